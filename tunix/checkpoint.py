@@ -1,0 +1,191 @@
+"""Checkpoints: Orbax writes them sharded, in the background and whole or not at all. What they mean is said here."""
+
+import json
+import logging
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+from tokenizers import Tokenizer
+
+from tunix import distributed
+from tunix.config import Checkpoint, Config, UserError
+from tunix.state import State
+
+log = logging.getLogger(__name__)
+
+# A checkpoint means something only to a run that has these in common with it. The mesh, the number of processes, the
+# strategy, the batch and the schedule may change.
+SAME_CONFIG = ("model", "optimizer.name", "training.seq_len", "training.param_dtype", "seed")
+MAY_DIFFER = ("model.mesh_shape", "model.attention")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is, apart from its arrays. Random numbers follow from the seed and the step."""
+
+    step: int
+    next_sample: int  # place in the shuffled sequence of training data
+    data: str  # fingerprint of that data
+    tokenizer: str  # digest
+
+    def after(self, step: int, batch_size: int) -> "Position":
+        """Where the run is after `step`, having started here."""
+        return replace(self, step=step, next_sample=self.next_sample + (step - self.step) * batch_size)
+
+
+class Checkpoints:
+    def __init__(self, folder: Path, cfg: Checkpoint):
+        self.folder, self.cfg = folder.absolute(), cfg
+        keep: list[policies.PreservationPolicy] = [policies.LatestN(cfg.max_to_keep)]
+        if cfg.keep_every_steps:
+            keep.append(policies.EveryNSteps(cfg.keep_every_steps))
+        if cfg.save_first:
+            keep.append(policies.CustomSteps([0]))
+        if cfg.keep_best:
+            keep.append(policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False))
+        self.manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policies.AnyPreservationPolicy(keep),
+                best_fn=_held_out_loss,
+                best_mode="min",
+                enable_async_checkpointing=cfg.async_,
+                cleanup_tmp_directories=True,
+            ),
+        )
+
+    def due(self, step: int, last_step: int) -> bool:
+        every = self.cfg.save_every_steps
+        return step == last_step or (every is not None and step % every == 0)
+
+    def save(self, state: State, position: Position, config: Config, tokenizer: Tokenizer, held_out_loss: float | None) -> None:
+        """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
+        about = {"position": asdict(position), "config": config.model_dump(mode="json", by_alias=True)}
+        try:
+            self.manager.save(
+                position.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    run=ocp.args.JsonSave(about),
+                    tokenizer=ocp.args.JsonSave(json.loads(tokenizer.to_str())),
+                ),
+                metrics=None if held_out_loss is None else {"held_out_loss": held_out_loss},
+                force=True,
+            )
+        except Exception as error:
+            raise self._write_error(error) from error
+
+    def finish(self) -> None:
+        """Wait until all that was started is on disk."""
+        try:
+            self.manager.wait_until_finished()
+            self.manager.check_for_errors()
+        except Exception as error:
+            raise self._write_error(error) from error
+
+    def restore(self, step: int | None, abstract: State, config: Config, now: Position) -> tuple[State, Position] | None:
+        """State and position at `step`, or at the newest step that can be read; None if nothing was saved yet.
+
+        `now` names the tokenizer and the data that the run has loaded.
+
+        Newer checkpoints are put aside, so that the run can write its own.
+
+        Raises:
+            UserError: no such step, no readable checkpoint, or one of another model, tokenizer or corpus.
+        """
+        steps = sorted(self.manager.all_steps(), reverse=True)
+        if step is not None and step not in steps:
+            raise UserError(f"resume: {self.folder} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps))) or 'none'}")
+        for candidate in steps if step is None else [step]:
+            try:
+                about = self.manager.restore(candidate, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+                position = Position(**about["position"])
+                _check_same(config, about["config"], position, now)
+                state = self.manager.restore(candidate, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+            except UserError:
+                raise
+            except Exception as error:
+                reason = str(error).splitlines()[0][:200]
+                if step is not None:
+                    raise UserError(f"resume: the checkpoint of step {step} in {self.folder} is damaged: {reason}") from error
+                log.error("CHECKPOINT OF STEP %d IS DAMAGED, taking the one before: %s", candidate, reason)
+                continue
+            self._put_aside([newer for newer in steps if newer > candidate])
+            return state, position
+        if steps:
+            raise UserError(f"resume: all checkpoints in {self.folder} are damaged ({', '.join(map(str, sorted(steps)))})")
+        return None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """What was started is finished, also when the run ends by an error; that error is the one to show."""
+        try:
+            self.finish()
+        except Exception as error:
+            if kind is None:
+                raise
+            log.error("%s", error)
+        finally:
+            self.manager.close()
+
+    def _put_aside(self, steps: list[int]) -> None:
+        if not steps:
+            return
+        aside = self.folder.with_name(f"checkpoints_put_aside_{time.strftime('%Y-%m-%d_%H-%M-%S')}")
+        log.warning("newer checkpoints (%s) are put aside in %s", ", ".join(map(str, sorted(steps))), aside)
+        distributed.barrier("before checkpoints are put aside")
+        if distributed.is_main():
+            aside.mkdir()
+            for step in steps:
+                (self.folder / str(step)).rename(aside / str(step))
+        distributed.barrier("checkpoints are put aside")
+        self.manager.reload()
+
+    def _write_error(self, error: Exception) -> Exception:
+        """A disk that is full or cannot be written is the user's to mend; anything else is a bug."""
+        text = str(error)
+        if not (isinstance(error, OSError) or "No space left" in text or "RESOURCE_EXHAUSTED" in text or "PERMISSION_DENIED" in text):
+            return error
+        whole = ", ".join(map(str, sorted(self.manager.all_steps()))) or "none"
+        free = shutil.disk_usage(self.folder).free / 2**30
+        return UserError(
+            f"a checkpoint could not be written to {self.folder} ({free:.2f} GiB free): {text.splitlines()[0][:200]}; "
+            f"whole checkpoints: {whole}. Make room and go on with resume={self.folder.parent}"
+        )
+
+
+def _held_out_loss(metrics: dict[str, float]) -> float:
+    return metrics["held_out_loss"]
+
+
+def _check_same(config: Config, saved: dict[str, Any], position: Position, now: Position) -> None:
+    """Raise UserError where the checkpoint belongs to another model, tokenizer or corpus."""
+    current = config.model_dump(mode="json", by_alias=True)
+    current["training"]["param_dtype"] = config.training.dtypes["param"]
+    saved["training"]["param_dtype"] = saved["training"]["param_dtype"] or "float32"
+    old, new = _flat(saved), _flat(current)
+    for key in sorted(old.keys() | new.keys()):
+        if any(key == same or key.startswith(f"{same}.") for same in SAME_CONFIG) and key not in MAY_DIFFER:
+            if old.get(key) != new.get(key):
+                raise UserError(f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; leave it as it was or start a new run")
+    if now.tokenizer != position.tokenizer:
+        raise UserError(f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); its tokens mean other words")
+    if now.data != position.data:
+        raise UserError(
+            f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "
+            f"sample {position.next_sample} of one is not sample {position.next_sample} of the other"
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

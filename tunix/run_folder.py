@@ -1,0 +1,140 @@
+"""A run's folder: claimed by one run, with its config, environment and log."""
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+import jax
+import yaml
+from omegaconf import OmegaConf
+from rich.logging import RichHandler
+
+from tunix import compose, distributed
+from tunix.config import UserError
+
+log = logging.getLogger(__name__)
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def start_logging() -> MemoryHandler:
+    """Log to the terminal at once; what is logged before the run has a folder waits in the handler returned."""
+    root = logging.getLogger("tunix")
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
+    root.addHandler(waiting)
+    if distributed.is_main():
+        terminal = RichHandler(show_path=False, show_level=False, log_time_format="%X") if sys.stdout.isatty() else logging.StreamHandler(sys.stdout)
+        root.addHandler(terminal)
+    return waiting
+
+
+def open_folder(job: compose.Job, waiting: MemoryHandler) -> Path:
+    """The folder of this run, the same on every process, with its first files in it.
+
+    Raises:
+        UserError: a folder given by hand that holds another run, or that cannot be written.
+    """
+    answer = ""
+    if distributed.is_main():
+        try:
+            folder = job.run_dir if job.config.resume else _claim(job)
+            _write_record(job, folder)
+            answer = str(folder.absolute())
+        except OSError as error:
+            answer = f"error: the run's folder {job.run_dir} cannot be written: {error.strerror}; choose another with hydra.run.dir=DIR"
+        except UserError as error:
+            answer = f"error: {error}"
+    answer = distributed.agree(answer)
+    if answer.startswith("error: "):
+        raise UserError(answer.removeprefix("error: "))
+    folder = Path(answer)
+    name = "train.log" if distributed.is_main() else f"train.{jax.process_index()}.log"
+    file = logging.FileHandler(folder / name)
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    waiting.setTarget(file)
+    waiting.flush()
+    root = logging.getLogger("tunix")
+    root.removeHandler(waiting)
+    root.addHandler(file)
+    return folder
+
+
+def _claim(job: compose.Job) -> Path:
+    """Create the folder; whoever creates config.yaml in it owns it. A taken name gets a number behind it."""
+    for number in range(1000):
+        folder = job.run_dir if number == 0 else job.run_dir.with_name(f"{job.run_dir.name}_{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / "config.yaml").open("x").close()
+            return folder
+        except FileExistsError:
+            if job.run_dir_is_explicit:
+                raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
+    raise UserError(f"no free folder beside {job.run_dir}")
+
+
+def _write_record(job: compose.Job, folder: Path) -> None:
+    config = job.config.model_copy(update={"resume": None})
+    (folder / "config.yaml.new").write_text(compose.to_yaml(config))
+    os.replace(folder / "config.yaml.new", folder / "config.yaml")
+    environment = folder / "environment.json"
+    record = json.loads(environment.read_text()) if environment.exists() else {}
+    if record:
+        record.setdefault("resumed", []).append(_environment())
+    else:
+        record = _environment()
+    environment.write_text(json.dumps(record, indent=1))
+    if job.hydra is not None and not job.config.resume:
+        (folder / ".hydra").mkdir(exist_ok=True)
+        OmegaConf.save(job.hydra, folder / ".hydra" / "hydra.yaml")
+        (folder / ".hydra" / "config.yaml").write_text(compose.to_yaml(config))
+        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(job.overrides))
+    _link_latest(folder, compose.OUTPUTS / job.config.project_name / "latest")
+
+
+def _link_latest(folder: Path, link: Path) -> None:
+    temporary = link.with_name(f".latest-{os.getpid()}")
+    try:
+        link.parent.mkdir(parents=True, exist_ok=True)
+        temporary.symlink_to(os.path.relpath(folder, link.parent))
+        os.replace(temporary, link)
+    except OSError as error:
+        log.warning("no link %s to this run: %s", link, error.strerror)
+
+
+def _environment() -> dict:
+    """What a run ran on."""
+
+    def version(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def git(*words: str) -> str | None:
+        result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": [sys.executable, *sys.argv],
+        "folder": os.getcwd(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES if version(package)},
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_changes": (git("status", "--porcelain") or "").splitlines(),
+        "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],
+        "processes": jax.process_count(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("XLA_", "JAX_", "NCCL_", "TUNIX_", "CUDA_", "SLURM_"))},
+    }

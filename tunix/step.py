@@ -1,0 +1,110 @@
+"""The train step: gradients of A microbatches, one division by the number of tokens, one update. Pure."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import auto_axes, reshard
+
+from tunix.mesh import Layout
+from tunix.optim import Schedule
+from tunix.state import Architecture, State, optimizer_view
+
+Batch = dict[str, jax.Array]
+LossFn = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def make_train_step(
+    arch: Architecture, loss_fn: LossFn, tx: optax.GradientTransformation, schedule: Schedule, layout: Layout, sync_every: int
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """(state, batch) -> (state, metrics), to be compiled with the state donated; batch leaves are [A, B, T].
+
+    A step whose loss or gradient is not finite changes nothing but its counters. Gradients are reduced over the
+    data shards after every `sync_every` microbatches; until then each device adds up its own part in float32.
+    """
+    gradients = make_gradients(arch, loss_fn, layout, sync_every)
+
+    def update(grads, opt_state, params):
+        # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, opt_state))
+        return auto_axes(tx.update, out_sharding=specs)(grads, opt_state, params)
+
+    def train_step(state, batch):
+        grads, sums = gradients(state["params"], batch)
+        with jax.named_scope("optimizer"):
+            grads = optimizer_view(jax.tree.map(lambda g: g / sums["tokens"], grads), arch, layout)
+            grad_norm = optax.global_norm(grads)
+            params = optimizer_view(state["params"], arch, layout)
+            direction, opt_state = update(grads, state["opt_state"], params)
+            rate = schedule(state["step"])
+            params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
+            finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["nll"])
+            new = {"params": params, "opt_state": opt_state}
+            old = {name: state[name] for name in new}
+            kept = jax.tree.map(lambda n, o: jnp.where(finite, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
+        skipped = jnp.where(finite, 0, state["skipped"] + 1)
+        metrics = {
+            "loss": sums["nll"] / sums["tokens"], "grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped,
+            **{name: value / sums["tokens"] for name, value in sums.items() if name not in ("nll", "tokens")},
+        }  # fmt: skip
+        return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
+
+    return train_step
+
+
+def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int):
+    """(params, batch [A, B, T]) -> summed gradients, float32 and reduced, and the loss's sums."""
+    # Two ways to hold the weights during the microbatches. In blocks: each block gathers its own, and the backward
+    # pass leaves summed shards. Whole: gathered here, so that gradients stay what each device computed (`unreduced`).
+    in_blocks = layout.strategy.gathered_for == "block" and sync_every == 1
+    gather_each_group = layout.strategy.gathered_for == "block"
+
+    def loss(params, batch):
+        return loss_fn(arch.module(params), batch)
+
+    def gathered(params):
+        with jax.named_scope("gather"):
+            return jax.tree.map(lambda p, weight: layout.gather(p, weight.equation), params, arch.weights)
+
+    def summed(grads):
+        with jax.named_scope("reduce"):
+            return jax.tree.map(lambda g, weight: layout.summed(g, rest(weight)), grads, arch.weights)
+
+    def rest(weight):
+        return layout.rest(weight.equation, layout.strategy.gradients)
+
+    def own_part(weight):
+        return rest(weight) if in_blocks else layout.own_part(weight.equation)
+
+    def zeros(spec_of):
+        return jax.tree.map(lambda weight: reshard(jnp.zeros(weight.shape), spec_of(weight)), arch.weights)
+
+    def gradients(params, batch):
+        weights = params if in_blocks or gather_each_group else gathered(params)
+        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), batch)
+
+        def microbatch(carry, batch, weights):
+            grads, sums = carry
+            (_, more), new = jax.value_and_grad(loss, has_aux=True)(weights, batch)
+            return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new), jax.tree.map(jnp.add, sums, more)), None
+
+        def group(carry, batch):
+            total, sums = carry
+            used = gathered(weights) if gather_each_group and not in_blocks else weights
+            (part, sums), _ = jax.lax.scan(lambda c, b: microbatch(c, b, used), (zeros(own_part), sums), batch)
+            part = part if in_blocks else summed(part)
+            return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), sums), None
+
+        shapes = jax.eval_shape(lambda: loss(params, jax.tree.map(lambda x: x[0], batch)))[1]
+        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        (grads, sums), _ = jax.lax.scan(group, (zeros(rest), sums), groups)
+        return grads, sums
+
+    return gradients
+
+
+def make_eval_step(arch: Architecture, loss_fn: LossFn) -> Callable[[dict[str, Any], Batch], dict[str, jax.Array]]:
+    """(params, batch [B, T]) -> the loss's sums."""
+    return lambda params, batch: loss_fn(arch.module(params), batch)[1]

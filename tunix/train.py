@@ -1,0 +1,186 @@
+"""The program: from a checked config to a trained model. Read `run` from top to bottom."""
+
+import logging
+import sys
+import time
+import types
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tunix import compose, distributed, run_folder
+from tunix.checkpoint import Checkpoints, Position
+from tunix.config import Config, UserError
+from tunix.data.batches import TrainBatches
+from tunix.data.corpus import Corpus, load_corpus
+from tunix.data.tokenizer import tokenizer_digest
+from tunix.evaluation import HeldOut
+from tunix.flops import peak_tflops
+from tunix.losses import LOSSES
+from tunix.mesh import build_layout, build_mesh
+from tunix.metrics import Metrics, StepLog
+from tunix.optim import make_optimizer, make_schedule
+from tunix.report import derive_sizes, start_report
+from tunix.sampling import sample
+from tunix.state import Architecture, State, abstract_state, describe, init_state, make_init
+from tunix.step import make_train_step
+
+log = logging.getLogger(__name__)
+
+
+class NotFinite(RuntimeError):
+    """Loss or gradients were not finite more often than the policy allows; exit code 77."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    folder: Path | None  # None after a dry run
+    train: dict[str, Any]  # the last line of metrics.jsonl from training
+    held_out: dict[str, Any]  # and from held-out evaluation
+
+
+def run(job: compose.Job) -> Result:
+    """Train as the config says; raises `UserError` before anything is written if that cannot be done."""
+    cfg, training = job.config, job.config.training
+    distributed.start(cfg.distributed)
+    waiting_log = run_folder.start_logging()
+    mesh = build_mesh(cfg)
+
+    with jax.set_mesh(mesh):
+        # What is trained, and on what.
+        layout = build_layout(cfg, mesh)
+        arch = describe(cfg.model, layout, training.remat)
+        optimizer = make_optimizer(cfg.optimizer, arch.weights, training.max_grad_norm)
+        init = make_init(arch, cfg.model, layout, optimizer)
+        abstract = abstract_state(init, mesh)
+        corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg))
+        sizes = derive_sizes(cfg, mesh, arch.num_parameters, corpus)
+        report = start_report(cfg, arch, abstract, mesh, sizes, corpus)
+        log.info("%s", report)
+        if corpus is None or sizes.total_steps is None:
+            return Result(None, {}, {})
+        data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
+        loss_fn = partial(LOSSES[cfg.task.name], chunk_size=training.loss_chunk_size, z_loss=training.z_loss)
+        held_out = HeldOut(cfg, corpus, arch, loss_fn, mesh) if len(corpus.held_out.tokens) else None
+
+        # Where it is written, and from where it goes on.
+        folder = run_folder.open_folder(job, waiting_log)
+        log.info("writing to %s", folder)
+        with Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints, Metrics(folder, cfg.logging) as metrics:
+            state, start = restore_or_init(job, checkpoints, abstract, partial(init_state, init, mesh, cfg.seed), corpus)
+            last = max(start.step, sizes.total_steps)
+            schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, sizes.total_steps, sizes.tokens_per_step)
+            step_fn = make_train_step(arch, loss_fn, optimizer, schedule, layout, training.sync_gradients_every)
+            train_step = compile_step(step_fn, state, data.read_global(start.next_sample), cfg)
+            metrics.text("config", compose.to_yaml(cfg), start.step)
+            metrics.text("report", report, start.step)
+            steps = StepLog(metrics, sizes, last, peak_tflops(mesh.devices.flat[0].device_kind))
+            evaluation: dict[str, Any] = {}
+            if start.step == 0 and cfg.checkpoint.save_first:
+                checkpoints.save(state, start, cfg, corpus.tokenizer, None)
+
+            # The loop. The next batch travels, and the numbers of the step before are written, while a step runs.
+            batches = data.iterate(start.next_sample, last - start.step)
+            batch, wait_s = next_batch(batches)
+            for step in range(start.step + 1, last + 1):
+                position = start.after(step, data.batch_size)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    state, scalars = train_step(state, batch)
+                steps.started(step, position.next_sample * training.seq_len, scalars, wait_s)
+                batch, wait_s = next_batch(batches)
+                save_now, evaluate_now = checkpoints.due(step, last), evaluation_due(cfg, step, last)
+                if save_now or evaluate_now:
+                    steps.finish()
+                stop_if_not_finite(steps.last, cfg, start, data)
+                if evaluate_now and held_out:
+                    evaluation = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
+                    metrics.write(evaluation, "held_out")
+                    log.info("step %d  held out: loss %.4f, %.4f bits per byte", step, evaluation["loss"], evaluation["bits_per_byte"])
+                if save_now:
+                    checkpoints.save(state, position, cfg, corpus.tokenizer, evaluation.get("loss") if evaluate_now else None)
+                if save_now or evaluate_now:
+                    steps.restart_clock()
+
+            close_report(cfg, corpus, arch, state, mesh, metrics, evaluation, last)
+        log.info("done: %s", folder)
+        return Result(folder, steps.last, evaluation)
+
+
+def restore_or_init(job: compose.Job, checkpoints: Checkpoints, abstract: State, init, corpus: Corpus) -> tuple[State, Position]:
+    """The state to start from: a checkpoint's if the run is resumed and has one, else a new one at step 0."""
+    fresh = Position(0, 0, corpus.fingerprint, tokenizer_digest(corpus.tokenizer))
+    if job.config.resume:
+        restored = checkpoints.restore(job.resume_step, abstract, job.config, fresh)
+        if restored:
+            log.info("resumed at step %d, sample %d", restored[1].step, restored[1].next_sample)
+            return restored
+        log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.folder)
+    return init(), fresh
+
+
+def compile_step(step_fn, state: State, batch: dict[str, jax.Array], cfg: Config) -> Any:
+    """The step as a program for these devices, with the run's compiler options; its state is donated."""
+    begun = time.perf_counter()
+    lowered = jax.jit(step_fn, donate_argnums=0).lower(state, batch)
+    try:
+        compiled = lowered.compile(compiler_options=cfg.training.compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        if "compile option" not in str(error) and "compiler_options" not in str(error):
+            raise
+        raise UserError(f"training.compiler_options: {str(error).splitlines()[0]}") from None
+    memory = compiled.memory_analysis()
+    size = f"; {memory.argument_size_in_bytes / 2**30:.3f} GiB state and batch, {memory.temp_size_in_bytes / 2**30:.3f} GiB temporary per device" if memory else ""
+    log.info("step compiled in %.1f s%s", time.perf_counter() - begun, size)
+    return compiled
+
+
+def next_batch(batches) -> tuple[dict[str, jax.Array] | None, float]:
+    """The next batch on the devices (None after the last), and the seconds waited for it."""
+    asked = time.perf_counter()
+    return next(batches, None), time.perf_counter() - asked
+
+
+def evaluation_due(cfg: Config, step: int, last: int) -> bool:
+    every = cfg.evaluation.every_steps
+    return step == last or (every is not None and step % every == 0)
+
+
+def stop_if_not_finite(record: dict[str, Any], cfg: Config, start: Position, data: TrainBatches) -> None:
+    """Raise `NotFinite` after too many skipped steps in a row, naming the samples of the last."""
+    skipped = record.get("skipped", 0)
+    if skipped > cfg.training.max_skipped_steps:
+        ids = data.sample_ids(start.after(record["step"] - 1, data.batch_size).next_sample)
+        raise NotFinite(
+            f"loss or gradients were not finite in {skipped} steps in a row (training.max_skipped_steps={cfg.training.max_skipped_steps}); "
+            f"step {record['step']} had samples {ids.start} to {ids.stop - 1}. The parameters are those of step {record['step'] - skipped}"
+        )
+
+
+def close_report(cfg, corpus: Corpus, arch: Architecture, state: State, mesh, metrics: Metrics, evaluation: dict, step: int) -> None:
+    """The held-out loss beside what word frequencies alone would give, and a continuation of a held-out document."""
+    if not evaluation:
+        return
+    bits, unigram = evaluation["bits_per_byte"], corpus.unigram_bits_per_byte
+    log.info("held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% below", bits, unigram, 100 * (1 - bits / unigram))
+    if cfg.evaluation.sample_tokens == 0:
+        return
+    prompt = [corpus.bos, *corpus.tokenizer.encode(corpus.example, add_special_tokens=False).ids][: min(128, cfg.training.seq_len)]
+    words = sample(arch, state["params"], mesh, prompt, cfg.evaluation.sample_tokens, cfg.evaluation.sample_temperature, cfg.seed)
+    text = f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(words)}"
+    log.info("continuation of a held-out document, after >>>:\n%s", text)
+    metrics.text("sample", text, step)
+
+
+class _Callable(types.ModuleType):
+    """`tunix.train(config_or_overrides)`, though `tunix.train` is this module."""
+
+    def __call__(self, config: Config | list[str]) -> Result:
+        return run(compose.compose(config) if isinstance(config, list) else compose.job_of(config))
+
+
+sys.modules[__name__].__class__ = _Callable
