@@ -1,0 +1,13 @@
+"""tunix: one command trains language models with JAX, on whatever devices there are.
+
+`tunix.train(config_or_overrides)` runs without the command line: `tunix.train(["model=tiny", "training.max_steps=20"])`.
+"""
+
+import importlib
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":  # imported when asked for: jax takes seconds, a typo in a config should not
+        return importlib.import_module("tunix.train")
+    raise AttributeError(f"module 'tunix' has no attribute {name!r}")

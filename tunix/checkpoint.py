@@ -47,7 +47,9 @@ class Checkpoints:
         if cfg.save_first:
             keep.append(policies.CustomSteps([0]))
         if cfg.keep_best:
-            keep.append(policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False))
+            keep.append(
+                policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+            )
         self.manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -63,7 +65,9 @@ class Checkpoints:
         every = self.cfg.save_every_steps
         return step == last_step or (every is not None and step % every == 0)
 
-    def save(self, state: State, position: Position, config: Config, tokenizer: Tokenizer, held_out_loss: float | None) -> None:
+    def save(
+        self, state: State, position: Position, config: Config, tokenizer: Tokenizer, held_out_loss: float | None
+    ) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         about = {"position": asdict(position), "config": config.model_dump(mode="json", by_alias=True)}
         try:
@@ -88,7 +92,9 @@ class Checkpoints:
         except Exception as error:
             raise self._write_error(error) from error
 
-    def restore(self, step: int | None, abstract: State, config: Config, now: Position) -> tuple[State, Position] | None:
+    def restore(
+        self, step: int | None, abstract: State, config: Config, now: Position
+    ) -> tuple[State, Position] | None:
         """State and position at `step`, or at the newest step that can be read; None if nothing was saved yet.
 
         `now` names the tokenizer and the data that the run has loaded.
@@ -100,25 +106,33 @@ class Checkpoints:
         """
         steps = sorted(self.manager.all_steps(), reverse=True)
         if step is not None and step not in steps:
-            raise UserError(f"resume: {self.folder} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps))) or 'none'}")
+            raise UserError(
+                f"resume: {self.folder} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps))) or 'none'}"
+            )
         for candidate in steps if step is None else [step]:
             try:
                 about = self.manager.restore(candidate, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
                 position = Position(**about["position"])
                 _check_same(config, about["config"], position, now)
-                state = self.manager.restore(candidate, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+                state = self.manager.restore(
+                    candidate, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+                ).state
             except UserError:
                 raise
             except Exception as error:
                 reason = str(error).splitlines()[0][:200]
                 if step is not None:
-                    raise UserError(f"resume: the checkpoint of step {step} in {self.folder} is damaged: {reason}") from error
+                    raise UserError(
+                        f"resume: the checkpoint of step {step} in {self.folder} is damaged: {reason}"
+                    ) from error
                 log.error("CHECKPOINT OF STEP %d IS DAMAGED, taking the one before: %s", candidate, reason)
                 continue
             self._put_aside([newer for newer in steps if newer > candidate])
             return state, position
         if steps:
-            raise UserError(f"resume: all checkpoints in {self.folder} are damaged ({', '.join(map(str, sorted(steps)))})")
+            raise UserError(
+                f"resume: all checkpoints in {self.folder} are damaged ({', '.join(map(str, sorted(steps)))})"
+            )
         return None
 
     def __enter__(self) -> "Checkpoints":
@@ -151,7 +165,12 @@ class Checkpoints:
     def _write_error(self, error: Exception) -> Exception:
         """A disk that is full or cannot be written is the user's to mend; anything else is a bug."""
         text = str(error)
-        if not (isinstance(error, OSError) or "No space left" in text or "RESOURCE_EXHAUSTED" in text or "PERMISSION_DENIED" in text):
+        if not (
+            isinstance(error, OSError)
+            or "No space left" in text
+            or "RESOURCE_EXHAUSTED" in text
+            or "PERMISSION_DENIED" in text
+        ):
             return error
         whole = ", ".join(map(str, sorted(self.manager.all_steps()))) or "none"
         free = shutil.disk_usage(self.folder).free / 2**30
@@ -174,9 +193,13 @@ def _check_same(config: Config, saved: dict[str, Any], position: Position, now: 
     for key in sorted(old.keys() | new.keys()):
         if any(key == same or key.startswith(f"{same}.") for same in SAME_CONFIG) and key not in MAY_DIFFER:
             if old.get(key) != new.get(key):
-                raise UserError(f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; leave it as it was or start a new run")
+                raise UserError(
+                    f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; leave it as it was or start a new run"
+                )
     if now.tokenizer != position.tokenizer:
-        raise UserError(f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); its tokens mean other words")
+        raise UserError(
+            f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); its tokens mean other words"
+        )
     if now.data != position.data:
         raise UserError(
             f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "

@@ -15,12 +15,13 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from tunix.config import Config, Section, UserError
+from tunix.config import Config, ParameterGroup, Section, UserError
 
 PACKAGED = Path(__file__).parent / "conf"  # in an installed wheel
 CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[1] / "conf"
@@ -43,23 +44,23 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
     """Compose, check and resolve a run; raises `UserError` with a line for each mistake."""
     with explained():
         given = {override.key_or_group: override for override in OverridesParser.create().parse_overrides(overrides)}
-        resume = given["resume"].value() if "resume" in given else None
-        point = None
-        if resume is not None:
+        if "resume" in given and (value := given["resume"].value()) is not None:
             project = given["project_name"].value() if "project_name" in given else None
-            point = _resume_point(str(resume), project)
-            overrides_of_values = _store_saved(point[0], list(given.values()))
-            config_name = "saved_run"
-        else:
-            overrides_of_values = overrides
-        GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(Path(config_dir or CONF).absolute()), version_base="1.3"):
-            search = [] if config_dir is None else [f"hydra.searchpath=[file://{CONF}]"]
-            composed = hydra.compose(config_name, overrides_of_values + search, return_hydra_config=True)
-        config = checked(composed)
-        run_dir = point[0] if point else Path(composed.hydra.run.dir)
+            run_dir, step = _resume_point(str(value), project)
+            composed = _compose_saved(run_dir, list(given.values()))
+            return Job(checked(composed), overrides, run_dir, run_dir_is_explicit=True, resume_step=step)
+        composed = _hydra_compose(overrides, config_dir, config_name)
         hydra_node = OmegaConf.create({"hydra": OmegaConf.to_container(composed.hydra, resolve=False)})
-    return Job(config, overrides, run_dir, "hydra.run.dir" in given, point[1] if point else None, hydra_node)
+        return Job(
+            checked(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in given, hydra=hydra_node
+        )
+
+
+def _hydra_compose(overrides: list[str], config_dir: str | Path | None = None, name: str = "config") -> DictConfig:
+    GlobalHydra.instance().clear()
+    search = [] if config_dir is None else [f"hydra.searchpath=[file://{CONF}]"]
+    with hydra.initialize_config_dir(str(Path(config_dir or CONF).absolute()), version_base="1.3"):
+        return hydra.compose(name, overrides + search, return_hydra_config=True)
 
 
 def job_of(config: Config) -> Job:
@@ -106,26 +107,20 @@ def _resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
     return path, step
 
 
-def _store_saved(run_dir: Path, given: list) -> list[str]:
-    """Make the saved config composable as `saved_run`; returns the overrides that remain to be applied to it.
-
-    A group choice (`optimizer=lion`) replaces that part of the saved config.
-    """
-    saved = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    assert isinstance(saved, dict)
-    defaults: list[Any] = ["_self_"]
-    values = []
-    for override in given:
-        group, choice = override.key_or_group, override.value()
-        if (CONF / group).is_dir() and isinstance(choice, str):
-            defaults.append({group: choice})
-            replaced = saved.pop(group, {})
-            if "mesh_shape" in replaced:  # the one key that a group of another name sets
-                saved[group] = {"mesh_shape": replaced["mesh_shape"]}
-        else:
-            values.append(override.input_line)
-    ConfigStore.instance().store(name="saved_run", node={"defaults": defaults, **saved})
-    return values
+def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
+    """The saved config of a run with overrides; a group choice (`optimizer=lion`) replaces that part of it."""
+    saved = OmegaConf.load(run_dir / "config.yaml")
+    groups = [o for o in given if (CONF / o.key_or_group).is_dir() and isinstance(o.value(), str)]
+    chosen = _hydra_compose([o.input_line for o in groups])
+    for group in (o.key_or_group for o in groups):
+        if group == "experiment":
+            raise UserError("resume goes on with the saved config; name the keys to change in place of +experiment")
+        mesh_shape = saved.model.mesh_shape
+        if group in saved:
+            saved[group] = chosen[group]
+        saved.model.mesh_shape = chosen.model.mesh_shape if group == "mesh_shape" else mesh_shape
+    ConfigStore.instance().store(name="saved_run", node=OmegaConf.to_container(saved))
+    return _hydra_compose([o.input_line for o in given if o not in groups], name="saved_run")
 
 
 @contextmanager
@@ -151,25 +146,43 @@ def explained() -> Iterator[None]:
         key = getattr(error.__cause__, "full_key", None)
         first = str(error).splitlines()[0] if str(error) else repr(error.__cause__)
         if key and "not in struct" in str(error.__cause__):
-            raise UserError(unknown_key(key)) from None
+            parent = getattr(error.__cause__, "parent_node", None) or {}
+            raise UserError(unknown_key(key, _variants().get(parent.get("name") or parent.get("source")))) from None
         if "No match in the defaults list" in first:
-            raise UserError(f"{first.split('. ')[0]}; write +{re.findall(chr(39) + '(.*?)' + chr(39), first)[0]}=...") from None
+            raise UserError(
+                f"{first.split('. ')[0]}; write +{re.findall(chr(39) + '(.*?)' + chr(39), first)[0]}=..."
+            ) from None
         raise UserError(first) from None
+
+
+EXPECTED = {  # in place of pydantic's words
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+    "tuple_type": "expected a list like [a,b]",
+    "too_short": "give at least one",
+}
 
 
 def _explain(error: dict[str, Any]) -> str:
     """One line for one pydantic error: the key, the value, the way out."""
-    tags = {tag for kind in _variants() for tag in _literals(kind)}
-    path = [str(part) for n, part in enumerate(error["loc"]) if not (n == 1 and part in tags)]
-    key, value, message = ".".join(path), error["input"], error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        return unknown_key(key)
-    if error["type"] == "missing":
+    path, variant = [str(part) for part in error["loc"]], None
+    if len(path) > 1 and (variant := _variants().get(path[1])):  # pydantic names the member of a union in the path
+        del path[1]
+    key, value, kind = ".".join(path), error["input"], error["type"]
+    message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))
+    if kind == "extra_forbidden":
+        return unknown_key(key, variant)
+    if kind == "missing":
         return f"{key} is missing"
-    if error["type"] in ("literal_error", "union_tag_invalid"):
+    if kind in ("literal_error", "union_tag_invalid"):
         context = error["ctx"]
         choices = re.findall(r"'([^']*)'", context.get("expected") or context["expected_tags"])
-        if error["type"] == "union_tag_invalid":
+        if kind == "union_tag_invalid":
             key, value = f"{key}.{context['discriminator'].strip(chr(39))}", context["tag"]
         return f"{key}={value}: expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
     if isinstance(value, dict | BaseModel):  # a check across keys: its message names them
@@ -177,16 +190,23 @@ def _explain(error: dict[str, Any]) -> str:
     return f"{key}={value}: {message[0].lower()}{message[1:]}"
 
 
-def unknown_key(key: str) -> str:
+def unknown_key(key: str, variant: type[Section] | None = None) -> str:
     """The line for a key that does not exist, with the legal key nearest to it."""
     legal = [name for name, _ in keys()]
-    leaf = key.rpartition(".")[2]
-    near = [name for name in legal if name.rpartition(".")[2] == leaf]
-    near = near or difflib.get_close_matches(key, [*legal, *Config.model_fields], n=1, cutoff=0.7)
-    if not near:
-        leaves = {name.rpartition(".")[2]: name for name in legal}
-        near = [leaves[found] for found in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
-    return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "; docs/config.md lists all keys")
+    head, _, leaf = key.rpartition(".")
+    if variant and key in legal:  # of another member of the union
+        tag = next(tag for tag, kind in _variants().items() if kind is variant)
+        return f"unknown key {key}: {head}={tag} has none; its keys are {', '.join(variant.model_fields)}"
+    if head.startswith("optimizer.groups."):
+        legal = [f"{head}.{name}" for name in ParameterGroup.model_fields]
+    leaves = {name.rpartition(".")[2]: name for name in legal}
+    here = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == head}
+    whole = {name: name for name in [*legal, *Config.model_fields]}
+    guesses = [(leaf, leaves, 1.0), (leaf, here, 0.6), (leaf, leaves, 0.7), *([] if here else [(key, whole, 0.6)])]
+    for word, choices, cutoff in guesses:
+        if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
+            return f"unknown key {key}; did you mean {choices[near[0]]}?"
+    return f"unknown key {key}; docs/config.md lists all keys"
 
 
 def did_you_mean(value: str, choices: list[str]) -> str:
@@ -198,26 +218,23 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[
     """Every key as users type it, with its pydantic field; variants of a union one after the other."""
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
-        sections = _sections(field.annotation)
-        for kind in sections:
+        kinds = sections(field.annotation)
+        for kind in kinds:
             yield from keys(kind, f"{key}.")
-        if not sections:
+        if not kinds:
             yield key, field
 
 
-def _sections(annotation: Any) -> list[type[Section]]:
+def sections(annotation: Any) -> list[type[Section]]:
+    """The section that a field holds, or the members of a union of them; none for a plain value."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
-def _variants() -> list[type[Section]]:
-    """The sections that are members of a union (data sources, optimizers)."""
-    found = (_sections(field.annotation) for field in Config.model_fields.values())
-    return [kind for kinds in found if len(kinds) > 1 for kind in kinds]
-
-
-def _literals(kind: type[Section]) -> tuple[str, ...]:
-    """The value of the field that tells this variant from the others."""
-    field = kind.model_fields.get("source") or kind.model_fields["name"]
-    return typing.get_args(field.annotation)
+def _variants() -> dict[str, type[Section]]:
+    """The sections that are members of a union (data sources, optimizers), by the value that tells them apart."""
+    unions = (sections(field.annotation) for field in Config.model_fields.values())
+    members = [kind for kinds in unions if len(kinds) > 1 for kind in kinds]
+    tags = [(kind.model_fields.get("source") or kind.model_fields["name"]).annotation for kind in members]
+    return {typing.get_args(tag)[0]: kind for tag, kind in zip(tags, members, strict=True)}

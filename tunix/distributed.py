@@ -25,7 +25,9 @@ def start(cfg: Distributed) -> None:
             initialization_timeout=cfg.init_timeout_s,
         )
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"distributed.coordinator_address={cfg.coordinator_address}: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"distributed.coordinator_address={cfg.coordinator_address}: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def is_main() -> bool:

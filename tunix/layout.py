@@ -36,7 +36,6 @@ KEYS = {  # the config key that sets each dimension which a mesh axis may have t
 }  # fmt: skip
 
 
-
 @dataclass(frozen=True)
 class Equation:
     """What a weight is for: `x,w->y` as einsum takes it, like `BTD,DNH->BTNH`."""
@@ -159,7 +158,9 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
             if dim % size and not (letter == "K" and size % dim == 0):
                 legal = [n for n in range(1, dim + 1) if dim % n == 0]
                 near = sorted(sorted(legal, key=lambda n: abs(math.log(n / size)))[:3])
-                raise ValueError(f"{key}={dim} is not divisible by mesh axis {axis}={size} (nearest {axis}: {_or(near)})")
+                raise ValueError(
+                    f"{key}={dim} is not divisible by mesh axis {axis}={size} (nearest {axis}: {_or(near)})"
+                )
 
 
 def kv_heads_replicated(dims: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
@@ -177,7 +178,7 @@ def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]
 
     legal = []
     for split in _factorizations(num_devices, len(axes)):
-        sizes = {axis: 1 for axis in MESH_AXES} | dict(zip(axes, split, strict=True))
+        sizes = dict.fromkeys(MESH_AXES, 1) | dict(zip(axes, split, strict=True))
         try:
             check_divides(dims, sizes)
         except ValueError:

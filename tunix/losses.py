@@ -9,15 +9,17 @@ from tunix.models.transformer import Transformer
 Sums = dict[str, jax.Array]
 
 
-def lm_loss(model: Transformer, batch: dict[str, jax.Array], *, chunk_size: int, z_loss: float) -> tuple[jax.Array, Sums]:
+def lm_loss(
+    model: Transformer, batch: dict[str, jax.Array], *, chunk_size: int, z_loss: float
+) -> tuple[jax.Array, Sums]:
     """Next-token cross entropy (nats) over tokens where `loss_mask` is not 0; batch leaves are [B, T].
 
     Returns the sum to be minimised, nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311), and `nll`, `z_loss`, `tokens`
     as float32 sums. Logits exist for `chunk_size` positions of each sequence at one time and are computed again
     in the backward pass: [B, T, V] never does.
     """
-    hidden = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
     table = model.embedding.gathered()
+    hidden = model.hidden(table, batch["tokens"], batch["positions"], batch["segment_ids"])
     length = hidden.shape[1]
     num_chunks = max(1, length // chunk_size)
 
@@ -27,7 +29,7 @@ def lm_loss(model: Transformer, batch: dict[str, jax.Array], *, chunk_size: int,
     @jax.checkpoint
     def one_chunk(_, chunk):
         hidden, targets = chunk
-        logits = model.embedding.logits(hidden, table)
+        logits = model.embedding.logits(table, hidden)
         log_z = jax.nn.logsumexp(logits, -1)
         words = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
         # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.

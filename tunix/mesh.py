@@ -171,7 +171,9 @@ def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     share = data_shards(mesh) // len({row for row in local_rows(mesh, data_shards(mesh))})
 
     def put(rows: np.ndarray) -> jax.Array:
-        return jax.make_array_from_process_local_data(sharding, rows, (rows.shape[0], rows.shape[1] * share, *rows.shape[2:]))
+        return jax.make_array_from_process_local_data(
+            sharding, rows, (rows.shape[0], rows.shape[1] * share, *rows.shape[2:])
+        )
 
     return {name: put(rows) for name, rows in batch.items()}
 

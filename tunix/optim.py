@@ -14,7 +14,9 @@ from tunix.config import Optimizer, Scheduler, UserError
 Schedule = Callable[[jax.Array | int], jax.Array]
 
 
-def make_optimizer(cfg: Optimizer, weights: dict[str, Any], max_grad_norm: float | None) -> optax.GradientTransformation:
+def make_optimizer(
+    cfg: Optimizer, weights: dict[str, Any], max_grad_norm: float | None
+) -> optax.GradientTransformation:
     """Gradients to the direction that is multiplied by the learning rate and subtracted from the parameters.
 
     Clip by global norm, scale by the update rule, add decoupled weight decay, apply the groups' own settings.

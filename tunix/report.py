@@ -80,8 +80,18 @@ def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, size
         ("FLOPs per token", f"{sizes.flops_per_token / 1e9:.4f} GFLOP (forward and backward, causal attention); {sizes.flops_per_token * sizes.tokens_per_step / 1e12:.3f} TFLOP per step"),
     ]  # fmt: skip
     if kv_heads_replicated(cfg.model.dims, mesh.shape):
-        rows.append(("key/value heads", f"{cfg.model.num_kv_heads} heads on tp={mesh.shape['tp']}: every device keeps all of them"))
-    table = Table(show_header=False, box=None, title=f"{cfg.project_name}{f' / {cfg.run_name}' if cfg.run_name else ''}", title_justify="left")
+        rows.append(
+            (
+                "key/value heads",
+                f"{cfg.model.num_kv_heads} heads on tp={mesh.shape['tp']}: every device keeps all of them",
+            )
+        )
+    table = Table(
+        show_header=False,
+        box=None,
+        title=f"{cfg.project_name}{f' / {cfg.run_name}' if cfg.run_name else ''}",
+        title_justify="left",
+    )
     for row in rows:
         table.add_row(*row)
     devices = Table(title="device ids by place on the mesh", title_justify="left", box=None)

@@ -20,7 +20,18 @@ from tunix import compose, distributed
 from tunix.config import UserError
 
 log = logging.getLogger(__name__)
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "tokenizers",
+    "numpy",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
 
 
 def start_logging() -> MemoryHandler:
@@ -33,7 +44,11 @@ def start_logging() -> MemoryHandler:
     waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
     root.addHandler(waiting)
     if distributed.is_main():
-        terminal = RichHandler(show_path=False, show_level=False, log_time_format="%X") if sys.stdout.isatty() else logging.StreamHandler(sys.stdout)
+        terminal = (
+            RichHandler(show_path=False, show_level=False, log_time_format="%X")
+            if sys.stdout.isatty()
+            else logging.StreamHandler(sys.stdout)
+        )
         root.addHandler(terminal)
     return waiting
 
@@ -136,5 +151,9 @@ def _environment() -> dict:
         "git_changes": (git("status", "--porcelain") or "").splitlines(),
         "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],
         "processes": jax.process_count(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("XLA_", "JAX_", "NCCL_", "TUNIX_", "CUDA_", "SLURM_"))},
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("XLA_", "JAX_", "NCCL_", "TUNIX_", "CUDA_", "SLURM_"))
+        },
     }

@@ -9,7 +9,9 @@ from tunix.mesh import data_shards, local_rows, to_global
 from tunix.state import Architecture
 
 
-def sample(arch: Architecture, params: dict, mesh: Mesh, prompt: list[int], num_tokens: int, temperature: float, seed: int) -> list[int]:
+def sample(
+    arch: Architecture, params: dict, mesh: Mesh, prompt: list[int], num_tokens: int, temperature: float, seed: int
+) -> list[int]:
     """`num_tokens` tokens that follow `prompt`; temperature 0 takes the likeliest each time.
 
     Runs the model on the whole sequence for each token: right for a glimpse, not for serving.
@@ -22,10 +24,11 @@ def sample(arch: Architecture, params: dict, mesh: Mesh, prompt: list[int], num_
     @jax.jit
     def continued(params, tokens, key):
         model = arch.module(params)
+        table = model.embedding.gathered()
 
         def next_token(position, tokens):
-            hidden = jax.lax.dynamic_slice_in_dim(model.hidden(tokens), position - 1, 1, axis=1)
-            logits = jax.sharding.reshard(model.logits(hidden)[0, 0], jax.P())
+            hidden = jax.lax.dynamic_slice_in_dim(model.hidden(table, tokens), position - 1, 1, axis=1)
+            logits = jax.sharding.reshard(model.embedding.logits(table, hidden)[0, 0], jax.P())
             likeliest = jnp.argmax(logits)
             drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / max(temperature, 1e-6))
             token = (drawn if temperature > 0 else likeliest).astype(tokens.dtype)

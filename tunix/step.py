@@ -6,18 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import auto_axes, reshard
+from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.mesh import Layout
 from tunix.optim import Schedule
-from tunix.state import Architecture, State, optimizer_view
+from tunix.state import Architecture, State, Weight, optimizer_view
 
 Batch = dict[str, jax.Array]
 LossFn = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def make_train_step(
-    arch: Architecture, loss_fn: LossFn, tx: optax.GradientTransformation, schedule: Schedule, layout: Layout, sync_every: int
+    arch: Architecture,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    schedule: Schedule,
+    layout: Layout,
+    sync_every: int,
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """(state, batch) -> (state, metrics), to be compiled with the state donated; batch leaves are [A, B, T].
 
@@ -35,7 +40,7 @@ def make_train_step(
         grads, sums = gradients(state["params"], batch)
         with jax.named_scope("optimizer"):
             grads = optimizer_view(jax.tree.map(lambda g: g / sums["tokens"], grads), arch, layout)
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
             params = optimizer_view(state["params"], arch, layout)
             direction, opt_state = update(grads, state["opt_state"], params)
             rate = schedule(state["step"])
@@ -56,13 +61,17 @@ def make_train_step(
 
 def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int):
     """(params, batch [A, B, T]) -> summed gradients, float32 and reduced, and the loss's sums."""
-    # Two ways to hold the weights during the microbatches. In blocks: each block gathers its own, and the backward
-    # pass leaves summed shards. Whole: gathered here, so that gradients stay what each device computed (`unreduced`).
+    # Either each block gathers its weights when it needs them, and the backward pass leaves shards that are summed
+    # already. Or all are gathered here, once for the step, and gradients stay what each device computed until summed.
     in_blocks = layout.strategy.gathered_for == "block" and sync_every == 1
-    gather_each_group = layout.strategy.gathered_for == "block"
 
-    def loss(params, batch):
-        return loss_fn(arch.module(params), batch)
+    def spec(weight: Weight, *, own_part: bool) -> PartitionSpec:
+        return layout.own_part(weight.equation) if own_part else layout.rest(weight.equation, layout.strategy.gradients)
+
+    def zeros(*, own_part: bool):
+        return jax.tree.map(
+            lambda weight: reshard(jnp.zeros(weight.shape), spec(weight, own_part=own_part)), arch.weights
+        )
 
     def gathered(params):
         with jax.named_scope("gather"):
@@ -70,41 +79,29 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
 
     def summed(grads):
         with jax.named_scope("reduce"):
-            return jax.tree.map(lambda g, weight: layout.summed(g, rest(weight)), grads, arch.weights)
+            return jax.tree.map(lambda g, weight: layout.summed(g, spec(weight, own_part=False)), grads, arch.weights)
 
-    def rest(weight):
-        return layout.rest(weight.equation, layout.strategy.gradients)
-
-    def own_part(weight):
-        return rest(weight) if in_blocks else layout.own_part(weight.equation)
-
-    def zeros(spec_of):
-        return jax.tree.map(lambda weight: reshard(jnp.zeros(weight.shape), spec_of(weight)), arch.weights)
+    def add(total, more):
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
     def gradients(params, batch):
-        weights = params if in_blocks or gather_each_group else gathered(params)
+        weights = params if in_blocks else gathered(params)
         groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), batch)
 
-        def microbatch(carry, batch, weights):
-            grads, sums = carry
-            (_, more), new = jax.value_and_grad(loss, has_aux=True)(weights, batch)
-            return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new), jax.tree.map(jnp.add, sums, more)), None
+        def loss(weights, batch):
+            return loss_fn(arch.module(weights), batch)
+
+        def microbatch(carry, batch):
+            (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(weights, batch)
+            return add(carry, (grads, sums)), None
 
         def group(carry, batch):
             total, sums = carry
-            used = gathered(weights) if gather_each_group and not in_blocks else weights
-            (part, sums), _ = jax.lax.scan(lambda c, b: microbatch(c, b, used), (zeros(own_part), sums), batch)
-            part = part if in_blocks else summed(part)
-            return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part), sums), None
+            (part, sums), _ = jax.lax.scan(microbatch, (zeros(own_part=not in_blocks), sums), batch)
+            return (add(total, part if in_blocks else summed(part)), sums), None
 
-        shapes = jax.eval_shape(lambda: loss(params, jax.tree.map(lambda x: x[0], batch)))[1]
-        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        (grads, sums), _ = jax.lax.scan(group, (zeros(rest), sums), groups)
-        return grads, sums
+        shapes = jax.eval_shape(lambda: loss(weights, jax.tree.map(lambda x: x[0], batch)))[1]
+        no_sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        return jax.lax.scan(group, (zeros(own_part=False), no_sums), groups)[0]
 
     return gradients
-
-
-def make_eval_step(arch: Architecture, loss_fn: LossFn) -> Callable[[dict[str, Any], Batch], dict[str, jax.Array]]:
-    """(params, batch [B, T]) -> the loss's sums."""
-    return lambda params, batch: loss_fn(arch.module(params), batch)[1]

@@ -71,10 +71,17 @@ def run(job: compose.Job) -> Result:
         # Where it is written, and from where it goes on.
         folder = run_folder.open_folder(job, waiting_log)
         log.info("writing to %s", folder)
-        with Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints, Metrics(folder, cfg.logging) as metrics:
-            state, start = restore_or_init(job, checkpoints, abstract, partial(init_state, init, mesh, cfg.seed), corpus)
+        with (
+            Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints,
+            Metrics(folder, cfg.logging) as metrics,
+        ):
+            state, start = restore_or_init(
+                job, checkpoints, abstract, partial(init_state, init, mesh, cfg.seed), corpus
+            )
             last = max(start.step, sizes.total_steps)
-            schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, sizes.total_steps, sizes.tokens_per_step)
+            schedule = make_schedule(
+                cfg.scheduler, cfg.optimizer.learning_rate, sizes.total_steps, sizes.tokens_per_step
+            )
             step_fn = make_train_step(arch, loss_fn, optimizer, schedule, layout, training.sync_gradients_every)
             train_step = compile_step(step_fn, state, data.read_global(start.next_sample), cfg)
             metrics.text("config", compose.to_yaml(cfg), start.step)
@@ -100,9 +107,16 @@ def run(job: compose.Job) -> Result:
                 if evaluate_now and held_out:
                     evaluation = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
                     metrics.write(evaluation, "held_out")
-                    log.info("step %d  held out: loss %.4f, %.4f bits per byte", step, evaluation["loss"], evaluation["bits_per_byte"])
+                    log.info(
+                        "step %d  held out: loss %.4f, %.4f bits per byte",
+                        step,
+                        evaluation["loss"],
+                        evaluation["bits_per_byte"],
+                    )
                 if save_now:
-                    checkpoints.save(state, position, cfg, corpus.tokenizer, evaluation.get("loss") if evaluate_now else None)
+                    checkpoints.save(
+                        state, position, cfg, corpus.tokenizer, evaluation.get("loss") if evaluate_now else None
+                    )
                 if save_now or evaluate_now:
                     steps.restart_clock()
 
@@ -111,7 +125,9 @@ def run(job: compose.Job) -> Result:
         return Result(folder, steps.last, evaluation)
 
 
-def restore_or_init(job: compose.Job, checkpoints: Checkpoints, abstract: State, init, corpus: Corpus) -> tuple[State, Position]:
+def restore_or_init(
+    job: compose.Job, checkpoints: Checkpoints, abstract: State, init, corpus: Corpus
+) -> tuple[State, Position]:
     """The state to start from: a checkpoint's if the run is resumed and has one, else a new one at step 0."""
     fresh = Position(0, 0, corpus.fingerprint, tokenizer_digest(corpus.tokenizer))
     if job.config.resume:
@@ -134,7 +150,11 @@ def compile_step(step_fn, state: State, batch: dict[str, jax.Array], cfg: Config
             raise
         raise UserError(f"training.compiler_options: {str(error).splitlines()[0]}") from None
     memory = compiled.memory_analysis()
-    size = f"; {memory.argument_size_in_bytes / 2**30:.3f} GiB state and batch, {memory.temp_size_in_bytes / 2**30:.3f} GiB temporary per device" if memory else ""
+    size = (
+        f"; {memory.argument_size_in_bytes / 2**30:.3f} GiB state and batch, {memory.temp_size_in_bytes / 2**30:.3f} GiB temporary per device"
+        if memory
+        else ""
+    )
     log.info("step compiled in %.1f s%s", time.perf_counter() - begun, size)
     return compiled
 
@@ -161,16 +181,27 @@ def stop_if_not_finite(record: dict[str, Any], cfg: Config, start: Position, dat
         )
 
 
-def close_report(cfg, corpus: Corpus, arch: Architecture, state: State, mesh, metrics: Metrics, evaluation: dict, step: int) -> None:
+def close_report(
+    cfg, corpus: Corpus, arch: Architecture, state: State, mesh, metrics: Metrics, evaluation: dict, step: int
+) -> None:
     """The held-out loss beside what word frequencies alone would give, and a continuation of a held-out document."""
     if not evaluation:
         return
     bits, unigram = evaluation["bits_per_byte"], corpus.unigram_bits_per_byte
-    log.info("held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% below", bits, unigram, 100 * (1 - bits / unigram))
+    log.info(
+        "held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% below",
+        bits,
+        unigram,
+        100 * (1 - bits / unigram),
+    )
     if cfg.evaluation.sample_tokens == 0:
         return
-    prompt = [corpus.bos, *corpus.tokenizer.encode(corpus.example, add_special_tokens=False).ids][: min(128, cfg.training.seq_len)]
-    words = sample(arch, state["params"], mesh, prompt, cfg.evaluation.sample_tokens, cfg.evaluation.sample_temperature, cfg.seed)
+    prompt = [corpus.bos, *corpus.tokenizer.encode(corpus.example, add_special_tokens=False).ids][
+        : min(128, cfg.training.seq_len)
+    ]
+    words = sample(
+        arch, state["params"], mesh, prompt, cfg.evaluation.sample_tokens, cfg.evaluation.sample_temperature, cfg.seed
+    )
     text = f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(words)}"
     log.info("continuation of a held-out document, after >>>:\n%s", text)
     metrics.text("sample", text, step)

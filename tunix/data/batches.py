@@ -88,7 +88,7 @@ class TrainBatches:
 
 
 def held_out_batches(stream: Stream, seq_len: int, num_sequences: int, batch_size: int, rows: list[int]) -> Example:
-    """The first sequences of the held-out stream as [batches, rows, T]; the last batch is filled up with masked rows.
+    """Sequences spread evenly over the held-out stream as [batches, rows, T]; masked rows fill up the last batch.
 
     Which sequences they are does not depend on the mesh.
     """
@@ -102,7 +102,7 @@ def held_out_batches(stream: Stream, seq_len: int, num_sequences: int, batch_siz
     filler = {name: np.zeros_like(value) for name, value in sequences[0].items()}
 
     def row(index: int) -> Example:
-        return sequences[index] if index < count else filler
+        return sequences[index * len(sequences) // count] if index < count else filler
 
     return _stack([[row(start + n) for n in rows] for start in range(0, count, batch_size)])
 

@@ -28,4 +28,6 @@ def stored(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
                     raise
         return target
     except OSError as error:
-        raise UserError(f"data.cache_dir: cannot write {target}: {error.strerror}; set data.cache_dir to a folder that can be written") from None
+        raise UserError(
+            f"data.cache_dir: cannot write {target}: {error.strerror}; set data.cache_dir to a folder that can be written"
+        ) from None

@@ -44,10 +44,16 @@ def load_corpus(cfg: Config) -> Corpus:
     cache_dir = Path(cfg.data.cache_dir).expanduser()
     documents = read_documents(cfg.data)
     if documents.skipped:
-        log.warning("%d files are not UTF-8 and are left out: %s", len(documents.skipped), ", ".join(documents.skipped[:5]) + (", ..." if len(documents.skipped) > 5 else ""))
+        log.warning(
+            "%d files are not UTF-8 and are left out: %s",
+            len(documents.skipped),
+            ", ".join(documents.skipped[:5]) + (", ..." if len(documents.skipped) > 5 else ""),
+        )
     backend = load_tokenizer(cfg.tokenizer, documents.train, cfg.model.vocab_size, cache_dir)
     bos, eos = (backend.token_to_id(token) for token in (cfg.tokenizer.bos_token, cfg.tokenizer.eos_token))
-    fingerprint = hashlib.sha256("\0".join([FORMAT, documents.digest, tokenizer_digest(backend), str(bos), str(eos)]).encode()).hexdigest()[:20]
+    fingerprint = hashlib.sha256(
+        "\0".join([FORMAT, documents.digest, tokenizer_digest(backend), str(bos), str(eos)]).encode()
+    ).hexdigest()[:20]
 
     def tokenize(folder: Path) -> None:
         log.info("tokenizing %d documents", len(documents.train) + len(documents.held_out))
@@ -58,11 +64,17 @@ def load_corpus(cfg: Config) -> Corpus:
             np.save(folder / f"{name}.starts.npy", stream.starts)
         counts = np.bincount(np.load(folder / "train.tokens.npy"))
         size = sum(len(document.text.encode()) for document in documents.train)
-        facts = {"unigram_bits_per_byte": _entropy_bits(counts) * counts.sum() / size, "bytes_per_token": size / counts.sum()}
+        facts = {
+            "unigram_bits_per_byte": _entropy_bits(counts) * counts.sum() / size,
+            "bytes_per_token": size / counts.sum(),
+        }
         (folder / "facts.json").write_text(json.dumps(facts))
 
     folder = stored(cache_dir / "tokens", fingerprint, tokenize)
-    train, held_out = (Stream(*(np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("tokens", "starts"))) for name in ("train", "held_out"))
+    train, held_out = (
+        Stream(*(np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("tokens", "starts")))
+        for name in ("train", "held_out")
+    )
     facts = json.loads((folder / "facts.json").read_text())
     summary = (
         f"{cfg.data.source}: {len(documents.train):,} documents, {len(train.tokens):,} tokens to train on; "
@@ -71,7 +83,17 @@ def load_corpus(cfg: Config) -> Corpus:
         f"unigram entropy {facts['unigram_bits_per_byte']:.3f} bits per byte"
     )
     example = max((document.text for document in documents.held_out[:32]), key=len, default="")
-    return Corpus(train, held_out, backend, bos, fingerprint, facts["unigram_bits_per_byte"], facts["bytes_per_token"], summary, example)
+    return Corpus(
+        train,
+        held_out,
+        backend,
+        bos,
+        fingerprint,
+        facts["unigram_bits_per_byte"],
+        facts["bytes_per_token"],
+        summary,
+        example,
+    )
 
 
 def _tokenize(backend: Backend, documents: list[Document], bos: int, eos: int) -> Stream:

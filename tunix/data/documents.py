@@ -54,7 +54,9 @@ def read_documents(cfg: PythonStdlib | TextFiles) -> Documents:
         else:
             found.append(Document(name, text))
     if not found:
-        raise UserError(f"data.source={cfg.source}: no document with text in it ({documents.empty} empty, {len(documents.skipped)} not UTF-8)")
+        raise UserError(
+            f"data.source={cfg.source}: no document with text in it ({documents.empty} empty, {len(documents.skipped)} not UTF-8)"
+        )
     found.sort(key=lambda document: _hash(document.name))  # names tell nothing of content: a fixed random order
     num_held_out = round(cfg.held_out_fraction * len(found))
     if cfg.held_out_fraction > 0:
@@ -100,13 +102,19 @@ def _text(cfg: TextFiles) -> Iterator[tuple[str, Path]]:
         if not matches:
             raise UserError(f"data.paths: {pattern} does not exist")
         for match in matches:
-            files = [match] if match.is_file() else sorted(p for p in match.rglob("*") if p.suffix in cfg.extensions and p.is_file())
+            files = (
+                [match]
+                if match.is_file()
+                else sorted(p for p in match.rglob("*") if p.suffix in cfg.extensions and p.is_file())
+            )
             for path in files:
                 if path.resolve() not in seen:
                     seen.add(path.resolve())
                     yield (path.name if match.is_file() else path.relative_to(match).as_posix()), path
     if not seen:
-        raise UserError(f"data.paths={list(cfg.paths)}: no file that ends in {', '.join(cfg.extensions)} (data.extensions)")
+        raise UserError(
+            f"data.paths={list(cfg.paths)}: no file that ends in {', '.join(cfg.extensions)} (data.extensions)"
+        )
 
 
 SOURCES: dict[str, Callable[..., Iterator[tuple[str, Path]]]] = {"python_stdlib": _python_stdlib, "text": _text}

@@ -26,7 +26,11 @@ def load_tokenizer(cfg: Tokenizer, documents: list[Document], model_vocab_size: 
         digest = hashlib.sha256(repr((cfg.vocab_size, cfg.bos_token, cfg.eos_token)).encode())
         for text in sample:
             digest.update(text.encode() + b"\0")
-        path = stored(cache_dir / "tokenizers", f"{digest.hexdigest()[:20]}.json", lambda path: _train(cfg, sample).save(str(path)))
+        path = stored(
+            cache_dir / "tokenizers",
+            f"{digest.hexdigest()[:20]}.json",
+            lambda path: _train(cfg, sample).save(str(path)),
+        )
     else:
         path = Path(cfg.path).expanduser()
     try:
@@ -37,7 +41,9 @@ def load_tokenizer(cfg: Tokenizer, documents: list[Document], model_vocab_size: 
         if backend.token_to_id(getattr(cfg, key)) is None:
             raise UserError(f"tokenizer.{key}={getattr(cfg, key)} is not a token of {path}")
     if backend.get_vocab_size() > model_vocab_size:
-        raise UserError(f"the tokenizer has {backend.get_vocab_size()} words, more than model.vocab_size={model_vocab_size}")
+        raise UserError(
+            f"the tokenizer has {backend.get_vocab_size()} words, more than model.vocab_size={model_vocab_size}"
+        )
     return backend
 
 

@@ -43,12 +43,13 @@ def _xla(q, k, v, segment_ids, window):
     batch, length, heads, dim = q.shape
     block = max(n for n in range(1, min(length, QUERY_BLOCK) + 1) if length % n == 0)
 
-    @jax.checkpoint
     def one_block(start):
         queries = start + jnp.arange(block)
         rows = jax.lax.dynamic_slice_in_dim(q, start, block, axis=1)
         return jax.nn.dot_product_attention(rows, k, v, mask=_mask(segment_ids, queries, window), scale=1.0)
 
+    if block < length:
+        one_block = jax.checkpoint(one_block)
     blocks = jax.lax.map(one_block, jnp.arange(0, length, block))  # [T / block, B, block, N, H]
     return blocks.swapaxes(0, 1).reshape(batch, length, heads, dim)
 

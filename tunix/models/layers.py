@@ -54,22 +54,19 @@ class Embedding(nnx.Module):
         table = jax.random.normal(rngs.params(), (cfg.vocab_size, cfg.embed_dim), layout.param) / self.scale
         self.table = nnx.Param(table, equation=self.equation)
 
-    def lookup(self, tokens: jax.Array) -> jax.Array:
-        """[B, T] int32 -> [B, T, D], times sqrt(D).
+    def gathered(self) -> jax.Array:
+        """The table for the next two. Gathered once for both ends, its gradient travels once."""
+        return self.layout.gather(self.table[...], self.equation)
 
-        The table is gathered first, then looked up: a lookup in a table that is split over fsdp makes XLA copy it whole.
-        """
-        table = self.gathered()
+    def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """[B, T] int32 -> [B, T, D], times sqrt(D)."""
         rows = table.at[tokens].get(out_sharding=self.layout.activation("BTD"))
         return rows * jnp.asarray(self.scale, table.dtype)
 
-    def logits(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, V] float32 with a table from `gathered`."""
+    def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, V] float32."""
         out = jnp.einsum(self.equation.text, x, table, out_sharding=self.layout.activation("BTV"))
         return out.astype(jnp.float32)
-
-    def gathered(self) -> jax.Array:
-        return self.layout.gather(self.table[...], self.equation)
 
 
 def rope_frequencies(cfg: Model, theta: float, scale: float) -> np.ndarray:

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.mesh import Layout
 from tunix.models.attention import attend
 from tunix.models.layers import Einsum, Embedding, RMSNorm, apply_rope, rope_frequencies
+
 
 def _all_but_gathered_weights(primitive, *_, **params) -> bool:
     """What `remat=none` keeps for the backward pass: gathered weights of all blocks would add up to the whole model."""
@@ -85,19 +87,19 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens, positions=None, segment_ids=None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without the last two, each row is one document."""
-        return self.logits(self.hidden(tokens, positions, segment_ids))
+        table = self.embedding.gathered()
+        return self.embedding.logits(table, self.hidden(table, tokens, positions, segment_ids))
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        return self.embedding.logits(hidden, self.embedding.gathered())
-
-    def hidden(self, tokens, positions=None, segment_ids=None) -> jax.Array:
-        """[B, T] int32 -> [B, T, D]: what the last norm gives."""
+    def hidden(self, table, tokens, positions=None, segment_ids=None) -> jax.Array:
+        """[B, T] int32 -> [B, T, D], what the last norm gives; `table` is `embedding.gathered()`."""
         if positions is None:
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
+        rows = self.layout.activation("BT")
+        tokens, positions, segment_ids = (reshard(x, rows) for x in (tokens, positions, segment_ids))
         with jax.named_scope("embed"):
-            x = self.embedding.lookup(tokens)
+            x = self.embedding.lookup(table, tokens)
         graphdef, params = nnx.split(self.blocks)
 
         def layer(x, scanned):
@@ -131,4 +133,3 @@ def _stacked(make, count: int, rngs: nnx.Rngs) -> nnx.Module:
 
     stacked = jax.vmap(params)(jax.random.split(rngs.params(), count))
     return nnx.merge(graphdef, stacked)
-

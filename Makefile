@@ -1,0 +1,34 @@
+# make train · make test · make lint · make docs · make lock          ARGS='model=gemma3_1b ...' goes to the training
+PYTHON ?= python3
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
+CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
+REQUIREMENTS := requirements.txt $(CUDA:%=requirements-%.txt)
+BIN := .venv/bin
+
+.PHONY: train test lint docs lock clean
+train: .venv/installed
+	$(BIN)/python run_training.py $(ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: .venv/installed
+	$(BIN)/python -m docs.config_reference
+
+.venv/installed: $(REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; sys.exit("tunix needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(REQUIREMENTS:%=-r %)
+	@touch $@
+
+# Exact versions for Linux and macOS and every Python >= 3.11, by uv (https://docs.astral.sh/uv).
+lock:
+	uv pip compile --universal --python-version 3.11 --extra dev pyproject.toml -o requirements.txt
+	uv pip compile --universal --python-version 3.11 --extra cuda12 -c requirements.txt pyproject.toml -o requirements-cuda12.txt
+	uv pip compile --universal --python-version 3.11 --extra cuda13 -c requirements.txt pyproject.toml -o requirements-cuda13.txt
+
+clean:
+	rm -rf .venv build *.egg-info

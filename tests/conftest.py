@@ -1,0 +1,39 @@
+"""Eight fake CPU devices for every test; a small corpus of made-up text; caches in the session's own folder."""
+
+import os
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import random
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory) -> Path:
+    """Shared by all workers of one test session."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cache"
+    os.environ["TUNIX_CACHE_DIR"] = str(folder)
+    return folder
+
+
+def write_corpus(folder: Path, num_documents: int = 60, words: int = 120, seed: int = 0) -> Path:
+    """Documents of random words that follow one another with some regularity: there is something to learn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    vocabulary = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(40)]
+    for number in range(num_documents):
+        word, text = rng.randrange(40), []
+        for _ in range(words):
+            word = (word * 3 + rng.choice([1, 1, 1, 2])) % 40
+            text.append(vocabulary[word])
+        (folder / f"{number:03}.txt").write_text(" ".join(text) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))

@@ -1,0 +1,143 @@
+"""Each mistake gets its one line; each key has a meaning, a place, and an effect."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+from tunix.compose import CONF, compose, keys, to_yaml
+from tunix.config import UserError
+
+MISTAKES = [
+    ("training.micro_batchsize=4", "unknown key training.micro_batchsize; did you mean training.micro_batch_size?"),
+    ("max_steps=4", "unknown key max_steps; did you mean training.max_steps?"),
+    ("+training.foo=1", "unknown key training.foo; docs/config.md lists all keys"),
+    ("modl=tiny", "unknown key modl; did you mean model?"),
+    ("optimizer=lion optimizer.eps=1", "unknown key optimizer.eps: optimizer=lion has none; its keys are learning_rate,"),
+    ("model=gemma3_2b", "model=gemma3_2b: conf/model has no such file; choose from gemma3_12b, gemma3_1b, gemma3_270m"),
+    ("model=gemma3_1bb", "did you mean gemma3_1b?"),
+    ("experiment=quick_test", "write +experiment="),
+    ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are dp, fsdp, tp"),
+    ("model.mesh_shape=[[4,2],[fsdp,fsdp]]", "axis fsdp is named twice"),
+    ("model.mesh_shape=[[1,3],[fsdp,tp]]", "is not divisible by mesh axis tp=3 (nearest tp: 2, 4 or 8)"),
+    ("model.mesh_shape=[[3,1],[fsdp,tp]]", "model.embed_dim=128 is not divisible by mesh axis fsdp=3 (nearest fsdp: 2, 4 or 8)"),
+    ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
+    ("model.head_dim=7", "model.head_dim=7 must be even"),
+    ("training.seq_len=abc", "training.seq_len=abc: expected a whole number"),
+    ("training.seq_len=1.5", "training.seq_len=1.5: expected a whole number"),
+    ("training.seq_len=true", "training.seq_len=True: expected a number"),
+    ("training.z_loss=-1", "training.z_loss=-1: input should be greater than or equal to 0"),
+    ("checkpoint.async=maybe", "checkpoint.async=maybe: expected true or false"),
+    ("training.sharding_strategy=fullshard", "expected one of full_shard, shard_grad_op, shard_optimizer, no_shard; did you mean full_shard?"),
+    ("training.global_batch_size=8 training.gradient_accumulation_steps=2", "training.gradient_accumulation_steps=2 and training.global_batch_size=8 are both set; keep one"),
+    ("training.global_batch_size=8 training.global_batch_tokens=2048", "are both set"),
+    ("model.mesh_shape=[[4],[fsdp]] training.global_batch_size=100", "training.global_batch_size=100 is not divisible by 64 = micro_batch_size=16 x 4 data shards; nearest: 64 or 128"),
+    ("model.mesh_shape=[[4],[fsdp]] training.global_batch_tokens=9000", "x 4 data shards x seq_len=128; nearest: 8192 or 16384"),
+    ("model.mesh_shape=[[1],[fsdp]] training.gradient_accumulation_steps=6 training.sync_gradients_every=4", "does not divide the 6 microbatches of a step; it may be 1, 2, 3, 6"),
+    ("training.max_steps=null", "the run has no end; set one of training.max_steps"),
+    ("training.loss_chunk_size=100", "training.loss_chunk_size=100 does not divide training.seq_len=128; nearest: 64 or 128"),
+    ("scheduler.warmup_steps=5 scheduler.warmup_tokens=5", "scheduler.warmup_steps and scheduler.warmup_tokens are both set"),
+    ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),
+    ("optimizer.groups=[{param:a}]", "unknown key optimizer.groups.0.param; did you mean optimizer.groups.0.params?"),
+    ("data=text", "data.paths must be given: files, folders or globs"),
+    ("tokenizer.vocab_size=9000", "tokenizer.vocab_size=9000 is more than model.vocab_size=4096"),
+    ("distributed.num_processes=2", "distributed.coordinator_address and distributed.process_id must be set too"),
+    ("distributed.num_processes=2 distributed.process_id=2 distributed.coordinator_address=a:1", "distributed.process_id=2 must be below"),
+    ("training.max_steps=${nothing}", "Interpolation key 'nothing' not found"),
+    ("training.seq_len=[1", "cannot read training.seq_len=[1"),
+    ("resume=latest", "resume=latest: there is no outputs/tunix/latest"),
+    ("resume=/nowhere", "resume=/nowhere: /nowhere is no run's folder"),
+    ("training.seq_len=0 training.max_steps=-1", "training.seq_len=0: input should be greater than or equal to 1\ntraining.max_steps=-1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_mistakes(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        compose(words.split(" "))
+    assert message in str(error.value)
+
+
+def test_mesh_shape_with_quotes_lost_and_kept():
+    lost, kept = (compose([f"model.mesh_shape={s}"]).config for s in ("[[4,1],[fsdp,tp]]", '[[4,1],["fsdp","tp"]]'))
+    assert lost.model.mesh_shape == kept.model.mesh_shape == ((4, 1), ("fsdp", "tp"))
+
+
+@pytest.mark.parametrize("shape", [path.stem for path in (CONF / "mesh_shape").glob("*.yaml")])
+def test_mesh_shape_as_a_group(shape):
+    assert compose([f"mesh_shape={shape}"]).config.model.mesh_shape
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [f"{path.parent.name}={path.stem}" for path in sorted(CONF.glob("*/*.yaml")) if path.parent.name != "experiment"],
+)
+def test_every_choice_composes(choice):
+    compose([choice, *(["data.paths=[a]"] if choice == "data=text" else [])])
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_experiments_compose_and_say_what_to_expect(path):
+    compose([f"+experiment={path.stem}"])
+    head = path.read_text().splitlines()
+    assert head[0] == "# @package _global_"
+    about = "\n".join(line for line in head[1:8] if line.startswith("#"))
+    for word in (f"+experiment={path.stem}", "Hardware:", "Time:", "Loss:"):
+        assert word in about, f"{path.name} does not open with {word}"
+
+
+def test_a_saved_config_composes_to_itself(tmp_path):
+    config = compose(["optimizer=muon", "model.mesh_shape=[[2,-1],[dp,fsdp]]"]).config
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert compose([f"resume={tmp_path}"]).config.model_copy(update={"resume": None}) == config
+    assert compose([], config_dir=tmp_path).config == config
+
+
+def test_resume_applies_overrides_to_the_saved_config(tmp_path):
+    saved = compose(["optimizer=muon", "training.seq_len=64", "training.loss_chunk_size=64", "model.mesh_shape=[[1],[tp]]"]).config
+    (tmp_path / "config.yaml").write_text(to_yaml(saved))
+    changed = compose([f"resume={tmp_path}", "optimizer.beta=0.9", "scheduler=wsd", "mesh_shape=fsdp", "model=tiny"]).config
+    assert changed.optimizer.beta == 0.9
+    assert changed.scheduler.name == "wsd"
+    assert changed.model.mesh_shape == ((-1,), ("fsdp",))
+    assert changed.training.seq_len == 64
+    (tmp_path / "checkpoints" / "30").mkdir(parents=True)
+    job = compose([f"resume={tmp_path}/checkpoints/30"])
+    assert (job.run_dir, job.resume_step) == (tmp_path, 30)
+    assert job.config.model.mesh_shape == ((1,), ("tp",))
+
+
+def test_batch_keys_agree():
+    base = ["model.mesh_shape=[[4],[fsdp]]"]
+    for words in ("training.gradient_accumulation_steps=3", "training.global_batch_size=192", "training.global_batch_tokens=24576"):
+        assert compose([*base, words]).config.training.accumulation(4) == 3
+    assert compose(base).config.training.accumulation(4) == 1
+
+
+def test_every_key_is_described():
+    assert [key for key, field in keys() if not field.description] == []
+
+
+def test_the_reference_page_is_current():
+    sys.path.insert(0, str(ROOT))
+    from docs.config_reference import page
+
+    assert (ROOT / "docs" / "config.md").read_text() == page(), "run `make docs`"
+
+
+def test_a_mistake_is_answered_within_a_second_and_before_jax():
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "sys.argv = ['run_training.py', 'training.micro_batchsize=4']\n"
+        "import run_training\n"
+        "code = run_training.main()\n"
+        "print(code, 'jax' in sys.modules, time.perf_counter() - start)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code, jax_there, seconds = done.stdout.split()
+    assert (code, jax_there) == ("2", "False")
+    assert done.stderr == "error: unknown key training.micro_batchsize; did you mean training.micro_batch_size?\n"
+    assert re.fullmatch(r"[\d.]+", seconds)

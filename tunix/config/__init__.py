@@ -1,0 +1,68 @@
+"""Types, units and checks of every config key. Values live in conf/, each in one place; knows no jax.
+
+Sections have no defaults on purpose: `--cfg job` then shows everything that a run uses. A key's description is the
+string below it; docs/config.md is made from these.
+"""
+
+from pydantic import model_validator
+
+from tunix import layout
+from tunix.config.base import CountOrZero, Flag, Section, UserError
+from tunix.config.data import AnyData, PythonStdlib, Task, TextFiles, Tokenizer
+from tunix.config.model import Model
+from tunix.config.optimizer import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
+from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging
+from tunix.config.training import Training
+
+__all__ = [
+    "Checkpoint", "Config", "Distributed", "Evaluation", "Logging", "Model", "Optimizer", "ParameterGroup", "PythonStdlib", "Scheduler",
+    "Section", "Task", "TextFiles", "Tokenizer", "Training", "UserError",
+]  # fmt: skip
+
+
+class Config(Section):
+    """One run."""
+
+    project_name: str
+    """Runs are grouped under outputs/PROJECT_NAME."""
+    run_name: str | None
+    """Name shown in reports; null takes the run folder's."""
+    seed: CountOrZero
+    """Initial weights, data order and sampling follow from it."""
+    dry_run: Flag
+    """Print every derived number, start nothing, write nothing."""
+    resume: str | None
+    """A run folder, RUN_DIR/checkpoints/STEP, or latest: go on from there."""
+    model: Model
+    """Architecture, size and mesh."""
+    data: AnyData
+    """Documents."""
+    tokenizer: Tokenizer
+    """Text to tokens."""
+    task: Task
+    """Batches and loss."""
+    training: Training
+    """The step and the run's length."""
+    optimizer: AnyOptimizer
+    """Update rule."""
+    scheduler: Scheduler
+    """Learning rate over time."""
+    checkpoint: Checkpoint
+    """Saving."""
+    evaluation: Evaluation
+    """Held-out evaluation."""
+    logging: Logging
+    """Console, files, TensorBoard."""
+    distributed: Distributed
+    """Processes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"tokenizer.vocab_size={self.tokenizer.vocab_size} is more than model.vocab_size={self.model.vocab_size}"
+            )
+        sizes = layout.explicit_sizes(self.model.mesh_shape)
+        if sizes:
+            self.training.accumulation(sizes["dp"] * sizes["fsdp"])
+        return self

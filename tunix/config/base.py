@@ -1,0 +1,37 @@
+"""What all sections of the config are made of."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class UserError(ValueError):
+    """What the user asked for cannot be done. Shown as it is, without a traceback; exit code 2."""
+
+
+def _reject_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return pattern
+
+
+Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
+PositiveOrZero = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0, le=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Regex = Annotated[str, AfterValidator(_regex)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, use_attribute_docstrings=True)

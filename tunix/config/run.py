@@ -1,0 +1,72 @@
+"""What surrounds the training: checkpoints, evaluation, logs, processes."""
+
+from pydantic import Field, model_validator
+
+from tunix.config.base import Count, CountOrZero, Flag, PositiveOrZero, Section
+
+
+class Checkpoint(Section):
+    """When state is saved and what is kept. The last step is always saved."""
+
+    save_every_steps: Count | None
+    """Steps between checkpoints; null saves only the last."""
+    save_first: Flag
+    """Also save before the first step."""
+    max_to_keep: Count
+    """Newest checkpoints kept."""
+    keep_every_steps: Count | None
+    """Checkpoints at multiples of this are kept for good."""
+    keep_best: Flag
+    """Also keep the checkpoint with the lowest held-out loss, of those at evaluated steps."""
+    async_: Flag = Field(alias="async")
+    """Write in the background while training goes on."""
+
+
+class Evaluation(Section):
+    """Held-out loss on a fixed set, and a sampled continuation at the end."""
+
+    every_steps: Count | None
+    """Steps between evaluations; null evaluates only at the end."""
+    num_sequences: Count
+    """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer."""
+    sample_tokens: CountOrZero
+    """Tokens sampled at the end as the continuation of a held-out document; 0 for none."""
+    sample_temperature: PositiveOrZero
+    """Sampling temperature; 0 takes the likeliest token."""
+
+
+class Logging(Section):
+    every_steps: Count
+    """Steps between lines on the console and in train.log; metrics.jsonl gets every step."""
+    tensorboard: Flag
+    """Write TensorBoard events into the run's folder."""
+
+
+class Distributed(Section):
+    """Processes of one run. Null leaves a value to the environment."""
+
+    coordinator_address: str | None
+    """host:port of process 0."""
+    num_processes: Count | None
+    """Processes of the run."""
+    process_id: CountOrZero | None
+    """Number of this process, from 0."""
+    local_device_ids: tuple[CountOrZero, ...] | None
+    """Devices of this host that belong to this process."""
+    init_timeout_s: Count
+    """Seconds to wait for all processes at start."""
+    allow_idle_devices: Flag
+    """Accept a mesh smaller than the machine."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Distributed":
+        needed = ("coordinator_address", "num_processes", "process_id")
+        given = [key for key in needed if getattr(self, key) is not None]
+        if given and len(given) < len(needed):
+            missing = " and ".join(f"distributed.{key}" for key in needed if key not in given)
+            raise ValueError(f"distributed.{given[0]} is set; {missing} must be set too")
+        if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
+            raise ValueError(
+                f"distributed.process_id={self.process_id} must be below distributed.num_processes={self.num_processes}"
+            )
+        return self

@@ -1,0 +1,112 @@
+"""The step, its batch and its precision; the length of the run."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from tunix.config.base import Count, CountOrZero, Positive, PositiveOrZero, Section, UserError
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Training(Section):
+    """The step: batch, precision, sharding strategy, length of the run."""
+
+    seq_len: Count
+    """Tokens per sequence (T)."""
+    micro_batch_size: Count
+    """Sequences per data shard per microbatch."""
+    gradient_accumulation_steps: Count | None
+    """Microbatches per optimizer step (A); null derives it from a global batch, or is 1."""
+    global_batch_size: Count | None
+    """Sequences per optimizer step over the whole mesh; null derives it."""
+    global_batch_tokens: Count | None
+    """Tokens per optimizer step over the whole mesh; null derives it."""
+    sync_gradients_every: Count
+    """Microbatches between gradient reductions within a step; divides the accumulation. The result stays, memory
+    grows, traffic falls."""
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
+    """ZeRO stage 3, 2, 1 or 0 on the fsdp axis."""
+    mixed_precision: Literal["bf16", "fp32"]
+    """Preset of the three dtypes below where they are null."""
+    param_dtype: Dtype | None
+    """Master weights and optimizer state (presets: float32)."""
+    compute_dtype: Dtype | None
+    """Weights and activations in matrix products (bf16: bfloat16)."""
+    reduce_dtype: Dtype | None
+    """Gradients while they are summed over devices (presets: float32)."""
+    max_steps: Count | None
+    """Optimizer steps of the run; with several of the three limits the first reached ends it."""
+    max_tokens: Count | None
+    """Tokens of the run."""
+    num_epochs: Positive | None
+    """Passes over the training data."""
+    max_grad_norm: Positive | None
+    """Gradients are scaled down to this global norm; null does not clip."""
+    z_loss: PositiveOrZero
+    """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
+    remat: Literal["none", "full", "dots", "attention"]
+    """What the backward pass recomputes: nothing, whole blocks, all but matrix products, all but attention
+    outputs."""
+    loss_chunk_size: Count
+    """Positions of each sequence whose logits exist at one time; divides seq_len or is larger."""
+    max_skipped_steps: CountOrZero
+    """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops with exit code
+    77."""
+    compiler_options: dict[str, bool | int | float | str]
+    """XLA options of the training step by name; an unknown name is an error."""
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Resolved param, compute and reduce dtypes."""
+        compute = {"bf16": "bfloat16", "fp32": "float32"}[self.mixed_precision]
+        return {
+            "param": self.param_dtype or "float32",
+            "compute": self.compute_dtype or compute,
+            "reduce": self.reduce_dtype or "float32",
+        }
+
+    def accumulation(self, data_shards: int) -> int:
+        """Microbatches per optimizer step (A) on a mesh of `data_shards` = dp x fsdp."""
+        steps = self.gradient_accumulation_steps or 1
+        sequences = self.micro_batch_size * data_shards
+        factors = f"micro_batch_size={self.micro_batch_size} x {data_shards} data shards"
+        for key, batch, micro in (
+            ("global_batch_size", self.global_batch_size, sequences),
+            ("global_batch_tokens", self.global_batch_tokens, sequences * self.seq_len),
+        ):
+            if batch is None:
+                continue
+            if batch % micro:
+                low = max(1, batch // micro) * micro
+                unit = factors if micro == sequences else f"{factors} x seq_len={self.seq_len}"
+                raise UserError(
+                    f"training.{key}={batch} is not divisible by {micro} = {unit}; nearest: {low} or {low + micro}"
+                )
+            steps = batch // micro
+        if steps % self.sync_gradients_every:
+            legal = [n for n in range(1, steps + 1) if steps % n == 0]
+            raise UserError(
+                f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {steps} microbatches of a "
+                f"step; it may be {', '.join(map(str, legal))}"
+            )
+        return steps
+
+    @model_validator(mode="after")
+    def _check(self) -> "Training":
+        batch_keys = ("gradient_accumulation_steps", "global_batch_size", "global_batch_tokens")
+        given = [f"training.{key}={getattr(self, key)}" for key in batch_keys if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both set; keep one and leave the others null")
+        if self.max_steps is None and self.max_tokens is None and self.num_epochs is None:
+            raise ValueError(
+                "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"
+            )
+        if self.loss_chunk_size < self.seq_len and self.seq_len % self.loss_chunk_size:
+            legal = [n for n in range(1, self.seq_len + 1) if self.seq_len % n == 0]
+            near = sorted(legal, key=lambda n: abs(n - self.loss_chunk_size))[:2]
+            raise ValueError(
+                f"training.loss_chunk_size={self.loss_chunk_size} does not divide training.seq_len={self.seq_len}; "
+                f"nearest: {' or '.join(map(str, sorted(near)))}"
+            )
+        return self
