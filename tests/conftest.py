@@ -17,6 +17,12 @@ def cache_dir(tmp_path_factory) -> Path:
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cache"
     os.environ["TUNIX_CACHE_DIR"] = str(folder)
+    import jax
+
+    # The same small programs are compiled in many tests.
+    for name, value in (("compilation_cache_dir", str(folder / "jax")), ("persistent_cache_min_compile_time_secs", 0), ("persistent_cache_min_entry_size_bytes", 0)):
+        jax.config.update(f"jax_{name}", value)
+        os.environ[f"JAX_{name.upper()}"] = str(value)
     return folder
 
 

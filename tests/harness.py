@@ -82,7 +82,7 @@ _initial_states: dict[str, Any] = {}
 
 def _initial(init, mesh, cfg: Config) -> Any:
     """Initial state on the host. It is the same on every mesh (a test of its own holds that), so it is made once."""
-    key = repr((cfg.model.dims, cfg.optimizer.name, cfg.training.dtypes["param"], cfg.seed))
+    key = repr((cfg.model.dims, cfg.optimizer, cfg.training.dtypes["param"], cfg.seed))
     if key not in _initial_states:
         _initial_states[key] = jax.tree.map(np.asarray, init_state(init, mesh, cfg.seed))
     return _initial_states[key]

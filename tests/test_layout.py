@@ -99,6 +99,6 @@ def test_key_value_heads_that_neither_divide_nor_are_divided():
 def test_equation():
     product = Equation("BTNH,NHD->BTD")
     assert (product.w, product.summed, product.batch, product.is_vector) == ("NHD", "NH", "BT", False)
-    assert product.stacked().w == "LNHD"
+    assert (product.stacked().w, product.stacked().summed, product.stacked().batch) == ("LNHD", "NH", "BT")
     norm = Equation("BTNH,H->BTNH")
     assert (norm.summed, norm.batch, norm.is_vector, norm.stacked().is_vector) == ("", "BTN", True, True)

@@ -137,7 +137,9 @@ def explained() -> Iterator[None]:
             f"{group}={choice}: conf/{group} has no such file; choose from {', '.join(options)}{did_you_mean(choice, options)}"
         ) from None
     except OverrideParseException as error:
-        raise UserError(f"cannot read {error.override}: {str(error).splitlines()[-2]}") from None
+        said = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
+        hint = "values with special characters need quotes within quotes: \"key='<a b>'\""
+        raise UserError(f"cannot read {error.override}: {said[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         description = dict(keys())[key].description
@@ -202,7 +204,7 @@ def unknown_key(key: str, variant: type[Section] | None = None) -> str:
     leaves = {name.rpartition(".")[2]: name for name in legal}
     here = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == head}
     whole = {name: name for name in [*legal, *Config.model_fields]}
-    guesses = [(leaf, leaves, 1.0), (leaf, here, 0.6), (leaf, leaves, 0.7), *([] if here else [(key, whole, 0.6)])]
+    guesses = [(leaf, leaves, 1.0), (leaf, here, 0.6), (leaf, leaves, 0.7), *([] if head and here else [(key, whole, 0.6)])]
     for word, choices, cutoff in guesses:
         if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
             return f"unknown key {key}; did you mean {choices[near[0]]}?"

@@ -57,7 +57,7 @@ class Equation:
     @property
     def summed(self) -> str:
         """Dimensions of the weight that the product sums over: its fan-in."""
-        return "".join(letter for letter in self.w if letter not in self.y)
+        return "".join(letter for letter in self.w if letter not in f"{self.y}L")
 
     @property
     def batch(self) -> str:

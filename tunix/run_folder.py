@@ -12,7 +12,6 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import jax
-import yaml
 from omegaconf import OmegaConf
 from rich.logging import RichHandler
 
@@ -53,8 +52,8 @@ def start_logging() -> MemoryHandler:
     return waiting
 
 
-def open_folder(job: compose.Job, waiting: MemoryHandler) -> Path:
-    """The folder of this run, the same on every process, with its first files in it.
+def open_folder(job: compose.Job) -> Path:
+    """The folder of this run, the same on every process; a resumed run's is there already.
 
     Raises:
         UserError: a folder given by hand that holds another run, or that cannot be written.
@@ -62,17 +61,24 @@ def open_folder(job: compose.Job, waiting: MemoryHandler) -> Path:
     answer = ""
     if distributed.is_main():
         try:
-            folder = job.run_dir if job.config.resume else _claim(job)
-            _write_record(job, folder)
-            answer = str(folder.absolute())
+            answer = str((job.run_dir if job.config.resume else _claim(job)).absolute())
         except OSError as error:
-            answer = f"error: the run's folder {job.run_dir} cannot be written: {error.strerror}; choose another with hydra.run.dir=DIR"
+            reason = error.strerror or str(error)
+            answer = f"error: the run's folder {job.run_dir} cannot be written ({reason}); choose hydra.run.dir=DIR"
         except UserError as error:
             answer = f"error: {error}"
     answer = distributed.agree(answer)
     if answer.startswith("error: "):
         raise UserError(answer.removeprefix("error: "))
-    folder = Path(answer)
+    return Path(answer)
+
+
+def write_record(job: compose.Job, folder: Path, waiting: MemoryHandler) -> None:
+    """The first files of the folder: config, environment, log, and the link to it."""
+    if distributed.is_main():
+        _write_config(job, folder)
+        _write_environment(folder)
+        _link_latest(folder, compose.OUTPUTS / job.config.project_name / "latest")
     name = "train.log" if distributed.is_main() else f"train.{jax.process_index()}.log"
     file = logging.FileHandler(folder / name)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -81,7 +87,6 @@ def open_folder(job: compose.Job, waiting: MemoryHandler) -> Path:
     root = logging.getLogger("tunix")
     root.removeHandler(waiting)
     root.addHandler(file)
-    return folder
 
 
 def _claim(job: compose.Job) -> Path:
@@ -90,7 +95,8 @@ def _claim(job: compose.Job) -> Path:
         folder = job.run_dir if number == 0 else job.run_dir.with_name(f"{job.run_dir.name}_{number}")
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            (folder / "config.yaml").open("x").close()
+            with (folder / "config.yaml").open("x") as file:
+                file.write(_config_text(job))
             return folder
         except FileExistsError:
             if job.run_dir_is_explicit:
@@ -98,23 +104,30 @@ def _claim(job: compose.Job) -> Path:
     raise UserError(f"no free folder beside {job.run_dir}")
 
 
-def _write_record(job: compose.Job, folder: Path) -> None:
-    config = job.config.model_copy(update={"resume": None})
-    (folder / "config.yaml.new").write_text(compose.to_yaml(config))
+def _config_text(job: compose.Job) -> str:
+    return compose.to_yaml(job.config.model_copy(update={"resume": None}))
+
+
+def _write_config(job: compose.Job, folder: Path) -> None:
+    text = _config_text(job)
+    (folder / "config.yaml.new").write_text(text)
     os.replace(folder / "config.yaml.new", folder / "config.yaml")
-    environment = folder / "environment.json"
-    record = json.loads(environment.read_text()) if environment.exists() else {}
-    if record:
-        record.setdefault("resumed", []).append(_environment())
-    else:
-        record = _environment()
-    environment.write_text(json.dumps(record, indent=1))
-    if job.hydra is not None and not job.config.resume:
+    if job.hydra is not None:
         (folder / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(job.hydra, folder / ".hydra" / "hydra.yaml")
-        (folder / ".hydra" / "config.yaml").write_text(compose.to_yaml(config))
-        (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(job.overrides))
-    _link_latest(folder, compose.OUTPUTS / job.config.project_name / "latest")
+        (folder / ".hydra" / "config.yaml").write_text(text)
+        OmegaConf.save(OmegaConf.create(job.overrides), folder / ".hydra" / "overrides.yaml")
+
+
+def _write_environment(folder: Path) -> None:
+    """What the run runs on; a resumed run adds to the list of its beginnings."""
+    path = folder / "environment.json"
+    if not path.exists():
+        path.write_text(json.dumps(_environment(), indent=1))
+        return
+    record = json.loads(path.read_text())
+    record.setdefault("resumed", []).append(_environment())
+    path.write_text(json.dumps(record, indent=1))
 
 
 def _link_latest(folder: Path, link: Path) -> None:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, reshard
 
 from tunix.mesh import data_shards, local_rows, to_global
 from tunix.state import Architecture
@@ -28,7 +28,7 @@ def sample(
 
         def next_token(position, tokens):
             hidden = jax.lax.dynamic_slice_in_dim(model.hidden(table, tokens), position - 1, 1, axis=1)
-            logits = jax.sharding.reshard(model.embedding.logits(table, hidden)[0, 0], jax.P())
+            logits = reshard(model.embedding.logits(table, hidden), jax.P())[0, 0]
             likeliest = jnp.argmax(logits)
             drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / max(temperature, 1e-6))
             token = (drawn if temperature > 0 else likeliest).astype(tokens.dtype)

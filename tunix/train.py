@@ -23,6 +23,7 @@ from tunix.losses import LOSSES
 from tunix.mesh import build_layout, build_mesh
 from tunix.metrics import Metrics, StepLog
 from tunix.optim import make_optimizer, make_schedule
+from tunix.profiling.collectives import collectives, summary
 from tunix.report import derive_sizes, start_report
 from tunix.sampling import sample
 from tunix.state import Architecture, State, abstract_state, describe, init_state, make_init
@@ -68,22 +69,18 @@ def run(job: compose.Job) -> Result:
         loss_fn = partial(LOSSES[cfg.task.name], chunk_size=training.loss_chunk_size, z_loss=training.z_loss)
         held_out = HeldOut(cfg, corpus, arch, loss_fn, mesh) if len(corpus.held_out.tokens) else None
 
+        check_compiler_options(training.compiler_options)
+
         # Where it is written, and from where it goes on.
-        folder = run_folder.open_folder(job, waiting_log)
-        log.info("writing to %s", folder)
-        with (
-            Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints,
-            Metrics(folder, cfg.logging) as metrics,
-        ):
-            state, start = restore_or_init(
-                job, checkpoints, abstract, partial(init_state, init, mesh, cfg.seed), corpus
-            )
+        folder = run_folder.open_folder(job)
+        with Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints, Metrics(folder, cfg.logging) as metrics:
+            state, start = restore_or_init(job, checkpoints, abstract, partial(init_state, init, mesh, cfg.seed), corpus)
             last = max(start.step, sizes.total_steps)
-            schedule = make_schedule(
-                cfg.scheduler, cfg.optimizer.learning_rate, sizes.total_steps, sizes.tokens_per_step
-            )
+            run_folder.write_record(job, folder, waiting_log)
+            log.info("writing to %s", folder)
+            schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, last, sizes.tokens_per_step)
             step_fn = make_train_step(arch, loss_fn, optimizer, schedule, layout, training.sync_gradients_every)
-            train_step = compile_step(step_fn, state, data.read_global(start.next_sample), cfg)
+            train_step = compile_step(step_fn, state, data.read_global(start.next_sample), training.compiler_options)
             metrics.text("config", compose.to_yaml(cfg), start.step)
             metrics.text("report", report, start.step)
             steps = StepLog(metrics, sizes, last, peak_tflops(mesh.devices.flat[0].device_kind))
@@ -139,23 +136,22 @@ def restore_or_init(
     return init(), fresh
 
 
-def compile_step(step_fn, state: State, batch: dict[str, jax.Array], cfg: Config) -> Any:
-    """The step as a program for these devices, with the run's compiler options; its state is donated."""
-    begun = time.perf_counter()
-    lowered = jax.jit(step_fn, donate_argnums=0).lower(state, batch)
+def check_compiler_options(options: dict[str, Any]) -> None:
+    """Raise `UserError` for an option that XLA does not know, before anything is written."""
     try:
-        compiled = lowered.compile(compiler_options=cfg.training.compiler_options)
+        jax.jit(lambda: 0).lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        if "compile option" not in str(error) and "compiler_options" not in str(error):
-            raise
         raise UserError(f"training.compiler_options: {str(error).splitlines()[0]}") from None
+
+
+def compile_step(step_fn, state: State, batch: dict[str, jax.Array], options: dict[str, Any]) -> Any:
+    """The step as a program for these devices; its state is donated. Logs what it holds and what it moves."""
+    begun = time.perf_counter()
+    compiled = jax.jit(step_fn, donate_argnums=0).lower(state, batch).compile(compiler_options=options)
     memory = compiled.memory_analysis()
-    size = (
-        f"; {memory.argument_size_in_bytes / 2**30:.3f} GiB state and batch, {memory.temp_size_in_bytes / 2**30:.3f} GiB temporary per device"
-        if memory
-        else ""
-    )
-    log.info("step compiled in %.1f s%s", time.perf_counter() - begun, size)
+    held = f"{memory.argument_size_in_bytes / 2**30:.3f} GiB state and batch + {memory.temp_size_in_bytes / 2**30:.3f} GiB temporary"
+    log.info("step compiled in %.1f s: %s per device", time.perf_counter() - begun, held)
+    log.info("collectives of a step: %s", summary(collectives(compiled.as_text())))
     return compiled
 
 

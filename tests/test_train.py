@@ -1,0 +1,195 @@
+"""A whole run, in this process: its files, its numbers, its ends."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import RUN, SMALL, metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import tunix
+from tunix import distributed
+from tunix.compose import compose, sections
+from tunix.config import Config, Section, UserError
+from tunix.data.batches import TrainBatches
+from tunix.layout import Equation
+from tunix.optim import make_optimizer, make_schedule
+from tunix.state import Weight
+from tunix.train import NotFinite, run
+
+
+@pytest.fixture
+def words(tmp_path, corpus, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*RUN, "data=text", f"data.paths=['{corpus}']", "model.mesh_shape=[[4,2],[fsdp,tp]]"]
+
+
+def test_a_runs_folder(words):
+    result = tunix.train([*words, "project_name=demo", "run_name=first"])
+    folder = result.folder
+    assert folder.parts[-4:-2] == ("outputs", "demo")
+    assert Path("outputs/demo/latest").resolve() == folder
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", ".hydra", "train.log", "metrics.jsonl", "checkpoints", "environment.json"} <= names
+    assert {path.name for path in (folder / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    environment = json.loads((folder / "environment.json").read_text())
+    assert {"versions", "devices", "git_commit", "command", "python", "processes"} <= environment.keys()
+    assert len(environment["devices"]) == 8
+    log = (folder / "train.log").read_text()
+    for text in ("38,352 parameters", "demo / first", "fsdp=", "tokens per step", "bytes per device", "FLOPs per token",
+                 "step 6/6", "held out:", "unigram entropy of the corpus", "after >>>"):  # fmt: skip
+        assert text in log or text.replace("fsdp=", '"fsdp"') in log, text
+
+
+def test_metrics(words):
+    folder = tunix.train(words).folder
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    first = lines[0]
+    for name in ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "tokens_per_s_per_device", "step_time_s", "data_wait_s",
+                 "mfu", "tflops_per_device", "peak_memory_gib", "skipped"):  # fmt: skip
+        assert name in first
+    assert first["mfu"] is None  # nobody knows a CPU's peak
+    assert np.float32(first["loss"]) == first["loss"]  # every digit
+    assert [line["tokens"] for line in lines] == [128 * n for n in range(1, 7)]
+    assert lines[-1]["loss"] < first["loss"]
+    held_out = metrics(folder, "held_out")
+    assert [line["step"] for line in held_out] == [3, 6]
+    assert held_out[0]["perplexity"] == pytest.approx(math.exp(held_out[0]["loss"]))
+
+
+def test_tensorboard_reads_the_events(words):
+    folder = tunix.train(words).folder
+    events = EventAccumulator(str(folder)).Reload()
+    tags = events.Tags()
+    assert {"train/loss", "train/tokens_per_s", "train/learning_rate", "held_out/bits_per_byte"} <= set(tags["scalars"])
+    scalars = events.Scalars("train/loss")
+    assert [(s.step, s.value) for s in scalars] == [(line["step"], pytest.approx(line["loss"])) for line in metrics(folder)]
+    assert {"config", "report", "sample"} <= set(tags["tensors"])
+    (config,) = events.Tensors("config")
+    assert "mesh_shape" in config.tensor_proto.string_val[0].decode()
+    silent = tunix.train([*words, "logging.tensorboard=false"]).folder
+    assert not list(silent.glob("events.*"))
+
+
+def test_held_out_numbers_are_the_same_on_every_mesh(words):
+    """The same steps on each mesh, and the last one filled up with masked rows."""
+    base = [*words, "training.global_batch_size=8", "evaluation.num_sequences=13", "training.max_steps=2", "evaluation.sample_tokens=0"]
+    found = []
+    for mesh in ("[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]"):
+        result = tunix.train([*base, f"model.mesh_shape={mesh}"])
+        found.append([result.held_out["loss"], result.held_out["bits_per_byte"], result.train["loss"]])
+        assert result.held_out["eval_tokens"] > 300
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(words, monkeypatch):
+    jobs = [compose([*words, "training.max_steps=1", "evaluation.sample_tokens=0"]) for _ in range(2)]
+    if jobs[0].run_dir != jobs[1].run_dir:
+        pytest.skip("the clock ticked between the two")
+    folders = [run(job).folder for job in jobs]
+    assert folders[1].name == f"{folders[0].name}_1"
+
+
+def test_a_folder_given_by_hand_is_not_shared(words):
+    tunix.train([*words, "hydra.run.dir=mine", "training.max_steps=1", "evaluation.sample_tokens=0"])
+    before = Path("mine/metrics.jsonl").read_text()
+    with pytest.raises(UserError, match=r"hydra.run.dir=mine holds another run; resume=mine goes on with it"):
+        tunix.train([*words, "hydra.run.dir=mine"])
+    assert Path("mine/metrics.jsonl").read_text() == before
+
+
+def test_dry_run_prints_and_writes_nothing(words, capsys):
+    result = tunix.train([*words, "dry_run=true", "model=gemma3_1b", "model.num_heads=4", "model.vocab_size=262144"])
+    assert result.folder is None
+    assert not Path("outputs").exists()
+    printed = capsys.readouterr().out
+    for text in ("parameters", "GiB = weights", "tokens per step", "GFLOP", "tp=1"):
+        assert text in printed
+
+
+def poison(monkeypatch, first_bad: int, last_bad: int) -> None:
+    """NaN in the loss mask of samples in a range."""
+    read = TrainBatches.read
+
+    def poisoned(self, first_sample):
+        batch = read(self, first_sample)
+        if first_bad <= first_sample <= last_bad:
+            batch["loss_mask"][0, 0, 0] = np.nan
+        return batch
+
+    monkeypatch.setattr(TrainBatches, "read", poisoned)
+
+
+def test_a_bad_batch_is_skipped_and_counted(words, monkeypatch):
+    poison(monkeypatch, 8, 8)  # step 3 of 4 sequences each
+    folder = tunix.train(words).folder
+    lines = metrics(folder)
+    assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0]
+    assert [line["loss"] is None for line in lines] == [False, False, True, False, False, False]
+
+
+def test_too_many_bad_batches_stop_the_run_and_name_the_samples(words, monkeypatch):
+    poison(monkeypatch, 8, 10**6)
+    with pytest.raises(NotFinite, match=r"not finite in 2 steps in a row .*; step 4 had samples 12 to 15. The parameters are those of step 2"):
+        tunix.train([*words, "training.max_skipped_steps=1", "hydra.run.dir=bad"])
+    assert (Path("bad/checkpoints/3")).is_dir()
+
+
+def test_unknown_compiler_options_are_named(words):
+    with pytest.raises(UserError, match=r"training.compiler_options: .*xla_not_an_option"):
+        tunix.train([*words, "+training.compiler_options.xla_not_an_option=true"])
+    assert not Path("outputs").exists()
+    assert tunix.train([*words, "+training.compiler_options.xla_cpu_enable_fast_math=false", "training.max_steps=1"]).folder
+
+
+@pytest.mark.parametrize(("limit", "steps"), [("training.max_tokens=400", 3), ("training.num_epochs=0.01", 1), ("training.max_steps=2", 2)])
+def test_the_first_limit_reached_ends_the_run(words, limit, steps):
+    result = tunix.train([*words, limit, "evaluation.sample_tokens=0"])
+    assert result.train["step"] == steps
+
+
+def test_without_held_out_documents_there_is_no_evaluation(words):
+    result = tunix.train([*words, "data.held_out_fraction=0"])
+    assert result.held_out == {}
+    assert result.train["step"] == 6
+
+
+def test_a_config_made_in_python(words):
+    config = compose([*words, "training.max_steps=1", "evaluation.sample_tokens=0"]).config
+    assert tunix.train(config).train["step"] == 1
+
+
+def test_every_key_is_read(words, monkeypatch):
+    """A key that nothing reads does nothing. Reads of a run that uses every part are recorded, after the checks."""
+    first = compose([*words, "training.max_steps=3", "hydra.run.dir=first"])
+    one_process = ["distributed.num_processes=1", "distributed.process_id=0", "distributed.coordinator_address=localhost:1"]
+    other = [
+        compose([f"optimizer={name}", *one_process]).config for name in ("adamw", "adafactor", "lion", "muon", "sgd")
+    ]  # fmt: skip
+    wsd = compose(["scheduler=wsd"]).config
+    read: set[tuple[str, str]] = set()
+    get = Section.__getattribute__
+
+    def recorded(self, name):
+        read.update((kind.__name__, name) for kind in type(self).__mro__)
+        return get(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", recorded)
+    run(first)
+    for cfg in other:
+        make_optimizer(cfg.optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4))}, 1.0)
+    make_schedule(wsd.scheduler, 1.0, 10, 10)
+    monkeypatch.setattr("jax.distributed.initialize", lambda *args, **kwargs: None)
+    distributed.start(other[0].distributed)
+    assert sorted(unread(Config, read)) == []
+
+
+def unread(section: type[Section], read: set[tuple[str, str]]) -> list[str]:
+    found = [f"{section.__name__}.{name}" for name in section.model_fields if (section.__name__, name) not in read]
+    for field in section.model_fields.values():
+        for kind in sections(field.annotation):
+            found += unread(kind, read)
+    return found
