@@ -1,11 +1,11 @@
-# make train · make test · make lint · make docs · make lock          ARGS='model=gemma3_1b ...' goes to the training
+# make train · make test · make lint · make bench · make faults · make docs · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
 PYTHON ?= python3
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements-%.txt)
 BIN := .venv/bin
 
-.PHONY: train test lint docs lock clean
+.PHONY: train test lint bench faults docs parity lock clean
 train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
@@ -15,8 +15,18 @@ test: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+bench: .venv/installed
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.step
+
+faults: .venv/installed
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.faults
+
 docs: .venv/installed
 	$(BIN)/python -m docs.config_reference
+
+# The tiny models of tests/parity and what transformers says of them; with a Python that has torch and transformers.
+parity:
+	$(or $(TRANSFORMERS_PYTHON),$(PYTHON)) tests/parity/make.py
 
 .venv/installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit("tunix needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -27,6 +37,7 @@ docs: .venv/installed
 # Exact versions for Linux and macOS and every Python >= 3.11, by uv (https://docs.astral.sh/uv).
 lock:
 	uv pip compile --universal --python-version 3.11 --extra dev pyproject.toml -o requirements.txt
+	uv pip compile --universal --python-version 3.11 --extra hf -c requirements.txt pyproject.toml -o requirements-hf.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda12 -c requirements.txt pyproject.toml -o requirements-cuda12.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda13 -c requirements.txt pyproject.toml -o requirements-cuda13.txt
 

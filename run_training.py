@@ -7,56 +7,100 @@ Hydra composes conf/ with the command line (tunix/compose.py), mistakes end here
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from tunix import compose
+from tunix import compose, supervisor
+from tunix.cluster import who_am_i
 from tunix.config import UserError
 
-EXIT_USER_ERROR, EXIT_NOT_FINITE = 2, 77
+EXIT_USER_ERROR, EXIT_STOPPED, EXIT_PEER, EXIT_NOT_FINITE = 2, 75, 76, 77
 
 
 def main() -> int:
     """Exit code of the command line."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra's errors are raised, not printed
-    args = get_args_parser().parse_args()
+    args = get_args_parser().parse_intermixed_args()
+    flags = [word for word in sys.argv[1:] if word not in args.overrides]
+    sys.argv[1:] = [*flags, *compose.implied(args.overrides)]  # flags anywhere
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
     try:
         if any(only_hydra):
             with compose.explained():
+                if args.multirun:
+                    compose.check_sweep(args.overrides)
                 hydra_main()
             return 0
-        return train(compose.compose(args.overrides, args.config_path, args.config_name or "config"))
+        return launch(compose.compose(args.overrides, args.config_path, args.config_name or "config"))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 
-def train(job: compose.Job) -> int:
-    from tunix.train import NotFinite, run  # jax starts here, after the config has passed
+def launch(job: compose.Job) -> int:
+    """Start the run where `launcher` says."""
+    return LAUNCHERS[job.config.launcher.name](job)
 
+
+def train(job: compose.Job) -> int:
+    identity = who_am_i(job.config.distributed)
+    if identity and not supervisor.is_child():
+        return supervisor.supervise(identity)
+
+    from tunix import distributed  # jax starts here, after the config has passed
+    from tunix.train import NotFinite, run
+
+    code, why = 0, ""
     try:
         run(job)
+    except distributed.Stopped as stopped:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # one more must not change the exit code
+            signal.signal(number, signal.SIG_IGN)
+        print(stopped, flush=True)
+        return EXIT_STOPPED
+    except UserError as error:
+        code, why = EXIT_USER_ERROR, str(error)
     except NotFinite as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NOT_FINITE
-    return 0
+        code, why = EXIT_NOT_FINITE, str(error)
+    except Exception as error:
+        if not identity:
+            raise
+        code, why = distributed.blame(error)
+    if code:
+        print(f"error: {why}", file=sys.stderr)
+        distributed.leave(code, why)
+    return code
+
+
+def submit_to_slurm(job: compose.Job) -> int:
+    from tunix.launch import slurm
+
+    return slurm.launch(job)
+
+
+def write_for_kubernetes(job: compose.Job) -> int:
+    from tunix.launch import kubernetes
+
+    return kubernetes.launch(job)
+
+
+LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes}
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
 def hydra_main(composed: DictConfig) -> None:
     """One point of a sweep, in the folder that Hydra made for it."""
-    if composed.resume:
-        raise UserError("resume goes on with one run; it cannot be part of a sweep")
     point = HydraConfig.get()
-    overrides = list(OmegaConf.to_container(point.overrides.task))
+    print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
+    overrides = [str(word) for word in point.overrides.task]
     job = compose.Job(compose.checked(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
-    if code := train(job):
+    if code := launch(job):
         sys.exit(code)
 
 

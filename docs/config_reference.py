@@ -4,7 +4,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from tunix.compose import CONF, compose, sections
+from tunix.compose import CONF, compose, sections, tag
 from tunix.config import Config, Section
 
 HEAD = """# Config keys
@@ -12,6 +12,13 @@ HEAD = """# Config keys
 Made from `tunix/config/` and `conf/` by `make docs`. Any key can be set on the command line (`training.seq_len=512`);
 a part of the config is chosen by name (`optimizer=lion`). Values are those of `model=tiny`, the default.
 """
+PART = "{source: synthetic, held_out_fraction: 0.01, num_documents: 1, mean_document_bytes: 1}"
+REQUIRED = {  # words that a choice does not compose without
+    **{name: ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "tokens")},
+    "hf": ["data.path=NAME"],
+    "mixture": [f"data.parts={{NAME: {PART}}}", "data.weights={NAME: 1}"],
+    "kubernetes": ["launcher.image=NAME", "launcher.volume_claim=NAME"],
+}
 NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "mesh"}
 
 
@@ -21,38 +28,55 @@ def page() -> str:
     for group, field in Config.model_fields.items():
         for kind in sections(field.annotation):
             choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-            tag = _tag(kind) if len(sections(field.annotation)) > 1 else None
-            parts.append(f"## {group}{f'={tag}' if tag else ''}\n")
-            about = " ".join((kind.__doc__ or "").split())
-            parts.append(about + ("" if tag else f" Choices: {', '.join(f'`{group}={c}`' for c in choices)}.") + "\n")
-            parts.append(_table(kind, f"{group}.", getattr(_config(group, tag), group)))
+            choice = tag(kind) if len(sections(field.annotation)) > 1 else None
+            parts.append(f"## {group}{f'={choice}' if choice else ''}\n")
+            offered = "" if choice else f" Choices: {', '.join(f'`{group}={c}`' for c in choices)}."
+            parts.append(_about(kind) + offered + "\n")
+            values = getattr(_config(group, choice), group)
+            parts.append(_table(kind, f"{group}.", values))
+            parts += _nested(kind, group, values)
     return "\n".join(parts)
 
 
+def _nested(section: type[Section], group: str, values: Section) -> list[str]:
+    """Sections within a section; of a union, each member, with values where it is the one chosen."""
+    parts = []
+    for name, field in section.model_fields.items():
+        kinds = sections(field.annotation)
+        for kind in kinds:
+            choice = f".name={tag(kind)}" if len(kinds) > 1 else ""
+            parts.append(f"### {group}.{name}{choice}\n\n{_about(kind)}\n")
+            chosen = getattr(values, name)
+            parts.append(_table(kind, f"{group}.{name}.", chosen if isinstance(chosen, kind) else None))
+    return parts
+
+
+def _about(kind: type[Section]) -> str:
+    return " ".join((kind.__doc__ or "").split())
+
+
 def _config(group: str, tag: str | None) -> Config:
-    words = [f"{group}={tag}"] if tag else []
-    words += ["data.paths=[PATH]"] if tag == "text" else []
-    return compose([*words, "data.cache_dir='~/.cache/tunix'"]).config
+    words = [f"{group}={tag}", *REQUIRED.get(tag, [])] if tag else []
+    return compose([*words, "loading.cache_dir='~/.cache/tunix'"]).config
 
 
-def _tag(kind: type[Section]) -> str:
-    field = kind.model_fields.get("source") or kind.model_fields["name"]
-    return typing.get_args(field.annotation)[0]
-
-
-def _table(kind: type[Section], prefix: str, values: Section) -> str:
+def _table(kind: type[Section], prefix: str, values: Section | None) -> str:
     rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for name, field in kind.model_fields.items():
         if not sections(field.annotation):
             meaning = " ".join((field.description or "").split())
-            shown = _shown(getattr(values, name))
-            rows.append(f"| `{prefix}{field.alias or name}` | {_takes(field.annotation)} | `{shown}` | {meaning} |")
+            shown = f"`{_shown(getattr(values, name))}`" if values else ""
+            rows.append(f"| `{prefix}{field.alias or name}` | {_takes(field.annotation)} | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_shown(each)}' for name, each in value.items())}}}"
+    if isinstance(value, Section):
+        return "..."
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 

@@ -2,7 +2,9 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+from devices import xla_flags
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import random
@@ -20,7 +22,11 @@ def cache_dir(tmp_path_factory) -> Path:
     import jax
 
     # The same small programs are compiled in many tests.
-    for name, value in (("compilation_cache_dir", str(folder / "jax")), ("persistent_cache_min_compile_time_secs", 0), ("persistent_cache_min_entry_size_bytes", 0)):
+    for name, value in (
+        ("compilation_cache_dir", str(folder / "jax")),
+        ("persistent_cache_min_compile_time_secs", 0),
+        ("persistent_cache_min_entry_size_bytes", 0),
+    ):
         jax.config.update(f"jax_{name}", value)
         os.environ[f"JAX_{name.upper()}"] = str(value)
     return folder
@@ -43,3 +49,11 @@ def write_corpus(folder: Path, num_documents: int = 60, words: int = 120, seed: 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def hf_dir(tmp_path_factory) -> Path:
+    """Read by all tests, changed by none."""
+    from hf_files import write_hf_dir
+
+    return write_hf_dir(tmp_path_factory.mktemp("hf"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from devices import xla_flags
 
 from tunix.compose import compose
 from tunix.config import Config
@@ -64,7 +65,7 @@ def program(*overrides: str, fresh: bool = False) -> Program:
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout, cfg.training.remat)
-        tx = make_optimizer(cfg.optimizer, arch.weights, cfg.training.max_grad_norm)
+        tx = make_optimizer(cfg.optimizer, arch.trained_weights, cfg.training.max_grad_norm)
         init = make_init(arch, cfg.model, layout, tx)
         loss = partial(lm_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, 100, 1000)
@@ -82,7 +83,7 @@ _initial_states: dict[str, Any] = {}
 
 def _initial(init, mesh, cfg: Config) -> Any:
     """Initial state on the host. It is the same on every mesh (a test of its own holds that), so it is made once."""
-    key = repr((cfg.model.dims, cfg.optimizer, cfg.training.dtypes["param"], cfg.seed))
+    key = repr((cfg.model.dims, cfg.model.lora, cfg.optimizer, cfg.training.dtypes["param"], cfg.seed))
     if key not in _initial_states:
         _initial_states[key] = jax.tree.map(np.asarray, init_state(init, mesh, cfg.seed))
     return _initial_states[key]
@@ -105,11 +106,13 @@ def batch(
     return {name: np.ascontiguousarray(leaf.reshape(microbatches, -1, length)) for name, leaf in leaves.items()}
 
 
-def cli(*words: str, cwd: Path, devices: int = 8, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+def cli(
+    *words: str, cwd: Path, devices: int = 8, timeout: float = 300, optimized: bool = False
+) -> subprocess.CompletedProcess:
     """`python run_training.py ...` in a folder of its own, as a user starts it."""
     return subprocess.run(
         [sys.executable, str(ROOT / "run_training.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", **env}, check=False,
+        env={**os.environ, "XLA_FLAGS": xla_flags(devices, optimized=optimized)}, check=False,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from harness import RUN, metrics
 import tunix
 from tunix.compose import compose
 from tunix.config import UserError
-from tunix.data.documents import read_documents
+from tunix.data.prepare import find_units
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 
@@ -22,7 +23,11 @@ def run(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str, corpus=corpus):
-        words = words if any(word.startswith("resume=") for word in words) else (*RUN, "data=text", f"data.paths=['{corpus}']", MESH, *words)
+        words = (
+            words
+            if any(word.startswith("resume=") for word in words)
+            else (*RUN, "data=text", f"data.paths=['{corpus}']", MESH, *words)
+        )
         return tunix.train(list(words)).folder
 
     return run
@@ -32,7 +37,9 @@ def losses(folder) -> dict[int, float]:
     """Loss of each step; a step that was run twice must have come to the same."""
     found: dict[int, float] = {}
     for line in metrics(folder):
-        assert found.setdefault(line["step"], line["loss"]) == line["loss"], f"step {line['step']} differs when run again"
+        assert found.setdefault(line["step"], line["loss"]) == line["loss"], (
+            f"step {line['step']} differs when run again"
+        )
     return found
 
 
@@ -104,7 +111,12 @@ def test_what_is_kept(run):
 
 def test_the_best_is_kept_also_after_a_resume(run):
     """Overfitting on purpose: a huge rate makes the later checkpoints worse."""
-    words = ["checkpoint.save_every_steps=1", "evaluation.every_steps=1", "checkpoint.max_to_keep=1", "scheduler=constant"]
+    words = [
+        "checkpoint.save_every_steps=1",
+        "evaluation.every_steps=1",
+        "checkpoint.max_to_keep=1",
+        "scheduler=constant",
+    ]
     folder = run(*words, "training.max_steps=3", "scheduler.warmup_ratio=0")
     run(f"resume={folder}", "training.max_steps=6", "optimizer.learning_rate=3")
     held_out = {line["step"]: line["loss"] for line in metrics(folder, "held_out")}
@@ -160,9 +172,12 @@ def test_checkpoints_that_cannot_be_used_are_named(run):
 def test_a_changed_corpus_is_refused(run, tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     folder = run("tokenizer.train_bytes=1", corpus=corpus)  # the tokenizer sees the first document only
-    last = read_documents(compose(["data=text", f"data.paths=['{corpus}']"]).config.data).train[-1]
-    (corpus / last.name).write_text(last.text[::-1])
-    with pytest.raises(UserError, match="the training data .* are not the checkpoint's .*; sample 24 of one is not sample 24"):
+    cfg = compose(["data=text", f"data.paths=['{corpus}']"]).config
+    last = find_units(cfg.data, cfg.loading)[-1]
+    Path(last.path).write_text(Path(last.path).read_text()[::-1])
+    with pytest.raises(
+        UserError, match="the training data .* are not the checkpoint's .*; sample 24 of one is not sample 24"
+    ):
         run(f"resume={folder}")
     assert len(metrics(folder)) == 6
 

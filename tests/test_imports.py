@@ -7,8 +7,8 @@ from harness import ROOT
 
 # A module may import from its own row and from rows above it.
 ROWS = [
-    {"layout"}, {"config"}, {"compose"}, {"distributed"}, {"mesh"}, {"models", "flops"}, {"data", "losses", "optim"}, {"state"},
-    {"step", "report", "sampling"}, {"checkpoint", "metrics", "evaluation", "profiling", "run_folder"}, {"train"},
+    {"layout"}, {"config"}, {"models.hf", "models.hub"}, {"compose", "cluster"}, {"supervisor"}, {"distributed"}, {"mesh", "watchdog"}, {"models", "flops"}, {"data", "losses", "optim"}, {"state"},
+    {"step", "report", "sampling", "program", "costs"}, {"checkpoint", "metrics", "evaluation", "profiling", "pretrained", "run_folder"}, {"train", "export", "generate", "prepare", "launch", "verify", "plan"}, {"evaluate"},
 ]  # fmt: skip
 RANK = {name: row for row, names in enumerate(ROWS) for name in names}
 
@@ -18,19 +18,26 @@ def imports(path):
         if isinstance(node, ast.ImportFrom) and node.module == "tunix":
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunix."):
-            yield node.module.split(".")[1]
+            inner = node.module.removeprefix("tunix.")
+            yield from (row_of(f"{inner}.{alias.name}") for alias in node.names)
+
+
+def row_of(name):
+    """The name that a module's row goes by: its own, or its package's."""
+    own = ".".join(name.split(".")[:2])
+    return own if own in RANK else name.split(".")[0]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tunix").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_downward(path):
-    here = path.relative_to(ROOT / "tunix").parts[0].removesuffix(".py")
+    here = row_of(".".join(path.relative_to(ROOT / "tunix").with_suffix("").parts))
     if here == "__init__":
         return
     assert here in RANK, f"give tunix/{here} a row"
     assert all(RANK[there] <= RANK[here] for there in imports(path)), f"{path.name} imports upward"
 
 
-@pytest.mark.parametrize("name", ["layout", "config", "compose"])
+@pytest.mark.parametrize("name", ["layout", "config", "compose", "cluster", "supervisor", "launch.__main__"])
 def test_config_knows_no_jax(name):
     """A typo is answered in a second: nothing that imports jax is in the way."""
     import subprocess

@@ -63,7 +63,9 @@ def test_steps_are_optaxs(name, weights):
 
 def test_muon_moves_matrices_along_orthogonal_directions(weights):
     """Each layer's matrix [fan-in, fan-out] is its own, whatever its dimensions; embeddings and norms are AdamW's."""
-    before, after = moved(weights, "optimizer=muon", "optimizer.learning_rate=0.01", "optimizer.weight_decay=0", steps=1)
+    before, after = moved(
+        weights, "optimizer=muon", "optimizer.learning_rate=0.01", "optimizer.weight_decay=0", steps=1
+    )
     change = jax.tree.map(lambda a, b: np.asarray(a - b), after, before)
     attention, mlp = change["blocks"]["attention"], change["blocks"]["mlp"]
     queries, outputs = attention["q"]["w"].reshape(3, 32, 32), attention["o"]["w"].reshape(3, 32, 32)
@@ -71,7 +73,10 @@ def test_muon_moves_matrices_along_orthogonal_directions(weights):
         for matrix in stack:
             singular = np.linalg.svd(matrix, compute_uv=False)
             assert singular.max() / singular[-3] < 2.5  # those of a random square matrix span more than 20
-    for adams in (change["embedding"]["table"], change["blocks"]["pre_mlp"]["scale"]):  # its first step goes by sign alone
+    for adams in (
+        change["embedding"]["table"],
+        change["blocks"]["pre_mlp"]["scale"],
+    ):  # its first step goes by sign alone
         np.testing.assert_allclose(np.abs(adams), np.abs(adams).max(), rtol=1e-3)
 
 
@@ -101,16 +106,22 @@ def test_groups_set_decay_and_rate_of_what_they_match(weights):
     np.testing.assert_allclose(up, change(plain, *mlp, "up", "w")[1] + 0.01 * old, atol=1e-6)  # decay 0, not 1
     old, down = change(grouped, *mlp, "down", "w")
     np.testing.assert_allclose(down, change(plain, *mlp, "down", "w")[1] - 0.01 * old, atol=1e-6)  # decay 2, not 1
-    np.testing.assert_allclose(change(grouped, "embedding", "table")[1], change(plain, "embedding", "table")[1] / 10, atol=1e-6)
+    np.testing.assert_allclose(
+        change(grouped, "embedding", "table")[1], change(plain, "embedding", "table")[1] / 10, atol=1e-6
+    )
     old, norm = change(grouped, "final_norm", "scale")
-    np.testing.assert_allclose(norm, change(plain, "final_norm", "scale")[1] - 0.01 * old, atol=1e-6)  # asked for: vectors too
+    np.testing.assert_allclose(
+        norm, change(plain, "final_norm", "scale")[1] - 0.01 * old, atol=1e-6
+    )  # asked for: vectors too
     np.testing.assert_array_equal(grouped["blocks"]["attention"]["q"]["w"], plain["blocks"]["attention"]["q"]["w"])
 
 
 @pytest.mark.parametrize("groups", ["[{params:nothing}]", "[{params:mlp},{params:'mlp[.]up'}]"])
 def test_a_group_that_matches_nothing_is_an_error(groups, weights):
     cfg = compose([f"optimizer.groups={groups}"]).config.optimizer
-    with pytest.raises(UserError, match=r"matches no parameter that an earlier group left; parameters are blocks.attention"):
+    with pytest.raises(
+        UserError, match=r"matches no parameter that an earlier group left; parameters are blocks.attention"
+    ):
         make_optimizer(cfg, weights, None)
 
 
@@ -127,10 +138,14 @@ def test_schedules():
         np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6, err_msg=name)
         assert (np.diff(rates[10:]) <= 1e-6).all(), name
     share = np.arange(90) / 90
-    np.testing.assert_allclose(schedule("scheduler=warmup_cosine", *warm)[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * share)) / 2, rtol=1e-5)
+    np.testing.assert_allclose(
+        schedule("scheduler=warmup_cosine", *warm)[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * share)) / 2, rtol=1e-5
+    )
     np.testing.assert_allclose(schedule("scheduler=warmup_linear", *warm)[10:], 1 - share, atol=1e-6)
     np.testing.assert_allclose(schedule("scheduler=constant", *warm)[10:], 1)
-    np.testing.assert_allclose(schedule("scheduler=inverse_sqrt", *warm)[10:], np.sqrt(10 / np.arange(10, 100)), rtol=1e-6)
+    np.testing.assert_allclose(
+        schedule("scheduler=inverse_sqrt", *warm)[10:], np.sqrt(10 / np.arange(10, 100)), rtol=1e-6
+    )
     falling = np.arange(20) / 20
     wsd, root = (schedule(f"scheduler={name}", *warm, "scheduler.decay_steps=20") for name in ("wsd", "sqrt_decay"))
     np.testing.assert_allclose(wsd[10:], np.concatenate([np.ones(70), 1 - falling]), atol=1e-6)

@@ -159,3 +159,24 @@ def test_training_lowers_the_loss():
         m["loss"] for m in program("model.mesh_shape=[[4,2],[fsdp,tp]]", "scheduler=constant").run(batch(), steps=40)
     ]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
+def test_low_rank_updates_learn_and_the_rest_stays(strategy):
+    """Frozen parameters are the same bits after steps; the loss is the same under every strategy and accumulation."""
+    words = ("model.lora.rank=2", "model.lora.targets=attention.q|mlp", "model.lora.train_also=final_norm")
+    words += ("optimizer.learning_rate=0.1", "scheduler=constant", "scheduler.warmup_ratio=0")
+    one = program("model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *words)
+    wanted = one.run(batch(sequences=4, microbatches=2), steps=3)
+    many = program(
+        "model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true", *words,
+        f"training.sharding_strategy={strategy}", "training.gradient_accumulation_steps=2", "training.sync_gradients_every=2",
+    )  # fmt: skip
+    before = jax.tree.map(np.asarray, many.state["params"])
+    found = many.run(batch(sequences=4, microbatches=2), steps=3)
+    assert found[2]["loss"] < found[0]["loss"]
+    for a, b in zip(wanted, found, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+    same = jax.tree.map(lambda x, y: np.array_equal(x, np.asarray(y)), before, many.state["params"])
+    assert jax.tree.leaves(same) == [not trained for trained in jax.tree.leaves(many.arch.is_trained)]

@@ -2,22 +2,32 @@
 
 import json
 import math
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from harness import RUN, SMALL, metrics
+from harness import ROOT, RUN, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
 from tunix import distributed
+from tunix.checkpoint import Position, _check_same
 from tunix.compose import compose, sections
 from tunix.config import Config, Section, UserError
 from tunix.data.batches import TrainBatches
+from tunix.data.corpus import load_corpus
 from tunix.layout import Equation
+from tunix.mesh import build_layout, build_mesh
+from tunix.models.positions import layer_rope
 from tunix.optim import make_optimizer, make_schedule
-from tunix.state import Weight
+from tunix.state import Weight, describe
 from tunix.train import NotFinite, run
+
+sys.path.insert(0, str(ROOT))
+from run_training import LAUNCHERS
 
 
 @pytest.fixture
@@ -66,7 +76,9 @@ def test_tensorboard_reads_the_events(words):
     tags = events.Tags()
     assert {"train/loss", "train/tokens_per_s", "train/learning_rate", "held_out/bits_per_byte"} <= set(tags["scalars"])
     scalars = events.Scalars("train/loss")
-    assert [(s.step, s.value) for s in scalars] == [(line["step"], pytest.approx(line["loss"])) for line in metrics(folder)]
+    assert [(s.step, s.value) for s in scalars] == [
+        (line["step"], pytest.approx(line["loss"])) for line in metrics(folder)
+    ]
     assert {"config", "report", "sample"} <= set(tags["tensors"])
     (config,) = events.Tensors("config")
     assert "mesh_shape" in config.tensor_proto.string_val[0].decode()
@@ -76,7 +88,13 @@ def test_tensorboard_reads_the_events(words):
 
 def test_held_out_numbers_are_the_same_on_every_mesh(words):
     """The same steps on each mesh, and the last one filled up with masked rows."""
-    base = [*words, "training.global_batch_size=8", "evaluation.num_sequences=13", "training.max_steps=2", "evaluation.sample_tokens=0"]
+    base = [
+        *words,
+        "training.global_batch_size=8",
+        "evaluation.num_sequences=13",
+        "training.max_steps=2",
+        "evaluation.sample_tokens=0",
+    ]
     found = []
     for mesh in ("[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]"):
         result = tunix.train([*base, f"model.mesh_shape={mesh}"])
@@ -133,7 +151,10 @@ def test_a_bad_batch_is_skipped_and_counted(words, monkeypatch):
 
 def test_too_many_bad_batches_stop_the_run_and_name_the_samples(words, monkeypatch):
     poison(monkeypatch, 8, 10**6)
-    with pytest.raises(NotFinite, match=r"not finite in 2 steps in a row .*; step 4 had samples 12 to 15. The parameters are those of step 2"):
+    with pytest.raises(
+        NotFinite,
+        match=r"not finite in 2 steps in a row .*; step 4 had samples 12 to 15. The parameters are those of step 2",
+    ):
         tunix.train([*words, "training.max_skipped_steps=1", "hydra.run.dir=bad"])
     assert (Path("bad/checkpoints/3")).is_dir()
 
@@ -142,10 +163,14 @@ def test_unknown_compiler_options_are_named(words):
     with pytest.raises(UserError, match=r"training.compiler_options: .*xla_not_an_option"):
         tunix.train([*words, "+training.compiler_options.xla_not_an_option=true"])
     assert not Path("outputs").exists()
-    assert tunix.train([*words, "+training.compiler_options.xla_cpu_enable_fast_math=false", "training.max_steps=1"]).folder
+    assert tunix.train(
+        [*words, "+training.compiler_options.xla_cpu_enable_fast_math=false", "training.max_steps=1"]
+    ).folder
 
 
-@pytest.mark.parametrize(("limit", "steps"), [("training.max_tokens=400", 3), ("training.num_epochs=0.01", 1), ("training.max_steps=2", 2)])
+@pytest.mark.parametrize(
+    ("limit", "steps"), [("training.max_tokens=400", 3), ("training.num_epochs=0.01", 1), ("training.max_steps=2", 2)]
+)
 def test_the_first_limit_reached_ends_the_run(words, limit, steps):
     result = tunix.train([*words, limit, "evaluation.sample_tokens=0"])
     assert result.train["step"] == steps
@@ -162,14 +187,24 @@ def test_a_config_made_in_python(words):
     assert tunix.train(config).train["step"] == 1
 
 
-def test_every_key_is_read(words, monkeypatch):
+def test_every_key_is_read(words, tmp_path, monkeypatch):
     """A key that nothing reads does nothing. Reads of a run that uses every part are recorded, after the checks."""
-    first = compose([*words, "training.max_steps=3", "hydra.run.dir=first"])
-    one_process = ["distributed.num_processes=1", "distributed.process_id=0", "distributed.coordinator_address=localhost:1"]
-    other = [
-        compose([f"optimizer={name}", *one_process]).config for name in ("adamw", "adafactor", "lion", "muon", "sgd")
-    ]  # fmt: skip
+    fresh = f"loading.cache_dir={tmp_path}/cache"  # what is found there is not read again
+    first = compose([*words, fresh, "training.max_steps=3", "hydra.run.dir=first"])
+    two = ["distributed.num_processes=2", "distributed.process_id=0", "distributed.coordinator_address=localhost:0"]
+    other = [compose([f"optimizer={name}", *two]).config for name in ("adamw", "adafactor", "lion", "muon", "sgd")]
     wsd = compose(["scheduler=wsd"]).config
+    yarn = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null}"
+    models = [
+        compose(["model=llama3_1b", "model.lora.rank=2"]).config,
+        compose(["model=gemma3_4b", "model.lora.rank=2"]).config,
+        compose(["model=qwen3_0_6b", f"++model.rope_scaling={yarn}", "model.lora.rank=2"]).config,
+    ]
+    pods = ["launcher=kubernetes", "launcher.image=a", "launcher.volume_claim=b"]
+    elsewhere = [
+        compose([*pods, "hydra.run.dir=pods"]),
+        compose(["launcher=slurm", "launcher.dry_run=true", "hydra.run.dir=job"]),
+    ]
     read: set[tuple[str, str]] = set()
     get = Section.__getattribute__
 
@@ -179,16 +214,73 @@ def test_every_key_is_read(words, monkeypatch):
 
     monkeypatch.setattr(Section, "__getattribute__", recorded)
     run(first)
+    changed = Position(3, 24, "other data", "")
+    with pytest.raises(UserError, match="the training data"):
+        _check_same(first.config, first.config.model_dump(mode="json", by_alias=True), changed, Position(0, 0, "", ""))
+    for corpus in read_by_every_source(tmp_path):
+        cfg = compose([*RUN, *corpus, fresh]).config
+        TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1).stages(10)
     for cfg in other:
         make_optimizer(cfg.optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4))}, 1.0)
     make_schedule(wsd.scheduler, 1.0, 10, 10)
+    for cfg in models:
+        layer_rope(cfg.model)
+        mesh = build_mesh(cfg)
+        with jax.set_mesh(mesh):
+            describe(cfg.model, build_layout(cfg, mesh))
+    for job in elsewhere:
+        LAUNCHERS[job.config.launcher.name](job)
     monkeypatch.setattr("jax.distributed.initialize", lambda *args, **kwargs: None)
     distributed.start(other[0].distributed)
-    assert sorted(unread(Config, read)) == []
+    missing = ["Slurm.show_logs"] + ([] if find_spec("datasets") else ["HuggingFace", "Parquet"])  # needs a Slurm
+    assert sorted(key for key in unread(Config, read) if not key.startswith(tuple(missing))) == []
+
+
+def read_by_every_source(tmp_path: Path) -> list[list[str]]:
+    """Words of a small corpus from each source, made on the spot."""
+    rows = [{"text": f"text {n} " * 40, "q": f"{n}?", "a": f"{n}! " * 40, "s": "Short."} for n in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
+    np.full(2000, 9, np.uint16).tofile(tmp_path / "a.bin")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello " * 40}]
+    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 8 + "not json")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    columns = ["data.columns.prompt=q", "data.columns.completion=a", "data.columns.system=s"]
+    tokenizer = [f"tokenizer.path={tmp_path}/tokenizer.json", "tokenizer.train=true"]
+    synthetic = "{source: synthetic, held_out_fraction: 0.1, num_documents: 9, mean_document_bytes: 200}"
+    stages = "data.stages=[{name: later, from_step: 9, weights: {a: 1}}]"
+    found = [
+        ["data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", *tokenizer],
+        [
+            "data=jsonl",
+            f"data.paths=[{tmp_path}/a.jsonl]",
+            "task=sft",
+            f"task.chat_template={tmp_path}/own.jinja",
+            *columns,
+        ],
+        ["data=jsonl", f"data.paths=[{tmp_path}/b.jsonl]", "task=sft", "data.bad_rows=skip"],
+        ["data=csv", f"data.paths=[{tmp_path}/a.csv]"],
+        ["data=tokens", f"data.paths=[{tmp_path}/a.bin]", tokenizer[0], "data.document_end=3"],
+        ["data=synthetic", "data.num_documents=9"],
+        ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
+    ]
+    if find_spec("datasets"):
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist(rows), tmp_path / "a.parquet")
+        found.append(["data=parquet", f"data.paths=[{tmp_path}/a.parquet]"])
+        found.append(["data=hf", "data.path=json", f"data.data_files=[{tmp_path}/a.jsonl]"])
+    return found
 
 
 def unread(section: type[Section], read: set[tuple[str, str]]) -> list[str]:
-    found = [f"{section.__name__}.{name}" for name in section.model_fields if (section.__name__, name) not in read]
+    owners = {
+        name: [kind.__name__ for kind in section.__mro__ if name in getattr(kind, "model_fields", ())]
+        for name in section.model_fields
+    }
+    found = [
+        f"{section.__name__}.{name}" for name, kinds in owners.items() if not read & {(kind, name) for kind in kinds}
+    ]
     for field in section.model_fields.values():
         for kind in sections(field.annotation):
             found += unread(kind, read)

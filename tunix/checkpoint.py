@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from orbax.checkpoint import checkpoint_managers as policies
 from tokenizers import Tokenizer
 
 from tunix import distributed
+from tunix.compose import flat
 from tunix.config import Checkpoint, Config, UserError
+from tunix.data.batches import TrainBatches
 from tunix.state import State
 
 log = logging.getLogger(__name__)
@@ -32,10 +34,12 @@ class Position:
     next_sample: int  # place in the shuffled sequence of training data
     data: str  # fingerprint of that data
     tokenizer: str  # digest
+    source_tokens: dict[str, int] = field(default_factory=dict)  # of a mixture: what each source gave so far
 
-    def after(self, step: int, batch_size: int) -> "Position":
+    def after(self, step: int, data: TrainBatches) -> "Position":
         """Where the run is after `step`, having started here."""
-        return replace(self, step=step, next_sample=self.next_sample + (step - self.step) * batch_size)
+        next_sample = self.next_sample + (step - self.step) * data.batch_size
+        return replace(self, step=step, next_sample=next_sample, source_tokens=data.source_tokens(next_sample))
 
 
 class Checkpoints:
@@ -107,7 +111,8 @@ class Checkpoints:
         steps = sorted(self.manager.all_steps(), reverse=True)
         if step is not None and step not in steps:
             raise UserError(
-                f"resume: {self.folder} has no checkpoint of step {step}; it has {', '.join(map(str, sorted(steps))) or 'none'}"
+                f"resume: {self.folder} has no checkpoint of step {step}; "
+                f"it has {', '.join(map(str, sorted(steps))) or 'none'}"
             )
         for candidate in steps if step is None else [step]:
             try:
@@ -128,7 +133,7 @@ class Checkpoints:
                 log.error("CHECKPOINT OF STEP %d IS DAMAGED, taking the one before: %s", candidate, reason)
                 continue
             self._put_aside([newer for newer in steps if newer > candidate])
-            return state, position
+            return state, replace(position, data=now.data)
         if steps:
             raise UserError(
                 f"resume: all checkpoints in {self.folder} are damaged ({', '.join(map(str, sorted(steps)))})"
@@ -189,26 +194,24 @@ def _check_same(config: Config, saved: dict[str, Any], position: Position, now: 
     current = config.model_dump(mode="json", by_alias=True)
     current["training"]["param_dtype"] = config.training.dtypes["param"]
     saved["training"]["param_dtype"] = saved["training"]["param_dtype"] or "float32"
-    old, new = _flat(saved), _flat(current)
+    old, new = flat(saved), flat(current)
     for key in sorted(old.keys() | new.keys()):
-        if any(key == same or key.startswith(f"{same}.") for same in SAME_CONFIG) and key not in MAY_DIFFER:
-            if old.get(key) != new.get(key):
-                raise UserError(
-                    f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; leave it as it was or start a new run"
-                )
+        same = key not in MAY_DIFFER and any(key == same or key.startswith(f"{same}.") for same in SAME_CONFIG)
+        if same and old.get(key) != new.get(key):
+            raise UserError(
+                f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; "
+                "leave it as it was or start a new run"
+            )
     if now.tokenizer != position.tokenizer:
         raise UserError(
-            f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); its tokens mean other words"
+            f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); "
+            "its tokens mean other words"
         )
     if now.data != position.data:
-        raise UserError(
-            f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "
-            f"sample {position.next_sample} of one is not sample {position.next_sample} of the other"
-        )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        change = f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "
+        if not config.loading.allow_changed_data:
+            raise UserError(
+                f"{change}sample {position.next_sample} of one is not sample {position.next_sample} of the other. "
+                "loading.allow_changed_data=true goes on with it all the same"
+            )
+        log.warning("%sgoing on at sample %d of the new ones", change, position.next_sample)

@@ -2,16 +2,18 @@
 
 import difflib
 import re
+import sys
 import time
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,11 +23,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from tunix.config import Config, ParameterGroup, Section, UserError
+from tunix.config import Config, Model, ParameterGroup, Section, UserError
+from tunix.models import hf, hub
 
 PACKAGED = Path(__file__).parent / "conf"  # in an installed wheel
 CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[1] / "conf"
+IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # of distributed
 OUTPUTS = Path("outputs")
+S = TypeVar("S", bound=Section)
+COMMON = {"init_from", "lora", "attention"}  # keys in conf/model/family/common.yaml
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,52 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
     with explained():
         given = {override.key_or_group: override for override in OverridesParser.create().parse_overrides(overrides)}
         if "resume" in given and (value := given["resume"].value()) is not None:
-            project = given["project_name"].value() if "project_name" in given else None
+            project = str(given["project_name"].value()) if "project_name" in given else None
             run_dir, step = _resume_point(str(value), project)
             composed = _compose_saved(run_dir, list(given.values()))
-            return Job(checked(composed), overrides, run_dir, run_dir_is_explicit=True, resume_step=step)
-        composed = _hydra_compose(overrides, config_dir, config_name)
+            return Job(checked(composed, fresh=False), overrides, run_dir, run_dir_is_explicit=True, resume_step=step)
+        composed = _hydra_compose(implied(overrides), config_dir, config_name)
         hydra_node = OmegaConf.create({"hydra": OmegaConf.to_container(composed.hydra, resolve=False)})
         return Job(
             checked(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in given, hydra=hydra_node
         )
+
+
+def implied(overrides: list[str]) -> list[str]:
+    """The overrides, and the model that `model.init_from` alone stands for."""
+    given = {word.split("=")[0] for word in overrides}
+    return ["model=pretrained", *overrides] if "model.init_from" in given and "model" not in given else overrides
+
+
+def command_line(section: type[S], work: Callable[[S], None]) -> int:
+    """`python -m tunix.NAME key=value ...`: exit code 2 and one line on stderr for what the user got wrong.
+
+    A section with `overrides` is given there the words whose keys are not its own.
+    """
+    words, name = sys.argv[1:], section.__name__.lower()
+    if "--help" in words or "-h" in words:
+        print(f"python -m tunix.{name} key=value ...\n\n{section.__doc__}\n")
+        for key, field in keys(section):
+            print(f"  {key:24} {' '.join((field.description or '').split())}")
+        return 0
+    fields = section.model_fields
+    others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
+    try:
+        work(settings(section, [word for word in words if word not in others], {"overrides": others} if others else {}))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def settings(section: type[S], words: list[str], more: dict[str, Any] | None = None) -> S:
+    """The section of conf/command, with the words that change it, and `more` keys on top."""
+    with explained(section):
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(str(CONF / "command"), version_base="1.3"):
+            composed = hydra.compose(section.__name__.lower(), words)
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return _validated(section, values | (more or {}))
 
 
 def _hydra_compose(overrides: list[str], config_dir: str | Path | None = None, name: str = "config") -> DictConfig:
@@ -63,31 +106,116 @@ def _hydra_compose(overrides: list[str], config_dir: str | Path | None = None, n
         return hydra.compose(name, overrides + search, return_hydra_config=True)
 
 
+def check_sweep(overrides: list[str]) -> None:
+    """Compose and check every point of a grid, so that a mistake in the last one is found before the first runs."""
+    if any(override.startswith("hydra/sweeper") for override in overrides):
+        return  # only that sweeper knows its points
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for point in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]:
+        if compose(list(point)).config.resume:
+            raise UserError("resume goes on with one run; it cannot be part of a sweep")
+
+
 def job_of(config: Config) -> Job:
     """A config made in Python, with the run folder that Hydra would give it."""
     return Job(config, [], OUTPUTS / config.project_name / time.strftime("%Y-%m-%d/%H-%M-%S"), False)
 
 
-def checked(composed: DictConfig) -> Config:
-    """The typed config of a composed one, every interpolation resolved."""
+def checked(composed: DictConfig, fresh: bool = True) -> Config:
+    """The typed config of a composed one, every interpolation resolved; a saved one (not fresh) is complete."""
     with explained():
-        ours = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+        ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
+    if fresh and values["model"].get("init_from"):
+        _fill_from_pretrained(values)
+    elif values["model"]["family"] is None:
+        raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
     return build(values)
+
+
+def _fill_from_pretrained(values: dict[Any, Any]) -> None:
+    """Set what the folder of `model.init_from` decides: the architecture, and the tokenizer unless one is given.
+
+    Raises:
+        UserError: a key of the model that contradicts config.json.
+    """
+    model, tokenizer = values["model"], values["tokenizer"]
+    folder = hub.find(str(model["init_from"]))
+    _fill_architecture(model, folder)
+    if tokenizer["path"] is None:
+        tokenizer["path"] = str(folder)
+
+
+def _fill_architecture(model: dict[Any, Any], folder: Path) -> None:
+    read = hf.read_config(folder)
+    family: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "family" / f"{read['family']}.yaml"))
+    found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read}), resolve=True)
+    for key in sorted(found.keys() - COMMON - {"defaults"}):
+        given = model.get(key)
+        if given is not None and given != found[key]:
+            raise UserError(f"model.{key}={given}, but {folder}/config.json says {found[key]}; leave it out")
+        model[key] = found[key]
+
+
+def trained_model(folder: Path, mesh_shape: Any) -> Model:
+    """The model of a run's folder, or of one of Hugging Face's, on another mesh."""
+    if (folder / "config.yaml").is_file():
+        values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml").model)
+    else:
+        common, pretrained = (
+            OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml")
+        )
+        values = OmegaConf.to_container(OmegaConf.merge(pretrained, common))
+        del values["defaults"]
+        _fill_architecture(values, folder)
+    return _validated(Model, values | {"mesh_shape": mesh_shape}, "model")
+
+
+def find_run(source: str) -> tuple[Path, int | None] | None:
+    """Folder and step (None: the newest) of a run, as `resume` takes them; None where `source` is no run."""
+    path = Path(source)
+    is_run = source == "latest" or any((folder / "config.yaml").is_file() for folder in (path, *path.parents[1:2]))
+    return _resume_point(source, None) if is_run else None
 
 
 def build(values: dict[Any, Any]) -> Config:
     """Checked config of plain `values`; raises `UserError` with a line for each mistake."""
+    return _validated(Config, values)
+
+
+def _validated(section: type[S], values: dict[Any, Any], *above: str) -> S:
     try:
-        return Config.model_validate(values)
+        return section.model_validate(values)
     except ValidationError as errors:
-        raise UserError("\n".join(dict.fromkeys(_explain(dict(error)) for error in errors.errors()))) from None
+        lines = (_explain({**error, "loc": (*above, *error["loc"])}) for error in errors.errors())
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config as it is saved in the run's folder; `--config-path RUN_DIR` replays it."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json", by_alias=True)))
+    """The resolved config as it is saved in the run's folder; `--config-path RUN_DIR` replays it.
+
+    Which process of which run this was is left out: another job continues from it.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(_of_all_processes(config)))
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """Every key with its value, as far as processes must agree on it."""
+    return {key: value for key, value in flat(_of_all_processes(config)).items() if key != "loading.cache_dir"}
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} to {"a.b": 1}"""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
+def _of_all_processes(config: Config) -> dict[str, Any]:
+    anyone = config.distributed.model_copy(update=dict.fromkeys(IDENTITY))
+    return config.model_copy(update={"distributed": anyone}).model_dump(mode="json", by_alias=True)
 
 
 def _resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
@@ -109,9 +237,9 @@ def _resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
 
 def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
     """The saved config of a run with overrides; a group choice (`optimizer=lion`) replaces that part of it."""
-    saved = OmegaConf.load(run_dir / "config.yaml")
+    saved: Any = OmegaConf.load(run_dir / "config.yaml")
     groups = [o for o in given if (CONF / o.key_or_group).is_dir() and isinstance(o.value(), str)]
-    chosen = _hydra_compose([o.input_line for o in groups])
+    chosen = _hydra_compose([str(o.input_line) for o in groups])
     for group in (o.key_or_group for o in groups):
         if group == "experiment":
             raise UserError("resume goes on with the saved config; name the keys to change in place of +experiment")
@@ -120,12 +248,12 @@ def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
             saved[group] = chosen[group]
         saved.model.mesh_shape = chosen.model.mesh_shape if group == "mesh_shape" else mesh_shape
     ConfigStore.instance().store(name="saved_run", node=OmegaConf.to_container(saved))
-    return _hydra_compose([o.input_line for o in given if o not in groups], name="saved_run")
+    return _hydra_compose([str(o.input_line) for o in given if o not in groups], name="saved_run")
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Turn what Hydra and OmegaConf say of a mistake into one `UserError` line."""
+def explained(root: type[Section] = Config) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf say of a mistake into one `UserError` line; `root` has the legal keys."""
     try:
         yield
     except MissingConfigException as error:
@@ -134,7 +262,8 @@ def explained() -> Iterator[None]:
         if not group:
             raise UserError(f"{error}".splitlines()[0]) from None
         raise UserError(
-            f"{group}={choice}: conf/{group} has no such file; choose from {', '.join(options)}{did_you_mean(choice, options)}"
+            f"{group}={choice}: conf/{group} has no such file; "
+            f"choose from {', '.join(options)}{did_you_mean(choice, options)}"
         ) from None
     except OverrideParseException as error:
         said = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
@@ -142,14 +271,18 @@ def explained() -> Iterator[None]:
         raise UserError(f"cannot read {error.override}: {said[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
         key = str(error.full_key)
-        description = dict(keys())[key].description
+        fields = dict(reversed([*keys(root)]))  # of keys that several variants have, the first
+        known = key if key in fields else f"data.{key.rpartition('.')[2]}"  # of a part of a mixture
+        description = fields[known].description
         raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        key = getattr(error.__cause__, "full_key", None)
-        first = str(error).splitlines()[0] if str(error) else repr(error.__cause__)
-        if key and "not in struct" in str(error.__cause__):
-            parent = getattr(error.__cause__, "parent_node", None) or {}
-            raise UserError(unknown_key(key, _variants().get(parent.get("name") or parent.get("source")))) from None
+        cause: Any = error.__cause__
+        unknown = getattr(cause, "full_key", None) if "not in struct" in str(cause) else None
+        first = str(error).splitlines()[0] if str(error) else repr(cause)
+        if unknown:
+            parent: Any = getattr(cause, "parent_node", None) or {}
+            variant = _variants().get(parent.get("name") or parent.get("source"))
+            raise UserError(unknown_key(unknown, variant, root)) from None
         if "No match in the defaults list" in first:
             raise UserError(
                 f"{first.split('. ')[0]}; write +{re.findall(chr(39) + '(.*?)' + chr(39), first)[0]}=..."
@@ -173,8 +306,12 @@ EXPECTED = {  # in place of pydantic's words
 def _explain(error: dict[str, Any]) -> str:
     """One line for one pydantic error: the key, the value, the way out."""
     path, variant = [str(part) for part in error["loc"]], None
-    if len(path) > 1 and (variant := _variants().get(path[1])):  # pydantic names the member of a union in the path
-        del path[1]
+    for place, part in enumerate(path):  # pydantic names the member of a union in the path
+        if place and (variant := _variants().get(part)):
+            del path[place]
+            break
+    if path[:2] == ["data", "parts"] and len(path) > 3:  # data.parts.NAME.SOURCE.KEY
+        variant = _variants().get(path.pop(3))
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))
     if kind == "extra_forbidden":
@@ -192,23 +329,30 @@ def _explain(error: dict[str, Any]) -> str:
     return f"{key}={value}: {message[0].lower()}{message[1:]}"
 
 
-def unknown_key(key: str, variant: type[Section] | None = None) -> str:
+def unknown_key(key: str, variant: type[Section] | None = None, root: type[Section] = Config) -> str:
     """The line for a key that does not exist, with the legal key nearest to it."""
-    legal = [name for name, _ in keys()]
+    legal = [name for name, _ in keys(root)]
     head, _, leaf = key.rpartition(".")
+    if variant and leaf in variant.model_fields:  # it has the key, the member chosen until now has not
+        return f"{head} is changed as a whole by ++{head}={{...}}"
     if variant and key in legal:  # of another member of the union
-        tag = next(tag for tag, kind in _variants().items() if kind is variant)
-        return f"unknown key {key}: {head}={tag} has none; its keys are {', '.join(variant.model_fields)}"
+        return f"unknown key {key}: {head}={tag(variant)} has none; its keys are {', '.join(variant.model_fields)}"
     if head.startswith("optimizer.groups."):
         legal = [f"{head}.{name}" for name in ParameterGroup.model_fields]
     leaves = {name.rpartition(".")[2]: name for name in legal}
     here = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == head}
-    whole = {name: name for name in [*legal, *Config.model_fields]}
-    guesses = [(leaf, leaves, 1.0), (leaf, here, 0.6), (leaf, leaves, 0.7), *([] if head and here else [(key, whole, 0.6)])]
+    whole = {name: name for name in [*legal, *root.model_fields]}
+    guesses = [
+        (leaf, leaves, 1.0),
+        (leaf, here, 0.6),
+        (leaf, leaves, 0.7),
+        *([] if head and here else [(key, whole, 0.6)]),
+    ]
     for word, choices, cutoff in guesses:
         if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
             return f"unknown key {key}; did you mean {choices[near[0]]}?"
-    return f"unknown key {key}; docs/config.md lists all keys"
+    listed = "docs/config.md lists all keys" if root is Config else f"keys are {', '.join(legal)}"
+    return f"unknown key {key}; {listed}"
 
 
 def did_you_mean(value: str, choices: list[str]) -> str:
@@ -234,9 +378,18 @@ def sections(annotation: Any) -> list[type[Section]]:
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
-def _variants() -> dict[str, type[Section]]:
+def _variants(section: type[BaseModel] = Config) -> dict[str, type[Section]]:
     """The sections that are members of a union (data sources, optimizers), by the value that tells them apart."""
-    unions = (sections(field.annotation) for field in Config.model_fields.values())
-    members = [kind for kinds in unions if len(kinds) > 1 for kind in kinds]
-    tags = [(kind.model_fields.get("source") or kind.model_fields["name"]).annotation for kind in members]
-    return {typing.get_args(tag)[0]: kind for tag, kind in zip(tags, members, strict=True)}
+    found: dict[str, type[Section]] = {}
+    for field in section.model_fields.values():
+        kinds = sections(field.annotation)
+        found |= {tag(kind): kind for kind in kinds} if len(kinds) > 1 else {}
+        for kind in kinds:
+            found |= _variants(kind)
+    return found
+
+
+def tag(kind: type[Section]) -> str:
+    """The value that tells a member of a union apart."""
+    field = kind.model_fields.get("source") or kind.model_fields["name"]
+    return typing.get_args(field.annotation)[0]

@@ -1,33 +1,88 @@
-"""Processes of one run: who am I, and agreement between them."""
+"""Processes of one run: joining them, agreement between them, and leaving them so that none is left waiting."""
 
-from collections.abc import Callable
-from typing import TypeVar
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed as runtime  # its key-value store has no public name
 from jax.experimental import multihost_utils
 
+from tunix.cluster import probe, who_am_i
 from tunix.config import Distributed, UserError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+EXIT_PEER = 76
+LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat")  # in errors of the runtime
+_stop_signals: list[str] = []
+
+
+class Stopped(Exception):
+    """Asked to stop (SIGTERM, SIGUSR1, time limit), and everything is saved; exit code 75."""
 
 
 def start(cfg: Distributed) -> None:
-    """Join the other processes, where the config names them; one process needs nothing."""
-    if cfg.num_processes is None or jax.distributed.is_initialized():
-        return
+    """Join the other processes, if there are any."""
+    identity = who_am_i(cfg)
+    if identity and not jax.distributed.is_initialized():
+        probe(identity, cfg.init_timeout_s)
+        try:
+            with _deadline(cfg.init_timeout_s, f"not all of the {identity.num_processes} processes came"):
+                jax.distributed.initialize(
+                    identity.coordinator_address,
+                    identity.num_processes,
+                    identity.process_id,
+                    identity.local_device_ids,
+                    cluster_detection_method="deactivate",
+                    initialization_timeout=cfg.init_timeout_s + 30,  # the runtime aborts; ours ends first
+                    heartbeat_timeout_seconds=cfg.heartbeat_timeout_s,
+                    shutdown_timeout_seconds=cfg.shutdown_timeout_s,
+                )
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"{identity.source}: cannot join the run: {str(error).splitlines()[0]}") from None
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 ask the run to save and stop. After `start`, which would replace the handlers."""
+    _stop_signals.clear()
+    # With several processes SIGTERM stays with JAX: it makes all of them stop after the same step.
+    numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # only the main thread may
+    before = {n: signal.signal(n, lambda n, _: request_stop(signal.Signals(n).name)) for n in numbers}
     try:
-        jax.distributed.initialize(
-            cfg.coordinator_address,
-            cfg.num_processes,
-            cfg.process_id,
-            local_device_ids=cfg.local_device_ids,
-            initialization_timeout=cfg.init_timeout_s,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise UserError(
-            f"distributed.coordinator_address={cfg.coordinator_address}: {str(error).splitlines()[0]}"
-        ) from None
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def request_stop(reason: str) -> None:
+    """Ask all processes to save and stop; safe in a signal handler."""
+    if not _stop_signals and jax.process_count() > 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    _stop_signals.append(reason)
+
+
+def stop_requested(step: int) -> str | None:
+    """Why to stop after this step, the same step on every process; None to go on. Ask once a step."""
+    if jax.process_count() == 1:
+        return _stop_signals[0] if _stop_signals else None
+    if multihost_utils.reached_preemption_sync_point(step):
+        return _stop_signals[0] if _stop_signals else "SIGTERM"
+    return None
 
 
 def is_main() -> bool:
@@ -37,14 +92,33 @@ def is_main() -> bool:
 
 def agree(text: str) -> str:
     """What process 0 says, on every process."""
+    return gather(text)[0]
+
+
+def gather(text: str) -> list[str]:
+    """What each process says, in order of processes."""
     if jax.process_count() == 1:
-        return text
-    data = np.frombuffer(text.encode().ljust(4096, b"\0"), np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()).rstrip(b"\0").decode()
+        return [text]
+    data = text.encode()
+    longest = int(multihost_utils.process_allgather(np.array(len(data))).max())
+    rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(longest, b"\0"), np.uint8))
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(rows)]
+
+
+def check_same(facts: dict[str, Any], means: str) -> None:
+    """Raise UserError on every process if one of them has other `facts`, naming the first that differs."""
+    said = [json.loads(text) for text in gather(json.dumps({"host": socket.gethostname(), **facts}))]
+    for rank, other in enumerate(said):
+        for key in facts:
+            if other.get(key) != said[0].get(key):
+                raise UserError(
+                    f"{means} differ: {key} is {said[0].get(key)} on process 0 ({said[0]['host']}) "
+                    f"and {other.get(key)} on process {rank} ({other['host']})"
+                )
 
 
 def main_first(work: Callable[[], T]) -> T:
-    """`work()` on process 0, then on the others, who find what it left on a shared disk; its mistakes are everyone's."""
+    """`work()` on process 0, then on the others, who find what it left on a shared disk; its errors are everyone's."""
     if jax.process_count() == 1:
         return work()
     result, mistake = None, ""
@@ -59,7 +133,72 @@ def main_first(work: Callable[[], T]) -> T:
     return result if result is not None else work()
 
 
-def barrier(name: str) -> None:
-    """Wait for every process to come here."""
+def barrier(name: str, timeout_s: float = 600) -> None:
+    """Wait for every process to come here; RuntimeError after `timeout_s`."""
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+        _store().wait_at_barrier(f"tunix: {name}", round(1000 * timeout_s))
+
+
+def publish(key: str, value: str) -> None:
+    """Tell the other processes; they read it with `published`. Nothing if the coordinator is gone."""
+    if jax.process_count() > 1:
+        try:
+            _store().key_value_set(f"tunix/{key}", value, allow_overwrite=True)
+        except RuntimeError:
+            log.warning("the coordinator does not answer")
+
+
+def published(folder: str) -> dict[str, str]:
+    """What processes have published as FOLDER/..., by the rest of the key."""
+    if jax.process_count() == 1:
+        return {}
+    try:
+        found = _store().key_value_dir_get(f"tunix/{folder}/")
+    except RuntimeError:
+        return {}
+    return {key.rsplit("/", 1)[1]: value for key, value in found}
+
+
+def blame(error: Exception) -> tuple[int, str]:
+    """Exit code and reason of an error among several processes: a peer's, or this process's own with its traceback."""
+    time.sleep(2)  # a peer that failed has said so by now
+    for rank, text in published("failed").items():
+        failure = json.loads(text)
+        return EXIT_PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
+    line = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if any(word in str(error) for word in LOST_PEER):
+        return EXIT_PEER, f"another process died or cannot be reached: {line}"
+    traceback.print_exception(error)
+    return 1, line
+
+
+def leave(code: int, why: str) -> None:
+    """End this process with `code` without waiting for the others, after telling them why. Returns if it is alone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    if jax.distributed.is_initialized():
+        publish(f"failed/{jax.process_index()}", json.dumps({"code": code, "why": why, "host": socket.gethostname()}))
+        if is_main():
+            time.sleep(3)  # with this process the coordinator goes, and the runtime would abort who has not heard
+        os._exit(code)
+
+
+def _store() -> Any:
+    """Small texts that all processes share, kept by process 0."""
+    return runtime.global_state.client
+
+
+@contextmanager
+def _deadline(seconds: float, what: str) -> Iterator[None]:
+    def end() -> None:
+        print(f"error: {what} within {seconds:g} s", file=sys.stderr, flush=True)
+        os._exit(EXIT_PEER)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -20,7 +20,7 @@ class HeldOut:
 
     def __init__(self, cfg: Config, corpus: Corpus, arch: Architecture, loss_fn: LossFn, mesh: Mesh):
         batch_size = cfg.training.micro_batch_size * data_shards(mesh)
-        arguments = corpus.held_out, cfg.training.seq_len, cfg.evaluation.num_sequences, batch_size
+        arguments = corpus.held_out, cfg.evaluation.num_sequences, batch_size
         everything = held_out_batches(*arguments, list(range(batch_size)))
         words = bytes_per_word(corpus.tokenizer)[everything["targets"]]
         self.num_bytes = int((words * everything["loss_mask"]).sum())

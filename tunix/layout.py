@@ -2,7 +2,7 @@
 
 Letters name the dimensions in einsum equations, shapes and comments everywhere in this project:
   A microbatches  B batch (sequences)  T tokens  D embed  F mlp  N query heads  K key/value heads  H head dim
-  G query heads per key/value head  V vocabulary  L layers  r LoRA rank  (S: tokens attended to)
+  G query heads per key/value head  V vocabulary  P places in the context  L layers  r LoRA rank
 """
 
 import difflib
@@ -24,15 +24,17 @@ AXES: dict[str, tuple[str | None, str | tuple[str, ...] | None]] = {
     "head_dim": (None, None),
     "mlp": ("tp", "tp"),
     "vocab": ("tp", "tp"),
+    "places": (None, None),
+    "rank": (None, None),
     "layers": (None, None),
 }
 LETTERS = {
     "B": "batch", "T": "seq", "D": "embed", "N": "heads", "K": "kv_heads",
-    "H": "head_dim", "F": "mlp", "V": "vocab", "L": "layers",
+    "H": "head_dim", "F": "mlp", "V": "vocab", "P": "places", "L": "layers", "r": "rank",
 }  # fmt: skip
 KEYS = {  # the config key that sets each dimension which a mesh axis may have to divide
     "D": "model.embed_dim", "F": "model.mlp_dim", "N": "model.num_heads",
-    "K": "model.num_kv_heads", "V": "model.vocab_size",
+    "K": "model.num_kv_heads",
 }  # fmt: skip
 
 
@@ -66,12 +68,18 @@ class Equation:
 
     @property
     def is_vector(self) -> bool:
-        """Whether the weight is a vector (a norm's scale), apart from the layers it is stacked over."""
-        return len(self.w.removeprefix("L")) == 1
+        """Whether the weight is summed over nothing: a norm's scale, a bias."""
+        return not self.summed
 
     def stacked(self) -> "Equation":
         """The same for all layers: the weight has a first dimension L."""
         return Equation(self.text.replace(",", ",L"))
+
+    def low_rank(self) -> tuple["Equation", "Equation"]:
+        """Two products in place of one, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""
+        between = "".join(letter for letter in self.x if letter not in self.summed) + "r"
+        outer = "".join(letter for letter in self.w if letter not in self.summed)
+        return Equation(f"{self.x},{self.summed}r->{between}"), Equation(f"{between},r{outer}->{self.y}")
 
 
 type_hint = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
@@ -117,8 +125,10 @@ def explicit_sizes(mesh_shape: MeshShape) -> dict[str, int] | None:
     return {axis: named.get(axis, 1) for axis in MESH_AXES}
 
 
-def resolve(mesh_shape: MeshShape, num_devices: int, dims: Mapping[str, int], allow_idle: bool) -> dict[str, int]:
-    """Size of every mesh axis on `num_devices` devices.
+def resolve(
+    mesh_shape: MeshShape, num_devices: int, dims: Mapping[str, int], allow_idle: bool, which: str = "visible"
+) -> dict[str, int]:
+    """Size of every mesh axis on `num_devices` devices; `which` devices they are is for messages.
 
     Raises:
         ValueError: sizes that do not fit the devices or do not divide the model, with the nearest that do.
@@ -132,14 +142,14 @@ def resolve(mesh_shape: MeshShape, num_devices: int, dims: Mapping[str, int], al
     if -1 in sizes:
         if num_devices % fixed:
             raise ValueError(
-                f"model.mesh_shape {product}: {fixed} does not divide the {num_devices} visible devices; "
+                f"model.mesh_shape {product}: {fixed} does not divide the {num_devices} devices that are {which}; "
                 f"{_nearest(named, num_devices, dims)}"
             )
         named = {axis: num_devices // fixed if size == -1 else size for axis, size in named.items()}
     elif fixed > num_devices or (fixed < num_devices and not allow_idle):
         idle = ", or distributed.allow_idle_devices=true to leave the rest idle" if fixed < num_devices else ""
         raise ValueError(
-            f"model.mesh_shape {product} needs {fixed} devices, {num_devices} are visible; "
+            f"model.mesh_shape {product} needs {fixed} devices, {num_devices} are {which}; "
             f"{_nearest(named, num_devices, dims)}{idle}"
         )
     resolved = {axis: named.get(axis, 1) for axis in MESH_AXES}
@@ -163,9 +173,15 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
                 )
 
 
-def kv_heads_replicated(dims: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
-    """Whether every device on tp keeps all key/value heads, because there are fewer of them than devices."""
-    return dims["K"] % sizes["tp"] != 0
+def whole_letters(dims: Mapping[str, int], sizes: Mapping[str, int]) -> frozenset[str]:
+    """Dimensions that every device on tp keeps whole: fewer key/value heads than devices, an odd vocabulary."""
+    return frozenset(letter for letter in "KV" if dims[letter] % sizes["tp"])
+
+
+def meshes(num_devices: int) -> Iterator[dict[str, int]]:
+    """Every way to spread the devices over the mesh axes; `check_divides` says which of them a model allows."""
+    for split in _factorizations(num_devices, len(MESH_AXES)):
+        yield dict(zip(MESH_AXES, split, strict=True))
 
 
 def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:

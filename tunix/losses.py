@@ -18,8 +18,8 @@ def lm_loss(
     as float32 sums. Logits exist for `chunk_size` positions of each sequence at one time and are computed again
     in the backward pass: [B, T, V] never does.
     """
-    table = model.embedding.gathered()
-    hidden = model.hidden(table, batch["tokens"], batch["positions"], batch["segment_ids"])
+    tables = model.tables()
+    hidden = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("noise"))
     length = hidden.shape[1]
     num_chunks = max(1, length // chunk_size)
 
@@ -29,7 +29,7 @@ def lm_loss(
     @jax.checkpoint
     def one_chunk(_, chunk):
         hidden, targets = chunk
-        logits = model.embedding.logits(table, hidden)
+        logits = model.logits(tables, hidden)
         log_z = jax.nn.logsumexp(logits, -1)
         words = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
         # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
@@ -44,4 +44,4 @@ def lm_loss(
     return nll + z_loss * squares, {"nll": nll, "z_loss": z_loss * squares, "tokens": jnp.sum(mask)}
 
 
-LOSSES = {"pretrain": lm_loss}
+LOSSES = {"pretrain": lm_loss, "sft": lm_loss}  # of sft, the mask leaves the answers

@@ -9,8 +9,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from tunix.config import Config, UserError
-from tunix.layout import AXES, DATA_AXES, LETTERS, MESH_AXES, Equation, kv_heads_replicated, resolve
+from tunix.config import Config, Model, UserError
+from tunix.layout import AXES, DATA_AXES, LETTERS, MESH_AXES, Equation, resolve, whole_letters
 
 BATCH = PartitionSpec(None, DATA_AXES)  # [A, B, ...]: sequences are split over the data shards
 
@@ -44,7 +44,7 @@ class Layout:
     """
 
     strategy: Strategy
-    replicate_kv: bool
+    whole: frozenset[str]  # letters of dimensions that tp does not divide
     param: str
     compute: str
     reduce: str
@@ -103,12 +103,13 @@ class Layout:
         return jax.lax.dynamic_slice_in_dim(heads, mine, 1, axis=2)
 
     def use_dtype(self, equation: Equation) -> str:
-        """Vectors (norm scales) are used in float32, matrices in the compute dtype."""
+        """Vectors (norm scales, biases) are used in float32, matrices in the compute dtype."""
         return "float32" if equation.is_vector else self.compute
 
     def _weight_axes(self, equation: Equation) -> list:
-        """Vectors are whole on every device: too small to be worth a gather."""
-        return [None if equation.is_vector else self._axis(letter, 0) for letter in equation.w]
+        """Vectors are whole on the data axes: too small to be worth a gather."""
+        axes = [self._axis(letter, 0) for letter in equation.w]
+        return [None if equation.is_vector and axis in DATA_AXES else axis for axis in axes]
 
     def _gathered_axes(self, equation: Equation) -> list:
         return [None if axis == "fsdp" else axis for axis in self._weight_axes(equation)]
@@ -118,22 +119,27 @@ class Layout:
         axes: set[str] = set()
         for letter in equation.batch:
             axis = self._axis(letter, 1)
-            axes |= set(axis) if isinstance(axis, tuple) else {axis} - {None}
+            axes |= set(axis) if isinstance(axis, tuple) else {axis} if axis else set()
         return axes
 
     def _axis(self, letter: str, column: int) -> str | tuple[str, ...] | None:
-        return None if letter == "K" and self.replicate_kv else AXES[LETTERS[letter]][column]
+        return None if letter in self.whole else AXES[LETTERS[letter]][column]
 
 
 def build_layout(cfg: Config, mesh: Mesh) -> Layout:
     return Layout(
         STRATEGIES[cfg.training.sharding_strategy],
-        replicate_kv=kv_heads_replicated(cfg.model.dims, mesh.shape),
+        whole=whole_letters(cfg.model.dims, mesh.shape),
         **cfg.training.dtypes,
     )
 
 
 def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of a run; see `device_mesh`."""
+    return device_mesh(cfg.model, cfg.distributed.allow_idle_devices, devices)
+
+
+def device_mesh(cfg: Model, allow_idle: bool, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh of all axes of `MESH_AXES` in that order, unnamed ones of size 1; neighbours on tp are neighbours in a node.
 
     Raises:
@@ -141,7 +147,7 @@ def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
     """
     devices = list(devices or jax.devices())
     try:
-        sizes = resolve(cfg.model.mesh_shape, len(devices), cfg.model.dims, cfg.distributed.allow_idle_devices)
+        sizes = resolve(cfg.mesh_shape, len(devices), cfg.dims, allow_idle)
     except ValueError as error:
         raise UserError(str(error)) from None
     shape = [sizes[axis] for axis in MESH_AXES]
@@ -160,15 +166,17 @@ def data_shards(mesh: Mesh) -> int:
 def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
     """Rows of a batch of `num_rows` sequences that live on this process's devices, in order."""
     rows: set[int] = set()
-    for (part,) in NamedSharding(mesh, PartitionSpec(DATA_AXES)).addressable_devices_indices_map((num_rows,)).values():
-        rows.update(range(*part.indices(num_rows)))
+    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXES))
+    for index in sharding.addressable_devices_indices_map((num_rows,)).values():
+        assert index is not None
+        rows.update(range(*index[0].indices(num_rows)))
     return sorted(rows)
 
 
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Global arrays [A, B, T] of this process's rows [A, B_local, T]; returns before the copy is done."""
     sharding = NamedSharding(mesh, BATCH)
-    share = data_shards(mesh) // len({row for row in local_rows(mesh, data_shards(mesh))})
+    share = data_shards(mesh) // len(local_rows(mesh, data_shards(mesh)))
 
     def put(rows: np.ndarray) -> jax.Array:
         return jax.make_array_from_process_local_data(

@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,11 @@ class Metrics:
         if self.progress:
             self.progress.update(self.task, completed=step, total=last_step, description=line)
         if step % self.every_steps == 0 or step == last_step:
-            left = (last_step - step) * record["step_time_s"]
+            left = timedelta(seconds=round((last_step - step) * record["step_time_s"]))
             log.info(
-                "step %d/%d  %s  grad norm %s  lr %.2e  step %.3f s  %d:%02d left",
-                step, last_step, line, _shown(record["grad_norm"]), record["learning_rate"], record["step_time_s"], left // 60, left % 60,
-            )  # fmt: skip
+                f"step {step}/{last_step}  {line}  grad norm {_shown(record['grad_norm'])}  "
+                f"lr {record['learning_rate']:.2e}  step {record['step_time_s']:.3f} s  {left} left"
+            )
 
 
 class StepLog:
@@ -89,7 +90,7 @@ class StepLog:
 
     def __init__(self, metrics: Metrics, sizes: Sizes, last_step: int, peak_tflops: float | None):
         self.metrics, self.sizes, self.last_step, self.peak_tflops = metrics, sizes, last_step, peak_tflops
-        self.pending: tuple[int, int, dict[str, jax.Array], float] | None = None
+        self.pending: tuple[int, int, dict[str, jax.Array], float, dict[str, int]] | None = None
         self.last: dict[str, Any] = {}
         self.clock = time.perf_counter()
 
@@ -97,11 +98,21 @@ class StepLog:
         """Count the next step's time from now: something else has run since the last one."""
         self.clock = time.perf_counter()
 
-    def started(self, step: int, tokens: int, scalars: dict[str, jax.Array], data_wait_s: float) -> None:
-        """`step` has been given to the devices, which brings the run to `tokens`; write the step before."""
+    def started(
+        self,
+        step: int,
+        tokens: int,
+        scalars: dict[str, jax.Array],
+        data_wait_s: float,
+        source_tokens: dict[str, int],
+    ) -> None:
+        """`step` has been given to the devices, which brings the run to `tokens`; write the step before.
+
+        `source_tokens` are the parts of them that each source of a mixture gave.
+        """
         for value in scalars.values():
             value.copy_to_host_async()
-        before, self.pending = self.pending, (step, tokens, scalars, data_wait_s)
+        before, self.pending = self.pending, (step, tokens, scalars, data_wait_s, source_tokens)
         self._write(before)
 
     def finish(self) -> None:
@@ -109,10 +120,10 @@ class StepLog:
         before, self.pending = self.pending, None
         self._write(before)
 
-    def _write(self, pending: tuple[int, int, dict[str, jax.Array], float] | None) -> None:
+    def _write(self, pending: tuple[int, int, dict[str, jax.Array], float, dict[str, int]] | None) -> None:
         if pending is None:
             return
-        step, tokens, scalars, data_wait_s = pending
+        step, tokens, scalars, data_wait_s, source_tokens = pending
         values = {name: float(value) for name, value in scalars.items()}  # waits for the step
         now = time.perf_counter()
         step_time_s, self.clock = now - self.clock, now
@@ -123,6 +134,7 @@ class StepLog:
             **{name: value if math.isfinite(value) else None for name, value in values.items()},
             "skipped": int(values["skipped"]),
             "tokens": tokens,
+            **{f"tokens_{name}": count for name, count in source_tokens.items()},
             "tokens_per_s": speed,
             "tokens_per_s_per_device": speed / self.sizes.num_devices,
             "step_time_s": step_time_s,

@@ -88,8 +88,8 @@ def _muon(cfg, weights):
 
     def dimensions(weight):
         equation = weight.equation
-        if equation.is_vector or "V" in equation.w:
-            return None  # vectors and embeddings: AdamW
+        if equation.is_vector or {"V", "P"} & set(equation.w):
+            return None  # vectors and tables: AdamW
         kept = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + "L"]
         return MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], kept)
 

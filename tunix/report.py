@@ -2,6 +2,7 @@
 
 import io
 import math
+import socket
 from dataclasses import dataclass
 
 import jax
@@ -9,14 +10,14 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from tunix import distributed
 from tunix.config import Config
-from tunix.data.batches import Packed
 from tunix.data.corpus import Corpus
 from tunix.flops import flops_per_token
-from tunix.layout import MESH_AXES, kv_heads_replicated, shown
+from tunix.layout import MESH_AXES, shown, whole_letters
 from tunix.mesh import bytes_per_device, data_shards, device_table
 from tunix.optim import phase_steps
-from tunix.state import Architecture, State
+from tunix.state import Architecture, State, count
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Sizes:
     def batch_size(self) -> int:
         return self.num_microbatches * self.micro_batch
 
+    @property
+    def tflop_per_step(self) -> float:
+        return self.flops_per_token * self.tokens_per_step / 1e12
+
 
 def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | None) -> Sizes:
     """`corpus` is None in a dry run."""
@@ -45,8 +50,7 @@ def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | 
     if training.max_tokens is not None:
         limits.append(max(1, training.max_tokens // (batch * training.seq_len)))
     if training.num_epochs is not None and corpus is not None:
-        epoch = len(Packed(corpus.train, training.seq_len))
-        limits.append(max(1, math.floor(training.num_epochs * epoch / batch)))
+        limits.append(max(1, math.floor(training.num_epochs * corpus.num_sequences / batch)))
     known = [limit for limit in limits if limit is not None]
     return Sizes(
         microbatches,
@@ -60,47 +64,65 @@ def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | 
 
 def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
     """Every derived number as text; `state` may be shapes, `corpus` is None in a dry run."""
-    training, strategy = cfg.training, cfg.training.sharding_strategy
+    training = cfg.training
     params, optimizer = bytes_per_device(state["params"]), bytes_per_device(state["opt_state"])
     shards = data_shards(mesh)
     kinds = {device.device_kind for device in mesh.devices.flat}
-    rows = [
-        ("model", f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, {cfg.model.attention} attention"),
-        ("data", corpus.summary if corpus else "not read in a dry run"),
-        ("mesh", f"{shown(mesh.shape, MESH_AXES)} over {mesh.size} x {', '.join(sorted(kinds))} in {jax.process_count()} processes"),
-        ("sharding", f"{strategy}; weights {training.dtypes['param']}, products {training.dtypes['compute']}, gradient sums {training.dtypes['reduce']}; remat {training.remat}"),
-        (
-            "global batch",
-            f"{sizes.batch_size:,} sequences = {sizes.num_microbatches} microbatches x {shards} data shards x {training.micro_batch_size}; "
-            f"gradients reduced every {training.sync_gradients_every}",
-        ),
-        ("tokens per step", f"{sizes.tokens_per_step:,} = {sizes.batch_size:,} x {training.seq_len}"),
-        ("length", _length(cfg, sizes)),
-        ("bytes per device", f"{(params + optimizer) / 2**30:.3f} GiB = weights {params / 2**30:.3f} + {cfg.optimizer.name} {optimizer / 2**30:.3f}; gradients and activations come on top"),
-        ("FLOPs per token", f"{sizes.flops_per_token / 1e9:.4f} GFLOP (forward and backward, causal attention); {sizes.flops_per_token * sizes.tokens_per_step / 1e12:.3f} TFLOP per step"),
-    ]  # fmt: skip
-    if kv_heads_replicated(cfg.model.dims, mesh.shape):
-        rows.append(
-            (
-                "key/value heads",
-                f"{cfg.model.num_kv_heads} heads on tp={mesh.shape['tp']}: every device keeps all of them",
-            )
-        )
-    table = Table(
-        show_header=False,
-        box=None,
-        title=f"{cfg.project_name}{f' / {cfg.run_name}' if cfg.run_name else ''}",
-        title_justify="left",
-    )
-    for row in rows:
-        table.add_row(*row)
-    devices = Table(title="device ids by place on the mesh", title_justify="left", box=None)
+    dtypes, gib = training.dtypes, 2**30
+    rows = {
+        "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
+        f"{cfg.model.attention} attention",
+        **_what_is_trained(cfg, arch),
+        "data": corpus.summary if corpus else "not read in a dry run",
+        "mesh": f"{shown(mesh.shape, MESH_AXES)} over {mesh.size} x {', '.join(sorted(kinds))}, "
+        f"{jax.process_count()} process(es)",
+        "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
+        f"gradient sums {dtypes['reduce']}; remat {training.remat}",
+        "global batch": f"{sizes.batch_size:,} sequences = {sizes.num_microbatches} microbatch(es) x "
+        f"{shards} data shard(s) x {training.micro_batch_size}; reduced every {training.sync_gradients_every}",
+        "tokens per step": f"{sizes.tokens_per_step:,} = {sizes.batch_size:,} x {training.seq_len}",
+        "length": _length(cfg, sizes),
+        "bytes per device": f"{(params + optimizer) / gib:.3f} GiB = weights {params / gib:.3f} + "
+        f"{cfg.optimizer.name} {optimizer / gib:.3f}; gradients and activations come on top",
+        "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
+        f"{sizes.flops_per_token * sizes.tokens_per_step / 1e12:.3f} TFLOP per step",
+    }
+    if jax.process_count() > 1:
+        rows["processes"] = _processes()
+    for letter in sorted(whole_letters(cfg.model.dims, mesh.shape)):
+        what = {"K": "key/value heads", "V": "vocabulary"}[letter]
+        rows[what] = f"{cfg.model.dims[letter]:,} on tp={mesh.shape['tp']}: every device keeps all"
+    name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
+    table = Table(show_header=False, box=None, title=name, title_justify="left")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    devices = Table(box=None)
     head, *body = device_table(mesh)
     for column in head:
         devices.add_column(column)
     for row in body:
         devices.add_row(*row)
-    return _text(table) + "\n" + _text(devices)
+    return f"{_text(table)}\ndevice ids by place on the mesh\n{_text(devices)}"
+
+
+def _processes(most: int = 16) -> str:
+    """Which process runs where, and with how many devices."""
+    hosts = distributed.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)")
+    told = [f"{rank} on {host}" for rank, host in enumerate(hosts[:most])]
+    return "; ".join(told + [f"... {len(hosts) - most} more"] * (len(hosts) > most))
+
+
+def _what_is_trained(cfg: Config, arch: Architecture) -> dict[str, str]:
+    rows, lora = {}, cfg.model.lora
+    if cfg.model.init_from:
+        rows["weights from"] = cfg.model.init_from
+    if lora.rank:
+        trained = count(arch.trained_weights)
+        rows["trained"] = (
+            f"{trained:,} parameters ({trained / arch.num_parameters:.2%}): rank {lora.rank} updates of {lora.targets}"
+            + (f", and {lora.train_also} fully" if lora.train_also else "")
+        )
+    return rows
 
 
 def _length(cfg: Config, sizes: Sizes) -> str:
@@ -110,8 +132,8 @@ def _length(cfg: Config, sizes: Sizes) -> str:
     warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.tokens_per_step) for phase in ("warmup", "decay"))
     tail = f", decay over the last {decay}" if cfg.scheduler.name in ("wsd", "sqrt_decay") else ""
     return (
-        f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; {cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, "
-        f"{cfg.scheduler.name} with {warmup} warmup steps{tail}"
+        f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; "
+        f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
     )
 
 

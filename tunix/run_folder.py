@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -34,21 +35,22 @@ PACKAGES = (
 
 
 def start_logging() -> MemoryHandler:
-    """Log to the terminal at once; what is logged before the run has a folder waits in the handler returned."""
-    root = logging.getLogger("tunix")
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
+    """Log to the terminal at once; what is logged before the run has a folder waits in the handler returned.
+
+    Warnings of other libraries go to the log file alone.
+    """
     waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
-    root.addHandler(waiting)
+    logging.basicConfig(handlers=[waiting], level=logging.WARNING, force=True)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    sys.unraisablehook = lambda ignored: logging.getLogger("python").warning(  # tensorstore, after a failed save
+        "ignored in %r", ignored.object, exc_info=ignored.exc_value
+    )
+    ours = logging.getLogger("tunix")
+    ours.setLevel(logging.INFO)
+    ours.handlers.clear()
     if distributed.is_main():
-        terminal = (
-            RichHandler(show_path=False, show_level=False, log_time_format="%X")
-            if sys.stdout.isatty()
-            else logging.StreamHandler(sys.stdout)
-        )
-        root.addHandler(terminal)
+        on_terminal = RichHandler(show_path=False, show_level=False, log_time_format="%X")
+        ours.addHandler(on_terminal if sys.stdout.isatty() else logging.StreamHandler(sys.stdout))
     return waiting
 
 
@@ -61,7 +63,7 @@ def open_folder(job: compose.Job) -> Path:
     answer = ""
     if distributed.is_main():
         try:
-            answer = str((job.run_dir if job.config.resume else _claim(job)).absolute())
+            answer = str((job.run_dir if job.config.resume else claim(job)).absolute())
         except OSError as error:
             reason = error.strerror or str(error)
             answer = f"error: the run's folder {job.run_dir} cannot be written ({reason}); choose hydra.run.dir=DIR"
@@ -70,13 +72,29 @@ def open_folder(job: compose.Job) -> Path:
     answer = distributed.agree(answer)
     if answer.startswith("error: "):
         raise UserError(answer.removeprefix("error: "))
+    _check_shared(Path(answer))
     return Path(answer)
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise UserError if a process does not see the folder that process 0 has made."""
+    for _ in range(20):  # a network file system may take its time
+        if (folder / "config.yaml").exists():
+            break
+        time.sleep(0.5)
+    seen = distributed.gather("" if (folder / "config.yaml").exists() else socket.gethostname())
+    blind = sorted({host for host in seen if host})
+    if blind:
+        raise UserError(
+            f"the run's folder {folder} is not seen by {', '.join(blind)}; "
+            "choose one on a disk that all processes share: hydra.run.dir=DIR"
+        )
 
 
 def write_record(job: compose.Job, folder: Path, waiting: MemoryHandler) -> None:
     """The first files of the folder: config, environment, log, and the link to it."""
     if distributed.is_main():
-        _write_config(job, folder)
+        write_config(job, folder)
         _write_environment(folder)
         _link_latest(folder, compose.OUTPUTS / job.config.project_name / "latest")
     name = "train.log" if distributed.is_main() else f"train.{jax.process_index()}.log"
@@ -84,12 +102,12 @@ def write_record(job: compose.Job, folder: Path, waiting: MemoryHandler) -> None
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     waiting.setTarget(file)
     waiting.flush()
-    root = logging.getLogger("tunix")
+    root = logging.getLogger()
     root.removeHandler(waiting)
     root.addHandler(file)
 
 
-def _claim(job: compose.Job) -> Path:
+def claim(job: compose.Job) -> Path:
     """Create the folder; whoever creates config.yaml in it owns it. A taken name gets a number behind it."""
     for number in range(1000):
         folder = job.run_dir if number == 0 else job.run_dir.with_name(f"{job.run_dir.name}_{number}")
@@ -108,7 +126,8 @@ def _config_text(job: compose.Job) -> str:
     return compose.to_yaml(job.config.model_copy(update={"resume": None}))
 
 
-def _write_config(job: compose.Job, folder: Path) -> None:
+def write_config(job: compose.Job, folder: Path) -> None:
+    """The resolved config, and Hydra's record of how it was made."""
     text = _config_text(job)
     (folder / "config.yaml.new").write_text(text)
     os.replace(folder / "config.yaml.new", folder / "config.yaml")

@@ -1,6 +1,7 @@
 """From module to pytrees: the one place where the model is split into what it is and the arrays it holds."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +33,36 @@ class Architecture:
 
     graphdef: nnx.GraphDef
     weights: dict[str, Any]  # tree of Weight
+    is_trained: dict[str, Any]  # tree of bool: false where a parameter is frozen
 
     def module(self, params: dict[str, Any]) -> Transformer:
         return nnx.merge(self.graphdef, params)
 
+    def trained(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """A tree of parameters with None, which jax passes over, in the place of those that are frozen."""
+        return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, self.is_trained)
+
+    def whole(self, trained: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree with the trained parameters in it replaced."""
+        return jax.tree.map(lambda new, old: old if new is None else new, trained, tree, is_leaf=lambda x: x is None)
+
+    @property
+    def trained_weights(self) -> dict[str, Any]:
+        return self.trained(self.weights)
+
+    @property
+    def base_weights(self) -> dict[str, Any]:
+        """Those of the model without its low-rank updates."""
+        return jax.tree.map_with_path(lambda path, w: None if ".lora." in _name(path) else w, self.weights)
+
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(weight.shape) for weight in jax.tree.leaves(self.weights))
+        return count(self.weights)
+
+
+def count(weights: dict[str, Any]) -> int:
+    """Numbers in a tree of Weight."""
+    return sum(math.prod(weight.shape) for weight in jax.tree.leaves(weights))
 
 
 def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
@@ -49,17 +73,30 @@ def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
         equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
         return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape)
 
-    weights = jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    return Architecture(graphdef, nnx.to_pure_dict(weights))
+    def is_trained(path, _) -> bool:
+        name = _name(path)
+        also = cfg.lora.train_also is not None and re.search(cfg.lora.train_also, name) is not None
+        return not cfg.lora.rank or ".lora." in name or also
+
+    weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights))
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def make_init(arch: Architecture, cfg: Model, layout: Layout, tx: optax.GradientTransformation):
-    """A function seed -> State, to be compiled: every array is born on its own shards, the same on every mesh."""
+    """A function seed -> State, to be compiled: every array is born on its own shards, the same on every mesh.
 
-    def init(seed) -> State:
+    It takes a tree of parameters that exist already, with None for those to be made.
+    """
+
+    def init(seed, given=None) -> State:
         params = nnx.to_pure_dict(nnx.state(Transformer(cfg, layout, nnx.Rngs(jax.random.key(seed)))))
+        params = params if given is None else arch.whole(given, params)
         params = jax.tree.map(lambda p, weight: reshard(p, layout.rest(weight.equation)), params, arch.weights)
-        moments_like = optimizer_view(params, arch, layout)
+        moments_like = optimizer_view(arch.trained(params), arch, layout)
         zero = jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": tx.init(moments_like), "step": zero, "skipped": zero}
 
@@ -67,9 +104,9 @@ def make_init(arch: Architecture, cfg: Model, layout: Layout, tx: optax.Gradient
 
 
 def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> dict[str, Any]:
-    """Parameters or gradients laid out as the optimizer works on them."""
+    """Trained parameters or gradients laid out as the optimizer works on them."""
     sharded = layout.strategy.optimizer
-    return jax.tree.map(lambda x, weight: reshard(x, layout.rest(weight.equation, sharded)), tree, arch.weights)
+    return jax.tree.map(lambda x, weight: reshard(x, layout.rest(weight.equation, sharded)), tree, arch.trained_weights)
 
 
 def abstract_state(init, mesh: Mesh) -> State:
@@ -82,6 +119,16 @@ def abstract_state(init, mesh: Mesh) -> State:
     return jax.tree.map(concrete, jax.eval_shape(init, 0))
 
 
-def init_state(init, mesh: Mesh, seed: int) -> State:
+def init_state(init, mesh: Mesh, seed: int, given: dict[str, Any] | None = None) -> State:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(init, mesh))
-    return jax.jit(init, out_shardings=shardings)(seed)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=1)(seed, given)
+
+
+def abstract_params(arch: Architecture, mesh: Mesh, layout: Layout) -> dict[str, Any]:
+    """Shapes, dtypes and shardings of the parameters at rest."""
+
+    def abstract(weight: Weight) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, layout.rest(weight.equation))
+        return jax.ShapeDtypeStruct(weight.shape, layout.param, sharding=sharding)
+
+    return jax.tree.map(abstract, arch.weights)

@@ -37,23 +37,27 @@ def make_train_step(
         return auto_axes(tx.update, out_sharding=specs)(grads, opt_state, params)
 
     def train_step(state, batch):
+        num_microbatches = len(batch["tokens"])
+        batch = batch | {"noise": state["step"] * num_microbatches + jnp.arange(num_microbatches)}
         grads, sums = gradients(state["params"], batch)
         with jax.named_scope("optimizer"):
             grads = optimizer_view(jax.tree.map(lambda g: g / sums["tokens"], grads), arch, layout)
             grad_norm = optax.tree.norm(grads)
-            params = optimizer_view(state["params"], arch, layout)
+            trained = arch.trained(state["params"])
+            params = optimizer_view(trained, arch, layout)
             direction, opt_state = update(grads, state["opt_state"], params)
             rate = schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["nll"])
             new = {"params": params, "opt_state": opt_state}
-            old = {name: state[name] for name in new}
+            old = {"params": trained, "opt_state": state["opt_state"]}
             kept = jax.tree.map(lambda n, o: jnp.where(finite, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         metrics = {
             "loss": sums["nll"] / sums["tokens"], "grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped,
             **{name: value / sums["tokens"] for name, value in sums.items() if name not in ("nll", "tokens")},
         }  # fmt: skip
+        kept["params"] = arch.whole(kept["params"], state["params"])
         return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
 
     return train_step
@@ -70,7 +74,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
 
     def zeros(*, own_part: bool):
         return jax.tree.map(
-            lambda weight: reshard(jnp.zeros(weight.shape), spec(weight, own_part=own_part)), arch.weights
+            lambda weight: reshard(jnp.zeros(weight.shape), spec(weight, own_part=own_part)), arch.trained_weights
         )
 
     def gathered(params):
@@ -79,7 +83,9 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
 
     def summed(grads):
         with jax.named_scope("reduce"):
-            return jax.tree.map(lambda g, weight: layout.summed(g, spec(weight, own_part=False)), grads, arch.weights)
+            return jax.tree.map(
+                lambda g, weight: layout.summed(g, spec(weight, own_part=False)), grads, arch.trained_weights
+            )
 
     def add(total, more):
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
@@ -88,11 +94,11 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
         weights = params if in_blocks else gathered(params)
         groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), batch)
 
-        def loss(weights, batch):
-            return loss_fn(arch.module(weights), batch)
+        def loss(trained, batch):
+            return loss_fn(arch.module(arch.whole(trained, weights)), batch)
 
         def microbatch(carry, batch):
-            (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(weights, batch)
+            (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(arch.trained(weights), batch)
             return add(carry, (grads, sums)), None
 
         def group(carry, batch):
@@ -100,7 +106,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
             (part, sums), _ = jax.lax.scan(microbatch, (zeros(own_part=not in_blocks), sums), batch)
             return (add(total, part if in_blocks else summed(part)), sums), None
 
-        shapes = jax.eval_shape(lambda: loss(weights, jax.tree.map(lambda x: x[0], batch)))[1]
+        shapes = jax.eval_shape(lambda: loss(arch.trained(weights), jax.tree.map(lambda x: x[0], batch)))[1]
         no_sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         return jax.lax.scan(group, (zeros(own_part=False), no_sums), groups)[0]
 

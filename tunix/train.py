@@ -1,6 +1,7 @@
 """The program: from a checked config to a trained model. Read `run` from top to bottom."""
 
 import logging
+import math
 import sys
 import time
 import types
@@ -19,15 +20,15 @@ from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.tokenizer import tokenizer_digest
 from tunix.evaluation import HeldOut
 from tunix.flops import peak_tflops
-from tunix.losses import LOSSES
-from tunix.mesh import build_layout, build_mesh
+from tunix.mesh import build_mesh
 from tunix.metrics import Metrics, StepLog
-from tunix.optim import make_optimizer, make_schedule
+from tunix.pretrained import check_start, keep_files, start_state
 from tunix.profiling.collectives import collectives, summary
+from tunix.program import assemble
 from tunix.report import derive_sizes, start_report
-from tunix.sampling import sample
-from tunix.state import Architecture, State, abstract_state, describe, init_state, make_init
-from tunix.step import make_train_step
+from tunix.sampling import continue_text
+from tunix.state import Architecture, State
+from tunix.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -47,39 +48,44 @@ class Result:
 
 def run(job: compose.Job) -> Result:
     """Train as the config says; raises `UserError` before anything is written if that cannot be done."""
-    cfg, training = job.config, job.config.training
+    cfg, training, begun = job.config, job.config.training, time.monotonic()
     distributed.start(cfg.distributed)
     waiting_log = run_folder.start_logging()
+    distributed.check_same(compose.facts(cfg), "the configs of the processes")
     mesh = build_mesh(cfg)
 
-    with jax.set_mesh(mesh):
+    with distributed.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh):
         # What is trained, and on what.
-        layout = build_layout(cfg, mesh)
-        arch = describe(cfg.model, layout, training.remat)
-        optimizer = make_optimizer(cfg.optimizer, arch.weights, training.max_grad_norm)
-        init = make_init(arch, cfg.model, layout, optimizer)
-        abstract = abstract_state(init, mesh)
-        corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg))
+        program = assemble(cfg, mesh)
+        arch = program.arch
+        with watchdog.phase("preparing the data", math.inf):
+            corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg))
         sizes = derive_sizes(cfg, mesh, arch.num_parameters, corpus)
-        report = start_report(cfg, arch, abstract, mesh, sizes, corpus)
+        report = start_report(cfg, arch, program.abstract, mesh, sizes, corpus)
         log.info("%s", report)
         if corpus is None or sizes.total_steps is None:
             return Result(None, {}, {})
         data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
-        loss_fn = partial(LOSSES[cfg.task.name], chunk_size=training.loss_chunk_size, z_loss=training.z_loss)
-        held_out = HeldOut(cfg, corpus, arch, loss_fn, mesh) if len(corpus.held_out.tokens) else None
+        held_out = HeldOut(cfg, corpus, arch, program.loss_fn, mesh) if corpus.num_held_out else None
+        if table := data.stages(sizes.total_steps):
+            log.info("stages of the mixture\n%s", table)
 
         check_compiler_options(training.compiler_options)
+        distributed.main_first(lambda: check_start(cfg, arch))
 
         # Where it is written, and from where it goes on.
         folder = run_folder.open_folder(job)
-        with Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints, Metrics(folder, cfg.logging) as metrics:
-            state, start = restore_or_init(job, checkpoints, abstract, partial(init_state, init, mesh, cfg.seed), corpus)
+        with (
+            Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints,
+            Metrics(folder, cfg.logging) as metrics,
+        ):
+            make_state = partial(start_state, cfg, arch, program.layout, program.init, mesh)
+            state, start = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
             last = max(start.step, sizes.total_steps)
             run_folder.write_record(job, folder, waiting_log)
+            keep_files(cfg, folder)
             log.info("writing to %s", folder)
-            schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, last, sizes.tokens_per_step)
-            step_fn = make_train_step(arch, loss_fn, optimizer, schedule, layout, training.sync_gradients_every)
+            step_fn = program.step(last, sizes.tokens_per_step)
             train_step = compile_step(step_fn, state, data.read_global(start.next_sample), training.compiler_options)
             metrics.text("config", compose.to_yaml(cfg), start.step)
             metrics.text("report", report, start.step)
@@ -92,41 +98,43 @@ def run(job: compose.Job) -> Result:
             batches = data.iterate(start.next_sample, last - start.step)
             batch, wait_s = next_batch(batches)
             for step in range(start.step + 1, last + 1):
-                position = start.after(step, data.batch_size)
+                position = start.after(step, data)
+                watchdog.step(step)
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     state, scalars = train_step(state, batch)
-                steps.started(step, position.next_sample * training.seq_len, scalars, wait_s)
-                batch, wait_s = next_batch(batches)
-                save_now, evaluate_now = checkpoints.due(step, last), evaluation_due(cfg, step, last)
+                steps.started(step, position.next_sample * training.seq_len, scalars, wait_s, position.source_tokens)
+                with watchdog.phase("reading a batch"):
+                    batch, wait_s = next_batch(batches)
+                stop = stop_reason(cfg, step, begun)
+                save_now, evaluate_now = stop or checkpoints.due(step, last), evaluation_due(cfg, step, last)
                 if save_now or evaluate_now:
                     steps.finish()
                 stop_if_not_finite(steps.last, cfg, start, data)
-                if evaluate_now and held_out:
-                    evaluation = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
-                    metrics.write(evaluation, "held_out")
-                    log.info(
-                        "step %d  held out: loss %.4f, %.4f bits per byte",
-                        step,
-                        evaluation["loss"],
-                        evaluation["bits_per_byte"],
-                    )
+                if evaluate_now and held_out and not stop:
+                    with watchdog.phase("evaluation"):
+                        evaluation = evaluate(held_out, state, step, metrics)
                 if save_now:
-                    checkpoints.save(
-                        state, position, cfg, corpus.tokenizer, evaluation.get("loss") if evaluate_now else None
-                    )
+                    held_out_loss = evaluation.get("loss") if evaluation.get("step") == step else None
+                    with watchdog.phase("saving"):
+                        checkpoints.save(state, position, cfg, corpus.tokenizer, held_out_loss)
+                        if stop:
+                            checkpoints.finish()
+                            raise distributed.Stopped(f"{stop}: saved after step {step}; go on with resume={folder}")
                 if save_now or evaluate_now:
                     steps.restart_clock()
 
-            close_report(cfg, corpus, arch, state, mesh, metrics, evaluation, last)
+            with watchdog.phase("closing"):
+                checkpoints.finish()
+                close_report(cfg, corpus, arch, state, mesh, metrics, evaluation, last)
         log.info("done: %s", folder)
         return Result(folder, steps.last, evaluation)
 
 
 def restore_or_init(
-    job: compose.Job, checkpoints: Checkpoints, abstract: State, init, corpus: Corpus
+    job: compose.Job, checkpoints: Checkpoints, abstract: State, init, corpus: Corpus, data: TrainBatches
 ) -> tuple[State, Position]:
     """The state to start from: a checkpoint's if the run is resumed and has one, else a new one at step 0."""
-    fresh = Position(0, 0, corpus.fingerprint, tokenizer_digest(corpus.tokenizer))
+    fresh = Position(0, 0, data.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
     if job.config.resume:
         restored = checkpoints.restore(job.resume_step, abstract, job.config, fresh)
         if restored:
@@ -148,10 +156,14 @@ def compile_step(step_fn, state: State, batch: dict[str, jax.Array], options: di
     """The step as a program for these devices; its state is donated. Logs what it holds and what it moves."""
     begun = time.perf_counter()
     compiled = jax.jit(step_fn, donate_argnums=0).lower(state, batch).compile(compiler_options=options)
-    memory = compiled.memory_analysis()
-    held = f"{memory.argument_size_in_bytes / 2**30:.3f} GiB state and batch + {memory.temp_size_in_bytes / 2**30:.3f} GiB temporary"
-    log.info("step compiled in %.1f s: %s per device", time.perf_counter() - begun, held)
-    log.info("collectives of a step: %s", summary(collectives(compiled.as_text())))
+    memory: Any = compiled.memory_analysis()
+    log.info(
+        "step compiled in %.1f s: %.3f GiB state and batch + %.3f GiB temporary per device",
+        time.perf_counter() - begun,
+        memory.argument_size_in_bytes / 2**30,
+        memory.temp_size_in_bytes / 2**30,
+    )
+    log.info("collectives of a step: %s", summary(collectives(compiled.as_text() or "")))
     return compiled
 
 
@@ -161,19 +173,35 @@ def next_batch(batches) -> tuple[dict[str, jax.Array] | None, float]:
     return next(batches, None), time.perf_counter() - asked
 
 
+def stop_reason(cfg: Config, step: int, begun: float) -> str | None:
+    """Why to save and stop after this step, the same on every process; None to go on."""
+    limit = cfg.training.time_limit_s
+    if limit is not None and time.monotonic() - begun > limit:
+        distributed.request_stop(f"training.time_limit_s={limit:g}")
+    return distributed.stop_requested(step)
+
+
 def evaluation_due(cfg: Config, step: int, last: int) -> bool:
     every = cfg.evaluation.every_steps
     return step == last or (every is not None and step % every == 0)
+
+
+def evaluate(held_out: HeldOut, state: State, step: int, metrics: Metrics) -> dict[str, Any]:
+    record = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
+    metrics.write(record, "held_out")
+    log.info("step %d  held out: loss %.4f, %.4f bits per byte", step, record["loss"], record["bits_per_byte"])
+    return record
 
 
 def stop_if_not_finite(record: dict[str, Any], cfg: Config, start: Position, data: TrainBatches) -> None:
     """Raise `NotFinite` after too many skipped steps in a row, naming the samples of the last."""
     skipped = record.get("skipped", 0)
     if skipped > cfg.training.max_skipped_steps:
-        ids = data.sample_ids(start.after(record["step"] - 1, data.batch_size).next_sample)
+        ids = data.sample_ids(start.after(record["step"] - 1, data).next_sample)
         raise NotFinite(
-            f"loss or gradients were not finite in {skipped} steps in a row (training.max_skipped_steps={cfg.training.max_skipped_steps}); "
-            f"step {record['step']} had samples {ids.start} to {ids.stop - 1}. The parameters are those of step {record['step'] - skipped}"
+            f"loss or gradients were not finite in {skipped} steps in a row "
+            f"(training.max_skipped_steps={cfg.training.max_skipped_steps}); step {record['step']} had samples "
+            f"{ids.start} to {ids.stop - 1}. The parameters are those of step {record['step'] - skipped}"
         )
 
 
@@ -192,10 +220,8 @@ def close_report(
     )
     if cfg.evaluation.sample_tokens == 0:
         return
-    prompt = [corpus.bos, *corpus.tokenizer.encode(corpus.example, add_special_tokens=False).ids][
-        : min(128, cfg.training.seq_len)
-    ]
-    words = sample(
+    prompt = corpus.example[:-1][: min(128, cfg.training.seq_len)]
+    words = continue_text(
         arch, state["params"], mesh, prompt, cfg.evaluation.sample_tokens, cfg.evaluation.sample_temperature, cfg.seed
     )
     text = f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(words)}"

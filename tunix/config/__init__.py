@@ -8,15 +8,18 @@ from pydantic import model_validator
 
 from tunix import layout
 from tunix.config.base import CountOrZero, Flag, Section, UserError
-from tunix.config.data import AnyData, PythonStdlib, Task, TextFiles, Tokenizer
-from tunix.config.model import Model
+from tunix.config.commands import DeviceKind, Evaluate, Export, Generate, Plan
+from tunix.config.data import AnyData, Loading, Task, Tokenizer
+from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
+from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.optimizer import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging
 from tunix.config.training import Training
 
 __all__ = [
-    "Checkpoint", "Config", "Distributed", "Evaluation", "Logging", "Model", "Optimizer", "ParameterGroup", "PythonStdlib", "Scheduler",
-    "Section", "Task", "TextFiles", "Tokenizer", "Training", "UserError",
+    "PROJECTIONS", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export", "Generate",
+    "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Optimizer", "ParameterGroup", "Plan", "Scheduler",
+    "Section", "Slurm", "Task", "Tokenizer", "Training", "UserError",
 ]  # fmt: skip
 
 
@@ -37,6 +40,8 @@ class Config(Section):
     """Architecture, size and mesh."""
     data: AnyData
     """Documents."""
+    loading: Loading
+    """From documents to batches."""
     tokenizer: Tokenizer
     """Text to tokens."""
     task: Task
@@ -55,14 +60,30 @@ class Config(Section):
     """Console, files, TensorBoard."""
     distributed: Distributed
     """Processes."""
+    launcher: AnyLauncher
+    """What starts the processes."""
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
-                f"tokenizer.vocab_size={self.tokenizer.vocab_size} is more than model.vocab_size={self.model.vocab_size}"
+                f"tokenizer.vocab_size={self.tokenizer.vocab_size} is more than "
+                f"model.vocab_size={self.model.vocab_size}"
+            )
+        if self.training.seq_len > self.model.context_length:
+            raise ValueError(
+                f"training.seq_len={self.training.seq_len} is more than "
+                f"model.context_length={self.model.context_length}"
             )
         sizes = layout.explicit_sizes(self.model.mesh_shape)
+        if not isinstance(self.launcher, Local):
+            sizes = layout.resolve(
+                self.model.mesh_shape,
+                self.launcher.num_devices,
+                self.model.dims,
+                self.distributed.allow_idle_devices,
+                self.launcher.which_devices,
+            )
         if sizes:
             self.training.accumulation(sizes["dp"] * sizes["fsdp"])
         return self

@@ -1,26 +1,101 @@
 """The decoder's architecture, and the mesh."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tunix import layout
-from tunix.config.base import Count, Positive, Section
+from tunix.config.base import Count, CountOrZero, Flag, Positive, Regex, Section
 
 MeshShape = Annotated[Any, AfterValidator(layout.parse)]
+
+
+class RopeUnscaled(Section):
+    """Positions as they are."""
+
+    name: Literal["none"]
+    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+
+
+class RopeLinear(Section):
+    """Positions divided by a factor (Chen et al. 2023, arXiv:2306.15595)."""
+
+    name: Literal["linear"]
+    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+    factor: Positive
+    """Ratio of the longer context to the original one."""
+
+
+class RopeLlama3(RopeLinear):
+    """Slow rotations divided by a factor, fast ones left, those between mixed (Llama 3.1's model card)."""
+
+    name: Literal["llama3"]  # type: ignore[assignment]
+    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+    original_context: Count
+    """Tokens of the context before it was made longer."""
+    low_freq_factor: Positive
+    """Rotations with fewer turns than this in the original context are divided by the factor."""
+    high_freq_factor: Positive
+    """Rotations with more turns than this in the original context are left."""
+
+
+class RopeYarn(RopeLinear):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071)."""
+
+    name: Literal["yarn"]  # type: ignore[assignment]
+    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+    original_context: Count
+    """Tokens of the context before it was made longer."""
+    beta_fast: Positive
+    """Rotations with more turns than this in the original context are left."""
+    beta_slow: Positive
+    """Rotations with fewer turns than this in the original context are divided by the factor."""
+    attention_factor: Positive | None
+    """Queries and keys are multiplied by this; null is 0.1 * log(factor) + 1."""
+
+
+PROJECTIONS = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
+
+
+class Lora(Section):
+    """Low-rank updates of frozen matrices (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: CountOrZero
+    """Rank of the updates (r); 0 trains all weights, without them."""
+    alpha: Positive
+    """Updates are multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    """Share of an update's inputs that a training step leaves out."""
+    targets: Regex
+    """Regular expression of the projections that are updated: of attention.q, attention.k, attention.v, attention.o,
+    mlp.gate, mlp.up and mlp.down."""
+    train_also: Regex | None
+    """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
+    none."""
+
+    @field_validator("targets")
+    @classmethod
+    def _matches(cls, pattern: str) -> str:
+        if not any(re.search(pattern, name) for name in PROJECTIONS):
+            raise ValueError(f"matches none of {', '.join(PROJECTIONS)}")
+        return pattern
+
+
+RopeScaling = Annotated[RopeUnscaled | RopeLinear | RopeLlama3 | RopeYarn, Field(discriminator="name")]
 
 
 class Model(Section):
     """A decoder's architecture and size, and the mesh it is laid out on."""
 
-    family: Literal["gemma3"]
-    """Architecture: how the parts below are put together."""
+    family: Literal["gemma3", "gpt2", "llama", "olmo2", "qwen3"]
+    """Whose names and config.json the model has in Hugging Face's files."""
     vocab_size: Count
     """Rows of the embedding table; at least the tokenizer's words."""
     embed_dim: Count
     """Width of the residual stream (D)."""
     mlp_dim: Count
-    """Hidden width of the gated MLP (F)."""
+    """Hidden width of the MLP (F)."""
     num_layers: Count
     """Decoder blocks (L)."""
     num_heads: Count
@@ -28,21 +103,44 @@ class Model(Section):
     num_kv_heads: Count
     """Key/value heads (K); each serves num_heads / num_kv_heads query heads."""
     head_dim: Count
-    """Width of one head (H), even."""
-    sliding_window: Count
-    """Tokens that a local layer attends to, itself included."""
+    """Width of one head (H), even with RoPE."""
+    context_length: Count
+    """Longest sequence (P): what training.seq_len and a prompt with its answer may not exceed."""
+    sliding_window: Count | None
+    """Tokens that a local layer attends to, itself included; null where there are no local layers."""
     global_every: Count
     """Every n-th layer attends to all earlier tokens; the others are local."""
-    rope_theta: Positive
-    """RoPE base of global layers."""
-    local_rope_theta: Positive
-    """RoPE base of local layers."""
-    rope_scale: Positive
-    """Positions of global layers are divided by this (linear RoPE scaling)."""
+    positions: Literal["rope", "learned"]
+    """Where a token is: rotated queries and keys, or a learned vector added to its embedding."""
+    rope_theta: Positive | None
+    """RoPE base of global layers; null with learned positions."""
+    local_rope_theta: Positive | None
+    """RoPE base of local layers; null where there are none."""
+    rope_scaling: RopeScaling
+    """How RoPE is stretched over a longer context, in global layers."""
     query_scale: Positive
     """Queries are multiplied by query_scale ** -0.5."""
+    norm: Literal["rms", "rms_unit_offset", "layer"]
+    """RMSNorm, RMSNorm times 1 + scale, or LayerNorm with a bias."""
+    norm_placement: Literal["pre", "pre_and_post", "post"]
+    """Norms before attention and MLP, after them (on what is added to the residual stream), or both."""
     norm_eps: Positive
-    """Added to the mean square in RMSNorm."""
+    """Added to the mean square, or to the variance."""
+    qk_norm: Literal["none", "per_head", "all_heads"]
+    """Norm of queries and keys: none, of each head, of all heads together."""
+    mlp: Literal["gated_silu", "gated_gelu", "gelu"]
+    """A linear unit gated by SiLU or by GELU (tanh), or a plain GELU MLP."""
+    biases: Flag
+    """Biases in the projections of attention and MLP."""
+    tied_head: Flag
+    """Logits are taken with the embedding table; false gives them a table of their own."""
+    scaled_embedding: Flag
+    """Embeddings are multiplied by sqrt(embed_dim)."""
+    init_from: str | None
+    """Start from these weights: a folder with config.json and safetensors, or an ID of the Hugging Face hub. Sets the
+    keys above, and the tokenizer unless tokenizer.path is given."""
+    lora: Lora
+    """Low-rank updates in place of full training."""
     attention: Literal["xla", "cudnn"]
     """Attention kernel: plain XLA anywhere, cuDNN flash on GPUs."""
     mesh_shape: MeshShape
@@ -54,8 +152,17 @@ class Model(Section):
         """Size of each dimension of the weights by its letter (`layout.LETTERS`)."""
         return {
             "V": self.vocab_size, "D": self.embed_dim, "F": self.mlp_dim, "L": self.num_layers,
-            "N": self.num_heads, "K": self.num_kv_heads, "H": self.head_dim,
+            "N": self.num_heads, "K": self.num_kv_heads, "H": self.head_dim, "P": self.context_length,
+            "r": self.lora.rank,
         }  # fmt: skip
+
+    def windows(self, length: int) -> list[int]:
+        """Tokens that each layer attends to in a sequence of `length` tokens."""
+        local = length if self.sliding_window is None else min(length, self.sliding_window)
+        return [length if self.is_global(layer) else local for layer in range(self.num_layers)]
+
+    def is_global(self, layer: int) -> bool:
+        return (layer + 1) % self.global_every == 0
 
     @model_validator(mode="after")
     def _check(self) -> "Model":
@@ -63,8 +170,16 @@ class Model(Section):
             raise ValueError(
                 f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        local = self.global_every > 1
+        for key, needed, why in (
+            ("sliding_window", local, f"model.global_every={self.global_every}"),
+            ("rope_theta", self.positions == "rope", f"model.positions={self.positions}"),
+            ("local_rope_theta", local and self.positions == "rope", f"model.global_every={self.global_every}"),
+        ):
+            if needed and getattr(self, key) is None:
+                raise ValueError(f"model.{key} must be given with {why}")
         sizes = layout.explicit_sizes(self.mesh_shape)
         if sizes:
             layout.check_divides(self.dims, sizes)

@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, PositiveOrZero, Section
+from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
 
 
 class Checkpoint(Section):
@@ -55,16 +55,21 @@ class Distributed(Section):
     """Devices of this host that belong to this process."""
     init_timeout_s: Count
     """Seconds to wait for all processes at start."""
+    heartbeat_timeout_s: Count
+    """Seconds without a sign of life after which a process counts as dead and the run ends."""
+    shutdown_timeout_s: Count
+    """Seconds to wait for the other processes at the end."""
+    step_deadline_factor: Positive
+    """A step may take so many times the median step before the run counts as hung."""
+    step_deadline_s: Positive
+    """But never less than so many seconds."""
+    phase_deadline_s: Positive
+    """Seconds that compiling, saving, an evaluation or reading the data may take."""
     allow_idle_devices: Flag
     """Accept a mesh smaller than the machine."""
 
     @model_validator(mode="after")
     def _check(self) -> "Distributed":
-        needed = ("coordinator_address", "num_processes", "process_id")
-        given = [key for key in needed if getattr(self, key) is not None]
-        if given and len(given) < len(needed):
-            missing = " and ".join(f"distributed.{key}" for key in needed if key not in given)
-            raise ValueError(f"distributed.{given[0]} is set; {missing} must be set too")
         if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
             raise ValueError(
                 f"distributed.process_id={self.process_id} must be below distributed.num_processes={self.num_processes}"

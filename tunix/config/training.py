@@ -41,6 +41,8 @@ class Training(Section):
     """Tokens of the run."""
     num_epochs: Positive | None
     """Passes over the training data."""
+    time_limit_s: Positive | None
+    """Seconds after which the run saves, stops and exits with 75, to be resumed."""
     max_grad_norm: Positive | None
     """Gradients are scaled down to this global norm; null does not clip."""
     z_loss: PositiveOrZero
@@ -87,8 +89,8 @@ class Training(Section):
         if steps % self.sync_gradients_every:
             legal = [n for n in range(1, steps + 1) if steps % n == 0]
             raise UserError(
-                f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {steps} microbatches of a "
-                f"step; it may be {', '.join(map(str, legal))}"
+                f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {steps} microbatches "
+                f"of a step; it may be {', '.join(map(str, legal))}"
             )
         return steps
 

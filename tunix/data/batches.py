@@ -1,7 +1,7 @@
-"""Sequences packed from a stream, in an order that only the seed and the sample number decide."""
+"""Batches in an order that only the seed and the sample number decide."""
 
+import hashlib
 from collections.abc import Iterator
-from typing import Any
 
 import grain
 import jax
@@ -9,59 +9,61 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import Config, UserError
-from tunix.data.corpus import Stream
+from tunix.config.data import Mixture
+from tunix.data.mixture import SampleOrder, stage_table, stages
+from tunix.data.packing import Example, Sequences
 from tunix.mesh import data_shards, local_rows, to_global
-
-Example = dict[str, np.ndarray]  # tokens targets positions segment_ids: [T] int32; loss_mask: [T] float32
-
-
-class Packed(grain.sources.RandomAccessDataSource):
-    """Sequence i is tokens i*T to (i+1)*T of the stream; documents meet in it, but never see one another.
-
-    `segment_ids` tell a sequence's documents apart, `positions` restart with each. The target of a document's last
-    token would be the next document's first: it is masked.
-    """
-
-    def __init__(self, stream: Stream, seq_len: int):
-        self.stream, self.seq_len = stream, seq_len
-
-    def __len__(self) -> int:
-        return max(0, (len(self.stream.tokens) - 1) // self.seq_len)
-
-    def __getitem__(self, index: Any) -> Example:
-        first = int(index) * self.seq_len
-        tokens = self.stream.tokens[first : first + self.seq_len + 1].astype(np.int32)
-        where = np.arange(first, first + self.seq_len + 1)
-        document = np.searchsorted(self.stream.starts, where, side="right") - 1
-        begins = np.maximum(self.stream.starts[document], first)
-        return {
-            "tokens": tokens[:-1],
-            "targets": tokens[1:],
-            "positions": (where - begins)[:-1].astype(np.int32),
-            "segment_ids": (document - document[0] + 1)[:-1].astype(np.int32),
-            "loss_mask": (document[1:] == document[:-1]).astype(np.float32),
-        }
 
 
 class TrainBatches:
     """The training data of a run: each step takes the next A x B samples of one endless shuffled sequence."""
 
-    def __init__(self, stream: Stream, cfg: Config, mesh: Mesh, num_microbatches: int):
-        self.cfg, self.mesh, self.num_microbatches = cfg, mesh, num_microbatches
+    def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh, num_microbatches: int):
+        self.parts, self.cfg, self.mesh, self.num_microbatches = parts, cfg, mesh, num_microbatches
         self.micro_batch = cfg.training.micro_batch_size * data_shards(mesh)  # B
         self.rows = local_rows(mesh, self.micro_batch)  # of B, those of this process
-        sequences = Packed(stream, cfg.training.seq_len)
-        if len(sequences) < self.batch_size:
+        num_sequences = sum(map(len, parts.values()))
+        if num_sequences < self.batch_size:
             raise UserError(
-                f"the training data make {len(sequences)} sequences of training.seq_len={cfg.training.seq_len} tokens, "
+                f"the training data make {num_sequences} sequences of training.seq_len={cfg.training.seq_len} tokens, "
                 f"one step needs {self.batch_size}; add data or make the batch or seq_len smaller"
             )
-        self.samples = grain.MapDataset.source(sequences).seed(cfg.seed).shuffle().repeat()
+        self.mixture = cfg.data if isinstance(cfg.data, Mixture) else None
+        self.order = SampleOrder(stages(self.mixture, parts, self.batch_size, cfg.training.seq_len))
+        shuffled = [grain.MapDataset.source(part).seed(cfg.seed).shuffle().repeat() for part in parts.values()]
+        self.samples = grain.MapDataset.select_from_datasets(shuffled, self.order)
 
     @property
     def batch_size(self) -> int:
         """Sequences of one step."""
         return self.num_microbatches * self.micro_batch
+
+    def fingerprint(self, corpus: str) -> str:
+        """Of the order of the samples of `corpus`: its own, and where the stages of a mixture begin."""
+        if self.mixture is None:
+            return corpus
+        return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
+
+    def stages(self, num_steps: int) -> str:
+        """What a run of `num_steps` takes of each source, as a table; empty where there is one source.
+
+        Raises:
+            UserError: more of a source than data.max_epochs allows.
+        """
+        if self.mixture is None:
+            return ""
+        num_samples = num_steps * self.batch_size
+        return stage_table(
+            self.order, self.mixture, self.parts, num_samples, self.batch_size, self.cfg.training.seq_len
+        )
+
+    def source_tokens(self, next_sample: int) -> dict[str, int]:
+        """Tokens of each source of a mixture in the samples before `next_sample`, padding included; they add up to the
+        run's."""
+        if self.mixture is None:
+            return {}
+        counts = self.order.drawn(next_sample)
+        return {name: count * self.cfg.training.seq_len for name, count in zip(self.parts, counts, strict=True)}
 
     def sample_ids(self, first_sample: int) -> range:
         """Places in the shuffled sequence that the step starting at `first_sample` takes."""
@@ -82,21 +84,20 @@ class TrainBatches:
             return
         last = first_sample + num_steps * self.batch_size
         steps = grain.MapDataset.range(first_sample, last, self.batch_size).map(self.read)
-        options = grain.ReadOptions(self.cfg.data.read_threads, self.cfg.data.prefetch_batches)
+        options = grain.ReadOptions(self.cfg.loading.read_threads, self.cfg.loading.prefetch_batches)
         for batch in steps.to_iter_dataset(options):
             yield to_global(batch, self.mesh)
 
 
-def held_out_batches(stream: Stream, seq_len: int, num_sequences: int, batch_size: int, rows: list[int]) -> Example:
-    """Sequences spread evenly over the held-out stream as [batches, rows, T]; masked rows fill up the last batch.
+def held_out_batches(sequences: grain.MapDataset, num_sequences: int, batch_size: int, rows: list[int]) -> Example:
+    """Sequences spread evenly over the held-out ones as [batches, rows, T]; masked rows fill up the last batch.
 
     Which sequences they are does not depend on the mesh.
     """
-    sequences = Packed(stream, seq_len)
     count = min(num_sequences, len(sequences))
     if count == 0:
         raise UserError(
-            f"the held-out documents make no sequence of training.seq_len={seq_len} tokens ({len(stream.tokens)} tokens); "
+            "the held-out documents make no sequence of training.seq_len tokens; "
             "add data, raise data.held_out_fraction, or set it to 0 to hold out none"
         )
     filler = {name: np.zeros_like(value) for name, value in sequences[0].items()}

@@ -29,5 +29,5 @@ def stored(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
         return target
     except OSError as error:
         raise UserError(
-            f"data.cache_dir: cannot write {target}: {error.strerror}; set data.cache_dir to a folder that can be written"
+            f"loading.cache_dir: cannot write {target}: {error.strerror}; set loading.cache_dir to a writable folder"
         ) from None

@@ -1,114 +1,160 @@
-"""A corpus as the model sees it: documents tokenized once into two streams, kept on disk by content hash."""
+"""A corpus as the model sees it: sources tokenized once, packed into sequences, each split by document."""
 
 import hashlib
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import grain
 from tokenizers import Tokenizer as Backend
 
-from tunix.config import Config
-from tunix.data.cache import stored
-from tunix.data.documents import Document, read_documents
-from tunix.data.tokenizer import load_tokenizer, tokenizer_digest
+from tunix.config import Config, UserError
+from tunix.config.data import AnySource, Mixture, Tokens
+from tunix.data.files import Unit
+from tunix.data.packing import Sequences
+from tunix.data.prepare import find_units, find_vocabulary, prepare
+from tunix.data.stream import Prepared, open_prepared
+from tunix.data.tokenizer import Vocabulary, check_fits, read
 
 log = logging.getLogger(__name__)
-FORMAT = "1"  # of the files below; part of their hash
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Documents one after the other, each from its bos to its eos token."""
-
-    tokens: np.ndarray  # [N] uint16 or uint32
-    starts: np.ndarray  # [documents] int64: where each begins
 
 
 @dataclass(frozen=True)
 class Corpus:
-    train: Stream
-    held_out: Stream
-    tokenizer: Backend
-    bos: int
-    fingerprint: str  # of the training stream: documents, tokenizer, split
-    unigram_bits_per_byte: float  # entropy of the training stream's words, a model that knows only how frequent each is
+    train: dict[str, Sequences]  # by the name of the source
+    held_out: grain.MapDataset  # sequences of all sources
+    num_held_out: int  # documents
+    vocabulary: Vocabulary
+    fingerprint: str  # of what is trained on: documents, tokenizer, split, packing
+    unigram_bits_per_byte: float  # entropy of the training data's words, a model that knows only how frequent each is
     bytes_per_token: float
     summary: str
-    example: str  # a held-out document; empty if none is held out
+    example: list[int]  # tokens of a held-out document; none if nothing is held out
+
+    @property
+    def tokenizer(self) -> Backend:
+        return self.vocabulary.backend
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to train on."""
+        return sum(map(len, self.train.values()))
 
 
 def load_corpus(cfg: Config) -> Corpus:
-    """Read, split and tokenize the documents of `cfg.data`, or find that done."""
-    cache_dir = Path(cfg.data.cache_dir).expanduser()
-    documents = read_documents(cfg.data)
-    if documents.skipped:
-        log.warning(
-            "%d files are not UTF-8 and are left out: %s",
-            len(documents.skipped),
-            ", ".join(documents.skipped[:5]) + (", ..." if len(documents.skipped) > 5 else ""),
-        )
-    backend = load_tokenizer(cfg.tokenizer, documents.train, cfg.model.vocab_size, cache_dir)
-    bos, eos = (backend.token_to_id(token) for token in (cfg.tokenizer.bos_token, cfg.tokenizer.eos_token))
-    fingerprint = hashlib.sha256(
-        "\0".join([FORMAT, documents.digest, tokenizer_digest(backend), str(bos), str(eos)]).encode()
-    ).hexdigest()[:20]
+    """Read, split, tokenize and pack the documents of `cfg.data`, or find that done."""
+    prepared, vocabulary = prepare_corpus(cfg)
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
 
-    def tokenize(folder: Path) -> None:
-        log.info("tokenizing %d documents", len(documents.train) + len(documents.held_out))
-        folder.mkdir()
-        for name, part in (("train", documents.train), ("held_out", documents.held_out)):
-            stream = _tokenize(backend, part, bos, eos)
-            np.save(folder / f"{name}.tokens.npy", stream.tokens)
-            np.save(folder / f"{name}.starts.npy", stream.starts)
-        counts = np.bincount(np.load(folder / "train.tokens.npy"))
-        size = sum(len(document.text.encode()) for document in documents.train)
-        facts = {
-            "unigram_bits_per_byte": _entropy_bits(counts) * counts.sum() / size,
-            "bytes_per_token": size / counts.sum(),
+    def packed(split: str) -> dict[str, Sequences]:
+        return {
+            name: Sequences(each.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+            for name, each in prepared.items()
         }
-        (folder / "facts.json").write_text(json.dumps(facts))
 
-    folder = stored(cache_dir / "tokens", fingerprint, tokenize)
-    train, held_out = (
-        Stream(*(np.load(folder / f"{name}.{part}.npy", mmap_mode="r") for part in ("tokens", "starts")))
-        for name in ("train", "held_out")
-    )
-    facts = json.loads((folder / "facts.json").read_text())
-    summary = (
-        f"{cfg.data.source}: {len(documents.train):,} documents, {len(train.tokens):,} tokens to train on; "
-        f"{len(documents.held_out):,} documents, {len(held_out.tokens):,} tokens held out; "
-        f"{backend.get_vocab_size():,} words, {facts['bytes_per_token']:.2f} bytes per token; "
-        f"unigram entropy {facts['unigram_bits_per_byte']:.3f} bits per byte"
-    )
-    example = max((document.text for document in documents.held_out[:32]), key=len, default="")
+    train, held_out = packed("train"), packed("held_out")
+    for name, sequences in train.items():
+        if not 0 < len(sequences) < 2**32:
+            raise UserError(
+                f"data: {name} has {sequences.stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "
+                f"training.seq_len={cfg.training.seq_len}; 1 to 4,294,967,295 can be shuffled"
+            )
+    everything = [grain.MapDataset.source(each) for each in held_out.values()]
+    tokens, size = (sum(each.index[key] for each in prepared.values()) for key in ("tokens", "bytes"))
+    entropy = sum(each.index["unigram_bits_per_byte"] * each.index["bytes"] for each in prepared.values()) / size
     return Corpus(
         train,
-        held_out,
-        backend,
-        bos,
-        fingerprint,
-        facts["unigram_bits_per_byte"],
-        facts["bytes_per_token"],
-        summary,
-        example,
+        grain.MapDataset.concatenate(everything),
+        sum(each.stream.num_documents for each in held_out.values()),
+        vocabulary,
+        _fingerprint(cfg, prepared),
+        entropy,
+        size / tokens,
+        "\n".join(_summary(name, prepared[name], train[name], held_out[name], vocabulary) for name in prepared),
+        _example(held_out),
     )
 
 
-def _tokenize(backend: Backend, documents: list[Document], bos: int, eos: int) -> Stream:
-    dtype = np.uint16 if backend.get_vocab_size() <= 2**16 else np.uint32
-    encoded = backend.encode_batch_fast([document.text for document in documents], add_special_tokens=False)
-    lengths = np.array([len(encoding.ids) + 2 for encoding in encoded], np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if encoded else np.zeros(0, np.int64)
-    tokens = np.empty(lengths.sum(), dtype)
-    for start, length, encoding in zip(starts, lengths, encoded, strict=True):
-        tokens[start] = bos
-        tokens[start + 1 : start + length - 1] = encoding.ids
-        tokens[start + length - 1] = eos
-    return Stream(tokens, starts)
+def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
+    """The tokenized form of each source by its name, and the tokenizer they share."""
+    sources: dict[str, AnySource] = cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
+    ready = {name: folder for name, source in sources.items() if (folder := _prepared_folder(source))}
+    units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in ready}
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    tokenizer = cfg.tokenizer
+    if ready and tokenizer.path is None:
+        tokenizer = tokenizer.model_copy(update={"path": str(next(iter(ready.values())) / "tokenizer"), "train": False})
+    pairs: list[tuple[AnySource, list[Unit]]] = [(sources[name], found) for name, found in units.items()]
+    vocabulary = find_vocabulary(tokenizer, cfg.task, pairs, cache_dir)
+    check_fits(vocabulary, cfg.model.vocab_size)
+    prepared = {}
+    for name, source in sources.items():
+        if name in ready:
+            prepared[name] = _opened(ready[name], vocabulary, cfg)
+        else:
+            prepared[name] = prepare(source, units[name], cfg.task, vocabulary, cfg.loading)
+        _tell_left_out(name, prepared[name])
+    return prepared, vocabulary
 
 
-def _entropy_bits(counts: np.ndarray) -> float:
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log2(shares)).sum())
+def _prepared_folder(source: AnySource) -> Path | None:
+    if isinstance(source, Tokens) and len(source.paths) == 1:
+        folder = Path(source.paths[0]).expanduser()
+        return folder if (folder / "index.json").is_file() else None
+    return None
+
+
+def _opened(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
+    own = read(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
+    if own.backend.to_str() != vocabulary.backend.to_str():
+        raise UserError(
+            f"data.paths: {folder} was made with another tokenizer ({own.num_words} words) than tokenizer.path="
+            f"{cfg.tokenizer.path} ({vocabulary.num_words} words); leave tokenizer.path=null to take its own"
+        )
+    prepared = open_prepared(folder)
+    if prepared.index["answers"] != (cfg.task.name == "sft"):
+        raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
+    return prepared
+
+
+def _fingerprint(cfg: Config, prepared: dict[str, Prepared]) -> str:
+    mixing = ""
+    if isinstance(cfg.data, Mixture):
+        mixing = f"{cfg.data.source} {cfg.data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
+    parts = [part for name, each in prepared.items() for part in (name, each.fingerprint)] if mixing else [
+        each.fingerprint for each in prepared.values()
+    ]  # fmt: skip
+    return hashlib.sha256("\0".join([cfg.loading.packing, mixing, *parts]).encode()).hexdigest()[:20]
+
+
+def _tell_left_out(name: str, prepared: Prepared) -> None:
+    left_out = {reason: count for reason, count in prepared.index["left_out"].items() if count}
+    if left_out:
+        names = ", ".join(prepared.index["left_out_names"])
+        counted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
+        log.warning("%s: left out: %s%s", name, counted, f" ({names}, ...)" if names else "")
+
+
+def _summary(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocabulary: Vocabulary) -> str:
+    return (
+        f"{name}: {train.stream.num_documents:,} documents, {train.stream.num_tokens:,} tokens to train on; "
+        f"{held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
+        f"{vocabulary.num_words:,} words, {prepared.index['bytes_per_token']:.2f} bytes per token; unigram entropy "
+        f"{prepared.index['unigram_bits_per_byte']:.3f} bits per byte; {train.packing}: {len(train):,} sequences, "
+        f"{train.utilisation:.1%} of their tokens are no padding"
+    )
+
+
+def _example(held_out: dict[str, Sequences]) -> list[int]:
+    """The longest of the first held-out documents, up to a few thousand tokens."""
+    found: list[int] = []
+    for sequences in held_out.values():
+        for number, (_, documents) in enumerate(sequences.stream.sizes):
+            if documents:
+                shard = sequences.stream.shard(number)
+                ends = [*shard.starts[1:33].tolist(), len(shard.tokens)]
+                for start, end in zip(shard.starts[:32].tolist(), ends, strict=False):
+                    if end - start > len(found):
+                        found = shard.tokens[start : min(end, start + 4096)].tolist()
+                break
+    return found

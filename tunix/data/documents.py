@@ -1,120 +1,106 @@
-"""Where documents come from: each source reads files and gives (name, text) pairs in a fixed order."""
+"""What a source read, as documents of a task: a text, or the turns of a conversation."""
 
-import glob
-import hashlib
-import sysconfig
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any, NamedTuple
 
-from tunix.config import PythonStdlib, TextFiles, UserError
+from tunix.config import Task, UserError
+from tunix.config.data import AnySource, Columns, Rows
+from tunix.data.files import Unit
+from tunix.data.sources import SOURCES, Item
 
-
-@dataclass(frozen=True)
-class Document:
-    name: str  # path below the source's root, the same on every machine
-    text: str
+Message = dict[str, str]  # role, content
 
 
-@dataclass
-class Documents:
-    """What a source gave, and what it had to leave out."""
-
-    train: list[Document] = field(default_factory=list)
-    held_out: list[Document] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # not UTF-8
-    empty: int = 0
-
-    @property
-    def digest(self) -> str:
-        """Hash of every name and text and of the split."""
-        digest = hashlib.sha256()
-        for part in (self.train, self.held_out):
-            for document in part:
-                digest.update(f"{document.name}\0{len(document.text)}\0".encode())
-                digest.update(document.text.encode())
-            digest.update(b"\0\0")
-        return digest.hexdigest()
+class Document(NamedTuple):
+    name: str
+    content: str | list[Message]
 
 
-def read_documents(cfg: PythonStdlib | TextFiles) -> Documents:
-    """All documents of the source, split by a hash of their names into training and held-out ones.
+class LeftOut(NamedTuple):
+    """A place in a source that gives no document."""
+
+    name: str
+    reason: str  # empty, not UTF-8, bad row
+
+
+def read_documents(cfg: AnySource, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
+    """Documents of one unit in order, and what had to be left out.
 
     Raises:
-        UserError: no document, a file that cannot be read, or one that is not UTF-8 where that is refused.
+        UserError: a file that cannot be read, or a bad row where those are refused.
     """
-    documents = Documents()
-    found = []
-    for name, path in SOURCES[cfg.source](cfg):
-        text = _read(path, cfg.decode_errors)
-        if text is None:
-            documents.skipped.append(name)
-        elif not text:
-            documents.empty += 1
-        else:
-            found.append(Document(name, text))
-    if not found:
-        raise UserError(
-            f"data.source={cfg.source}: no document with text in it ({documents.empty} empty, {len(documents.skipped)} not UTF-8)"
-        )
-    found.sort(key=lambda document: _hash(document.name))  # names tell nothing of content: a fixed random order
-    num_held_out = round(cfg.held_out_fraction * len(found))
-    if cfg.held_out_fraction > 0:
-        num_held_out = min(max(1, num_held_out), len(found))
-    documents.held_out, documents.train = found[:num_held_out], found[num_held_out:]
-    if not documents.train:
-        raise UserError(
-            f"all {len(found)} documents are held out; add documents, or lower data.held_out_fraction={cfg.held_out_fraction} "
-            "(0 holds out none)"
-        )
-    return documents
-
-
-def _hash(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
-
-
-def _read(path: Path, decode_errors: str) -> str | None:
-    """Text of a file, or None where it is not UTF-8 and such files are skipped."""
-    try:
-        return path.read_bytes().decode(errors="replace" if decode_errors == "replace" else "strict")
-    except OSError as error:
-        raise UserError(f"data: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        if decode_errors == "error":
+    for item in SOURCES[cfg.source].read(cfg, unit):
+        if isinstance(cfg, Rows):
+            yield _of_row(cfg, task, item)
+        elif item.content is None:
+            yield LeftOut(item.name, item.problem)
+        elif task.name == "sft":
             raise UserError(
-                f"data: {path} is not UTF-8 (byte {error.start}); data.decode_errors=skip leaves such files out, replace reads them"
-            ) from None
-        return None
-
-
-def _python_stdlib(cfg: PythonStdlib) -> Iterator[tuple[str, Path]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not {"site-packages", "dist-packages"} & set(path.parts):
-            yield path.relative_to(root).as_posix(), path
-
-
-def _text(cfg: TextFiles) -> Iterator[tuple[str, Path]]:
-    seen = set()
-    for pattern in cfg.paths:
-        matches = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
-        if not matches:
-            raise UserError(f"data.paths: {pattern} does not exist")
-        for match in matches:
-            files = (
-                [match]
-                if match.is_file()
-                else sorted(p for p in match.rglob("*") if p.suffix in cfg.extensions and p.is_file())
+                f"task=sft needs conversations: rows of jsonl, csv, parquet or hf, not data.source={cfg.source}"
             )
-            for path in files:
-                if path.resolve() not in seen:
-                    seen.add(path.resolve())
-                    yield (path.name if match.is_file() else path.relative_to(match).as_posix()), path
-    if not seen:
-        raise UserError(
-            f"data.paths={list(cfg.paths)}: no file that ends in {', '.join(cfg.extensions)} (data.extensions)"
-        )
+        else:
+            assert isinstance(item.content, str)
+            yield Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
 
 
-SOURCES: dict[str, Callable[..., Iterator[tuple[str, Path]]]] = {"python_stdlib": _python_stdlib, "text": _text}
+class BadRow(ValueError):
+    """What is wrong with a row."""
+
+
+def _of_row(cfg: Rows, task: Task, item: Item) -> Document | LeftOut:
+    try:
+        if not isinstance(item.content, dict):
+            raise BadRow(item.problem)
+        content = CONTENT[task.name](cfg.columns, item.content)
+        json.dumps(content, ensure_ascii=False).encode()
+    except (BadRow, UnicodeEncodeError) as error:
+        if cfg.bad_rows == "error":
+            said = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
+            raise UserError(
+                f"data: {item.where()} {said}; data.bad_rows=skip leaves such rows out and counts them"
+            ) from None
+        return LeftOut(item.name, "bad row")
+    return Document(item.name, content) if content else LeftOut(item.name, "empty")
+
+
+def _text(columns: Columns, row: dict[str, Any]) -> str:
+    return _cell(columns, "text", row)
+
+
+def _conversation(columns: Columns, row: dict[str, Any]) -> list[Message]:
+    if columns.prompt is None:
+        return _messages(_cell(columns, "messages", row, (str, list)), columns.messages)
+    turns = [("user", _cell(columns, "prompt", row)), ("assistant", _cell(columns, "completion", row))]
+    if columns.system is not None and (system := _cell(columns, "system", row)):
+        turns.insert(0, ("system", system))
+    return [{"role": role, "content": content} for role, content in turns] if turns[-1][1] else []
+
+
+def _messages(value: Any, column: str | None) -> list[Message]:
+    try:
+        turns = json.loads(value) if isinstance(value, str) else value
+        messages = [{"role": str(turn["role"]), "content": turn["content"]} for turn in turns]
+    except (ValueError, TypeError, KeyError):
+        raise BadRow(f"has no list of {{role, content}} in column {column}") from None
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise BadRow(f"has a content in column {column} that is not text")
+    return messages if any(message["role"] == "assistant" for message in messages) else []
+
+
+def _cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type, ...] = (str,)) -> Any:
+    """The row's value of a column; None in it reads as nothing."""
+    name = getattr(columns, meaning)
+    if name is None:
+        raise UserError(f"data.columns.{meaning} is not set; name the column that holds it")
+    if name not in row:
+        raise BadRow(f"has no column {name} (data.columns.{meaning}); its columns are {', '.join(map(str, row))}")
+    value = row[name]
+    if value is None:
+        return kinds[0]()
+    if not isinstance(value, kinds):
+        raise BadRow(f"holds {type(value).__name__} in column {name}, not text")
+    return value
+
+
+CONTENT: dict[str, Callable[[Columns, dict[str, Any]], Any]] = {"pretrain": _text, "sft": _conversation}

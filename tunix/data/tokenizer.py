@@ -1,81 +1,141 @@
-"""Text to tokens with the `tokenizers` library: a tokenizer.json, or a byte-level BPE trained on the corpus."""
+"""Text to tokens with the `tokenizers` library: from files, from the hub, or a byte-level BPE trained on the corpus."""
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tunix.config import Tokenizer, UserError
-from tunix.data.cache import stored
-from tunix.data.documents import Document
+from tunix.data import sentencepiece
+from tunix.data.chat import PLAIN, ChatTemplate
 
-PAD = "<pad>"
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # of tokenizers trained here
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 
 
-def load_tokenizer(cfg: Tokenizer, documents: list[Document], model_vocab_size: int, cache_dir: Path) -> Backend:
-    """The tokenizer of a run; one trained here is cached by the hash of what it was trained on.
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer with what surrounds a document: its first and last token, and its chat template."""
+
+    backend: Backend
+    bos_token: str | None
+    eos_token: str
+    chat_template: str | None
+
+    @cached_property
+    def bos(self) -> int | None:
+        return None if self.bos_token is None else self.backend.token_to_id(self.bos_token)
+
+    @cached_property
+    def eos(self) -> int:
+        index = self.backend.token_to_id(self.eos_token)
+        assert index is not None
+        return index
+
+    @cached_property
+    def num_words(self) -> int:
+        """One more than the largest word's number."""
+        return max(self.backend.get_vocab().values()) + 1
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise UserError("the tokenizer has no chat template; set task.chat_template to a Jinja file")
+        return ChatTemplate(self.chat_template, {"bos_token": self.bos_token or "", "eos_token": self.eos_token})
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what becomes of a text."""
+        parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+    def save(self, folder: Path) -> None:
+        """Make a folder of the files that `read` takes, as Hugging Face names them."""
+        folder.mkdir()
+        self.backend.save(str(folder / "tokenizer.json"))
+        special = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": self.chat_template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=1))
+
+
+def read(cfg: Tokenizer, chat_template: str | None = None) -> Vocabulary:
+    """The tokenizer of `tokenizer.path`; `chat_template` is a Jinja file that goes before its own.
 
     Raises:
-        UserError: a file that is no tokenizer, lacks the special tokens, or has more words than the model has rows.
+        UserError: no tokenizer there, or none of the tokens that surround a document.
     """
-    if cfg.path is None:
-        sample = list(_first_bytes(documents, cfg.train_bytes))
-        digest = hashlib.sha256(repr((cfg.vocab_size, cfg.bos_token, cfg.eos_token)).encode())
-        for text in sample:
-            digest.update(text.encode() + b"\0")
-        path = stored(
-            cache_dir / "tokenizers",
-            f"{digest.hexdigest()[:20]}.json",
-            lambda path: _train(cfg, sample).save(str(path)),
-        )
-    else:
-        path = Path(cfg.path).expanduser()
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"tokenizer.path={path} cannot be read as a tokenizer.json: {error}") from None
-    for key in ("bos_token", "eos_token"):
-        if backend.token_to_id(getattr(cfg, key)) is None:
-            raise UserError(f"tokenizer.{key}={getattr(cfg, key)} is not a token of {path}")
-    if backend.get_vocab_size() > model_vocab_size:
+    assert cfg.path is not None
+    files = _files(cfg.path)
+    backend = _backend(cfg.path, files)
+    about: dict[str, Any] = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
+    template = _template(about.get("chat_template"))
+    if "chat_template.jinja" in files:
+        template = files["chat_template.jinja"].read_text()
+    if chat_template is not None:
+        try:
+            template = Path(chat_template).expanduser().read_text()
+        except OSError as error:
+            raise UserError(f"task.chat_template={chat_template} cannot be read: {error.strerror}") from None
+    bos = cfg.bos_token or _token(about.get("bos_token")) or _first(backend, (BOS, "<s>"))
+    eos = cfg.eos_token or _token(about.get("eos_token")) or _first(backend, (EOS, "</s>", "<|endoftext|>"))
+    if eos is None:
+        raise UserError(f"tokenizer.path={cfg.path} does not say which token ends a document; set tokenizer.eos_token")
+    for key, token in (("bos_token", bos), ("eos_token", eos)):
+        if token is not None and backend.token_to_id(token) is None:
+            raise UserError(f"tokenizer.{key}={token} is not a token of {cfg.path}")
+    return Vocabulary(backend, bos, eos, template)
+
+
+def read_backend(folder: Path) -> Backend | None:
+    """The tokenizer of a model's folder, if it has one."""
+    files = _files(str(folder))
+    return _backend(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
+
+
+def train(cfg: Tokenizer, texts: Iterable[str]) -> Vocabulary:
+    """A byte-level BPE, the same for the same texts."""
+    bos, eos = cfg.bos_token or BOS, cfg.eos_token or EOS
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=cfg.vocab_size,
+        special_tokens=[PAD, bos, eos],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Vocabulary(backend, bos, eos, PLAIN)
+
+
+def check_fits(vocabulary: Vocabulary, model_vocab_size: int) -> None:
+    """Raise `UserError` where the model has fewer rows than the tokenizer has words."""
+    if vocabulary.num_words > model_vocab_size:
+        padded = -(-vocabulary.num_words // 128) * 128
         raise UserError(
-            f"the tokenizer has {backend.get_vocab_size()} words, more than model.vocab_size={model_vocab_size}"
+            f"the tokenizer has {vocabulary.num_words} words, more than model.vocab_size={model_vocab_size}; "
+            f"set model.vocab_size={padded} (the next multiple of 128) or choose another tokenizer"
         )
-    return backend
 
 
 def tokenizer_digest(backend: Backend) -> str:
     return hashlib.sha256(backend.to_str().encode()).hexdigest()[:20]
 
 
-def _train(cfg: Tokenizer, texts: list[str]) -> Backend:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=cfg.vocab_size,
-        special_tokens=[PAD, cfg.bos_token, cfg.eos_token],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return backend
-
-
-def _first_bytes(documents: list[Document], limit: int) -> Iterator[str]:
-    for document in documents:
-        yield document.text
-        limit -= len(document.text.encode())
-        if limit <= 0:
-            return
+def special_words(backend: Backend) -> set[int]:
+    """Ids of words that stand for no text."""
+    return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
 def bytes_per_word(backend: Backend) -> np.ndarray:
     """UTF-8 bytes that each word stands for, [V] int64; special tokens stand for none."""
-    special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    special = special_words(backend)
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
 
     def length(index: int) -> int:
@@ -86,3 +146,59 @@ def bytes_per_word(backend: Backend) -> np.ndarray:
         return len(backend.decode([index]).encode())
 
     return np.array([length(index) for index in range(backend.get_vocab_size())])
+
+
+def _files(path: str) -> dict[str, Path]:
+    """The tokenizer's files by their usual names: a file and its neighbours, a folder's, or those on the hub."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        usual = "tokenizer.model" if place.suffix == ".model" else "tokenizer.json"
+        beside = {name: place.parent / name for name in FILES[2:]}
+        return {usual: place, **{name: file for name, file in beside.items() if file.is_file()}}
+    if place.is_dir():
+        return {name: place / name for name in FILES if (place / name).is_file()}
+    if place.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
+        raise UserError(f"tokenizer.path={path} does not exist")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    files = {}
+    for name in FILES:
+        try:
+            files[name] = Path(hf_hub_download(path, name))
+        except EntryNotFoundError:
+            continue
+        except Exception as error:  # the network, the name, the right to read it
+            raise UserError(
+                f"tokenizer.path={path} is no file here and cannot be fetched from the hub: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+    return files
+
+
+def _backend(path: str, files: dict[str, Path]) -> Backend:
+    if "tokenizer.json" in files:
+        try:
+            return Backend.from_file(str(files["tokenizer.json"]))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"tokenizer.path={path} cannot be read as a tokenizer.json: {error}") from None
+    if "tokenizer.model" in files:
+        return sentencepiece.convert(files["tokenizer.model"])
+    raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
+
+
+def _has(files: dict[str, Path]) -> bool:
+    return "tokenizer_config.json" in files
+
+
+def _token(value: Any) -> str | None:
+    return value["content"] if isinstance(value, dict) else value
+
+
+def _template(value: Any) -> str | None:
+    """Of several named templates the default one."""
+    return {each["name"]: each["template"] for each in value}.get("default") if isinstance(value, list) else value
+
+
+def _first(backend: Backend, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if backend.token_to_id(name) is not None), None)

@@ -22,11 +22,20 @@ def attend(
 
     @partial(jax.shard_map, in_specs=(*specs, jax.P()), out_specs=specs[0])
     def local(q, k, v, segment_ids, window):
-        if layout.replicate_kv:
+        if "K" in layout.whole:
             k, v = (layout.own_kv_head(x, q.shape[2]) for x in (k, v))
         return KERNELS[kernel](q, k, v, segment_ids, window)
 
     return local(q, k, v, segment_ids, window)
+
+
+def causal(segment_ids: jax.Array, window: jax.Array, layout: Layout, kernel: str):
+    """Attention within documents as a block takes it: of [B, T, N, H] and twice [B, T, K, H]; nothing is kept."""
+
+    def mix(q, k, v):
+        return attend(q, k, v, segment_ids, window, layout=layout, kernel=kernel), None
+
+    return mix
 
 
 def _mask(segment_ids: jax.Array, queries: jax.Array, window: jax.Array) -> jax.Array:

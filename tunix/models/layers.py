@@ -1,57 +1,138 @@
 """The parts of a decoder. The letters of shapes and equations are explained in layout.py."""
 
 import math
+import re
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax.sharding import reshard
 
-from tunix.config import Model
+from tunix.config import PROJECTIONS, Model
 from tunix.layout import Equation
 from tunix.mesh import Layout
+
+
+class Bias(nnx.Module):
+    """A vector added to every token's [..., N, H], [..., F] or [..., D]; zero at first."""
+
+    def __init__(self, letters: str, cfg: Model, layout: Layout):
+        self.equation, self.layout = Equation(f"BT,{letters}->BT{letters}"), layout
+        zeros = jnp.zeros([cfg.dims[letter] for letter in letters], layout.param)
+        self.b = nnx.Param(zeros, equation=self.equation)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        bias = self.layout.gather(self.b[...], self.equation)
+        spread = jnp.einsum(
+            self.equation.text,
+            jnp.ones(x.shape[:2], bias.dtype, out_sharding=self.layout.activation("BT")),
+            bias,
+            out_sharding=self.layout.activation(self.equation.y),
+        )
+        return (x + spread).astype(x.dtype)
 
 
 class Einsum(nnx.Module):
     """A matrix product `x,w->y`; the equation declares the weight's shape, sharding and fan-in.
 
     The one door through which matrices meet activations: `Einsum("BTD,DNH->BTNH", ...)` maps [B, T, D] to
-    [B, T, N, H] with a weight [D, N, H], normal with variance 1 / fan-in.
+    [B, T, N, H] with a weight [D, N, H], normal with variance 1 / fan-in, and a bias [N, H] if there are biases.
     """
 
-    def __init__(self, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.equation, self.layout = Equation(equation), layout
         fan_in = math.prod(cfg.dims[letter] for letter in self.equation.summed)
         shape = [cfg.dims[letter] for letter in self.equation.w]
         weight = jax.random.normal(rngs.params(), shape, layout.param) * fan_in**-0.5
         self.w = nnx.Param(weight, equation=self.equation)
+        self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if cfg.biases else unchanged
+        updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
+        self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """`key` draws what dropout leaves out, and is None outside of training."""
         weight = self.layout.gather(self.w[...], self.equation)
-        return jnp.einsum(self.equation.text, x, weight, out_sharding=self.layout.activation(self.equation.y))
+        y = self.bias(jnp.einsum(self.equation.text, x, weight, out_sharding=self.layout.activation(self.equation.y)))
+        return y if self.lora is None else y + self.lora(x, key)
+
+
+class LowRank(nnx.Module):
+    """A product's low-rank update x a b * alpha / r, zero at first (LoRA, arXiv:2106.09685)."""
+
+    def __init__(self, name: str, equation: Equation, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+        self.first, self.second = equation.low_rank()
+        self.layout, self.scale, self.dropout = layout, cfg.lora.alpha / cfg.lora.rank, cfg.lora.dropout
+        self.place = PROJECTIONS.index(name)
+        fan_in = math.prod(cfg.dims[letter] for letter in self.first.summed)
+        a, b = ([cfg.dims[letter] for letter in product.w] for product in (self.first, self.second))
+        self.a = nnx.Param(jax.random.normal(rngs.params(), a, layout.param) * fan_in**-0.5, equation=self.first)
+        self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
+
+    def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        if key is not None and self.dropout:
+            kept = jax.random.bernoulli(jax.random.fold_in(key, self.place), 1 - self.dropout, x.shape)
+            x = jnp.where(reshard(kept, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
+        for product, factor in ((self.first, self.a), (self.second, self.b)):
+            weight = self.layout.gather(factor[...], product)
+            x = jnp.einsum(product.text, x, weight, out_sharding=self.layout.activation(product.y))
+        return x * self.scale
+
+
+def unchanged(x: jax.Array) -> jax.Array:
+    """In the place of a part that a family does without."""
+    return x
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * (1 + scale) over the last dimension, in float32 (Zhang & Sennrich 2019; Gemma's 1 + scale)."""
+    """x / rms(x) * (offset + scale) in float32 (Zhang & Sennrich 2019).
 
-    def __init__(self, letters: str, cfg: Model, layout: Layout):
-        self.equation, self.eps, self.layout = Equation(f"{letters},{letters[-1]}->{letters}"), cfg.norm_eps, layout
-        self.scale = nnx.Param(jnp.zeros(cfg.dims[letters[-1]], layout.param), equation=self.equation)
+    The mean is taken over the last dimension, or over the last two with `dims="NH"`; Gemma's offset is 1.
+    """
+
+    def __init__(self, letters: str, cfg: Model, layout: Layout, dims: str | None = None, offset: float = 0.0):
+        dims = dims or letters[-1]
+        self.equation, self.eps, self.layout = Equation(f"{letters},{dims}->{letters}"), cfg.norm_eps, layout
+        self.offset, self.axes = offset, tuple(range(-len(dims), 0))
+        scale = jnp.full([cfg.dims[letter] for letter in dims], 1 - offset, layout.param)
+        self.scale = nnx.Param(scale, equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.eps)
-        scale = 1 + self.layout.gather(self.scale[...], self.equation)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, self.axes, keepdims=True) + self.eps)
+        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
         scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
         return scaled.astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """(x - mean) / standard deviation * scale + bias over [B, T, D], in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, letters: str, cfg: Model, layout: Layout):
+        self.equation, self.eps, self.layout = Equation(f"{letters},{letters[-1]}->{letters}"), cfg.norm_eps, layout
+        self.scale = nnx.Param(jnp.ones(cfg.dims[letters[-1]], layout.param), equation=self.equation)
+        self.bias = Bias(letters[-1], cfg, layout)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, -1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
+        scale = self.layout.gather(self.scale[...], self.equation)
+        scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
+        return self.bias(scaled).astype(x.dtype)
+
+
+NORMS: dict[str, Any] = {"rms": RMSNorm, "rms_unit_offset": partial(RMSNorm, offset=1.0), "layer": LayerNorm}
+
+
 class Embedding(nnx.Module):
-    """Token vectors [V, D], used at both ends of the decoder."""
+    """Token vectors [V, D]; with a tied head used at both ends of the decoder."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.equation, self.layout, self.scale = Equation("BTD,VD->BTV"), layout, cfg.embed_dim**0.5
-        table = jax.random.normal(rngs.params(), (cfg.vocab_size, cfg.embed_dim), layout.param) / self.scale
+        self.equation, self.layout = Equation("BTD,VD->BTV"), layout
+        self.scale = cfg.embed_dim**0.5 if cfg.scaled_embedding else 1.0
+        table = jax.random.normal(rngs.params(), (cfg.vocab_size, cfg.embed_dim), layout.param) * cfg.embed_dim**-0.5
         self.table = nnx.Param(table, equation=self.equation)
 
     def gathered(self) -> jax.Array:
@@ -59,7 +140,7 @@ class Embedding(nnx.Module):
         return self.layout.gather(self.table[...], self.equation)
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """[B, T] int32 -> [B, T, D], times sqrt(D)."""
+        """[B, T] int32 -> [B, T, D], times sqrt(D) if the family scales it."""
         rows = table.at[tokens].get(out_sharding=self.layout.activation("BTD"))
         return rows * jnp.asarray(self.scale, table.dtype)
 
@@ -69,15 +150,16 @@ class Embedding(nnx.Module):
         return out.astype(jnp.float32)
 
 
-def rope_frequencies(cfg: Model, theta: float, scale: float) -> np.ndarray:
-    """Radians per position of each pair of dimensions, [H / 2] float32 (RoFormer, arXiv:2104.09864)."""
-    exponents = np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim
-    return (theta**-exponents / scale).astype(np.float32)
+class LearnedPositions(nnx.Module):
+    """A vector for each place in the context [P, D], added to the token's."""
 
+    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+        self.equation, self.layout = Equation("BTP,PD->BTD"), layout
+        shape = (cfg.context_length, cfg.embed_dim)
+        self.table = nnx.Param(
+            jax.random.normal(rngs.params(), shape, layout.param) * cfg.embed_dim**-0.5, equation=self.equation
+        )
 
-def apply_rope(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
-    """Rotate the pairs (i, i + H/2) of [B, T, N, H] by positions [B, T] x frequencies [H / 2], in float32."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        table = self.layout.gather(self.table[...], self.equation)
+        return x + table.at[positions].get(out_sharding=self.layout.activation("BTD"))

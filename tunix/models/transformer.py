@@ -1,16 +1,19 @@
-"""The decoder: embedding, a scan over equal blocks, final norm. Gemma 3's text model (arXiv:2503.19786)."""
+"""The decoder: embedding, a scan over equal blocks, final norm. The config says of which parts a block is made."""
+
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.mesh import Layout
-from tunix.models.attention import attend
-from tunix.models.layers import Einsum, Embedding, RMSNorm, apply_rope, rope_frequencies
+from tunix.models.attention import causal
+from tunix.models.layers import NORMS, Einsum, Embedding, LearnedPositions, unchanged
+from tunix.models.positions import Rope, apply_rope, layer_rope
 
 
 def _all_but_gathered_weights(primitive, *_, **params) -> bool:
@@ -25,55 +28,69 @@ REMAT = {
     "attention": POLICIES.save_only_these_names("attention"),
     "full": POLICIES.nothing_saveable,
 }
+GELU = partial(jax.nn.gelu, approximate=True)
+ACTIVATIONS: dict[str, Any] = {"gated_silu": jax.nn.silu, "gated_gelu": GELU, "gelu": GELU}
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with RMS-normed queries and keys and rotary positions."""
+    """Grouped-query attention."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.layout, self.kernel, self.scale = layout, cfg.attention, cfg.query_scale**-0.5
-        self.q = Einsum("BTD,DNH->BTNH", cfg, layout, rngs)
-        self.k = Einsum("BTD,DKH->BTKH", cfg, layout, rngs)
-        self.v = Einsum("BTD,DKH->BTKH", cfg, layout, rngs)
-        self.o = Einsum("BTNH,NHD->BTD", cfg, layout, rngs)
-        self.q_norm = RMSNorm("BTNH", cfg, layout)
-        self.k_norm = RMSNorm("BTKH", cfg, layout)
+        self.scale, self.rotated = cfg.query_scale**-0.5, cfg.positions == "rope"
+        self.q = Einsum("attention.q", "BTD,DNH->BTNH", cfg, layout, rngs)
+        self.k = Einsum("attention.k", "BTD,DKH->BTKH", cfg, layout, rngs)
+        self.v = Einsum("attention.v", "BTD,DKH->BTKH", cfg, layout, rngs)
+        self.o = Einsum("attention.o", "BTNH,NHD->BTD", cfg, layout, rngs)
+        self.q_norm, self.k_norm = (
+            unchanged
+            if cfg.qk_norm == "none"
+            else NORMS[cfg.norm](letters, cfg, layout, letters[-1] if cfg.qk_norm == "per_head" else letters[-2:])
+            for letters in ("BTNH", "BTKH")
+        )
 
-    def __call__(self, x, positions, segment_ids, frequencies, window):
-        q = apply_rope(self.q_norm(self.q(x)), positions, frequencies) * self.scale
-        k = apply_rope(self.k_norm(self.k(x)), positions, frequencies)
-        out = attend(q, k, self.v(x), segment_ids, window, layout=self.layout, kernel=self.kernel)
-        return self.o(checkpoint_name(out, "attention"))
+    def __call__(self, x, positions, rope, mix, key):
+        q, k = self.q_norm(self.q(x, key)), self.k_norm(self.k(x, key))
+        if self.rotated:
+            q, k = apply_rope(q, positions, rope), apply_rope(k, positions, rope)
+        out, kept = mix(q * self.scale, k, self.v(x, key))
+        return self.o(checkpoint_name(out, "attention"), key), kept
 
 
 class MLP(nnx.Module):
-    """GELU-gated linear unit (Shazeer 2020, arXiv:2002.05202)."""
+    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.gate = Einsum("BTD,DF->BTF", cfg, layout, rngs)
-        self.up = Einsum("BTD,DF->BTF", cfg, layout, rngs)
-        self.down = Einsum("BTF,FD->BTD", cfg, layout, rngs)
+        self.activation = ACTIVATIONS[cfg.mlp]
+        self.gate = Einsum("mlp.gate", "BTD,DF->BTF", cfg, layout, rngs) if cfg.mlp.startswith("gated") else None
+        self.up = Einsum("mlp.up", "BTD,DF->BTF", cfg, layout, rngs)
+        self.down = Einsum("mlp.down", "BTF,FD->BTD", cfg, layout, rngs)
 
-    def __call__(self, x):
-        return self.down(jax.nn.gelu(self.gate(x), approximate=True) * self.up(x))
+    def __call__(self, x, key):
+        up = self.up(x, key)
+        h = self.activation(up) if self.gate is None else self.activation(self.gate(x, key)) * up
+        return self.down(h, key)
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each with a norm before and a norm after, around the residual stream."""
+    """Attention and MLP around the residual stream, with norms before them, after them, or both.
+
+    `mix(q, k, v)` is who attends to whom: it gives [B, T, N, H], and what the caller wants to keep of it.
+    """
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.attention = Attention(cfg, layout, rngs)
         self.mlp = MLP(cfg, layout, rngs)
+        before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
         self.pre_attention, self.post_attention, self.pre_mlp, self.post_mlp = (
-            RMSNorm("BTD", cfg, layout) for _ in range(4)
+            NORMS[cfg.norm]("BTD", cfg, layout) if wanted else unchanged for wanted in (before, after, before, after)
         )
 
-    def __call__(self, x, positions, segment_ids, frequencies, window):
+    def __call__(self, x, positions, rope, mix, key=None):
         with jax.named_scope("attention"):
-            h = self.attention(self.pre_attention(x), positions, segment_ids, frequencies, window)
+            h, kept = self.attention(self.pre_attention(x), positions, rope, mix, key)
             x = x + self.post_attention(h)
         with jax.named_scope("mlp"):
-            return x + self.post_mlp(self.mlp(self.pre_mlp(x)))
+            return x + self.post_mlp(self.mlp(self.pre_mlp(x), key)), kept
 
 
 class Transformer(nnx.Module):
@@ -82,49 +99,76 @@ class Transformer(nnx.Module):
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, remat: str = "none"):
         self.cfg, self.layout, self.remat = cfg, layout, remat
         self.embedding = Embedding(cfg, layout, rngs)
+        self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
         self.blocks = _stacked(lambda rngs: Block(cfg, layout, rngs), cfg.num_layers, rngs)
-        self.final_norm = RMSNorm("BTD", cfg, layout)
+        self.final_norm = NORMS[cfg.norm]("BTD", cfg, layout)
+        self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
 
     def __call__(self, tokens, positions=None, segment_ids=None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without the last two, each row is one document."""
-        table = self.embedding.gathered()
-        return self.embedding.logits(table, self.hidden(table, tokens, positions, segment_ids))
+        tables = self.tables()
+        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids))
 
-    def hidden(self, table, tokens, positions=None, segment_ids=None) -> jax.Array:
-        """[B, T] int32 -> [B, T, D], what the last norm gives; `table` is `embedding.gathered()`."""
+    def tables(self) -> tuple[jax.Array, jax.Array]:
+        """The tables of both ends, gathered: [V, D] to look tokens up in and [V, D] to take logits with."""
+        table = self.embedding.gathered()
+        return table, table if self.head is None else self.head.gathered()
+
+    def hidden(self, tables, tokens, positions=None, segment_ids=None, noise=None) -> jax.Array:
+        """[B, T] int32 -> [B, T, D], what the last norm gives. `noise`, a number, seeds the dropout of training."""
         if positions is None:
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
         rows = self.layout.activation("BT")
         tokens, positions, segment_ids = (reshard(x, rows) for x in (tokens, positions, segment_ids))
-        with jax.named_scope("embed"):
-            x = self.embedding.lookup(table, tokens)
+        x = self.embedded(tables, tokens, positions)
         graphdef, params = nnx.split(self.blocks)
 
         def layer(x, scanned):
-            params, frequencies, window = scanned
-            return nnx.merge(graphdef, params)(x, positions, segment_ids, frequencies, window), None
+            params, rope, window, number = scanned
+            mix = causal(segment_ids, window, self.layout, self.cfg.attention)
+            key = None if noise is None else jax.random.fold_in(jax.random.key(noise), number)
+            return nnx.merge(graphdef, params)(x, positions, rope, mix, key)
 
         layer = jax.checkpoint(layer, policy=REMAT[self.remat], prevent_cse=False)
+        windows = jnp.asarray(self.cfg.windows(tokens.shape[1]))
         with jax.named_scope("blocks"):
-            x, _ = jax.lax.scan(layer, x, (params, *self._per_layer(tokens.shape[1])))
+            x, _ = jax.lax.scan(layer, x, (params, self.rope(), windows, jnp.arange(len(windows))))
         with jax.named_scope("final_norm"):
             return self.final_norm(x)
 
-    def _per_layer(self, length: int) -> tuple[jax.Array, jax.Array]:
-        """What tells the blocks apart: RoPE frequencies [L, H / 2] and window in tokens [L]."""
-        cfg = self.cfg
-        is_global = np.arange(1, cfg.num_layers + 1) % cfg.global_every == 0
-        everywhere = rope_frequencies(cfg, cfg.rope_theta, cfg.rope_scale)
-        nearby = rope_frequencies(cfg, cfg.local_rope_theta, 1.0)
-        frequencies = np.where(is_global[:, None], everywhere, nearby)
-        return jnp.asarray(frequencies), jnp.asarray(np.where(is_global, length, cfg.sliding_window))
+    def unrolled(self, tables, tokens, positions, blocks, mixes) -> tuple[jax.Array, list]:
+        """What `hidden` gives, one layer after the other with a mix each, and what the mixes keep.
+
+        `blocks` are the parameters of each layer; this module holds those of one.
+        """
+        x, kept = self.embedded(tables, tokens, positions), []
+        graphdef, rope = nnx.split(self.blocks)[0], self.rope()
+        for layer, mix in enumerate(mixes):
+            rotations = jax.tree.map(lambda of_all, n=layer: of_all[n], rope)
+            x, keep = nnx.merge(graphdef, blocks[layer])(x, positions, rotations, mix)
+            kept.append(keep)
+        return self.final_norm(x), kept
+
+    def embedded(self, tables, tokens, positions) -> jax.Array:
+        """[B, T] int32 -> [B, T, D], what the first block takes."""
+        with jax.named_scope("embed"):
+            x = self.embedding.lookup(tables[0], tokens)
+            return x if self.positions is None else self.positions(x, positions)
+
+    def rope(self) -> Rope | None:
+        """Rotations of all layers; None with learned positions."""
+        return layer_rope(self.cfg) if self.cfg.positions == "rope" else None
+
+    def logits(self, tables, x) -> jax.Array:
+        """[B, T, D] -> [B, T, V] float32."""
+        return self.embedding.logits(tables[1], x)
 
 
 def _stacked(make, count: int, rngs: nnx.Rngs) -> nnx.Module:
     """`count` modules as one, each parameter with a leading dimension."""
-    graphdef = None
+    graphdef: Any = None
 
     def params(key):
         nonlocal graphdef

@@ -1,0 +1,51 @@
+"""What some tests need and a machine may lack. Workers of one test session install one at a time."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+TORCH = ("torch==2.13.0", "accelerate==1.15.0")
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    with (Path(tempfile.gettempdir()) / "tunix-test-installs.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def apt(programs: tuple[str, ...], packages: tuple[str, ...]) -> None:
+    """Install Debian packages unless their programs are there; skips the test, loudly, where that cannot be."""
+    with one_at_a_time():
+        if all(map(shutil.which, programs)):
+            return
+        if os.getuid() or not shutil.which("apt-get"):
+            pytest.skip(f"NOT TESTED: {', '.join(packages)} are not installed; installing them needs root and apt")
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for words in (("update", "-qq"), ("install", "-y", "-qq", "--no-install-recommends", *packages)):
+            done = subprocess.run(["apt-get", *words], env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"NOT TESTED: apt-get could not install {', '.join(packages)}: {done.stderr[-200:]}")
+
+
+def torch(cache_dir: Path) -> Path:
+    """The scripts of an environment with torch and accelerate: that of TUNIX_TORCH_PYTHON, or a new one."""
+    if given := os.environ.get("TUNIX_TORCH_PYTHON"):
+        return Path(given).parent
+    with one_at_a_time():
+        bin_dir = cache_dir / "torch" / "bin"
+        if not (bin_dir / "accelerate").exists():
+            venv.create(cache_dir / "torch", with_pip=True)
+            words = [bin_dir / "python", "-m", "pip", "install", "-q", *TORCH]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"NOT TESTED: pip could not install {' and '.join(TORCH)}: {done.stderr[-200:]}")
+        return bin_dir

@@ -1,0 +1,132 @@
+"""Make the models of this folder: tiny, random, by transformers, with what transformers says of them.
+
+    make parity TRANSFORMERS_PYTHON=python        (one that has torch and transformers; the tests need neither)
+
+Each folder is a model as Hugging Face keeps one (config.json, model.safetensors) beside `expected.safetensors`: tokens
+[B, T], segments and positions of the same rows packed, float32 logits of both, and what greedy generation says after
+prompts of unequal length. Weights are bfloat16 numbers, so that every dtype holds them exactly; norms and biases are
+random too.
+"""
+
+import argparse
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+EVERY_THIRD = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(7)]
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LLAMA_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def gemma3(window: int, layers: list[str] = EVERY_THIRD) -> transformers.PreTrainedConfig:
+    sizes = SIZE | {"num_hidden_layers": len(layers)}
+    return transformers.Gemma3TextConfig(
+        **sizes, vocab_size=96, num_key_value_heads=2, head_dim=16, sliding_window=window, layer_types=layers,
+        query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE, max_position_embeddings=64,
+    )  # fmt: skip
+
+
+CONFIGS = {
+    "gemma3": gemma3(window=5),
+    "gemma3_long_window": gemma3(window=100, layers=["sliding_attention", "full_attention"]),
+    "llama": transformers.LlamaConfig(  # odd vocabulary, untied head
+        **SIZE, vocab_size=97, num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters=LLAMA_ROPE,
+        max_position_embeddings=64,
+    ),
+    "llama_linear": transformers.LlamaConfig(  # tied head
+        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=1, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=64,
+    ),
+    "qwen3": transformers.Qwen3Config(
+        **SIZE, vocab_size=96, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN,
+        max_position_embeddings=64,
+    ),
+    "olmo2": transformers.Olmo2Config(
+        **SIZE, vocab_size=96, num_key_value_heads=2, rms_norm_eps=1e-6, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    ),
+}  # fmt: skip
+PROMPTS, NEW_TOKENS = (3, 11, 7), 16
+
+
+def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, None, None
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            is_norm = weight.ndim == 1 and name.endswith("weight")
+            around = 1.0 if is_norm and not config.model_type.startswith("gemma") else 0.0
+            weight.normal_(around, 0.3 if weight.ndim == 1 else 0.2)
+            weight.copy_(weight.bfloat16())
+    return model
+
+
+@torch.no_grad()
+def expected(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    words = model.config.vocab_size
+    tokens = torch.randint(0, words, (2, 24))
+    lengths = torch.tensor([[9, 15], [20, 4]])
+    segments = torch.stack([torch.repeat_interleave(torch.arange(2), row) for row in lengths])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    packed = torch.cat([
+        torch.cat([model(part[None]).logits for part in row.split(cut.tolist())], 1)
+        for row, cut in zip(tokens, lengths, strict=True)
+    ])  # fmt: skip
+    prompts = [torch.randint(0, words, (1, length)) for length in PROMPTS]
+    greedy = [
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
+        for prompt in prompts
+    ]
+    return {
+        "tokens": tokens, "logits": model(tokens).logits, "segments": segments, "positions": positions,
+        "packed_logits": packed, **{f"greedy_{n}": words[0] for n, words in enumerate(greedy)},
+    }  # fmt: skip
+
+
+def gradients(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of the summed next-token loss of `tokens`."""
+    model.zero_grad()
+    logits = model(tokens).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").backward()
+    return {f"gradient.{name}": weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent)
+    folder = parser.parse_args().folder
+    warnings.simplefilter("ignore")
+    about = {"made_by": f"transformers {transformers.__version__}, torch {torch.__version__}"}
+    for name, config in CONFIGS.items():
+        model = random_model(config)
+        tensors = expected(model)
+        if name == "qwen3":
+            tensors |= gradients(model, tensors["tokens"])
+        tensors = {key: value.int() if value.dtype == torch.int64 else value for key, value in tensors.items()}
+        model.bfloat16().save_pretrained(folder / name)
+        (folder / name / "generation_config.json").unlink(missing_ok=True)
+        save_file(
+            {key: value.contiguous() for key, value in tensors.items()}, folder / name / "expected.safetensors", about
+        )
+        size = sum(path.stat().st_size for path in (folder / name).iterdir())
+        print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

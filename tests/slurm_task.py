@@ -1,0 +1,31 @@
+"""What Slurm's tests start in place of a training: does the word of its task in PLAN for this start of the job.
+
+PLAN is like `75,75 0,76`: starts divided by spaces, tasks by commas; a number is an exit code, a name an end.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+rank, start = int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+word = os.environ["PLAN"].split()[start].split(",")[rank]
+with Path("starts.txt").open("a") as file:
+    file.write(f"{start} {rank} {os.environ['JAX_COORDINATOR_ADDRESS']} {sys.argv[1]}\n")
+print(f"start {start} of task {rank}: {word}", flush=True)
+
+
+def stop(number: int, _frame: object) -> None:
+    print(f"task {rank} saves on {signal.Signals(number).name}", flush=True)
+    sys.exit(75)
+
+
+signal.signal(signal.SIGUSR1, stop)
+if word == "wait":
+    Path(f"waiting.{start}.{rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+elif word == "abort":
+    os.abort()
+else:
+    sys.exit(int(word))

@@ -1,0 +1,70 @@
+"""The examples of docs/data.md, each on files made on the spot."""
+
+import gzip
+import json
+import re
+import shlex
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from conftest import write_corpus
+from harness import ROOT
+from omegaconf import OmegaConf
+
+from tunix.compose import compose
+from tunix.data.corpus import load_corpus
+
+PAGE = (ROOT / "docs" / "data.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+SHORT = ["training.seq_len=32", "training.loss_chunk_size=32"]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """What the examples name."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "notes", 6)
+    text = "some words " * 60
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "a.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps({'content': text})}\n".encode() * 9))
+    (tmp_path / "table.csv").write_text("body\n" + f"{text}\n" * 9)
+    if find_spec("pyarrow"):
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist([{"body": text}] * 9), "table.parquet")
+    tokens = np.full(2000, 9, np.uint16)
+    tokens[99::100] = 2
+    tokens.tofile("train.bin")
+    load_corpus(compose([*SHORT, "data=text", "data.paths=[notes]"]).config).tokenizer.save("tokenizer.json")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': talk, 'q': 'hi', 'a': text})}\n" * 9)
+    (tmp_path / "talk.csv").write_text("system_prompt,user_prompt,prediction\n" + f"Be brief,hi,{text}\n" * 9)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_example(files, command):
+    program, *words = shlex.split(command.removeprefix("python -m "))
+    assert program == "tunix.prepare"
+    if {"data=hf", "data=parquet"} & {*words}:
+        pytest.importorskip("datasets")
+    heavy = [] if any(word.startswith("data=") for word in words) else ["tokenizer=bytes", "dry_run=true"]
+    cfg = compose([*words, *SHORT, *heavy]).config
+    if not cfg.dry_run:
+        corpus = load_corpus(cfg)
+        assert corpus.num_sequences > 0
+
+
+def test_the_mixture_of_the_page(files):
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    (files / "conf" / "data").mkdir(parents=True)
+    (files / "conf" / "data" / "web_and_code.yaml").write_text(text)
+    (files / "conf" / "main.yaml").write_text("defaults: [config, override data: web_and_code]\n")
+    OmegaConf.save(
+        {"defaults": ["/config", {"override /data": "web_and_code"}, "_self_"]}, files / "conf" / "main.yaml"
+    )
+    data = compose([], config_dir=files / "conf", config_name="main").config.data
+    assert list(data.parts) == ["code", "web"]
+    assert data.parts["web"].columns.text == "content"
+    assert data.stages[0].name == "more code"

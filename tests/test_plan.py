@@ -1,0 +1,129 @@
+"""`python -m tunix.plan`: what is derived is what the compiled step holds and moves; what cannot be is refused."""
+
+import json
+import sys
+
+import jax
+import pytest
+from harness import SMALL, batch, program
+
+from tunix import plan
+from tunix.costs import Transfer, derive, seconds
+from tunix.flops import device_kinds, peak_tflops
+from tunix.layout import explicit_sizes
+from tunix.profiling.collectives import collectives
+
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("[[8],[fsdp]]", []),
+        ("[[8],[fsdp]]", ["training.sharding_strategy=shard_optimizer"]),
+        ("[[2,4],[dp,fsdp]]", ["training.sync_gradients_every=2"]),
+        ("[[8],[dp]]", ["training.sharding_strategy=no_shard"]),
+    ],
+    ids=["fsdp", "zero1", "hybrid", "copies"],
+)
+def test_derived_is_what_is_compiled(mesh, more):
+    """State in bytes, exactly; gathered and reduced bytes to 2 %."""
+    step = program(f"model.mesh_shape={mesh}", f"training.gradient_accumulation_steps={MICROBATCHES}", *more)
+    rows = batch(32, MICROBATCHES)
+    compiled = step.compile(rows)
+    costs = derive(step.cfg, explicit_sizes(step.cfg.model.mesh_shape))
+    given = sum(leaf.nbytes for leaf in rows.values()) // 8 + 8  # the batch, and two counters
+    held = costs.num_bytes["weights"] + costs.num_bytes["optimizer"]
+    assert held + given == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
+    found = [c for c in collectives(compiled.as_text()) if c.group_size > 1]
+    sizes = dict(step.mesh.shape)
+    for kinds in (("all-gather",), ("all-reduce", "reduce-scatter")):
+        moved = sum(c.num_bytes * c.times for c in found if c.kind in kinds)
+        derived = sum(t.num_bytes for t in costs.transfers if t.kind in kinds and any(sizes[a] > 1 for a in t.axes))
+        assert derived == pytest.approx(moved, rel=0.02), kinds
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    kind, sizes = device_kinds()["h200"], {"dp": 2, "fsdp": 4, "tp": 4}
+
+    def gigabyte(kind_of_transfer: str, *axes: str) -> float:
+        return seconds(Transfer(kind_of_transfer, axes, 10**9), sizes, kind, per_node=8)
+
+    assert gigabyte("all-gather", "tp") == pytest.approx(0.75 / kind.link_gb_per_s)
+    assert gigabyte("all-reduce", "tp") == 2 * gigabyte("all-gather", "tp")
+    assert gigabyte("all-gather", "fsdp") == pytest.approx(0.75 / (2 * kind.network_gb_per_s))  # two in a node
+    assert gigabyte("all-reduce", "dp") == pytest.approx(2 * 0.5 / kind.network_gb_per_s)  # alone in its node
+
+
+def test_peaks_are_those_of_the_kinds():
+    assert peak_tflops("NVIDIA H100 80GB HBM3") == device_kinds()["h100"].peak_tflops
+    assert peak_tflops("NVIDIA H100 PCIe") == device_kinds()["h100_pcie"].peak_tflops
+    assert peak_tflops("cpu") is None
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tunix.plan", *words])
+        code = plan.main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_ranks_what_fits_and_says_why_not_the_rest(run):
+    code, out, _ = run(*SMALL, "plan.topology=h200:2x4", "--json")
+    assert code == 0
+    found = json.loads(out)
+    speeds = [each["predicted"]["tokens_per_s"] for each in found["fit"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert "model.num_heads=4 is not divisible by mesh axis tp=8" in found["refused"]['[[8],["tp"]]']
+    assert len(found["fit"]) + len(found["refused"]) == 10  # ways to write 8 as a product of three
+    assert f"model.mesh_shape={found['fit'][0]['mesh_shape']}" in found["command"]
+    sharded, copied = (
+        next(e for e in found["fit"] if e["mesh_shape"] == f'[[8],["{axis}"]]') for axis in ("fsdp", "dp")
+    )
+    assert sharded["bytes_per_device"]["optimizer"] < copied["bytes_per_device"]["optimizer"] / 7
+
+
+def test_a_cluster_that_is_not_there(run):
+    """27 billion parameters on 256 devices, one mesh; no device is made."""
+    num_devices = jax.device_count()
+    code, out, _ = run("model=gemma3_27b", "plan.topology=h200:32x8", 'model.mesh_shape=[[64,4],["fsdp","tp"]]')
+    assert code == 0
+    assert "32 x 8 H200: derived and predicted, not measured" in out
+    assert out.splitlines()[-1] == 'python run_training.py model=gemma3_27b \'model.mesh_shape=[[64,4],["fsdp","tp"]]\''
+    assert jax.device_count() == num_devices
+
+
+def test_a_kind_of_ones_own(run, tmp_path):
+    own = tmp_path / "toaster.yaml"
+    own.write_text(json.dumps(device_kinds()["h100"].model_dump() | {"name": "Toaster"}))
+    code, out, _ = run(*SMALL, f"plan.topology={own}:2", "model.mesh_shape=[[2],[fsdp]]", "--json")
+    assert code == 0
+    assert json.loads(out)["device"]["name"] == "Toaster"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan.topology=h200"], "plan.topology=h200: expected KIND:GPUS or KIND:NODESxGPUS like h200:8"),
+        (["plan.topology=h200:4x"], "plan.topology=h200:4x: expected KIND:GPUS"),
+        (["plan.topology=h200:0"], "plan.topology=h200:0: expected KIND:GPUS"),
+        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml"),
+        (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
+        (["plan.topologie=h200:8"], "did you mean topology?"),
+        (["plan.memory_share=2"], "memory_share=2: input should be less than or equal to 1"),
+        (["training.seq_length=4"], "did you mean training.seq_len?"),
+        (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
+        (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),
+        (["model=llama3_405b", "plan.topology=l40s:8", "model.mesh_shape=[[8],[fsdp]]"], "the model fits on no mesh of plan.topology: [[8],[\"fsdp\"]] needs"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_wrong_input(words, message, run):
+    code, _, error = run("plan.topology=h200:8", *words) if "plan.topology" not in " ".join(words) else run(*words)
+    assert code == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,104 @@
+"""`python -m tunix.verify`: the same numbers on every mesh, or exit code 1."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT, RUN
+
+from tunix import verify
+from tunix.compose import compose
+
+TWO = '--meshes=[[[8],["fsdp"]],[[2,2,2],["dp","fsdp","tp"]]]'
+
+
+@pytest.fixture
+def words(corpus) -> list[str]:
+    return [*RUN, "data=text", f"data.paths=['{corpus}']"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tunix.verify", *words])
+        code = verify.main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.slow
+def test_alone_the_cpu_stands_for_eight_devices(words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tunix.verify", *words, TWO, "--steps=2"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert '[[2,2,2],["dp","fsdp","tp"]]' in done.stdout
+    assert "within the tolerance of 1e-05" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_digits_differ_past_a_tolerance_of_nothing(words, run):
+    code, out, _ = run(*words, TWO, "--steps=2", "--tolerance=1e-12")
+    assert code == 1
+    assert "past the tolerance of 1e-12" in out
+
+
+def test_a_mesh_that_goes_wrong_is_found(words, run, monkeypatch):
+    """One mesh starts from other weights than the first."""
+    start = verify.start_state
+
+    def other_seed_on_tp(cfg, arch, layout, init, mesh):
+        seed = cfg.seed + (mesh.shape["tp"] > 1)
+        return start(cfg.model_copy(update={"seed": seed}), arch, layout, init, mesh)
+
+    monkeypatch.setattr(verify, "start_state", other_seed_on_tp)
+    code, out, _ = run(*words, TWO, "--steps=1")
+    assert code == 1
+    assert [line.count("!") for line in out.splitlines() if "[[" in line] == [0, 2]
+
+
+def test_numbers_that_are_not_finite_never_agree():
+    trials = [verify.Trial("", 1, {"loss": [float("nan")], "grad_norm": [1.0]})] * 2
+    assert verify.report(trials, tolerance=1e30)[1] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("more", "chosen"),
+    [
+        ([], [[1, 1, 1], [1, 8, 1], [8, 1, 1], [2, 2, 2]]),  # four heads: no tp=8
+        (["model.num_heads=8"], [[1, 1, 1], [1, 1, 8], [1, 8, 1], [8, 1, 1], [2, 2, 2]]),
+        (["training.global_batch_size=4", "model.mesh_shape=[[2,4],[fsdp,tp]]"], [[1, 1, 1], [2, 2, 2]]),
+    ],
+    ids=["heads", "all", "batch"],
+)
+def test_chosen_meshes(words, more, chosen):
+    cfg = compose([*words, *more]).config
+    found = verify.choose_meshes(cfg, verify._global_batch(cfg))
+    assert [list(sizes.values()) for sizes in found] == chosen
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--meshes=[[8]"], "--meshes [[8]: expected a list of meshes like"),
+        (["--meshes=[8]"], "--meshes [8]: expected a list of meshes like"),
+        (['--meshes=[[[8],["fdsp"]]]'], "did you mean fsdp?"),
+        (['--meshes=[[[8,2],["fsdp","tp"]]]'], "fsdp=8 x tp=2 needs 16 devices, 8 are visible"),
+        (['--meshes=[[[3],["dp"]]]'], "training.global_batch_size=8 is not divisible by 3"),
+        (["--steps=0"], "--steps 0 must be 1 or more"),
+        (["--tolerance=nan"], "--tolerance nan must be 0 or more"),
+        (["resume=latest"], "tunix.verify starts from new weights"),
+        (["training.seq_length=4"], "did you mean training.seq_len?"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_input(more, message, words, run):
+    code, out, error = run(*words, *more)
+    assert code == 2
+    assert out == ""
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,169 @@
+"""Where the processes of a run are started: here, by Slurm, on Kubernetes."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from tunix.config.base import Count, CountOrZero, Flag, Section
+
+
+def _assignment(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", text):
+        raise ValueError("expected NAME=VALUE, in quotes")
+    return text
+
+
+def _time_limit(text: str) -> str:
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", text):
+        raise ValueError("expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
+    return text
+
+
+def _one_line(text: str) -> str:
+    if not text.strip() or any(character in text for character in "\n\r\0"):
+        raise ValueError("expected one line of text")
+    return text
+
+
+def _label(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*", text):
+        raise ValueError("expected LABEL=VALUE, in quotes")
+    return text
+
+
+Assignment = Annotated[str, AfterValidator(_assignment), AfterValidator(_one_line)]
+Label = Annotated[str, AfterValidator(_label)]
+TimeLimit = Annotated[str, AfterValidator(_time_limit)]
+Line = Annotated[str, AfterValidator(_one_line)]
+
+
+class Local(Section):
+    """Train in this process, or as the one of many that the environment says it is."""
+
+    name: Literal["local"]
+    """What starts the processes."""
+
+
+class Nodes(Section):
+    """So many nodes of one kind."""
+
+    nodes: Count
+    """Nodes of the run."""
+    gpus_per_node: CountOrZero
+    """GPUs used on each node; 0 trains on CPUs, one device a process."""
+    tasks_per_node: Count | None
+    """Processes on each node: 1, or null for one a GPU."""
+    extra_env: tuple[Assignment, ...]
+    """Environment variables of the run, each 'NAME=VALUE'."""
+
+    @property
+    def tasks(self) -> int:
+        """Processes on each node."""
+        return self.tasks_per_node or self.gpus_per_node or 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * (self.gpus_per_node or self.tasks)
+
+    @property
+    def which_devices(self) -> str:
+        """Where the devices come from, in words."""
+        each = f"gpus_per_node={self.gpus_per_node}" if self.gpus_per_node else f"tasks_per_node={self.tasks}"
+        return f"asked for by launcher.nodes={self.nodes} x launcher.{each}"
+
+    @model_validator(mode="after")
+    def _check(self) -> "Nodes":
+        if self.gpus_per_node and self.tasks not in (1, self.gpus_per_node):
+            raise ValueError(
+                f"launcher.tasks_per_node={self.tasks} must be 1 or launcher.gpus_per_node={self.gpus_per_node}: "
+                "a process takes one GPU or all of its node"
+            )
+        return self
+
+
+class Slurm(Nodes):
+    """Submit the run as a Slurm job (docs/slurm.md). Null leaves a setting to the cluster."""
+
+    name: Literal["slurm"]
+    """What starts the processes."""
+    cpus_per_task: Count | None
+    """CPU cores of each process."""
+    memory: Line | None
+    """Memory of each node, as Slurm takes it: 64G; 0 is all."""
+    exclusive: Flag
+    """Share the nodes with no other job."""
+    partition: Line | None
+    """Slurm partition."""
+    qos: Line | None
+    """Slurm quality of service."""
+    account: Line | None
+    """Account that is charged."""
+    constraint: Line | None
+    """Features the nodes must have."""
+    time_limit: TimeLimit | None
+    """HH:MM:SS, DAYS-HH:MM:SS or minutes; a run that needs longer is requeued and goes on."""
+    email: Line | None
+    """Address for mail at the job's begin, end and failure."""
+    signal_before_end_s: Count
+    """Seconds before the time limit at which the run saves and stops; Slurm may be a minute early."""
+    max_requeues: CountOrZero
+    """Times that the job is queued again after it was stopped early (75) or lost a process (76)."""
+    tmp_dir: Line
+    """Temporary folder on the nodes."""
+    pre_launch_commands: tuple[Line, ...]
+    """Shell commands of the job's script before the training, like 'module load cuda'."""
+    container_image: Line | None
+    """Image that the tasks run in, by the pyxis plugin of Slurm."""
+    container_mounts: Line | None
+    """Folders the container sees, as pyxis takes them: /data:/data,/outputs:/outputs."""
+    python: Line | None
+    """Interpreter on the nodes; null takes the one that submits (in a container: python3)."""
+    train_script: Line | None
+    """Script that each task runs; null takes run_training.py."""
+    configs_path: Line | None
+    """Folder for one more copy of the resolved config."""
+    logs_path: Line | None
+    """Folder for the job's output; null takes the run's folder."""
+    scripts_path: Line | None
+    """Folder for the sbatch script; null takes the run's folder."""
+    dry_run: Flag
+    """Write config and script, submit nothing; needs no Slurm."""
+    show_logs: Flag
+    """Show the job's output until it ends."""
+
+
+class Kubernetes(Nodes):
+    """Write the run as a JobSet for kubectl (docs/kubernetes.md). One pod is one node."""
+
+    name: Literal["kubernetes"]
+    """What starts the processes."""
+    image: Line
+    """Container image with tunix in its working directory."""
+    cpu: Line | None
+    """CPU cores of each pod, as Kubernetes takes them: 32."""
+    memory: Line | None
+    """Memory of each pod, as Kubernetes takes it: 256Gi."""
+    shared_memory: Line
+    """Size of /dev/shm, which GPUs of one pod exchange data through."""
+    volume_claim: Line
+    """PersistentVolumeClaim, ReadWriteMany, that holds the run's folder."""
+    mount_path: Annotated[str, Field(pattern=r"^(/[\w.-]+)+$")]
+    """Where pods see the volume."""
+    namespace: Line
+    """Kubernetes namespace."""
+    service_account: Line | None
+    """Account of the pods."""
+    node_selector: tuple[Label, ...]
+    """Labels that nodes must have, each 'LABEL=VALUE'."""
+    port: Annotated[int, Field(ge=1, le=65534)]
+    """MASTER_PORT; process 0 listens on the port after it."""
+    grace_period_s: Count
+    """Seconds that pods have to save when they are told to stop."""
+    max_restarts: CountOrZero
+    """Times that all pods are started again after one ended early."""
+    train_script: Line
+    """Script in the image that each process runs."""
+
+
+AnyLauncher = Annotated[Local | Slurm | Kubernetes, Field(discriminator="name")]

@@ -1,0 +1,160 @@
+"""What a step holds, moves and computes on a mesh whose devices need not exist: derived, not compiled."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from tunix.config import Config, DeviceKind
+from tunix.flops import flops_per_token
+from tunix.layout import DATA_AXES, MESH_AXES
+from tunix.mesh import bytes_per_device, data_shards
+from tunix.program import Program, assemble
+from tunix.state import Weight
+
+RECOMPUTED = {"none": 0.0, "dots": 0.0, "attention": 1 / 3, "full": 1 / 3}  # of a step's FLOPs, by training.remat
+TRAVERSALS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # of a ring (Patarasuk and Yuan 2009)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective of one step, over the mesh axes named."""
+
+    kind: str  # of TRAVERSALS
+    axes: tuple[str, ...]
+    num_bytes: int  # in one step: of the whole arrays that a group gathers, reduces or scatters
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one optimizer step, on one device."""
+
+    num_bytes: dict[str, int]  # held at one time, by what it is
+    transfers: list[Transfer]
+    model_flops: float  # what MFU counts
+    flops: float  # with what rematerialization computes again
+    tokens_per_step: int  # of the whole mesh
+
+    @property
+    def memory(self) -> int:
+        return sum(self.num_bytes.values())
+
+
+def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
+    """The costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch."""
+    mesh = AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Explicit,) * 3)
+    training, shards = cfg.training, data_shards(mesh)  # type: ignore[arg-type]
+    microbatches = training.accumulation(shards)
+    tokens = microbatches * training.micro_batch_size * shards * training.seq_len
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = assemble(cfg, mesh)  # type: ignore[arg-type]
+    flops = flops_per_token(cfg.model, program.arch.num_parameters, training.seq_len) * tokens / mesh.size
+    return Costs(
+        _held(program, mesh),
+        [*_of_weights(program, mesh, microbatches), *_of_activations(cfg, mesh, microbatches)],
+        flops,
+        flops * (1 + RECOMPUTED[training.remat]),
+        tokens,
+    )
+
+
+def _held(program: Program, mesh: AbstractMesh) -> dict[str, int]:
+    layout, in_blocks = program.layout, _gathers_in_blocks(program)
+    trained, sharded = jax.tree.leaves(program.arch.trained_weights), layout.strategy.gradients
+    gathered = [
+        (weight, _bytes(weight, layout.gathered(weight.equation), layout.use_dtype(weight.equation), mesh))
+        for weight in jax.tree.leaves(program.arch.weights)
+    ]
+    # One block and the next are gathered at a time; the tables stay, and so does their gradient until it is summed.
+    share = {True: 2 / program.cfg.model.num_layers if in_blocks else 1.0, False: 1.0}
+    own_parts = [
+        _bytes(weight, layout.gathered(weight.equation), "float32", mesh)
+        for weight in trained
+        if not (in_blocks and _is_stacked(weight))
+    ]
+    return {
+        "weights": bytes_per_device(program.abstract["params"]),
+        "optimizer": bytes_per_device(program.abstract["opt_state"]),
+        "gradients": sum(own_parts)
+        + sum(_bytes(weight, layout.rest(weight.equation, sharded), "float32", mesh) for weight in trained),
+        "gathered": round(sum(share[_is_stacked(weight)] * size for weight, size in gathered)),
+        "activations": _activation_bytes(program.cfg, mesh.shape["tp"]),
+    }
+
+
+def _activation_bytes(cfg: Config, tp: int) -> int:
+    """An estimate: what the forward pass keeps for each layer, one layer's inside twice, one chunk's logits."""
+    model, training = cfg.model, cfg.training
+    item, tokens = jnp.dtype(training.dtypes["compute"]).itemsize, training.micro_batch_size * training.seq_len
+    width, heads = model.embed_dim, model.num_heads * model.head_dim / tp
+    keys = 2 * model.num_kv_heads * model.head_dim / min(tp, model.num_kv_heads)
+    mlp = (3 if model.mlp.startswith("gated") else 2) * model.mlp_dim / tp
+    inside = 6 * width + 2 * heads + keys + mlp
+    products = 2 * width + 2 * heads + keys + mlp
+    kept = {"none": inside, "dots": width + products, "attention": width + heads, "full": width}[training.remat]
+    positions = training.micro_batch_size * min(training.loss_chunk_size, training.seq_len)
+    logits = 3 * positions * model.vocab_size / tp * 4
+    return round(tokens * item * (model.num_layers * kept + 2 * inside) + logits)
+
+
+def _of_weights(program: Program, mesh: AbstractMesh, microbatches: int) -> Iterator[Transfer]:
+    """Weights gathered before they are used, and gradients reduced after."""
+    layout, strategy = program.layout, program.layout.strategy
+    reductions = microbatches // program.cfg.training.sync_gradients_every
+    is_trained = jax.tree.leaves(program.arch.is_trained)
+    for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
+        equation = weight.equation
+        whole, split = layout.gathered(equation), "fsdp" in layout.rest(equation, True)
+        if split and strategy.params:
+            times = 2 * microbatches if _gathers_in_blocks(program) and _is_stacked(weight) else 1
+            size = _bytes(weight, whole, layout.use_dtype(equation), mesh)
+            yield Transfer("all-gather", ("fsdp",), times * size)
+        elif split and strategy.optimizer and trained:  # the updated weights
+            yield Transfer("all-gather", ("fsdp",), _bytes(weight, whole, layout.param, mesh))
+        if not trained:
+            continue
+        size = reductions * _bytes(weight, whole, layout.reduce, mesh)
+        if split and strategy.gradients:
+            yield Transfer("reduce-scatter", ("fsdp",), size)
+            yield Transfer("all-reduce", ("dp",), size // mesh.shape["fsdp"])
+        else:
+            yield Transfer("all-reduce", DATA_AXES, size)
+
+
+def _of_activations(cfg: Config, mesh: AbstractMesh, microbatches: int) -> Iterator[Transfer]:
+    """Sums over tp: after attention and MLP of each layer, forward and backward; around the two tables."""
+    training = cfg.training
+    in_layers = cfg.model.num_layers * (6 if training.remat == "full" else 4)
+    item = jnp.dtype(training.dtypes["compute"]).itemsize
+    size = training.micro_batch_size * training.seq_len * cfg.model.embed_dim * item
+    yield Transfer("all-reduce", ("tp",), microbatches * (in_layers + 2) * size)
+
+
+def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_node: int) -> float:
+    """Time of a ring over the slowest link of its axes, if nothing else uses it.
+
+    Neighbours on inner axes are neighbours in a node. A group with several devices in a node has their network shares
+    together.
+    """
+    size = math.prod(sizes[axis] for axis in transfer.axes)
+    stride = math.prod(sizes[axis] for axis in MESH_AXES[MESH_AXES.index(transfer.axes[-1]) + 1 :])
+    neighbours = max(1, min(size, per_node // stride))
+    crosses = neighbours < size
+    speed = min(kind.link_gb_per_s, neighbours * kind.network_gb_per_s) if crosses else kind.link_gb_per_s
+    return TRAVERSALS[transfer.kind] * transfer.num_bytes * (size - 1) / size / (speed * 1e9)
+
+
+def _gathers_in_blocks(program: Program) -> bool:
+    return program.layout.strategy.gathered_for == "block" and program.cfg.training.sync_gradients_every == 1
+
+
+def _is_stacked(weight: Weight) -> bool:
+    return "L" in weight.equation.w
+
+
+def _bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: AbstractMesh) -> int:
+    shard = NamedSharding(mesh, PartitionSpec(*spec.partitions)).shard_shape(weight.shape)
+    return math.prod(shard) * jnp.dtype(dtype).itemsize

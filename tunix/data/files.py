@@ -1,0 +1,95 @@
+"""Files of a source: found in a fixed order, opened whatever packs them, identified without being read."""
+
+import glob
+import gzip
+import hashlib
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any
+
+from tunix.config import UserError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": zstd.open}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one process reads in one go: a file, a range of its bytes or rows, or a range of a data set's rows."""
+
+    name: str  # path below the source's root, the same on every machine
+    path: str
+    start: int  # first byte, row group or row
+    stop: int  # after the last
+    size: int  # bytes on disk
+    version: str  # differs when the content may do
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr((self.name, self.start, self.stop, self.size, self.version)).encode()).hexdigest()
+
+
+def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit]:
+    """Files that the paths, folders and globs name, each once; below a folder those with one of the endings.
+
+    Raises:
+        UserError: a path that does not exist, or no file at all.
+    """
+    found: dict[Path, Unit] = {}
+    endings = (*extensions, *(ending + packed for ending in extensions for packed in PACKED))
+    for pattern in paths:
+        matches = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
+        if not matches:
+            raise UserError(f"data.paths: {pattern} does not exist")
+        for match in matches:
+            below = [match] if match.is_file() else sorted(p for p in match.rglob("*") if p.name.endswith(endings))
+            for path in below:
+                if path.is_file():
+                    name = path.name if match.is_file() else path.relative_to(match).as_posix()
+                    found.setdefault(path.resolve(), whole_file(path, name))
+    if not found:
+        raise UserError(f"data.paths={list(paths)}: no file that ends in {', '.join(extensions)} (data.extensions)")
+    return list(found.values())
+
+
+def whole_file(path: Path, name: str) -> Unit:
+    about = path.stat()
+    return Unit(name, str(path), 0, about.st_size, about.st_size, str(about.st_mtime_ns))
+
+
+def split(unit: Unit, size: int) -> list[Unit]:
+    """A file of lines as ranges of about `size` bytes; one that is packed stays whole."""
+    if Path(unit.path).suffix in PACKED or unit.size <= size:
+        return [unit]
+    cuts = [*range(0, unit.size, size), unit.size]
+    return [Unit(unit.name, unit.path, start, stop, stop - start, unit.version) for start, stop in pairwise(cuts)]
+
+
+@contextmanager
+def opened(path: str) -> Iterator[IO[bytes]]:
+    """The file's bytes, unpacked; what goes wrong while it is read is told with its name."""
+    try:
+        with PACKED.get(Path(path).suffix, open)(path, "rb") as file:
+            yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
+        raise UserError(f"data: {path} is damaged or ends early: {error}") from None
+    except OSError as error:
+        raise UserError(f"data: cannot read {path}: {error.strerror or error}") from None
+
+
+def line_number(path: str, offset: int) -> int:
+    """Number, from 1, of the line that begins at a byte of the unpacked file."""
+    with opened(path) as file:
+        lines = 1
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            lines, offset = lines + block.count(b"\n"), offset - len(block)
+    return lines

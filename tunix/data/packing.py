@@ -1,0 +1,168 @@
+"""Sequences of T tokens made of documents: which parts of which documents, and the arrays of one of them."""
+
+import bisect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from tunix.data.cache import stored
+from tunix.data.stream import Arrays, Stream
+
+Example = dict[str, np.ndarray]  # tokens targets positions segment_ids: [T] int32; loss_mask: [T] float32
+
+
+class Sequences(grain.sources.RandomAccessDataSource):
+    """A stream cut into sequences of T tokens; any of them at the same cost.
+
+    Each shard is packed by itself. A sequence is a row of *pieces*, (first token, length) in the shard: `concat` takes
+    one piece of T tokens after the other through all documents; `best_fit` and `pad` take pieces that lie in one
+    document each, from a plan that is made once and kept. In an example `segment_ids` tell documents apart (0 is
+    padding), `positions` restart with each, and `loss_mask` is 0 where the next token is another document's, padding,
+    or no part of an answer.
+    """
+
+    def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path):
+        self.stream, self.seq_len, self.packing = stream, seq_len, packing
+        self.plans = None if packing == "concat" else [
+            _plan(stream, number, seq_len, packing, cache_dir) for number in range(len(stream.sizes))
+        ]  # fmt: skip
+        counts = (
+            [max(0, (tokens - 1) // seq_len) for tokens, _ in stream.sizes]
+            if self.plans is None
+            else [len(bounds) - 1 for _, bounds in self.plans]
+        )
+        self.ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all sequences, without padding."""
+        if self.plans is None:
+            return len(self) * self.seq_len
+        return self.stream.num_tokens - self.stream.num_documents  # a document's last token is only a target
+
+    @property
+    def utilisation(self) -> float:
+        """Share of tokens that are not padding."""
+        return self.num_tokens / max(1, len(self) * self.seq_len)
+
+    @property
+    def documents_per_sequence(self) -> float:
+        return self.stream.num_documents / max(1, len(self))
+
+    def __getitem__(self, index: Any) -> Example:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        shard = self.stream.shard(number)
+        local = int(index) - (int(self.ends[number - 1]) if number else 0)
+        if self.plans is None:
+            return _window(shard, local * self.seq_len, self.seq_len)
+        pieces, bounds = self.plans[number]
+        return _filled(shard, pieces[bounds[local] : bounds[local + 1]].tolist(), self.seq_len)
+
+
+def _window(shard: Arrays, first: int, seq_len: int) -> Example:
+    """The tokens from `first` on, whatever documents they are of."""
+    tokens = shard.tokens[first : first + seq_len + 1].astype(np.int32)
+    where = np.arange(first, first + seq_len + 1)
+    opening = int(np.searchsorted(shard.starts, first, side="right")) - 1
+    closing = int(np.searchsorted(shard.starts, first + seq_len, side="right"))
+    starts = np.maximum(shard.starts[opening:closing], first)
+    document = np.searchsorted(starts, where, side="right") - 1
+    learnt = document[1:] == document[:-1]
+    if shard.answers is not None:
+        learnt &= shard.answers[first + 1 : first + seq_len + 1]
+    return {
+        "tokens": tokens[:-1],
+        "targets": tokens[1:],
+        "positions": (where - starts[document])[:-1].astype(np.int32),
+        "segment_ids": (document + 1)[:-1].astype(np.int32),
+        "loss_mask": learnt.astype(np.float32),
+    }
+
+
+def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
+    """Pieces one after the other, then padding; each has its next token as last target."""
+    example = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
+    mask = np.zeros(seq_len, np.float32)
+    place = 0
+    for segment, (first, length) in enumerate(pieces, 1):
+        here = slice(place, place + length)
+        tokens = shard.tokens[first : first + length + 1]
+        example["tokens"][here], example["targets"][here] = tokens[:-1], tokens[1:]
+        example["positions"][here] = np.arange(length)
+        example["segment_ids"][here] = segment
+        mask[here] = 1 if shard.answers is None else shard.answers[first + 1 : first + length + 1]
+        place += length
+    return {**example, "loss_mask": mask}
+
+
+def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces [P, 2] int64 and where each sequence's begin [sequences + 1] int64, kept on disk."""
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        starts, tokens = stream.shard(number).starts, stream.sizes[number][0]
+        pieces = _pieces(np.diff(starts, append=tokens), np.asarray(starts), seq_len)
+        rows = list(PACKINGS[packing](pieces[:, 1], seq_len))
+        np.save(folder / "bounds.npy", np.cumsum([0, *map(len, rows)]))
+        np.save(folder / "pieces.npy", pieces[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
+
+    folder = stored(cache_dir / "packing" / f"{stream.fingerprint}-{packing}-{seq_len}", f"{number:05}", make)
+    pieces, bounds = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "bounds"))
+    return pieces, bounds
+
+
+def _pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    """Each document's tokens but the last, which is only a target, in pieces [P, 2] of at most T tokens."""
+    inputs = lengths - 1
+    counts = -(-inputs // seq_len)
+    document = np.repeat(np.arange(len(lengths)), counts)
+    offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    return np.stack([starts[document] + offset, np.minimum(inputs[document] - offset, seq_len)], axis=1)
+
+
+def _pad(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
+    for piece in range(len(lengths)):
+        yield [piece]
+
+
+def _best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
+    """Best-fit decreasing: from the longest piece down, each into the sequence that it fills up most.
+
+    Lengths are small whole numbers, so sequences are kept by the room that is left in them, and pieces of one length
+    are placed together: the cost is linear in the pieces.
+    """
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    order = np.argsort(-lengths, kind="stable")
+    cuts = np.flatnonzero(np.diff(lengths[order], prepend=-1))
+    rooms: list[int] = []  # sorted, those with a sequence
+    for group in np.split(order, cuts[1:]) if len(order) else []:
+        length = int(lengths[group[0]])
+        waiting = group.tolist()[::-1]
+        while waiting:
+            at = bisect.bisect_left(rooms, length)
+            if at == len(rooms):
+                row, room = len(rows), seq_len
+                rows.append([])
+            else:
+                room = rooms[at]
+                row = by_room[room].pop()
+                if not by_room[room]:
+                    del rooms[at]
+            while waiting and room >= length:
+                rows[row].append(waiting.pop())
+                room -= length
+            if room:
+                if not by_room[room]:
+                    bisect.insort(rooms, room)
+                by_room[room].append(row)
+    yield from rows
+
+
+PACKINGS: dict[str, Callable[[np.ndarray, int], Iterator[list[int]]]] = {"best_fit": _best_fit, "pad": _pad}

@@ -1,0 +1,209 @@
+"""One shard of a tokenized corpus: the documents of some units, tokenized by one process."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix.config import Task, Tokenizer, UserError
+from tunix.config.data import AnySource, Tokens
+from tunix.data.documents import Document, LeftOut, read_documents
+from tunix.data.files import Unit
+from tunix.data.stream import SPLITS, flat_tokens
+from tunix.data.tokenizer import Vocabulary, read
+
+BATCH_CHARS = 1 << 20  # text that is tokenized at one time
+HASH_BITS = 64
+SCAN = 1 << 24  # tokens of a flat file looked at at one time
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    name: str
+    units: tuple[Unit, ...]
+    source: AnySource
+    task: Task
+    tokenizer: Path  # folder of its files
+    held_out_below: int  # documents whose name hashes to less are held out
+
+
+def document_hash(name: str) -> int:
+    """Where a document stands in a fixed random order that does not depend on the others."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[: HASH_BITS // 8], "big")
+
+
+@dataclass
+class Part:
+    """Documents of one split while they are collected."""
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    answers: list[np.ndarray] | None = None  # of conversations
+    bytes: int = 0
+
+    def save(self, folder: Path, split: str, dtype: type) -> dict[str, Any]:
+        lengths = np.array([len(each) for each in self.tokens], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        tokens = np.concatenate([np.zeros(0, dtype), *self.tokens])
+        arrays = {"tokens": tokens, "starts": starts}
+        if self.answers is not None:
+            arrays["answers"] = np.concatenate([np.zeros(0, bool), *self.answers])
+        for name, array in arrays.items():
+            np.save(folder / f"{split}.{name}.npy", array)
+        return {"tokens": len(tokens), "documents": len(starts), "bytes": self.bytes, "digest": _digest(arrays)}
+
+
+def make_shard(plan: ShardPlan, folder: Path) -> None:
+    """Tokenize the plan's documents into `folder`: arrays of each split, words counted, and what there is to know."""
+    folder.mkdir()
+    vocabulary = _vocabulary(plan.tokenizer)
+    if isinstance(plan.source, Tokens):
+        facts, counts = _scan(plan, folder, vocabulary)
+    else:
+        facts, counts = _tokenize(plan, folder, vocabulary)
+    np.save(folder / "counts.npy", counts)
+    facts |= {"name": plan.name, "held_out_below": plan.held_out_below}
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
+    dtype = np.uint16 if vocabulary.num_words <= 2**16 else np.uint32
+    parts = {split: Part(answers=[] if plan.task.name == "sft" else None) for split in SPLITS}
+    left_out: Counter[str] = Counter()
+    examples: list[str] = []
+    smallest = 2**HASH_BITS
+    for documents in _batches(plan, left_out, examples):
+        hashes = [document_hash(document.name) for document in documents]
+        smallest = min([smallest, *hashes])
+        for number, (text_bytes, tokens, answers) in zip(hashes, _encode(vocabulary, documents), strict=True):
+            part = parts["held_out" if number < plan.held_out_below else "train"]
+            part.tokens.append(np.array(tokens, dtype))
+            part.bytes += text_bytes
+            if part.answers is not None:
+                part.answers.append(np.array(answers, bool))
+    facts = {split: part.save(folder, split, dtype) for split, part in parts.items()}
+    counts = np.sum([*_counts(np.load(folder / "train.tokens.npy", mmap_mode="r"), vocabulary.num_words)], axis=0)
+    return {**facts, "left_out": left_out, "left_out_names": examples, "smallest_hash": smallest}, counts
+
+
+def _batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> Iterator[list[Document]]:
+    """Documents in order, about `BATCH_CHARS` of text at a time; what is left out is counted."""
+    batch: list[Document] = []
+    size = 0
+    for unit in plan.units:
+        for document in read_documents(plan.source, plan.task, unit):
+            if isinstance(document, LeftOut):
+                left_out[document.reason] += 1
+                if document.reason != "empty" and len(examples) < 5:
+                    examples.append(document.name)
+                continue
+            batch.append(document)
+            content = document.content
+            size += len(content) if isinstance(content, str) else sum(len(turn["content"]) for turn in content)
+            if size >= BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+    yield batch
+
+
+def _encode(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[tuple[int, list[int], list[bool] | None]]:
+    """Bytes of text, tokens, and of each token of a conversation whether it is part of an answer."""
+    if documents and isinstance(documents[0].content, str):
+        before = [] if vocabulary.bos is None else [vocabulary.bos]
+        texts = [str(document.content) for document in documents]
+        vocabulary.backend.encode_special_tokens = True  # a document that writes <eos> does not end there
+        for text, encoding in zip(
+            texts, vocabulary.backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
+            yield len(text.encode()), [*before, *encoding.ids, vocabulary.eos], None
+        return
+    conversations = [vocabulary.chat.segments(document.content) for document in documents]  # type: ignore[arg-type]
+    vocabulary.backend.encode_special_tokens = False  # the template writes them
+    pieces = [text for segments in conversations for text, _ in segments]
+    encoded = iter(vocabulary.backend.encode_batch_fast(pieces, add_special_tokens=False))
+    for segments in conversations:
+        tokens: list[int] = []
+        answers: list[bool] = []
+        for _, is_answer in segments:
+            ids = next(encoded).ids
+            tokens += ids
+            answers += [is_answer] * len(ids)
+        yield sum(len(text.encode()) for text, _ in segments), tokens, answers
+
+
+def _scan(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
+    """A file of tokens that stays where it is: its documents are found, its words counted; its last are held out."""
+    cfg, (unit,) = plan.source, plan.units
+    assert isinstance(cfg, Tokens)
+    place = flat_place(cfg, Path(unit.path))
+    tokens = flat_tokens(**place)
+    counts, ends = np.zeros(vocabulary.num_words, np.int64), []
+    for block, found in enumerate(_counts(tokens, vocabulary.num_words)):
+        if len(found) > vocabulary.num_words:
+            raise UserError(
+                f"data: {unit.path} has token {len(found) - 1}, the tokenizer has {vocabulary.num_words} words; "
+                "give the tokenizer that made it, or the right data.dtype and data.skip_bytes"
+            )
+        counts += found
+        if cfg.document_end is not None:
+            here = tokens[block * SCAN : (block + 1) * SCAN]
+            ends.append(np.flatnonzero(here == cfg.document_end) + block * SCAN)
+    starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
+    starts = starts[starts < len(tokens)]
+    cut = len(tokens) - round(cfg.held_out_fraction * len(tokens))
+    if cfg.document_end is None:
+        starts = np.array([start for start in (0, cut) if start < len(tokens)], np.int64)
+    elif cfg.held_out_fraction > 0 and len(starts) > 1:
+        cut = int(starts[min(int(np.searchsorted(starts, cut)), len(starts) - 1)])
+    facts: dict[str, Any] = {"left_out": {}, "left_out_names": [], "smallest_hash": 0}
+    for split, first, stop in (("train", 0, cut), ("held_out", cut, len(tokens))):
+        own = starts[(starts >= first) & (starts < stop)] - first
+        np.save(folder / f"{split}.starts.npy", own)
+        own_place = place | {"offset": place["offset"] + first * tokens.itemsize, "count": stop - first}
+        digest = _digest({"tokens": flat_tokens(**own_place), "starts": own})
+        facts[split] = {"tokens": stop - first, "documents": len(own), "digest": digest, "flat": own_place}
+    facts["train"]["bytes"] = None  # follow from the words
+    return facts, counts
+
+
+def flat_place(cfg: Tokens, path: Path) -> dict[str, Any]:
+    """Where the numbers of a file of tokens are."""
+    with path.open("rb") as file:
+        if file.read(6) == b"\x93NUMPY":
+            array = np.load(path, mmap_mode="r")
+            if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32, np.int32):
+                raise UserError(f"data: {path} holds {array.ndim} dimensions of {array.dtype}, not one of tokens")
+            return {"path": str(path), "dtype": str(array.dtype), "offset": array.offset, "count": len(array)}
+    size = path.stat().st_size - cfg.skip_bytes
+    width = np.dtype(cfg.dtype).itemsize
+    if size < 0 or size % width:
+        raise UserError(
+            f"data: {path} has {path.stat().st_size} bytes, not data.skip_bytes={cfg.skip_bytes} and whole "
+            f"data.dtype={cfg.dtype}; it ends early or is of another type"
+        )
+    return {"path": str(path.absolute()), "dtype": cfg.dtype, "offset": cfg.skip_bytes, "count": size // width}
+
+
+def _counts(tokens: np.ndarray, num_words: int) -> Iterator[np.ndarray]:
+    """How often each word occurs, block by block."""
+    for first in range(0, max(1, len(tokens)), SCAN):
+        yield np.bincount(tokens[first : first + SCAN], minlength=num_words)
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name}\0{array.dtype}\0{len(array)}\0".encode())
+        for first in range(0, len(array), SCAN):
+            digest.update(np.ascontiguousarray(array[first : first + SCAN]).data)
+    return digest.hexdigest()
+
+
+@lru_cache(1)
+def _vocabulary(folder: Path) -> Vocabulary:
+    return read(Tokenizer(path=str(folder), train=None, vocab_size=259, train_bytes=1, bos_token=None, eos_token=None))

@@ -1,0 +1,161 @@
+"""Measure a trained model: `python -m tunix.evaluate checkpoint=RUN_DIR|HF_DIR [data=...] [key=value]`."""
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import grain
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from tunix import compose
+from tunix.config import Config, Evaluate, UserError
+from tunix.config.data import Mixture
+from tunix.data.chat import PLAIN
+from tunix.data.corpus import load_corpus, prepare_corpus
+from tunix.data.stream import Arrays
+from tunix.data.tokenizer import BOS, EOS, Vocabulary, special_words
+from tunix.evaluation import HeldOut
+from tunix.generate import stop_ids
+from tunix.losses import LOSSES
+from tunix.mesh import build_layout, build_mesh
+from tunix.models.hub import find
+from tunix.pretrained import load_params, load_pretrained
+from tunix.sampling import Sampling
+from tunix.state import describe
+
+Numbers = dict[str, float]
+
+
+def evaluate(cmd: Evaluate) -> None:
+    """Print a table of what was measured, and write it to `cmd.output`."""
+    output = Path(cmd.output).expanduser()
+    if not output.absolute().parent.is_dir():
+        raise UserError(f"output={output}: there is no folder {output.parent}")
+    if compose.find_run(cmd.checkpoint):
+        origin = f"resume={cmd.checkpoint}"
+    else:
+        origin = f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
+    cfg = compose.compose([origin, *cmd.overrides]).config
+    numbers = METRICS[cmd.metric](cmd, cfg if cmd.split == "held_out" else _without_split(cfg))
+    about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
+    output.write_text(json.dumps(about | numbers, indent=2) + "\n")
+    table = Table(*about, *numbers)
+    shown = (f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" for value in numbers.values())
+    table.add_row(*about.values(), *shown)
+    Console().print(table)
+
+
+def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
+    """As a run with this config measures it: on the same sequences, mesh and dtypes."""
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
+        layout = build_layout(cfg, mesh)
+        arch = describe(cfg.model, layout, cfg.training.remat)
+        params, tokenizer = load_params(cmd.checkpoint, cfg.model, arch, layout, mesh)
+        corpus = load_corpus(_with_tokenizer(cfg, tokenizer, Path(folder)))
+        if cmd.split == "all":
+            everything = [grain.MapDataset.source(each) for each in corpus.train.values()]
+            corpus = replace(corpus, held_out=grain.MapDataset.concatenate(everything))
+        elif corpus.num_held_out == 0:
+            raise UserError("data.held_out_fraction=0 holds out nothing; split=all measures all documents")
+        loss_fn = partial(LOSSES[cfg.task.name], chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
+        return HeldOut(cfg, corpus, arch, loss_fn, mesh).evaluate(params)
+
+
+class Question(NamedTuple):
+    """A conversation as token ids, cut before its last answer."""
+
+    prompt: list[int]
+    answer: list[int]  # with the end of its turn
+
+
+def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
+    """The share of last answers given word for word, but for white space around them; and pass@k."""
+    if cfg.task.name != "sft":
+        raise UserError("metric=exact_match asks the questions of conversations; set task=sft and the data's columns")
+    model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
+    with tempfile.TemporaryDirectory() as folder:
+        questions, vocabulary = _questions(cmd, _with_tokenizer(cfg, model.tokenizer, Path(folder)))
+    special = special_words(vocabulary.backend)
+    ends = {vocabulary.eos, *stop_ids(model)} | {word for each in questions for word in each.answer if word in special}
+    how = Sampling(cmd.max_new_tokens, cmd.temperature, stop=tuple(sorted(ends)))
+
+    def text(tokens: list[int]) -> str:
+        return vocabulary.backend.decode(tokens).strip()
+
+    correct = np.zeros(len(questions), int)
+    for sample in range(cmd.num_samples):
+        for start in range(0, len(questions), cmd.batch_size):
+            asked = questions[start : start + cmd.batch_size]
+            answers = model.sample([each.prompt for each in asked], how, cfg.seed + sample * len(questions) + start)
+            for row, (question, given) in enumerate(zip(asked, answers, strict=True), start):
+                correct[row] += text(given.tokens) == text(question.answer)
+    chances = {f"pass@{k}": _pass_at(k, correct, cmd.num_samples) for k in _powers(cmd.num_samples)}
+    return {"exact_match": chances.pop("pass@1"), **chances, "prompts": len(questions)}
+
+
+def _pass_at(k: int, correct: np.ndarray, num_samples: int) -> float:
+    """Chance that one of k answers is right, from `num_samples` of each (Chen et al. 2021, arXiv:2107.03374)."""
+    return float(np.mean([1 - math.comb(num_samples - c, k) / math.comb(num_samples, k) for c in correct.tolist()]))
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << n for n in range(limit.bit_length())]
+
+
+def _questions(cmd: Evaluate, cfg: Config) -> tuple[list[Question], Vocabulary]:
+    """At most `cmd.num_prompts` conversations, spread evenly over those of the split."""
+    prepared, vocabulary = prepare_corpus(cfg)
+    streams = [each.stream("held_out" if cmd.split == "held_out" else "train") for each in prepared.values()]
+    found = [
+        question for stream in streams for number in range(len(stream.sizes)) for question in _cut(stream.shard(number))
+    ]
+    if not found:
+        raise UserError("no conversation is held out; split=all asks all of them")
+    count = min(cmd.num_prompts, len(found))
+    return [found[index * len(found) // count] for index in range(count)], vocabulary
+
+
+def _cut(shard: Arrays) -> Iterator[Question]:
+    assert shard.answers is not None
+    for start, end in zip(shard.starts, [*shard.starts[1:], len(shard.tokens)], strict=True):
+        tokens, learnt = shard.tokens[start:end], shard.answers[start:end].astype(int)
+        begin = int(np.flatnonzero(np.diff(learnt, prepend=0) == 1)[-1])
+        length = int(learnt[begin:].sum())
+        yield Question(tokens[:begin].tolist(), tokens[begin : begin + length].tolist())
+
+
+def _with_tokenizer(cfg: Config, tokenizer: Tokenizer | None, folder: Path) -> Config:
+    """The config with the model's own tokenizer, where one would be trained on the data."""
+    assert tokenizer is not None or cfg.tokenizer.path is not None
+    path = cfg.tokenizer.path
+    if path is None and tokenizer is not None:
+        path = str(folder / "tokenizer")
+        bos, eos = cfg.tokenizer.bos_token or BOS, cfg.tokenizer.eos_token or EOS
+        Vocabulary(tokenizer, bos, eos, PLAIN).save(Path(path))
+    return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update={"path": path, "train": False})})
+
+
+def _without_split(cfg: Config) -> Config:
+    """The config with no document held out, so that the other split has them all."""
+    nothing = {"held_out_fraction": 0.0}
+    if isinstance(cfg.data, Mixture):
+        parts = {name: part.model_copy(update=nothing) for name, part in cfg.data.parts.items()}
+        return cfg.model_copy(update={"data": cfg.data.model_copy(update={"parts": parts})})
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update=nothing)})
+
+
+METRICS = {"loss": measure_loss, "exact_match": measure_exact_match}
+
+if __name__ == "__main__":
+    sys.exit(compose.command_line(Evaluate, evaluate))

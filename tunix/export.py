@@ -1,0 +1,145 @@
+"""Write a trained model as a Hugging Face directory: `python -m tunix.export checkpoint=RUN_DIR output=DIR`."""
+
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from tunix import compose
+from tunix.config import Export, UserError
+from tunix.models.hf import FAMILIES, read_json, write_config
+from tunix.models.weights import named, save_weights
+from tunix.pretrained import Pretrained, load_pretrained
+
+ABOUT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def export(cfg: Export) -> str:
+    """Write `cfg.output`, whole or not at all; returns a line about it.
+
+    Raises:
+        UserError: an output that exists, a checkpoint that cannot be read, or an adapter that PEFT has no form for.
+    """
+    output = Path(cfg.output).expanduser()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"output={output} exists already; name a new folder")
+    model = load_pretrained(cfg.checkpoint)
+    adapter = model.cfg.lora.rank and not cfg.merge_lora
+    dtype = cfg.dtype or ("float32" if adapter else _dtype_of_source(model.files))
+    write = _write_adapter if adapter else _write_model
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as temporary:
+            made = Path(temporary) / "made"
+            made.mkdir()
+            line = write(model, made, dtype, cfg.shard_gb)
+            if output.exists():
+                output.rmdir()
+            os.replace(made, output)
+    except OSError as error:
+        raise UserError(f"output={output} cannot be written: {error.strerror}") from None
+    return f"{output}: {line}"
+
+
+def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
+    model = model.merged()
+    size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)
+    tokens = _special_tokens(model)
+    _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
+    _write_generation_config(model, folder, tokens)
+    _write_tokenizer(model, folder)
+    return f"{model.cfg.family}, {model.arch.num_parameters:,} parameters in {dtype}, {size / 1e9:.3f} GB"
+
+
+def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
+    """The low-rank updates alone, as PEFT keeps them: lora_A [r, in], lora_B [out, r]."""
+    cfg, lora = model.cfg, model.cfg.lora
+    names = FAMILIES[cfg.family].names
+    if lora.train_also is not None:
+        raise UserError(f"{lora.train_also} is trained fully, which an adapter does not hold; set merge_lora=true")
+    tensors, modules = {}, set()
+    for path, leaf in named(model.params):
+        if ".lora." not in path:
+            continue
+        name = names[path.replace("lora.a", "w").replace("lora.b", "w")]
+        if name.parts > 1:
+            raise UserError(f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
+                            "set merge_lora=true")  # fmt: skip
+        module = name.tensor.removesuffix(".weight")
+        modules.add(module.rpartition(".")[2])
+        for layer in range(cfg.num_layers):
+            factor = np.asarray(leaf[layer]).astype(jnp.dtype(dtype))
+            is_first = path.endswith(".a")
+            matrix = factor.reshape(-1, lora.rank) if is_first else factor.reshape(lora.rank, -1)
+            key = f"base_model.model.{module.format(layer)}.lora_{'A' if is_first else 'B'}.weight"
+            tensors[key] = np.ascontiguousarray(matrix.T)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    about = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": cfg.init_from, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": sorted(modules), "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
+    _write_json(folder / "adapter_config.json", about)
+    _write_tokenizer(model, folder)
+    size = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    return f"adapter for PEFT of rank {lora.rank}, {size:,} parameters; merge_lora=true writes the whole model"
+
+
+def _dtype_of_source(files: Path | None) -> str:
+    if files is None or not (files / "config.json").is_file():
+        return "float32"
+    about = read_json(files / "config.json")
+    about |= about.get("text_config", {})
+    return about.get("dtype") or about.get("torch_dtype") or "float32"
+
+
+def _special_tokens(model: Pretrained) -> dict[str, Any]:
+    """Ids as the source says them, or those of a tokenizer trained here."""
+    if model.files is not None:
+        about = read_json(model.files / "config.json")
+        return {key: about[key] for key in ABOUT_TOKENS if key in about}
+    ids = {f"{name}_token_id": model.special_token(name) for name in ("bos", "eos", "pad")}
+    return {key: index for key, index in ids.items() if index is not None}
+
+
+def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, Any]) -> None:
+    if model.files is not None and (model.files / "generation_config.json").is_file():
+        shutil.copy(model.files / "generation_config.json", folder)
+    else:
+        _write_json(folder / "generation_config.json", tokens)
+
+
+def _write_tokenizer(model: Pretrained, folder: Path) -> None:
+    if model.files is not None:
+        for name in TOKENIZER:
+            if (model.files / name).is_file():
+                shutil.copy(model.files / name, folder / name)
+    if model.tokenizer is None or (folder / "tokenizer.json").is_file():
+        return
+    model.tokenizer.save(str(folder / "tokenizer.json"))
+    words = {f"{name}_token": model.special_token(name) for name in ("bos", "eos", "pad")}
+    about: dict[str, Any] = {
+        name: model.tokenizer.id_to_token(index) for name, index in words.items() if index is not None
+    }
+    about |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
+    _write_json(folder / "tokenizer_config.json", about)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(compose.command_line(Export, lambda cfg: print(export(cfg))))

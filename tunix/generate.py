@@ -1,0 +1,197 @@
+"""Continue or answer prompts: `python -m tunix.generate checkpoint=RUN_DIR|HF_DIR prompt=...`."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tunix import compose
+from tunix.config import Generate, UserError
+from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.models.hf import read_json
+from tunix.pretrained import Pretrained, load_pretrained
+from tunix.sampling import Answer, Sampling
+
+Row = dict[str, Any]
+
+
+def generate(cfg: Generate) -> None:
+    """Answer one prompt, a file of them, or a user at the terminal."""
+    rows = [{cfg.column: cfg.prompt}] if cfg.input is None else _read(Path(cfg.input).expanduser(), cfg.column)
+    write = None if cfg.output is None else _writer(Path(cfg.output).expanduser())
+    model = load_pretrained(cfg.checkpoint, cfg.dtype, cfg.mesh_shape)
+    speaker = Speaker(model, cfg)
+    if cfg.prompt is None and cfg.input is None:
+        _converse(speaker, cfg)
+        return
+    for start in range(0, len(rows), cfg.batch_size):
+        part = rows[start : start + cfg.batch_size]
+        for row, answer in zip(
+            part, speaker.answer([_message(row, cfg) for row in part], cfg.seed + start), strict=True
+        ):
+            row["prediction"], row["log_probability"] = speaker.text(answer), sum(answer.log_probabilities)
+    if write:
+        write(rows)
+    else:
+        print(*(row["prediction"] for row in rows), sep="\n" if cfg.input is None else "\n---\n")
+
+
+class Speaker:
+    """A model that takes text and gives text."""
+
+    def __init__(self, model: Pretrained, cfg: Generate):
+        if model.tokenizer is None:
+            raise UserError(f"checkpoint={cfg.checkpoint} has no tokenizer.json")
+        self.model, self.cfg, self.tokenizer = model, cfg, model.tokenizer
+        self.about = _about(model.files)
+        self.template = _template(model.files, self.about, cfg.chat_template) if cfg.chat else None
+        stop = [*stop_ids(model), *(self._id(word) for word in cfg.stop)]
+        self.how = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(stop))
+
+    def answer(self, prompts: list[str] | list[list[Row]], seed: int) -> list[Answer]:
+        """An answer to each text, or to each conversation."""
+        return self.model.sample([self._encode(prompt) for prompt in prompts], self.how, seed)
+
+    def text(self, answer: Answer) -> str:
+        tokens = answer.tokens[:-1] if answer.stopped else answer.tokens
+        return self.tokenizer.decode(tokens)
+
+    def _encode(self, prompt: str | list[Row]) -> list[int]:
+        if not isinstance(prompt, str):
+            assert self.template is not None
+            text = self.template.render(prompt, add_generation_prompt=True)
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.tokenizer.encode(prompt).ids
+        bos = self.model.special_token("bos") if self.model.files is None else None
+        return ids if bos is None else [bos, *ids]
+
+    def _id(self, word: str) -> int:
+        index = self.tokenizer.token_to_id(word)
+        if index is None:
+            raise UserError(f"stop={word} is not a token of the tokenizer")
+        return index
+
+
+def _about(files: Path | None) -> Row:
+    path = None if files is None else files / "tokenizer_config.json"
+    return read_json(path) if path is not None and path.is_file() else {}
+
+
+def stop_ids(model: Pretrained) -> list[int]:
+    """As generation_config.json or config.json say; of a tokenizer trained here, the token that ends a document."""
+    if model.files is None:
+        end = model.special_token("eos")
+        return [] if end is None else [end]
+    for name in ("generation_config.json", "config.json"):
+        said = read_json(model.files / name).get("eos_token_id") if (model.files / name).is_file() else None
+        if said is not None:
+            return said if isinstance(said, list) else [said]
+    return []
+
+
+def _template(files: Path | None, about: Row, asked: str | None) -> ChatTemplate:
+    """The template asked for, or the tokenizer's; of a tokenizer trained here, a plain one."""
+    own = about.get("chat_template")
+    named = {entry["name"]: entry["template"] for entry in own} if isinstance(own, list) else {"default": own}
+    if files is not None and (files / "chat_template.jinja").is_file():
+        named["default"] = (files / "chat_template.jinja").read_text()
+    if files is None:
+        named["default"] = PLAIN
+    source = named.get(asked or "default")
+    if source is None and asked is not None and Path(asked).expanduser().is_file():
+        source = Path(asked).expanduser().read_text()
+    if source is None:
+        known = ", ".join(name for name, text in named.items() if text)
+        raise UserError(f"chat_template={asked}: the tokenizer has {known or 'none'}, and there is no such file")
+    special = {key: about.get(key) for key in ("bos_token", "eos_token")}
+    if files is None:
+        special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    words = {key: value["content"] if isinstance(value, dict) else value or "" for key, value in special.items()}
+    return ChatTemplate(source, words)
+
+
+def _message(row: Row, cfg: Generate) -> Any:
+    """The prompt of a row as the model takes it: text, or a conversation that it begins."""
+    return [*_conversation(cfg), {"role": "user", "content": row[cfg.column]}] if cfg.chat else row[cfg.column]
+
+
+def _conversation(cfg: Generate) -> list[Row]:
+    return [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
+
+
+def _converse(speaker: Speaker, cfg: Generate) -> None:
+    """Turn by turn at the terminal, until an empty line or the end of input."""
+    messages = _conversation(cfg)
+    for turn, line in enumerate(_lines()):
+        messages.append({"role": "user", "content": line})
+        text = speaker.text(speaker.answer([messages], cfg.seed + turn)[0])
+        messages.append({"role": "assistant", "content": text})
+        print(text, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not line.strip():
+            return
+        yield line
+
+
+def _read(path: Path, column: str) -> list[Row]:
+    try:
+        with path.open(newline="") as file:
+            rows = READERS.get(path.suffix, _read_text)(file, column)
+    except OSError as error:
+        raise UserError(f"input={path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"input={path} cannot be read: {error}") from None
+    missing = next((number for number, row in enumerate(rows, 1) if not row.get(column)), None)
+    if missing is not None or not rows:
+        where = "is empty" if not rows else f"has no {column} in row {missing}"
+        raise UserError(f"input={path} {where}; column=NAME says which column holds the prompts")
+    return rows
+
+
+def _read_text(file: Any, column: str) -> list[Row]:
+    return [{column: line.rstrip("\n")} for line in file if line.strip()]
+
+
+READERS = {
+    ".csv": lambda file, column: list(csv.DictReader(file)),
+    ".jsonl": lambda file, column: [json.loads(line) for line in file if line.strip()],
+}
+
+
+def _write_csv(file: Any, rows: list[Row]) -> None:
+    writer = csv.DictWriter(file, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+WRITERS = {
+    ".csv": _write_csv,
+    ".jsonl": lambda file, rows: file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+}
+
+
+def _writer(path: Path) -> Any:
+    """A function that writes rows; refused before the model is loaded where that could not work."""
+    if path.suffix not in WRITERS:
+        raise UserError(f"output={path} must end in {' or '.join(WRITERS)}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"output={path}: there is no folder {path.parent}")
+
+    def write(rows: list[Row]) -> None:
+        with path.open("w", newline="") as file:
+            WRITERS[path.suffix](file, rows)
+
+    return write
+
+
+if __name__ == "__main__":
+    sys.exit(compose.command_line(Generate, generate))

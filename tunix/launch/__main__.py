@@ -1,0 +1,75 @@
+"""`python -m tunix.launch [flags] SCRIPT [arguments]`: the processes of this node, of one node or of many.
+
+Takes torchrun's flags in both spellings, the environment that torchrun's users export, and accelerate's YAML.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tunix.config import UserError
+from tunix.launch import accelerate, processes
+from tunix.launch.nodes import Asked, this_node
+
+EXIT_USER_ERROR = 2
+EPILOG = """
+MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK are read from the environment where no flag is given; RANK is the first
+global rank of this node, or its number. docs/coming_from.md has examples.
+"""
+
+
+def main(words: list[str]) -> int:
+    """Exit code of the command line: 0, or the worst of the processes'."""
+    flags = parser().parse_args(words)
+    try:
+        asked, environment = Asked(**{name: getattr(flags, name) for name in Asked.__annotations__}), dict(os.environ)
+        if flags.accelerate_config:
+            from_file = accelerate.read(flags.accelerate_config)
+            asked, environment = asked.or_else(from_file.asked), environment | from_file.environment
+        command = processes.command(flags.script, flags.arguments, flags.module, flags.no_python)
+        return processes.run(this_node(asked, environment), command, environment, flags.log_dir, flags.grace_s)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m tunix.launch", description=__doc__, epilog=EPILOG, allow_abbrev=False)
+
+    def flag(*names: str, **kwargs) -> None:
+        spellings = dict.fromkeys(spelling for name in names for spelling in (name, name.replace("_", "-")))
+        parser.add_argument(*(f"--{spelling}" for spelling in spellings), **kwargs)
+
+    flag(
+        "nprocs", "nproc_per_node", help="processes on this node: a number, gpu (one a GPU), cpu (one a core), or auto"
+    )
+    flag("nnodes", type=_nodes, help="nodes of the run")
+    flag("node_rank", type=int, help="number of this node, from 0 [NODE_RANK]")
+    flag("master_addr", help="host name or address of node 0 [MASTER_ADDR]")
+    flag("master_port", type=int, help="a port of node 0; the run listens on the port after it [MASTER_PORT]")
+    flag("standalone", action="store_true", default=None, help="one node, whatever the environment says")
+    flag("rdzv_backend", choices=["static", "c10d"], help="c10d: nodes get their numbers as they arrive")
+    flag("rdzv_endpoint", help="HOST[:PORT] where the nodes of --rdzv_backend=c10d meet; HOST becomes node 0")
+    flag("rdzv_id", help="nodes with different ids do not meet")
+    flag("max_restarts", type=int, choices=[0], help="only 0: resume=RUN_DIR goes on with a run")
+    flag("accelerate_config", type=Path, metavar="FILE", help="read an accelerate config; flags win over it")
+    flag("log_dir", type=Path, help="folder for train.RANK.log; a temporary one if not given")
+    flag("grace_s", type=float, default=30.0, help="seconds between SIGTERM and SIGKILL after a process died [30]")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    flag("no_python", action="store_true", help="SCRIPT is a program, not a Python script")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _nodes(text: str) -> int:
+    """A number, or torchrun's MIN:MAX if both are the same."""
+    least, _, most = text.partition(":")
+    if most and least != most:
+        raise argparse.ArgumentTypeError(f"{text}: the number of nodes is fixed; give one number")
+    return int(least)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

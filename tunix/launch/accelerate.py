@@ -1,0 +1,80 @@
+"""An accelerate config file (`accelerate config`) as flags of the launcher."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tunix.config import UserError
+from tunix.launch.nodes import Asked
+
+
+class Settings(BaseModel):
+    """The keys that have a meaning here, with accelerate's defaults, and the values that change nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_processes: int = Field(1, ge=1)
+    """Processes of all machines together."""
+    num_machines: int = Field(1, ge=1)
+    machine_rank: int = Field(0, ge=0)
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: Literal["static", "c10d"] = "static"
+    gpu_ids: str | int | None = None
+    """all, or numbers with commas between."""
+    use_cpu: bool = False
+    distributed_type: Literal["MULTI_GPU", "MULTI_CPU", "NO"] = "NO"
+    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    main_training_function: Literal["main"] = "main"
+    mixed_precision: Literal["no"] = "no"
+    downcast_bf16: Literal["no", False] = "no"
+    enable_cpu_affinity: Literal[False] = False
+    debug: Literal[False] = False
+    same_network: bool = True
+    tpu_env: tuple[()] = ()
+    tpu_use_cluster: Literal[False] = False
+    tpu_use_sudo: Literal[False] = False
+
+    @property
+    def asked(self) -> Asked:
+        """The flags that say the same."""
+        if self.num_processes % self.num_machines:
+            raise UserError(f"num_processes={self.num_processes} is not a multiple of num_machines={self.num_machines}")
+        many = self.num_machines > 1
+        return Asked(
+            nprocs=str(self.num_processes // self.num_machines),
+            nnodes=self.num_machines,
+            node_rank=self.machine_rank if many else None,
+            master_addr=self.main_process_ip if many else None,
+            master_port=self.main_process_port,
+            standalone=not many,
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that choose the devices."""
+        if self.use_cpu or self.distributed_type == "MULTI_CPU":
+            return {"JAX_PLATFORMS": "cpu"}
+        return {} if self.gpu_ids in (None, "all") else {"CUDA_VISIBLE_DEVICES": str(self.gpu_ids)}
+
+
+INSTEAD = {"mixed_precision": "; choose training.mixed_precision on the command line of the training"}
+
+
+def read(file: Path) -> Settings:
+    """Raises `UserError` naming the key that is not understood."""
+    try:
+        values: Any = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise UserError(f"--accelerate_config={file} cannot be read: {str(error).splitlines()[0]}") from None
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as errors:
+        first = errors.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            raise UserError(f"--accelerate_config={file}: {key} has no meaning here; remove it") from None
+        said = f"{first['msg'][0].lower()}{first['msg'][1:]}{INSTEAD.get(key, '')}"
+        raise UserError(f"--accelerate_config={file}: {key}={first['input']}: {said}") from None

@@ -1,0 +1,176 @@
+"""A run as a JobSet for Kubernetes (https://jobset.sigs.k8s.io): written, not submitted.
+
+One replicated Job with an index for each pod, one pod a node. JobSet makes the headless service that gives pods host
+names. In each pod `python -m tunix.launch` starts the processes; the pod's index is the number of the node.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tunix import compose
+from tunix.config import Config, Kubernetes, Local, UserError
+from tunix.launch import submission
+
+JOB, CONTAINER = "workers", "trainer"
+FOR_GOOD = [2, 77]  # exit codes after which starting again changes nothing: wrong input, a loss that is not finite
+INDEX = "batch.kubernetes.io/job-completion-index"
+NAME_LENGTH = 40  # of the 63 of a host name, with room for -workers-0-15
+
+
+def launch(job: compose.Job) -> int:
+    """Write config and manifest into the run's folder."""
+    kubernetes = job.config.launcher
+    assert isinstance(kubernetes, Kubernetes)
+    if job.config.resume:
+        raise UserError("launcher=kubernetes with resume: apply the manifest of that run again; its pods resume")
+    name = _name(job)
+    text = yaml.safe_dump_all(manifests(job.config, kubernetes, name), sort_keys=False)
+    if job.config.dry_run:
+        print(text)
+        return 0
+    with submission.folder(job) as folder:
+        file = submission.write(folder / "jobset.yaml", text)
+    print(f"run folder in the pods: {_pod_folder(kubernetes, name)}")
+    print(f"start it: kubectl apply -f {file}")
+    print(f"its output: kubectl -n {kubernetes.namespace} logs -f -l {INDEX}=0,jobset.sigs.k8s.io/jobset-name={name}")
+    return 0
+
+
+def manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
+    """The resolved config as a ConfigMap, and the JobSet that trains it."""
+    local = config.model_copy(update={"launcher": Local(name="local")})
+    metadata = {"name": name, "namespace": kubernetes.namespace}
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {"config.yaml": compose.to_yaml(local)},
+    }
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+            "coordinator": {"replicatedJob": JOB, "jobIndex": 0, "podIndex": 0},
+            "failurePolicy": {
+                "maxRestarts": kubernetes.max_restarts,
+                "rules": [
+                    {"name": "forGood", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+                    {"name": "again", "action": "RestartJobSet"},
+                ],
+            },
+            "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": _job(kubernetes, name)}}],
+        },
+    }
+    return [config_map, jobset]
+
+
+def _job(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
+    """All pods at once, each with an index; one that fails ends the Job, and JobSet decides what follows."""
+    return {
+        "parallelism": kubernetes.nodes,
+        "completions": kubernetes.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": FOR_GOOD},
+                }
+            ]
+        },
+        "template": {"spec": _pod(kubernetes, name)},
+    }
+
+
+def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
+    folder = _pod_folder(kubernetes, name)
+    outputs, config = _mount("outputs", kubernetes.mount_path), _mount("config", "/etc/tunix")
+    # Every pod writes the same text; the rename makes it whole at once for those who read it.
+    new = f"{folder}/config.$HOSTNAME"
+    copy = f"mkdir -p {folder} && cp /etc/tunix/config.yaml {new} && mv {new} {folder}/config.yaml"
+    pod = {
+        "restartPolicy": "Never",  # a pod alone cannot come back into a run
+        "terminationGracePeriodSeconds": kubernetes.grace_period_s,
+        "serviceAccountName": kubernetes.service_account,
+        "nodeSelector": _pairs(kubernetes.node_selector) or None,
+        "initContainers": [
+            {
+                "name": "config",
+                "image": kubernetes.image,
+                "command": ["sh", "-c", copy],
+                "volumeMounts": [outputs, config],
+            }
+        ],
+        "containers": [
+            {
+                "name": CONTAINER,
+                "image": kubernetes.image,
+                "command": ["python3", "-m", "tunix.launch"],
+                "args": [
+                    f"--nnodes={kubernetes.nodes}",
+                    f"--nprocs={kubernetes.tasks}",
+                    f"--log_dir={folder}",
+                    kubernetes.train_script,
+                    f"resume={folder}",
+                ],
+                "env": _environment(kubernetes, name),
+                "resources": _resources(kubernetes),
+                "volumeMounts": [_mount("outputs", kubernetes.mount_path), _mount("shared-memory", "/dev/shm")],
+            }
+        ],
+        "volumes": [
+            {"name": "outputs", "persistentVolumeClaim": {"claimName": kubernetes.volume_claim}},
+            {"name": "config", "configMap": {"name": name}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shared_memory}},
+        ],
+    }
+    return {key: value for key, value in pod.items() if value is not None}
+
+
+def _mount(volume: str, path: str) -> dict[str, str]:
+    return {"name": volume, "mountPath": path}
+
+
+def _environment(kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
+    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
+    given = {
+        "MASTER_ADDR": f"{name}-{JOB}-0-0.{name}",  # the host name that JobSet gives pod 0
+        "MASTER_PORT": str(kubernetes.port),
+        **_pairs(kubernetes.extra_env),
+    }
+    return [{"name": "NODE_RANK", "valueFrom": index}, *({"name": key, "value": value} for key, value in given.items())]
+
+
+def _resources(kubernetes: Kubernetes) -> dict[str, Any]:
+    """Limits, which requests follow."""
+    limits = {
+        "nvidia.com/gpu": kubernetes.gpus_per_node or None,
+        "cpu": kubernetes.cpu,
+        "memory": kubernetes.memory,
+    }
+    return {"limits": {name: value for name, value in limits.items() if value is not None}}
+
+
+def _pairs(assignments: tuple[str, ...]) -> dict[str, str]:
+    return {name: value for name, _, value in (text.partition("=") for text in assignments)}
+
+
+def _pod_folder(kubernetes: Kubernetes, name: str) -> str:
+    return str(Path(kubernetes.mount_path) / name)
+
+
+def _name(job: compose.Job) -> str:
+    """run_name, or project and time: a name that DNS takes."""
+    text = job.config.run_name or f"{job.config.project_name}-{'-'.join(job.run_dir.parts[-2:])}"
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not name or not name[0].isalpha() or len(name) > NAME_LENGTH:
+        raise UserError(
+            f"run_name={text}: Kubernetes takes at most {NAME_LENGTH} letters, digits and -, a letter first"
+        )
+    return name

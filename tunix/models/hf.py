@@ -1,0 +1,353 @@
+"""Hugging Face's names, one entry per family: the keys of config.json and the tensors in the files. Knows no jax.
+
+To add a family: its values in conf/model/family/, an entry in `FAMILIES`, its name in `config.Model.family`, and a tiny
+model of it in tests/parity/make.py.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunix.config import Model, UserError
+
+
+@dataclass(frozen=True)
+class Name:
+    """Where a weight stands in the files.
+
+    `dims` are its dimensions there in the letters of layout.py: a matrix "NH,D" has num_heads * head_dim rows. Where
+    one tensor holds several weights side by side along its last dimension, the weight is part `part` of `parts`.
+    """
+
+    tensor: str  # {} is the number of the layer
+    dims: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """How Hugging Face writes one family. Dimensions and switches are keys of our model section."""
+
+    model_type: str
+    architecture: str  # class in transformers
+    names: dict[str, Name]  # parameter -> tensor
+    keys: dict[str, str]  # our key -> key of config.json
+    fixed: dict[str, tuple]  # key of config.json -> values that our parts can serve, the usual one first
+    absent: dict[str, Any] = field(default_factory=dict)  # what config.json means by leaving a key out
+    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of tensor names that other classes and versions write
+    ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights of the decoder
+
+
+LLAMA_NAMES = {
+    "embedding.table": Name("model.embed_tokens.weight", "V,D"),
+    "blocks.pre_attention.scale": Name("model.layers.{}.input_layernorm.weight", "D"),
+    "blocks.attention.q.w": Name("model.layers.{}.self_attn.q_proj.weight", "NH,D"),
+    "blocks.attention.k.w": Name("model.layers.{}.self_attn.k_proj.weight", "KH,D"),
+    "blocks.attention.v.w": Name("model.layers.{}.self_attn.v_proj.weight", "KH,D"),
+    "blocks.attention.o.w": Name("model.layers.{}.self_attn.o_proj.weight", "D,NH"),
+    "blocks.pre_mlp.scale": Name("model.layers.{}.post_attention_layernorm.weight", "D"),
+    "blocks.mlp.gate.w": Name("model.layers.{}.mlp.gate_proj.weight", "F,D"),
+    "blocks.mlp.up.w": Name("model.layers.{}.mlp.up_proj.weight", "F,D"),
+    "blocks.mlp.down.w": Name("model.layers.{}.mlp.down_proj.weight", "D,F"),
+    "final_norm.scale": Name("model.norm.weight", "D"),
+    "head.table": Name("lm_head.weight", "V,D"),
+}
+LLAMA_KEYS = {
+    "vocab_size": "vocab_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "context_length": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}  # fmt: skip
+LLAMA_ABSENT = {
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4,
+    "num_key_value_heads": None, "head_dim": None,
+}  # fmt: skip
+
+
+def qk_norm(*dims: str) -> dict[str, Name]:
+    return {
+        f"blocks.attention.{x}_norm.scale": Name(f"model.layers.{{}}.self_attn.{x}_norm.weight", letters)
+        for x, letters in zip("qk", dims, strict=True)
+    }
+
+
+def renamed(names: dict[str, Name], **tensors: str) -> dict[str, Name]:
+    """The same dimensions under other names; a norm that is not there is left out."""
+    norms = {f"blocks.{norm}.scale": Name(f"model.layers.{{}}.{name}.weight", "D") for norm, name in tensors.items()}
+    return {path: name for path, name in names.items() if not re.match(r"blocks\.(pre|post)", path)} | norms
+
+
+def gpt2_names() -> dict[str, Name]:
+    def linear(path: str, tensor: str, inner: str, outer: str, part: int = 0, parts: int = 1) -> dict[str, Name]:
+        return {
+            f"blocks.{path}.w": Name(f"transformer.h.{{}}.{tensor}.weight", f"{inner},{outer}", part, parts),
+            f"blocks.{path}.bias.b": Name(f"transformer.h.{{}}.{tensor}.bias", outer, part, parts),
+        }
+
+    def norm(path: str, tensor: str) -> dict[str, Name]:
+        return {
+            f"{path}.scale": Name(f"transformer.{tensor}.weight", "D"),
+            f"{path}.bias.b": Name(f"transformer.{tensor}.bias", "D"),
+        }
+
+    return {
+        "embedding.table": Name("transformer.wte.weight", "V,D"),
+        "positions.table": Name("transformer.wpe.weight", "P,D"),
+        **norm("blocks.pre_attention", "h.{}.ln_1"),
+        **linear("attention.q", "attn.c_attn", "D", "NH", 0, 3),
+        **linear("attention.k", "attn.c_attn", "D", "KH", 1, 3),
+        **linear("attention.v", "attn.c_attn", "D", "KH", 2, 3),
+        **linear("attention.o", "attn.c_proj", "NH", "D"),
+        **norm("blocks.pre_mlp", "h.{}.ln_2"),
+        **linear("mlp.up", "mlp.c_fc", "D", "F"),
+        **linear("mlp.down", "mlp.c_proj", "F", "D"),
+        **norm("final_norm", "ln_f"),
+        "head.table": Name("lm_head.weight", "V,D"),
+    }
+
+
+FAMILIES = {
+    "gemma3": Family(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        names=renamed(
+            LLAMA_NAMES,
+            pre_attention="input_layernorm",
+            post_attention="post_attention_layernorm",
+            pre_mlp="pre_feedforward_layernorm",
+            post_mlp="post_feedforward_layernorm",
+        )
+        | qk_norm("H", "H"),
+        keys=LLAMA_KEYS | {"query_scale": "query_pre_attn_scalar", "sliding_window": "sliding_window"},
+        fixed={
+            "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+            "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+        absent={
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+        renamed=(("language_model.", ""), ("model.language_model.", "model.")),  # of the models that also see
+        ignored=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    ),
+    "llama": Family(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        names=LLAMA_NAMES,
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        absent=LLAMA_ABSENT,
+    ),
+    "qwen3": Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        names=LLAMA_NAMES | qk_norm("H", "H"),
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
+        absent=LLAMA_ABSENT | {"max_position_embeddings": 32768, "head_dim": 128},
+    ),
+    "olmo2": Family(
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        names=renamed(
+            LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
+        )
+        | qk_norm("NH", "KH"),
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
+        absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5},
+    ),
+    "gpt2": Family(
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        names=gpt2_names(),
+        keys={
+            "vocab_size": "vocab_size", "embed_dim": "n_embd", "mlp_dim": "n_inner", "num_layers": "n_layer",
+            "num_heads": "n_head", "context_length": "n_positions", "norm_eps": "layer_norm_epsilon",
+            "tied_head": "tie_word_embeddings",
+        },
+        fixed={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False, True),
+            "add_cross_attention": (False,),
+        },
+        absent={
+            "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+            "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+        },
+        renamed=(("wte.", "transformer.wte."), ("wpe.", "transformer.wpe."), ("h.", "transformer.h."),
+                 ("ln_f.", "transformer.ln_f.")),
+        ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)$",),  # causal masks
+    ),
+}  # fmt: skip
+
+# Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
+# concern training elsewhere.
+NOT_THE_DECODER = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id",
+    "pad_token_id", "unk_token_id", "use_cache", "initializer_range", "attention_dropout", "pretraining_tp",
+    "cache_implementation", "_name_or_path", "max_window_layers", "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
+    "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
+}  # fmt: skip
+ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
+LAYER_KEYS = {"layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern"}
+SCALINGS: dict[
+    str, tuple[str, dict[str, tuple[str, Any]]]
+] = {  # rope_type -> our name, and its keys: theirs -> (ours, what it means to leave it out)
+    "default": ("none", {}),
+    "linear": ("linear", {"factor": ("factor", ...)}),
+    "llama3": (
+        "llama3",
+        {
+            "factor": ("factor", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "low_freq_factor": ("low_freq_factor", ...),
+            "high_freq_factor": ("high_freq_factor", ...),
+        },
+    ),
+    "yarn": (
+        "yarn",
+        {
+            "factor": ("factor", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "beta_fast": ("beta_fast", 32.0),
+            "beta_slow": ("beta_slow", 1.0),
+            "attention_factor": ("attention_factor", None),
+        },
+    ),
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json says of the model section; the rest of it is the family's (conf/model/family).
+
+    Raises:
+        UserError: no config.json, or one with a key or value that is not understood: it is named.
+    """
+    raw = read_json(folder / "config.json")
+    if isinstance(raw.get("text_config"), dict):  # a model that also sees: its decoder
+        raw = {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
+    if "auto_map" in raw:
+        raise UserError(f"{folder}/config.json: auto_map asks for code of the model's own, which is never run")
+    kind = raw.get("model_type")
+    name = next((name for name, family in FAMILIES.items() if family.model_type == kind), None)
+    if name is None:
+        known = ", ".join(family.model_type for family in FAMILIES.values())
+        raise UserError(f"{folder}/config.json: model_type={kind} is not understood; understood are {known}")
+    family = FAMILIES[name]
+    understood = {*family.keys.values(), *family.fixed, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS}
+    for key, value in raw.items():
+        if key not in understood:
+            raise UserError(f"{folder}/config.json: {key}={value} is not understood for model_type={kind}")
+        if key in family.fixed and value not in family.fixed[key]:
+            usual = " or ".join(map(str, family.fixed[key]))
+            raise UserError(f"{folder}/config.json: {key}={value} is not supported; it must be {usual}")
+    raw = family.absent | raw
+    missing = [key for key in family.keys.values() if key not in raw]
+    if missing:
+        raise UserError(f"{folder}/config.json: {', '.join(missing)} is missing")
+    values = {ours: raw[theirs] for ours, theirs in family.keys.items()}
+    try:
+        values |= _layers(raw, values["num_layers"])
+        if ROPE_KEYS & family.absent.keys():
+            values |= _rope(raw, values)
+    except ValueError as error:
+        raise UserError(f"{folder}/config.json: {error}") from None
+    return {"family": name} | _derived(values)
+
+
+def _derived(values: dict[str, Any]) -> dict[str, Any]:
+    """Dimensions that follow from others where config.json leaves them open."""
+    heads, dim = values["num_heads"], values["embed_dim"]
+    values["num_kv_heads"] = values.get("num_kv_heads") or heads
+    values["head_dim"] = values.get("head_dim") or dim // heads
+    values["mlp_dim"] = values["mlp_dim"] or 4 * dim
+    values.setdefault("query_scale", values["head_dim"])
+    return values
+
+
+def _layers(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Which layers are local: every n-th attends to everything."""
+    every = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 1
+    types = raw.get("layer_types")
+    if types is not None:
+        every = types.index(FULL) + 1 if FULL in types else num_layers + 1
+        if types != [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]:
+            raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
+    return {"global_every": every, "sliding_window": raw.get("sliding_window") if every > 1 else None}
+
+
+def _rope(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """RoPE as transformers 5 writes it (`rope_parameters`) or as older versions do."""
+    everywhere = raw.get("rope_parameters") or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
+    nearby = {"rope_theta": raw.get("rope_local_base_freq")}
+    if FULL in everywhere:
+        everywhere, nearby = everywhere[FULL], everywhere[SLIDING]
+    if nearby.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters of {SLIDING}: rope_type={nearby['rope_type']} is not understood")
+    given = dict(everywhere)
+    theta = given.pop("rope_theta", raw["rope_theta"])
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
+    name, keys = SCALINGS[kind]
+    scaling = {"name": name}
+    for theirs, (ours, otherwise) in keys.items():
+        value = given.pop(theirs, otherwise)
+        if value is ...:
+            raise ValueError(f"rope_type={kind} needs {theirs}")
+        scaling[ours] = values["context_length"] if value is None and ours == "original_context" else value
+    unknown = {key: value for key, value in given.items() if (key, value) not in UNSCALED}
+    if unknown:
+        raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
+    local = nearby["rope_theta"] if values["global_every"] > 1 else None
+    return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling}
+
+
+UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some, and as if not said
+
+
+def write_config(model: Model) -> dict[str, Any]:
+    """config.json of a model, in the keys that all versions of transformers read."""
+    family = FAMILIES[model.family]
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    config |= {theirs: _whole(getattr(model, ours)) for ours, theirs in family.keys.items()}
+    config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
+    if model.positions == "learned":
+        return config
+    scaling = model.rope_scaling.model_dump()
+    kind, keys = next((kind, keys) for kind, (name, keys) in SCALINGS.items() if name == scaling["name"])
+    given = {theirs: scaling[ours] for theirs, (ours, _) in keys.items() if scaling[ours] is not None}
+    config["rope_theta"] = model.rope_theta
+    config["rope_scaling"] = {"rope_type": kind, **given} if given else None
+    if model.global_every > 1:
+        config["rope_local_base_freq"] = model.local_rope_theta
+        config["layer_types"] = [FULL if model.is_global(layer) else SLIDING for layer in range(model.num_layers)]
+    return config
+
+
+def _whole(value: Any) -> Any:
+    """A whole number without its point, as transformers wants it."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is no model's folder: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is no JSON object")
+    return value

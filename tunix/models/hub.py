@@ -1,0 +1,33 @@
+"""Where a model's files are: a folder here, or one of the Hugging Face hub's, downloaded once. Knows no jax."""
+
+import re
+from pathlib import Path
+
+from tunix.config import UserError
+
+ABOUT = ("*.json", "*.jinja", "tokenizer.model")  # config, tokenizer, chat template
+WEIGHTS = ("*.safetensors",)
+
+
+def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_from") -> Path:
+    """The folder that holds the files of `source`, a path or an ID like `google/gemma-3-270m`.
+
+    Only JSON, templates, tokenizers and safetensors are ever fetched, into the cache of `huggingface_hub`.
+
+    Raises:
+        UserError: neither a folder nor a model that can be fetched.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise UserError(f"{key}={source} is neither a folder nor the ID of a model like google/gemma-3-270m")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+    except Exception as error:  # of many kinds: network, rights, names
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{key}={source} is no folder here and cannot be fetched from the Hugging Face hub: {reason}"
+        ) from None

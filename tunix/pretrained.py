@@ -1,0 +1,162 @@
+"""A trained model ready for use, out of a run's folder or Hugging Face's files: `tunix.load_pretrained`."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, PartitionSpec, reshard
+from tokenizers import Tokenizer
+
+from tunix import compose, distributed
+from tunix.config import Config, Model, UserError
+from tunix.data.tokenizer import read_backend
+from tunix.layout import whole_letters
+from tunix.mesh import STRATEGIES, Layout, data_shards, device_mesh, local_rows, to_global
+from tunix.models.hub import ABOUT, WEIGHTS, find
+from tunix.models.lora import merge
+from tunix.models.weights import INDEX, check_weights, load_weights
+from tunix.sampling import Answer, Sampler, Sampling
+from tunix.state import Architecture, State, abstract_params, describe, init_state
+
+Params = dict[str, Any]
+FILES = "pretrained"  # in a run's folder: what model.init_from says beside its weights
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Architecture, weights and tokenizer. Calling it gives logits."""
+
+    cfg: Model
+    mesh: Mesh
+    layout: Layout
+    arch: Architecture
+    params: Params
+    files: Path | None  # Hugging Face's files about it: where it comes from, or what the run began with
+    tokenizer: Tokenizer | None
+
+    def __call__(self, tokens: Any) -> jax.Array:
+        """[B, T] int32 -> logits [B, T, V] float32."""
+        with jax.set_mesh(self.mesh):
+            return self._logits(self.params, self.rows(np.asarray(tokens, np.int32)), len(tokens))
+
+    def special_token(self, name: str) -> int | None:
+        """Id of the `bos`, `eos` or `pad` token of a tokenizer trained here; None where it has none."""
+        return None if self.tokenizer is None else self.tokenizer.token_to_id(f"<{name}>")
+
+    def rows(self, tokens: np.ndarray) -> jax.Array:
+        """[B, ...] on the mesh, with rows of zeros added until the data shards divide them."""
+        shards = data_shards(self.mesh)
+        padded = np.zeros((-(-len(tokens) // shards) * shards, *tokens.shape[1:]), tokens.dtype)
+        padded[: len(tokens)] = tokens
+        mine = padded[local_rows(self.mesh, len(padded))]
+        return to_global({"rows": mine[None]}, self.mesh)["rows"][0]
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        with jax.set_mesh(self.mesh):
+            return Sampler(self.arch, self.params, self.cfg.context_length, self.cfg.num_layers, self.rows)
+
+    def sample(self, prompts: list[list[int]], how: Sampling, seed: int = 0) -> list[Answer]:
+        """An answer to each prompt of token ids."""
+        with jax.set_mesh(self.mesh):
+            return self.sampler(prompts, how, seed)
+
+    @cached_property
+    def _logits(self):
+        def logits(params, tokens, num_rows):
+            return reshard(self.arch.module(params)(tokens), PartitionSpec())[:num_rows]
+
+        return jax.jit(logits, static_argnums=2)
+
+    def merged(self) -> "Pretrained":
+        """The same model with its low-rank updates, if it has any, added to the matrices."""
+        if not self.cfg.lora.rank:
+            return self
+        cfg = self.cfg.model_copy(update={"lora": self.cfg.lora.model_copy(update={"rank": 0})})
+        with jax.set_mesh(self.mesh):
+            params = jax.jit(lambda params: merge(params, self.arch.weights, self.cfg.lora))(self.params)
+            return replace(self, cfg=cfg, arch=describe(cfg, self.layout), params=params)
+
+
+def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ((1,), ("tp",))) -> Pretrained:
+    """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
+
+    Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
+
+    Raises:
+        UserError: a source that is neither, or that is not understood: the message names what.
+    """
+    run = compose.find_run(str(source))
+    folder = run[0] if run else find(str(source), key="checkpoint")
+    cfg = compose.trained_model(folder, mesh_shape)
+    mesh = device_mesh(cfg, allow_idle=True)
+    layout = Layout(STRATEGIES["no_shard"], whole_letters(cfg.dims, mesh.shape), dtype, dtype, "float32")
+    with jax.set_mesh(mesh):
+        arch = describe(cfg, layout)
+        params, tokenizer = load_params(str(source), cfg, arch, layout, mesh)
+    files = folder / FILES if run else folder
+    return Pretrained(cfg, mesh, layout, arch, params, files if files.is_dir() else None, tokenizer)
+
+
+def load_params(
+    source: str, cfg: Model, arch: Architecture, layout: Layout, mesh: Mesh
+) -> tuple[Params, Tokenizer | None]:
+    """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files."""
+    if run := compose.find_run(source):
+        return _restored(run[0] / "checkpoints", run[1], abstract_params(arch, mesh, layout))
+    folder = find(source, ABOUT + WEIGHTS, key="checkpoint")
+    return load_weights(folder, cfg, arch.weights, layout, mesh), read_backend(folder)
+
+
+def check_start(cfg: Config, arch: Architecture) -> None:
+    """Fetch what `model.init_from` names and look at the heads of its files, before anything is written.
+
+    Raises:
+        UserError: files that are not whole, or that hold another model.
+    """
+    if cfg.model.init_from is not None and not cfg.resume:
+        check_weights(find(cfg.model.init_from, ABOUT + WEIGHTS), cfg.model, arch.base_weights)
+
+
+def start_state(cfg: Config, arch: Architecture, layout: Layout, init, mesh: Mesh) -> State:
+    """The state of step 0: `model.init_from`'s weights, and new ones where it has none."""
+    given = None
+    if cfg.model.init_from is not None:
+        folder = find(cfg.model.init_from, ABOUT + WEIGHTS)
+        given = load_weights(folder, cfg.model, arch.base_weights, layout, mesh)
+    return init_state(init, mesh, cfg.seed, given)
+
+
+def keep_files(cfg: Config, run_folder: Path) -> None:
+    """Copy what `model.init_from` says beside its weights into the run's folder: export needs it one day."""
+    if cfg.model.init_from is None or (run_folder / FILES).is_dir() or not distributed.is_main():
+        return
+    (run_folder / FILES).mkdir()
+    source = find(cfg.model.init_from)
+    for path in (path for pattern in (*ABOUT, "*.txt") for path in source.glob(pattern)):
+        if path.name != INDEX:
+            shutil.copy(path, run_folder / FILES / path.name)
+
+
+def _restored(checkpoints: Path, step: int | None, abstract: Params) -> tuple[Params, Tokenizer]:
+    """Parameters and tokenizer of a checkpoint; None is the newest step."""
+    steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdigit())
+    if not steps or step not in (None, *steps):
+        asked = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
+        raise UserError(f"checkpoint: {checkpoints} has {asked}; it has {', '.join(map(str, steps)) or 'none'}")
+    folder = (checkpoints / str(step or steps[-1])).absolute()
+    tree = {"params": abstract}
+    arguments = ocp.args.PyTreeRestore(
+        tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        params = reader.restore(folder / "state", args=arguments)["params"]
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        tokenizer = reader.restore(folder / "tokenizer", args=ocp.args.JsonRestore())
+    return params, Tokenizer.from_str(json.dumps(tokenizer))

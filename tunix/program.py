@@ -1,0 +1,48 @@
+"""What a config trains on a mesh: the model's architecture, its loss, its optimizer, and the step made of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from tunix.config import Config
+from tunix.losses import LOSSES
+from tunix.mesh import Layout, build_layout
+from tunix.optim import make_optimizer, make_schedule
+from tunix.state import Architecture, State, abstract_state, describe, make_init
+from tunix.step import LossFn, make_train_step
+
+
+@dataclass(frozen=True)
+class Program:
+    """The parts of a training program. No array is made yet, and the devices need not exist."""
+
+    cfg: Config
+    layout: Layout
+    arch: Architecture
+    optimizer: optax.GradientTransformation
+    loss_fn: LossFn
+    init: Callable[..., State]  # seed -> State
+    abstract: State  # its shapes, dtypes and shardings
+
+    def step(self, num_steps: int, tokens_per_step: int) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
+        """The train step of a run of `num_steps`, on which the learning rate depends; to be compiled."""
+        cfg = self.cfg
+        schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, num_steps, tokens_per_step)
+        return make_train_step(
+            self.arch, self.loss_fn, self.optimizer, schedule, self.layout, cfg.training.sync_gradients_every
+        )
+
+
+def assemble(cfg: Config, mesh: Mesh) -> Program:
+    """The program of `cfg` for `mesh`, which must be the mesh in use (`jax.set_mesh`)."""
+    training = cfg.training
+    layout = build_layout(cfg, mesh)
+    arch = describe(cfg.model, layout, training.remat)
+    optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
+    init = make_init(arch, cfg.model, layout, optimizer)
+    loss_fn = partial(LOSSES[cfg.task.name], chunk_size=training.loss_chunk_size, z_loss=training.z_loss)
+    return Program(cfg, layout, arch, optimizer, loss_fn, init, abstract_state(init, mesh))

@@ -1,0 +1,205 @@
+"""Train a few steps on several meshes and compare: `python -m tunix.verify [group=option] [key=value]`.
+
+Every mesh starts from the same weights and takes the same global batches of the config's data, in float32 unless
+`training.mixed_precision` is given. Exit code 1 where loss or gradient norm differ by more than the tolerance. Where
+the CPU is all there is, it stands for 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another number).
+"""
+
+import argparse
+import logging
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from tunix import compose
+from tunix.cluster import who_am_i
+from tunix.config import Config, UserError
+from tunix.data.batches import TrainBatches
+from tunix.data.corpus import Corpus, load_corpus
+from tunix.layout import DATA_AXES, MESH_AXES, check_divides, meshes, resolve, shown
+from tunix.mesh import build_mesh
+from tunix.pretrained import check_start, start_state
+from tunix.program import assemble
+from tunix.report import derive_sizes
+from tunix.train import check_compiler_options, compile_step
+
+COMPARED = ("loss", "grad_norm")
+FAKE_DEVICES = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A few steps on one mesh."""
+
+    mesh: str  # as users write it
+    num_microbatches: int  # A
+    metrics: dict[str, list[float]]  # of COMPARED, one number a step
+
+    def differences(self, reference: "Trial") -> dict[str, float]:
+        """Largest relative difference over the steps; infinite where a number is not finite."""
+        pairs = {name: zip(self.metrics[name], reference.metrics[name], strict=True) for name in COMPARED}
+        return {name: max(_relative(ours, theirs) for ours, theirs in pair) for name, pair in pairs.items()}
+
+
+def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int) -> list[Trial]:
+    """`num_steps` steps on each mesh, or on each of a choice of legal ones; the first is the reference."""
+    sequences = _global_batch(cfg)
+    shapes = mesh_shapes or [yaml.safe_load(shown(sizes)) for sizes in choose_meshes(cfg, sequences)]
+    configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
+    device_meshes = [build_mesh(each) for each in configs]  # all are checked before the first is tried
+    check_compiler_options(cfg.training.compiler_options)
+    corpus = load_corpus(cfg)
+    return [_train(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
+
+
+def choose_meshes(cfg: Config, sequences: int) -> list[dict[str, int]]:
+    """One device; all devices on each axis alone; and the most even split over as many axes as can be."""
+    num_devices = jax.device_count()
+    legal = [sizes for sizes in meshes(num_devices) if _is_legal(cfg, sizes, sequences)]
+    alone = [sizes for sizes in legal if max(sizes.values()) == num_devices]
+    mixed = sorted(legal, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
+    chosen = [dict.fromkeys(MESH_AXES, 1), *alone, *mixed[:1]]
+    return [sizes for place, sizes in enumerate(chosen) if sizes not in chosen[:place]]
+
+
+def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
+    try:
+        check_divides(cfg.model.dims, sizes)
+    except ValueError:
+        return False
+    return sequences % (cfg.training.micro_batch_size * math.prod(sizes[axis] for axis in DATA_AXES)) == 0
+
+
+def _global_batch(cfg: Config) -> int:
+    """Sequences of a step of this config on the devices that are visible."""
+    try:
+        sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    shards = math.prod(sizes[axis] for axis in DATA_AXES)
+    return cfg.training.accumulation(shards) * cfg.training.micro_batch_size * shards
+
+
+def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
+    """The config with another mesh and the same global batch; the mesh may leave devices idle."""
+    values = cfg.model_dump(mode="json", by_alias=True)
+    values["model"]["mesh_shape"] = mesh_shape
+    values["training"] |= {
+        "gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": sequences,
+    }  # fmt: skip
+    values["distributed"]["allow_idle_devices"] = True
+    return compose.build(values)
+
+
+def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int) -> Trial:
+    # Some GPUs take float32 products in fewer bits unless told otherwise.
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        program = assemble(cfg, mesh)
+        check_start(cfg, program.arch)
+        sizes = derive_sizes(cfg, mesh, program.arch.num_parameters, corpus)
+        assert sizes.total_steps is not None
+        data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
+        state = start_state(cfg, program.arch, program.layout, program.init, mesh)
+        step_fn = program.step(sizes.total_steps, sizes.tokens_per_step)
+        train_step = compile_step(step_fn, state, data.read_global(0), cfg.training.compiler_options)
+        metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
+        for batch in data.iterate(0, num_steps):
+            state, scalars = train_step(state, batch)
+            for name in COMPARED:
+                metrics[name].append(float(scalars[name]))
+    return Trial(shown(mesh.shape), sizes.num_microbatches, metrics)
+
+
+def _relative(ours: float, theirs: float) -> float:
+    if not math.isfinite(ours) or not math.isfinite(theirs):
+        return math.inf
+    return 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs or ours)
+
+
+def report(trials: list[Trial], tolerance: float) -> tuple[Table, float]:
+    """A row for each mesh, and the largest difference from the first."""
+    num_steps = len(trials[0].metrics[COMPARED[0]])
+    table = Table(title=f"after {num_steps} steps on {jax.devices()[0].device_kind}", title_justify="left")
+    for name in ("mesh", "microbatches", "loss", "gradient norm", "loss differs by", "norm differs by"):
+        table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
+    largest = 0.0
+    for trial in trials:
+        apart = trial.differences(trials[0])
+        largest = max(largest, *apart.values())
+        table.add_row(
+            trial.mesh,
+            str(trial.num_microbatches),
+            *(f"{trial.metrics[name][-1]:.8g}" for name in COMPARED),
+            *(f"{value:.1e}{' !' if value > tolerance else ''}" for value in apart.values()),
+        )
+    return table, largest
+
+
+def _read_meshes(text: str) -> list[Any]:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, list) or not found or not all(isinstance(shape, list) for shape in found):
+        raise UserError(f'--meshes {text}: expected a list of meshes like [[[8],["fsdp"]],[[4,2],["fsdp","tp"]]]')
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m tunix.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    parser.add_argument(
+        "--meshes", help='list of them, the first is the reference: [[[8],["fsdp"]],[[2,4],["dp","tp"]]]'
+    )
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps on each mesh")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
+    return parser.parse_intermixed_args()
+
+
+def _config(args: argparse.Namespace) -> Config:
+    given = [word.lstrip("+").split("=")[0] for word in args.overrides]
+    if "resume" in given:
+        raise UserError("resume: tunix.verify starts from new weights; leave it out, or set model.init_from")
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps} must be 1 or more")
+    if not args.tolerance >= 0:
+        raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
+    precision = [] if "training.mixed_precision" in given else ["training.mixed_precision=fp32"]
+    cfg = compose.compose([*precision, *args.overrides]).config
+    if who_am_i(cfg.distributed):
+        raise UserError("tunix.verify is one process with all devices of its machine; start it without a launcher")
+    return cfg
+
+
+def main() -> int:
+    """Exit code of the command line."""
+    args = _arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        cfg = _config(args)
+        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
+            jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
+        ):
+            jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
+        trials = verify(cfg, _read_meshes(args.meshes) if args.meshes else None, args.steps)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    table, largest = report(trials, args.tolerance)
+    Console(width=max(120, Console().width)).print(table)
+    verdict = "within" if largest <= args.tolerance else "past"
+    print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {args.tolerance:g}")
+    return int(largest > args.tolerance)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
