@@ -262,6 +262,7 @@ def read_by_every_source(tmp_path: Path) -> list[list[str]]:
         ["data=csv", f"data.paths=[{tmp_path}/a.csv]"],
         ["data=tokens", f"data.paths=[{tmp_path}/a.bin]", tokenizer[0], "data.document_end=3"],
         ["data=synthetic", "data.num_documents=9"],
+        ["data=python_docstrings", "task=sft"],
         ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
     ]
     if find_spec("datasets"):
