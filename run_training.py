@@ -7,7 +7,6 @@ Hydra composes conf/ with the command line (tunix/compose.py), mistakes end here
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from tunix import compose, supervisor
+from tunix import compose, exits, supervisor
 from tunix.cluster import who_am_i
 from tunix.config import UserError
-
-EXIT_USER_ERROR, EXIT_STOPPED, EXIT_PEER, EXIT_NOT_FINITE = 2, 75, 76, 77
+from tunix.mistakes import explained
 
 
 def main() -> int:
@@ -32,7 +30,7 @@ def main() -> int:
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
     try:
         if any(only_hydra):
-            with compose.explained():
+            with explained():
                 if args.multirun:
                     compose.check_sweep(args.overrides)
                 hydra_main()
@@ -40,7 +38,7 @@ def main() -> int:
         return launch(compose.compose(args.overrides, args.config_path, args.config_name or "config"))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return exits.USER_ERROR
 
 
 def launch(job: compose.Job) -> int:
@@ -60,14 +58,13 @@ def train(job: compose.Job) -> int:
     try:
         run(job)
     except distributed.Stopped as stopped:
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # one more must not change the exit code
-            signal.signal(number, signal.SIG_IGN)
+        exits.ignore_stop_signals()
         print(stopped, flush=True)
-        return EXIT_STOPPED
+        return exits.STOPPED
     except UserError as error:
-        code, why = EXIT_USER_ERROR, str(error)
+        code, why = exits.USER_ERROR, str(error)
     except NotFinite as error:
-        code, why = EXIT_NOT_FINITE, str(error)
+        code, why = exits.NOT_FINITE, str(error)
     except Exception as error:
         if not identity:
             raise

@@ -4,8 +4,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from tunix.compose import CONF, compose, sections, tag
+from tunix.compose import CONF, compose
 from tunix.config import Config, Section
+from tunix.schema import sections, tag
 
 HEAD = """# Config keys
 

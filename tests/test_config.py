@@ -7,8 +7,9 @@ import sys
 import pytest
 from harness import ROOT
 
-from tunix.compose import CONF, compose, keys, to_yaml
+from tunix.compose import CONF, compose, to_yaml
 from tunix.config import UserError
+from tunix.schema import keys
 
 MISTAKES = [
     ("training.micro_batchsize=4", "unknown key training.micro_batchsize; did you mean training.micro_batch_size?"),

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tunix
 from tunix import distributed
 from tunix.checkpoint import Position, _check_same
-from tunix.compose import compose, sections
+from tunix.compose import compose
 from tunix.config import Config, Section, UserError
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus
@@ -23,6 +23,7 @@ from tunix.layout import Equation
 from tunix.mesh import build_layout, build_mesh
 from tunix.models.positions import layer_rope
 from tunix.optim import make_optimizer, make_schedule
+from tunix.schema import sections
 from tunix.state import Weight, describe
 from tunix.train import NotFinite, run
 

@@ -16,6 +16,9 @@ from tunix.config import Distributed, UserError
 Environment = Mapping[str, str]
 
 
+FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
+
+
 @dataclass(frozen=True)
 class Identity:
     """One process of a run."""
@@ -25,6 +28,9 @@ class Identity:
     num_processes: int
     process_id: int
     local_device_ids: tuple[int, ...] | None = None  # None: all that this process sees
+
+
+ALONE = Identity("a run of one process", "", 1, 0)
 
 
 def who_am_i(cfg: Distributed, environment: Environment = os.environ) -> Identity | None:
@@ -91,7 +97,7 @@ def _torchrun(env: Environment) -> Identity | None:
         return None
     size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
     if size == 1:
-        return Identity("torchrun", "", 1, 0)
+        return ALONE
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
     if coordinator is None:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
@@ -111,8 +117,8 @@ def _slurm(env: Environment) -> Identity | None:
         return None
     size = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
     if size == 1:
-        return Identity("Slurm", "", 1, 0)
-    port = 61440 + _number(env, "SLURM_JOB_ID") % 4096  # of this job alone, on nodes that jobs may share
+        return ALONE
+    port = _port(_number(env, "SLURM_JOB_ID"))  # of this job alone, on nodes that jobs may share
     coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
     local = _local_devices(env, _number(env, "SLURM_LOCALID"), _tasks_here(env))
     return Identity("Slurm", coordinator, size, _number(env, "SLURM_PROCID"), local)
@@ -123,14 +129,14 @@ def _open_mpi(env: Environment) -> Identity | None:
         return None
     size, rank = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
     if size == 1:
-        return Identity("Open MPI", "", 1, 0)
+        return ALONE
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
     if coordinator is None:
         uri = env.get("OMPI_MCA_orte_hnp_uri") or env.get("PMIX_SERVER_URI41") or ""
         job, _, address = uri.partition(";tcp://")
         if not address:
             raise UserError("Open MPI does not tell where process 0 is; set distributed.coordinator_address=HOST:PORT")
-        port = 61440 + int("".join(filter(str.isdigit, job.split(".")[0])) or 0) % 4096
+        port = _port(int("".join(filter(str.isdigit, job.split(".")[0])) or 0))
         coordinator = f"{address.split(',')[0].split(':')[0]}:{port}"
     local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     local = _local_devices(env, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
@@ -142,6 +148,10 @@ def _local_devices(env: Environment, local_rank: int, local_size: int) -> tuple[
     visible = env.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and len(visible.split(",")) == 1
     return None if local_size == 1 or hidden else (local_rank,)
+
+
+def _port(job: int) -> int:
+    return FIRST_PORT + job % NUM_PORTS
 
 
 def _tasks_here(env: Environment) -> int:

@@ -18,12 +18,12 @@ import numpy as np
 from jax._src import distributed as runtime  # its key-value store has no public name
 from jax.experimental import multihost_utils
 
+from tunix import exits
 from tunix.cluster import probe, who_am_i
 from tunix.config import Distributed, UserError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-EXIT_PEER = 76
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat")  # in errors of the runtime
 _stop_signals: list[str] = []
 
@@ -164,10 +164,10 @@ def blame(error: Exception) -> tuple[int, str]:
     time.sleep(2)  # a peer that failed has said so by now
     for rank, text in published("failed").items():
         failure = json.loads(text)
-        return EXIT_PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
+        return exits.PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
     line = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if any(word in str(error) for word in LOST_PEER):
-        return EXIT_PEER, f"another process died or cannot be reached: {line}"
+        return exits.PEER, f"another process died or cannot be reached: {line}"
     traceback.print_exception(error)
     return 1, line
 
@@ -193,7 +193,7 @@ def _store() -> Any:
 def _deadline(seconds: float, what: str) -> Iterator[None]:
     def end() -> None:
         print(f"error: {what} within {seconds:g} s", file=sys.stderr, flush=True)
-        os._exit(EXIT_PEER)
+        os._exit(exits.PEER)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tunix import compose
-from tunix.compose import did_you_mean
 from tunix.config import Config, DeviceKind, Plan, UserError
 from tunix.costs import Costs, derive, seconds
 from tunix.flops import device_kinds
 from tunix.layout import check_divides, meshes, resolve, shown
+from tunix.mistakes import did_you_mean
 
 GIB = 2**30
 SMALLER = {  # what would make a model fit, by what takes most

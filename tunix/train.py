@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from tunix import compose, distributed, run_folder
 from tunix.checkpoint import Checkpoints, Position
@@ -125,7 +126,12 @@ def run(job: compose.Job) -> Result:
 
             with watchdog.phase("closing"):
                 checkpoints.finish()
-                close_report(cfg, corpus, arch, state, mesh, metrics, evaluation, last)
+                if evaluation:
+                    log.info("%s", beside_unigram(evaluation["bits_per_byte"], corpus.unigram_bits_per_byte))
+                if evaluation and cfg.evaluation.sample_tokens:
+                    sample = continued_document(cfg, corpus, arch, state, mesh)
+                    log.info("continuation of a held-out document, after >>>:\n%s", sample)
+                    metrics.text("sample", sample, last)
         log.info("done: %s", folder)
         return Result(folder, steps.last, evaluation)
 
@@ -205,28 +211,20 @@ def stop_if_not_finite(record: dict[str, Any], cfg: Config, start: Position, dat
         )
 
 
-def close_report(
-    cfg, corpus: Corpus, arch: Architecture, state: State, mesh, metrics: Metrics, evaluation: dict, step: int
-) -> None:
-    """The held-out loss beside what word frequencies alone would give, and a continuation of a held-out document."""
-    if not evaluation:
-        return
-    bits, unigram = evaluation["bits_per_byte"], corpus.unigram_bits_per_byte
-    log.info(
-        "held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% below",
-        bits,
-        unigram,
-        100 * (1 - bits / unigram),
-    )
-    if cfg.evaluation.sample_tokens == 0:
-        return
+def beside_unigram(bits: float, unigram: float) -> str:
+    """The held-out loss beside what word frequencies alone would give; both in bits per byte."""
+    side = "below" if bits <= unigram else "above"
+    share = 100 * abs(1 - bits / unigram)
+    return f"held out: {bits:.3f} bits per byte; unigram entropy of the corpus: {unigram:.3f}; {share:.1f} % {side}"
+
+
+def continued_document(cfg: Config, corpus: Corpus, arch: Architecture, state: State, mesh: Mesh) -> str:
+    """The beginning of a held-out document, and how the model goes on with it."""
     prompt = corpus.example[:-1][: min(128, cfg.training.seq_len)]
     words = continue_text(
         arch, state["params"], mesh, prompt, cfg.evaluation.sample_tokens, cfg.evaluation.sample_temperature, cfg.seed
     )
-    text = f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(words)}"
-    log.info("continuation of a held-out document, after >>>:\n%s", text)
-    metrics.text("sample", text, step)
+    return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(words)}"
 
 
 class _Callable(types.ModuleType):

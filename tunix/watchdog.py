@@ -16,13 +16,13 @@ from typing import Any
 
 import jax
 
-from tunix import distributed
+from tunix import distributed, exits
 from tunix.config import Distributed
 
 log = logging.getLogger(__name__)
 POLL_S = 1.0
 PUBLISH_S = 5.0
-OWN_CODES = (2, 75, 77)  # of a peer, that are this process's too
+OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.NOT_FINITE)  # of a peer, that are this process's too
 
 
 class Watchdog:
@@ -93,7 +93,7 @@ class Watchdog:
         if self.ended.is_set():
             return
         self._dump_stacks()
-        code = failure["code"] if failure["code"] in OWN_CODES else distributed.EXIT_PEER
+        code = failure["code"] if failure["code"] in OWN_CODES else exits.PEER
         self._end(code, f"process {rank} ({failure['host']}) failed: {failure['why']}")
 
     def _expire(self, waited_s: float) -> None:
@@ -114,7 +114,7 @@ class Watchdog:
         late = min(states, key=lambda rank: (states[rank]["step"], states[rank]["doing"] == "a step"), default=0)
         who = f"process {late} is late; " if len(states) > 1 else ""
         self._end(
-            distributed.EXIT_PEER,
+            exits.PEER,
             f"{self.doing} at step {self.number} has taken {waited_s:.0f} s, its deadline was {self.limit:.0f} s; {who}"
             "stacks are in the log; distributed.step_deadline_s, distributed.phase_deadline_s",
         )

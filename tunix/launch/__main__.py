@@ -8,11 +8,11 @@ import os
 import sys
 from pathlib import Path
 
+from tunix import exits
 from tunix.config import UserError
 from tunix.launch import accelerate, processes
 from tunix.launch.nodes import Asked, this_node
 
-EXIT_USER_ERROR = 2
 EPILOG = """
 MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK are read from the environment where no flag is given; RANK is the first
 global rank of this node, or its number. docs/coming_from.md has examples.
@@ -31,7 +31,7 @@ def main(words: list[str]) -> int:
         return processes.run(this_node(asked, environment), command, environment, flags.log_dir, flags.grace_s)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return exits.USER_ERROR
 
 
 def parser() -> argparse.ArgumentParser:

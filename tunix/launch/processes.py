@@ -1,6 +1,5 @@
 """The processes of one node: started together, logged each in its own file, ended together."""
 
-import ctypes
 import os
 import shutil
 import signal
@@ -16,14 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from tunix import exits
 from tunix.config import UserError
 from tunix.launch.nodes import Node
 
-EXIT_STOPPED, EXIT_PEER = 75, 76
-SEVERITY = (0, EXIT_STOPPED, EXIT_PEER, 77, 2)  # exit codes from the best to the worst; all others are worse
+# Exit codes from the best to the worst; all others are worse.
+SEVERITY = (0, exits.STOPPED, exits.PEER, exits.NOT_FINITE, exits.USER_ERROR)
 LAST_WORDS_S = 2.0  # in which the others may find out by themselves that one died, and say so
 TAIL_LINES = 20
-LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 FORWARDED = {  # a signal to the launcher is for all; Ctrl-C means what SIGTERM means
     signal.SIGINT: signal.SIGTERM,
     signal.SIGTERM: signal.SIGTERM,
@@ -47,8 +46,7 @@ class Child:
         """Whether it ended; its own children end with it."""
         if self.code is None and (status := self.process.poll()) is not None:
             self._kill_group()
-            aborted = status == -signal.SIGABRT  # the JAX runtime aborts a process that lost its peers
-            self.code = EXIT_PEER if aborted else status if status >= 0 else 128 - status
+            self.code = exits.exit_code(status)
             for copier in self.copiers:
                 copier.join(timeout=1)
         return self.code is not None
@@ -125,14 +123,7 @@ def run(node: Node, words: list[str], environment: Mapping[str, str], log_dir: P
 
 def _start(words: list[str], environment: Mapping[str, str], log_dir: Path) -> Child:
     """Rank 0 is shown on the terminal too."""
-    rank, launcher = int(environment["RANK"]), os.getpid()
-
-    def end_with_launcher() -> None:
-        if sys.platform == "linux":
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:  # it died in between
-                os._exit(1)
-
+    rank = int(environment["RANK"])
     log = log_dir / f"train.{rank}.log"
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -142,7 +133,7 @@ def _start(words: list[str], environment: Mapping[str, str], log_dir: Path) -> C
             stdout=subprocess.PIPE if rank == 0 else file,
             stderr=subprocess.PIPE if rank == 0 else file,
             start_new_session=True,  # a Ctrl-C on the terminal reaches it through the launcher alone
-            preexec_fn=end_with_launcher,
+            preexec_fn=exits.end_with_parent(),
         )
     return Child(rank, process, log)
 
@@ -172,7 +163,7 @@ def _watch(children: list[Child], received: list[int], grace_s: float) -> int:
             for child in running:
                 child.send(number)
         now = time.monotonic()
-        if died_at is None and any(child.code not in (None, 0, EXIT_STOPPED) for child in children):
+        if died_at is None and any(child.code not in (None, 0, exits.STOPPED) for child in children):
             died_at = now
         if died_at and told_at is None and now > died_at + LAST_WORDS_S:
             told_at = now
@@ -195,7 +186,7 @@ def _report(children: list[Child]) -> int:
     own = [child for child in children if not (child.was_told and (child.code or 0) > 128)]  # the rest we killed
     worst = max(own or children, key=lambda child: (severity(child), -child.rank))
     assert worst.code is not None
-    if worst.code not in (0, EXIT_STOPPED):
+    if worst.code not in (0, exits.STOPPED):
         if worst.rank != 0:  # whose output is on the terminal
             print("\n".join(_tail(worst.log)), file=sys.stderr)
         _say(f"process {worst.rank} ended with exit code {worst.code}; its output is in {worst.log}")

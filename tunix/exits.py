@@ -1,0 +1,37 @@
+"""Exit codes, and how processes end: with one of them, and no later than their parent. Knows no jax."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+USER_ERROR, STOPPED, PEER, NOT_FINITE = 2, 75, 76, 77  # anything else but 0 is a bug
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
+
+
+def exit_code(status: int) -> int:
+    """What `Popen.returncode` of a child means; the JAX runtime aborts a process that has lost its peers."""
+    if status == -signal.SIGABRT:
+        return PEER
+    return status if status >= 0 else 128 - status
+
+
+def ignore_stop_signals() -> None:
+    """This process is ending: one that comes now must not change its exit code."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_parent() -> Callable[[], None]:
+    """A `preexec_fn` with which a child is killed when this process is (Linux): nobody is left behind."""
+    parent = os.getpid()
+
+    def ask() -> None:
+        if sys.platform == "linux":
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died in between
+                os._exit(1)
+
+    return ask
