@@ -1,5 +1,7 @@
 """The step computes the same on every mesh, however it is cut up."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,7 +95,9 @@ def test_bytes_per_device_of_each_strategy(strategy, params, moments):
     assert bytes_per_device(state["opt_state"]) == 2 * ((whole - vectors) // moments + vectors) + counter
 
 
-def test_same_initial_weights_on_every_mesh():
+def test_same_initial_weights_on_every_mesh(monkeypatch):
+    """With the loops that users get: the quick compiler of these tests rounds a vector's remainder another way."""
+    monkeypatch.setattr(jax, "jit", partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True}))
     one, many = (program(*mesh, fresh=True).state["params"] for mesh in (ONE, ["model.mesh_shape=[[2,4],[fsdp,tp]]"]))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True))
 

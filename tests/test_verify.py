@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from devices import QUICK
 from harness import ROOT, RUN
 
 from tunix import verify
@@ -32,7 +33,7 @@ def run(monkeypatch, capsys):
 def test_alone_the_cpu_stands_for_eight_devices(words, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tunix.verify", *words, TWO, "--steps=2"], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}, check=False,
+        env={**os.environ, "XLA_FLAGS": QUICK, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert '[[2,2,2],["dp","fsdp","tp"]]' in done.stdout
