@@ -65,6 +65,8 @@ def test_tokenizers_from_files(load, tmp_path):
         UserError, match=r"the tokenizer has 300 words, more than model.vocab_size=256; set model.vocab_size=384"
     ):
         load(f"tokenizer.path={path}", "model.vocab_size=256")
+    assert compose([*SMALL, f"tokenizer.path={path}", "model.vocab_size=auto"]).config.model.vocab_size == 384
+    assert compose([*SMALL, "tokenizer.vocab_size=513", "model.vocab_size=auto"]).config.model.vocab_size == 640
     with pytest.raises(UserError, match="tokenizer.bos_token=<s> is not a token of"):
         load(f"tokenizer.path={path}", "tokenizer.bos_token='<s>'")
     with pytest.raises(UserError, match="nowhere.json does not exist"):

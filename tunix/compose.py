@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from tunix import exits
-from tunix.config import Config, Model, Section, UserError
+from tunix.config import Config, Model, Section, Tokenizer, UserError
 from tunix.mistakes import explained, validated
 from tunix.models import hf, hub
 from tunix.schema import keys
@@ -126,7 +126,20 @@ def checked(composed: DictConfig, fresh: bool = True) -> Config:
         _fill_from_pretrained(values)
     elif values["model"]["family"] is None:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
+    if values["model"]["vocab_size"] == "auto":
+        values["model"]["vocab_size"] = _rows(values)
     return build(values)
+
+
+def _rows(values: dict[Any, Any]) -> int:
+    """Rows of the embedding table for the tokenizer that the run will have."""
+    from tunix.data import tokenizer  # only where asked for: it takes longer to import than a config to check
+
+    cfg, data = validated(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
+    if cfg.path is None and data["source"] == "tokens":  # prepared, its tokenizer with it
+        cfg = cfg.model_copy(update={"path": f"{data['paths'][0]}/tokenizer"})
+    trained = cfg.path is None or cfg.train
+    return tokenizer.padded(cfg.vocab_size if trained else tokenizer.read(cfg).num_words)
 
 
 def _fill_from_pretrained(values: dict[Any, Any]) -> None:

@@ -91,7 +91,7 @@ class Model(Section):
     family: Literal["gemma3", "gpt2", "llama", "olmo2", "qwen3"]
     """Whose names and config.json the model has in Hugging Face's files."""
     vocab_size: Count
-    """Rows of the embedding table; at least the tokenizer's words."""
+    """Rows of the embedding table, at least the tokenizer's words; `auto` for those to the next multiple of 128."""
     embed_dim: Count
     """Width of the residual stream (D)."""
     mlp_dim: Count

@@ -12,7 +12,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tunix.config import UserError
-from tunix.data.documents import Message
+
+Message = dict[str, str]  # role, content
 
 # For tokenizers that have none: those trained here.
 PLAIN = (

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 from tunix.config import Task, UserError
 from tunix.config.data import AnySource, Columns, Rows
+from tunix.data.chat import Message
 from tunix.data.files import Unit
 from tunix.data.sources import SOURCES, Item
-
-Message = dict[str, str]  # role, content
 
 
 class Document(NamedTuple):

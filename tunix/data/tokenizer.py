@@ -16,6 +16,7 @@ from tunix.config import Tokenizer, UserError
 from tunix.data import sentencepiece
 from tunix.data.chat import PLAIN, ChatTemplate
 
+ROW_MULTIPLE = 128
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # of tokenizers trained here
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 
@@ -114,13 +115,18 @@ def train(cfg: Tokenizer, texts: Iterable[str]) -> Vocabulary:
     return Vocabulary(backend, bos, eos, PLAIN)
 
 
+def padded(num_words: int) -> int:
+    """Rows of an embedding table for so many words: a multiple that meshes divide and matrix units like."""
+    return -(-num_words // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
 def check_fits(vocabulary: Vocabulary, model_vocab_size: int) -> None:
     """Raise `UserError` where the model has fewer rows than the tokenizer has words."""
     if vocabulary.num_words > model_vocab_size:
-        padded = -(-vocabulary.num_words // 128) * 128
         raise UserError(
-            f"the tokenizer has {vocabulary.num_words} words, more than model.vocab_size={model_vocab_size}; "
-            f"set model.vocab_size={padded} (the next multiple of 128) or choose another tokenizer"
+            f"the tokenizer has {vocabulary.num_words} words, more than model.vocab_size={model_vocab_size}; set "
+            f"model.vocab_size={padded(vocabulary.num_words)}, the next multiple of {ROW_MULTIPLE}, or auto, or choose "
+            "another tokenizer"
         )
 
 
