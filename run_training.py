@@ -49,7 +49,7 @@ def launch(job: compose.Job) -> int:
 def train(job: compose.Job) -> int:
     identity = who_am_i(job.config.distributed)
     if identity and not supervisor.is_child():
-        return supervisor.supervise(identity)
+        return supervisor.supervise(identity, job.config.distributed.heartbeat_timeout_s)
 
     from tunix import distributed  # jax starts here, after the config has passed
     from tunix.train import NotFinite, run

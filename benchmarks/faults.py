@@ -1,104 +1,139 @@
-"""What a run of two processes does when one of them is hurt: `make faults` prints the table of docs/reliability.md.
+"""What a run of two processes does when something happens to one of them: `make faults`.
 
 For each event: seconds until no process is left, the exit codes, and whether the run, resumed by two processes, has the
-losses of one that nothing happened to, in every digit.
+losses of one that nothing happened to, in every digit. Writes the table of docs/reliability.md; exit code 1 where the
+run took longer than LIMIT_S, ended with other codes, or lost something.
 """
 
-import contextlib
+import itertools
 import os
+import platform
 import shutil
-import signal
+import sys
 import tempfile
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import write_corpus
-from harness import RUN, metrics
+from harness import ROOT, RUN
 from processes import Processes
 
-STEPS = 400
-EVENTS = {  # what happens, to which process, and what it is in
-    "SIGKILL, worker, in a step": ("kill", 1, []),
-    "SIGKILL, coordinator, in a step": ("kill", 0, []),
-    "SIGKILL, worker, in a save": ("kill", 1, ["checkpoint.save_every_steps=1"]),
-    "SIGKILL, worker, in an evaluation": ("kill", 1, ["evaluation.every_steps=1"]),
-    "SIGKILL, worker, at start": ("kill at start", 1, []),
-    "exception, worker": ("raise", 1, []),
-    "exception, coordinator": ("raise", 0, []),
-    "SIGSTOP, worker": ("stop", 1, []),
-    "hang while reading, worker": ("hang", 1, ["distributed.step_deadline_s=10"]),
-    "SIGTERM, worker": ("term", 1, []),
-    "SIGTERM, coordinator": ("term", 0, []),
-    "SIGUSR1, worker": ("usr1", 1, []),
-}
-SIGNALS = {
-    "kill": signal.SIGKILL, "kill at start": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
-    "usr1": signal.SIGUSR1,
+PAGE, MARK = ROOT / "docs" / "reliability.md", "<!-- written by make faults -->\n"
+HEARTBEAT_S, STEP_DEADLINE_S, PHASE_DEADLINE_S = 10, 10, 20
+PLACES = {"start": 0, "step": 12, "save": 10, "evaluation": 10}  # and the step it is in
+CODES = {  # of the process that it happens to, and of the other
+    "SIGKILL": (137, 76), "SIGSTOP": (76, 76), "exception": (1, 76), "hang": (76, 76), "SIGTERM": (75, 75), "SIGUSR1": (75, 75),
 }  # fmt: skip
+LIMIT_S = {
+    "SIGKILL": 15, "exception": 15, "SIGTERM": 10, "SIGUSR1": 10, "SIGSTOP": HEARTBEAT_S + 30, "hang": PHASE_DEADLINE_S + 30,
+}  # fmt: skip
+SMALL = [
+    *RUN, "training.global_batch_size=8", "training.max_steps=20", "evaluation.every_steps=5", "checkpoint.save_every_steps=5",
+    f"distributed.heartbeat_timeout_s={HEARTBEAT_S}", f"distributed.step_deadline_s={STEP_DEADLINE_S}",
+    f"distributed.phase_deadline_s={PHASE_DEADLINE_S}",
+]  # fmt: skip
+DEFAULT = ["model=tiny", "training.max_steps=30"]
 
 
-def words(corpus: Path) -> list[str]:
-    return [
-        *RUN, "data=text", f"data.paths=['{corpus}']", "model.mesh_shape=[[2],[fsdp]]", "hydra.run.dir=run",
-        f"training.max_steps={STEPS}", "training.global_batch_size=8", "evaluation.every_steps=null",
-        "checkpoint.save_every_steps=10",
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Event:
+    what: str
+    rank: int
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.what} | {self.rank} | {self.place}"
 
 
-def losses(run: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in metrics(run)} if (run / "metrics.jsonl").exists() else {}
+def lines(run: Path) -> set[tuple[str | None, int, float]]:
+    """Split, step and loss of every line of metrics, also of those that were written twice."""
+    import json
+
+    file = run / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {(record.get("split"), record["step"], record["loss"]) for record in records}
 
 
-def hurt(folder: Path, corpus: Path, kind: str, rank: int, more: list[str]) -> tuple[float, list[int | None]]:
+def left(sessions: list[int]) -> list[int]:
+    """Processes of these sessions that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) in sessions and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def hurt(event: Event, words: list[str], folder: Path) -> tuple[float, list[int | None]]:
     """Seconds from the event until no process is left, and the exit codes."""
-    fault = {"FAULT": f"{rank} {kind} 320"} if kind in ("raise", "hang") else {}
-    script = "tests/faulty.py" if fault else "run_training.py"
-    with Processes(*words(corpus), *more, folder=folder, count=2, script=script, **fault) as run:
-        if kind == "kill at start":
-            time.sleep(6)
-        else:
-            run.wait_for_step(folder / "run", 40 if fault else 25)
-        if kind in SIGNALS:
-            target = run.child(rank) if kind == "stop" else run.started[rank].pid
-            os.kill(target, SIGNALS[kind])
-        begun = time.monotonic()
-        while any(process.poll() is None for process in run.started) and time.monotonic() - begun < 120:
-            if kind == "stop" and run.started[1 - rank].poll() is not None:
-                break  # a stopped process ends when its launcher kills it
-            time.sleep(0.05)
-        waited = time.monotonic() - begun
-        if kind == "stop":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(run.started[rank].pid, signal.SIGKILL)
-        codes = [process.poll() for process in run.started]
-    return waited, codes
+    fault = f"{event.rank} {event.what} {event.place} {PLACES[event.place]}"
+    with Processes(*words, folder=folder, count=2, script="tests/faulty.py", FAULT=fault) as run:
+        sessions, started = [process.pid for process in run.started], time.time()
+        while left(sessions) and time.time() < started + 180:
+            time.sleep(0.02)
+            for process in run.started:
+                process.poll()
+        ended = time.time()
+        assert not left(sessions), f"{event}: processes are left behind"
+        return ended - float((folder / "happened").read_text()), [process.poll() for process in run.started]
 
 
-def resumed(folder: Path, corpus: Path, expected: dict[int, float]) -> bool:
-    """Whether the run goes on to the end, and all its losses are those of the whole one."""
-    again = ["resume=run"] if (folder / "run" / "config.yaml").exists() else words(corpus)
+def resumed(words: list[str], folder: Path) -> set[tuple[str | None, int, float]]:
+    """The run goes on to its end: all that it wrote before and after."""
+    again = ["resume=run"] if (folder / "run" / "config.yaml").exists() else words
     with Processes(*again, folder=folder, count=2) as run:
-        assert [end.code for end in run.ends()] == [0, 0]
-    return losses(folder / "run") == expected
+        ends = run.ends()
+    assert [end.code for end in ends] == [0, 0], ends
+    return lines(folder / "run")
 
 
-def main() -> None:
+def measure(events: list[Event], words: list[str], home: Path) -> list[tuple[Event, float, list[int | None], str]]:
+    """A row for each event; and a run that nothing happens to, to compare with."""
+
+    def new(name: str) -> Path:
+        shutil.rmtree(home / name, ignore_errors=True)
+        (home / name).mkdir()
+        return home / name
+
+    expected = resumed(words, new("whole"))
+    rows = []
+    for event in events:
+        folder = new("part")
+        seconds, codes = hurt(event, words, folder)
+        lost = "nothing" if resumed(words, folder) == expected else "LOSSES DIFFER"
+        rows.append((event, seconds, codes, lost))
+        print(f"| {event} | {seconds:.1f} | {codes[0]}, {codes[1]} | {lost} |", flush=True)
+    return rows
+
+
+def as_expected(event: Event, seconds: float, codes: list[int | None], lost: str) -> bool:
+    hit, other = CODES[event.what]
+    expected = [hit, other] if event.rank == 0 else [other, hit]
+    return seconds < LIMIT_S[event.what] and codes == expected and lost == "nothing"
+
+
+def main() -> int:
     home = Path(tempfile.mkdtemp())
-    os.environ.update(TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu")
+    os.environ.update(TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(home / "jax"))
     corpus = write_corpus(home / "corpus")
-    (home / "whole").mkdir()
-    with Processes(*words(corpus), folder=home / "whole", count=2) as run:
-        assert [end.code for end in run.ends()] == [0, 0]
-    expected = losses(home / "whole" / "run")
-    print("| event | seconds until all are gone | exit codes (coordinator, worker) | lost |\n|---|---|---|---|")
-    for name, (kind, rank, more) in EVENTS.items():
-        folder = home / "part"
-        folder.mkdir()
-        seconds, codes = hurt(folder, corpus, kind, rank, more)
-        lost = "nothing" if resumed(folder, corpus, expected) else "LOSSES DIFFER"
-        print(f"| {name} | {seconds:.1f} | {codes[0]}, {codes[1]} | {lost} |", flush=True)
-        shutil.rmtree(folder)
+    common = ["hydra.run.dir=run", "model.mesh_shape=[[2],[fsdp]]"]
+    small = [*SMALL, *common, "data=text", f"data.paths=['{corpus}']"]
+    rows = measure([Event(*each) for each in itertools.product(CODES, (0, 1), PLACES)], small, home)
+    on_tiny = measure([Event("SIGTERM", 1, "step")], [*DEFAULT, *common], home)
+    table = "| event | process | in | seconds until all are gone | exit codes of 0, 1 | lost |\n|---|---|---|---|---|---|\n"
+    for event, seconds, codes, lost in rows + on_tiny:
+        place = "step, default `tiny`" if (event, seconds, codes, lost) in on_tiny else event.place
+        table += f"| {event.what} | {event.rank} | {place} | {seconds:.1f} | {codes[0]}, {codes[1]} | {lost} |\n"
+    machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}"
+    PAGE.write_text(f"{PAGE.read_text().partition(MARK)[0]}{MARK}\nMachine: {machine}.\n\n{table}")
+    shutil.rmtree(home)
+    wrong = [str(row) for row in rows + on_tiny if not as_expected(*row)]
+    print("\n".join(wrong), file=sys.stderr)
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

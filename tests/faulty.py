@@ -1,6 +1,11 @@
-"""run_training.py, but reading the data fails where FAULT="RANK raise|hang SAMPLE" says."""
+"""run_training.py, but something happens to one process: FAULT="RANK WHAT PLACE STEP".
+
+WHAT is `exception`, `hang`, or the name of a signal; PLACE `start`, or `step`, `save`, `evaluation` with the number of
+the step. The moment is left in the file `happened`, in seconds since the epoch.
+"""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,20 +15,60 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from run_training import main
 from tunix import supervisor
 
-rank, fault, sample = os.environ["FAULT"].split()
-if supervisor.is_child() and f"distributed.process_id={rank}" in sys.argv:
-    from tunix.data.batches import TrainBatches
+ASKS = ("SIGTERM", "SIGUSR1")  # as a launcher sends them: to the process that it has started
 
-    read = TrainBatches.read
 
-    def faulty(self, first_sample):
-        if first_sample >= int(sample):
-            if fault == "hang":
-                time.sleep(10_000)
-            raise RuntimeError("the disk caught fire")
-        return read(self, first_sample)
+def happen(what: str) -> None:
+    Path("happened").write_text(str(time.time()))
+    if what == "exception":
+        raise RuntimeError("the disk caught fire")
+    if what == "hang":
+        time.sleep(10_000)
+    os.kill(os.getppid() if what in ASKS else os.getpid(), getattr(signal, what))
 
-    TrainBatches.read = faulty
+
+def prepare(rank: int, what: str, place: str, number: int) -> None:
+    """Let it happen at its place in `tunix.train`."""
+    import jax
+
+    from tunix import train
+
+    def hurt(step: int) -> None:
+        if jax.process_index() == rank and step == number:
+            happen(what)
+
+    assemble, next_batch, evaluate, save = train.assemble, train.next_batch, train.evaluate, train.Checkpoints.save
+    read = iter(range(number + 1))  # the first batch is read before the first step
+
+    def faulty_assemble(*args):
+        hurt(0)
+        return assemble(*args)
+
+    def faulty_next_batch(*args):
+        hurt(next(read, -1))
+        return next_batch(*args)
+
+    def faulty_evaluate(held_out, state, step, metrics):
+        hurt(step)
+        return evaluate(held_out, state, step, metrics)
+
+    def faulty_save(self, state, position, *args):
+        save(self, state, position, *args)  # and now it is being written
+        hurt(position.step)
+
+    match place:
+        case "start":
+            train.assemble = faulty_assemble
+        case "step":
+            train.next_batch = faulty_next_batch
+        case "save":
+            train.Checkpoints.save = faulty_save
+        case "evaluation":
+            train.evaluate = faulty_evaluate
+
 
 if __name__ == "__main__":
+    if supervisor.is_child():
+        rank, what, place, number = os.environ["FAULT"].split()
+        prepare(int(rank), what, place, int(number))
     sys.exit(main())

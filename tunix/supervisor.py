@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from tunix import exits
 from tunix.cluster import Identity
@@ -18,18 +20,46 @@ def is_child() -> bool:
     return CHILD in os.environ
 
 
-def supervise(identity: Identity) -> int:
-    """Run this command line again as a child; its exit code, or 76 where the runtime aborted it."""
+def supervise(identity: Identity, patience_s: float) -> int:
+    """Run this command line again as a child; its exit code, or 76 where the runtime aborted it.
+
+    A child that somebody has stopped (SIGSTOP) for `patience_s` is ended: the others have given it up.
+    """
     environment = {**os.environ, CHILD: "1", "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen([sys.executable, *sys.argv], env=environment, preexec_fn=exits.end_with_parent())
     for number in exits.STOP_SIGNALS:
         signal.signal(number, lambda number, _: child.send_signal(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child too
-    status = child.wait()
+    status = _wait(child, patience_s)
     exits.ignore_stop_signals()
     who = f"process {identity.process_id} of {identity.num_processes}"
+    if status is None:
+        print(f"error: {who} was stopped for distributed.heartbeat_timeout_s={patience_s:g}", file=sys.stderr)
+        return exits.PEER
     if status == -signal.SIGABRT:
         print(f"error: {who} has lost the others: one of them died, hangs, or cannot be reached", file=sys.stderr)
     elif status < 0:
         print(f"error: {who} was ended by {signal.Signals(-status).name}", file=sys.stderr)
     return exits.exit_code(status)
+
+
+def _wait(child: subprocess.Popen, patience_s: float) -> int | None:
+    """Status of the child at its end; None if it had to be ended."""
+    moved = time.monotonic()
+    while time.monotonic() < moved + patience_s:
+        try:
+            return child.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            if not _is_stopped(child.pid):
+                moved = time.monotonic()
+    child.kill()
+    child.wait()
+    return None
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process; only Linux tells."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
