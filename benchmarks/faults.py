@@ -17,24 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import write_corpus
-from harness import ROOT, RUN
+from harness import PAIR, ROOT, metrics
 from processes import Processes
 
 PAGE, MARK = ROOT / "docs" / "reliability.md", "<!-- written by make faults -->\n"
 HEARTBEAT_S, STEP_DEADLINE_S, PHASE_DEADLINE_S = 10, 10, 20
 PLACES = {"start": 0, "step": 12, "save": 10, "evaluation": 10}  # and the step it is in
 CODES = {  # of the process that it happens to, and of the other
-    "SIGKILL": (137, 76), "SIGSTOP": (76, 76), "exception": (1, 76), "hang": (76, 76), "SIGTERM": (75, 75), "SIGUSR1": (75, 75),
+    "SIGKILL": (137, 76), "SIGSTOP": (76, 76), "exception": (1, 76), "hang": (76, 76),
+    "SIGTERM": (75, 75), "SIGUSR1": (75, 75),
 }  # fmt: skip
 LIMIT_S = {
-    "SIGKILL": 15, "exception": 15, "SIGTERM": 10, "SIGUSR1": 10, "SIGSTOP": HEARTBEAT_S + 30, "hang": PHASE_DEADLINE_S + 30,
+    "SIGKILL": 15, "exception": 15, "SIGTERM": 10, "SIGUSR1": 10,
+    "SIGSTOP": HEARTBEAT_S + 30, "hang": PHASE_DEADLINE_S + 30,
 }  # fmt: skip
 SMALL = [
-    *RUN, "training.global_batch_size=8", "training.max_steps=20", "evaluation.every_steps=5", "checkpoint.save_every_steps=5",
+    *PAIR, "training.max_steps=20", "evaluation.every_steps=5", "checkpoint.save_every_steps=5",
     f"distributed.heartbeat_timeout_s={HEARTBEAT_S}", f"distributed.step_deadline_s={STEP_DEADLINE_S}",
     f"distributed.phase_deadline_s={PHASE_DEADLINE_S}",
 ]  # fmt: skip
-DEFAULT = ["model=tiny", "training.max_steps=30"]
+DEFAULT = ["model=tiny", "training.max_steps=30", "hydra.run.dir=run"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,7 @@ class Event:
 
 def lines(run: Path) -> set[tuple[str | None, int, float]]:
     """Split, step and loss of every line of metrics, also of those that were written twice."""
-    import json
-
-    file = run / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {(record.get("split"), record["step"], record["loss"]) for record in records}
+    return {(split, line["step"], line["loss"]) for split in (None, "held_out") for line in metrics(run, split)}
 
 
 def left(sessions: list[int]) -> list[int]:
@@ -117,13 +115,17 @@ def as_expected(event: Event, seconds: float, codes: list[int | None], lost: str
 
 def main() -> int:
     home = Path(tempfile.mkdtemp())
-    os.environ.update(TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(home / "jax"))
+    os.environ.update(
+        TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(home / "jax"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )  # fmt: skip
     corpus = write_corpus(home / "corpus")
-    common = ["hydra.run.dir=run", "model.mesh_shape=[[2],[fsdp]]"]
-    small = [*SMALL, *common, "data=text", f"data.paths=['{corpus}']"]
+    small = [*SMALL, "data=text", f"data.paths=['{corpus}']"]
     rows = measure([Event(*each) for each in itertools.product(CODES, (0, 1), PLACES)], small, home)
-    on_tiny = measure([Event("SIGTERM", 1, "step")], [*DEFAULT, *common], home)
-    table = "| event | process | in | seconds until all are gone | exit codes of 0, 1 | lost |\n|---|---|---|---|---|---|\n"
+    on_tiny = measure([Event("SIGTERM", 1, "step")], DEFAULT, home)
+    table = (
+        "| event | process | in | seconds until all are gone | exit codes of 0, 1 | lost |\n|---|---|---|---|---|---|\n"
+    )
     for event, seconds, codes, lost in rows + on_tiny:
         place = "step, default `tiny`" if (event, seconds, codes, lost) in on_tiny else event.place
         table += f"| {event.what} | {event.rank} | {place} | {seconds:.1f} | {codes[0]}, {codes[1]} | {lost} |\n"

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 from tokenizers import Tokenizer
@@ -16,6 +18,7 @@ from tunix import distributed
 from tunix.compose import flat
 from tunix.config import Checkpoint, Config, UserError
 from tunix.data.batches import TrainBatches
+from tunix.mesh import from_main, to_main
 from tunix.state import State
 
 log = logging.getLogger(__name__)
@@ -43,8 +46,16 @@ class Position:
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, cfg: Checkpoint):
-        self.folder, self.cfg = folder.absolute(), cfg
+    """Of a run whose folder all processes share, each writing its shards; or which process 0 keeps for all."""
+
+    def __init__(self, folder: Path, cfg: Checkpoint, shared: bool = True):
+        self.folder, self.cfg, self.shared = folder.absolute(), cfg, shared
+        self.keeps = shared or distributed.is_main()
+        if self.keeps:
+            self.manager = self._manager()
+
+    def _manager(self) -> ocp.CheckpointManager:
+        cfg = self.cfg
         keep: list[policies.PreservationPolicy] = [policies.LatestN(cfg.max_to_keep)]
         if cfg.keep_every_steps:
             keep.append(policies.EveryNSteps(cfg.keep_every_steps))
@@ -54,7 +65,12 @@ class Checkpoints:
             keep.append(
                 policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
             )
-        self.manager = ocp.CheckpointManager(
+        who: dict[str, Any] = {}
+        if not self.shared:
+            self.folder.mkdir(exist_ok=True)
+            only_me = ocp.options.MultiprocessingOptions(active_processes={0}, barrier_sync_key_prefix="process_0")
+            who = {"multiprocessing_options": only_me, "create": False}
+        return ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(keep),
@@ -62,6 +78,7 @@ class Checkpoints:
                 best_mode="min",
                 enable_async_checkpointing=cfg.async_,
                 cleanup_tmp_directories=True,
+                **who,
             ),
         )
 
@@ -74,11 +91,14 @@ class Checkpoints:
     ) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         about = {"position": asdict(position), "config": config.model_dump(mode="json", by_alias=True)}
+        kept = state if self.shared else to_main(state)
+        if kept is None:
+            return
         try:
             self.manager.save(
                 position.step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
+                    state=ocp.args.StandardSave(kept),
                     run=ocp.args.JsonSave(about),
                     tokenizer=ocp.args.JsonSave(json.loads(tokenizer.to_str())),
                 ),
@@ -90,6 +110,14 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until all that was started is on disk."""
+        if self.shared:
+            self._wait()
+        else:
+            distributed.together(self._wait, "process 0 keeps the checkpoint", distributed.NO_LIMIT_S)
+
+    def _wait(self) -> None:
+        if not self.keeps:
+            return
         try:
             self.manager.wait_until_finished()
             self.manager.check_for_errors()
@@ -108,6 +136,22 @@ class Checkpoints:
         Raises:
             UserError: no such step, no readable checkpoint, or one of another model, tokenizer or corpus.
         """
+        if self.shared:
+            return self._restore(step, abstract, config, now)
+        on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), abstract)
+        found = distributed.together(
+            lambda: self._restore(step, on_host, config, now) if self.keeps else None,
+            "process 0 reads the checkpoint",
+            distributed.NO_LIMIT_S,
+        )
+        position = distributed.agree(json.dumps(asdict(found[1])) if found else "", "position")
+        if not position:
+            return None
+        return from_main(found[0] if found else None, abstract), Position(**json.loads(position))
+
+    def _restore(
+        self, step: int | None, abstract: State, config: Config, now: Position
+    ) -> tuple[State, Position] | None:
         steps = sorted(self.manager.all_steps(), reverse=True)
         if step is not None and step not in steps:
             raise UserError(
@@ -146,25 +190,28 @@ class Checkpoints:
     def __exit__(self, kind: type | None, *_: object) -> None:
         """What was started is finished, also when the run ends by an error; that error is the one to show."""
         try:
-            self.finish()
+            self._wait()
         except Exception as error:
             if kind is None:
                 raise
             log.error("%s", error)
         finally:
-            self.manager.close()
+            if self.keeps:
+                self.manager.close()
 
     def _put_aside(self, steps: list[int]) -> None:
         if not steps:
             return
         aside = self.folder.with_name(f"checkpoints_put_aside_{time.strftime('%Y-%m-%d_%H-%M-%S')}")
         log.warning("newer checkpoints (%s) are put aside in %s", ", ".join(map(str, sorted(steps))), aside)
-        distributed.barrier("before checkpoints are put aside")
+        if self.shared:
+            distributed.barrier("before checkpoints are put aside")
         if distributed.is_main():
             aside.mkdir()
             for step in steps:
                 (self.folder / str(step)).rename(aside / str(step))
-        distributed.barrier("checkpoints are put aside")
+        if self.shared:
+            distributed.barrier("checkpoints are put aside")
         self.manager.reload()
 
     def _write_error(self, error: Exception) -> Exception:

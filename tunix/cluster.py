@@ -5,9 +5,7 @@ The first source that recognises the environment decides: the config, torchrun, 
 
 import os
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -54,41 +52,6 @@ def who_am_i(cfg: Distributed, environment: Environment = os.environ) -> Identit
             return None
         identity = replace(found, **given)
     return _checked(identity) if identity.num_processes > 1 else None
-
-
-def probe(identity: Identity, timeout_s: float) -> None:
-    """Find out in seconds what the runtime would die of after minutes: an unknown host, a port that is taken.
-
-    Process 0 must be able to listen on the coordinator's port; the others wait until it does.
-    """
-    host, _, port = identity.coordinator_address.rpartition(":")
-    told = f"{identity.source}: coordinator {identity.coordinator_address}"
-    try:
-        socket.getaddrinfo(host, int(port))
-    except OSError:
-        raise UserError(f"{told}: host {host} is unknown here ({socket.gethostname()})") from None
-    if identity.process_id == 0:
-        try:
-            with socket.socket() as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(("", int(port)))
-        except OSError as error:
-            raise UserError(
-                f"{told}: port {port} cannot be used ({error.strerror}); set distributed.coordinator_address=HOST:PORT"
-            ) from None
-        return
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"{told}: no answer after {timeout_s:g} s ({error}); is process 0 running, is the port open "
-                    "between the hosts? distributed.init_timeout_s waits longer"
-                ) from None
-            time.sleep(0.2)
 
 
 def _torchrun(env: Environment) -> Identity | None:

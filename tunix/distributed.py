@@ -11,46 +11,59 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import cache
+from itertools import count
+from typing import Any, TypeVar, cast
 
 import jax
-import numpy as np
 from jax._src import distributed as runtime  # its key-value store has no public name
 from jax.experimental import multihost_utils
 
 from tunix import exits
-from tunix.cluster import probe, who_am_i
+from tunix.cluster import who_am_i
 from tunix.config import Distributed, UserError
+from tunix.rollcall import Absent, roll_call
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat")  # in errors of the runtime
+NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; who dies meanwhile is noticed by other means
 _stop_signals: list[str] = []
+_gathers = count()  # the same on all processes
 
 
 class Stopped(Exception):
     """Asked to stop (SIGTERM, SIGUSR1, time limit), and everything is saved; exit code 75."""
 
 
-def start(cfg: Distributed) -> None:
-    """Join the other processes, if there are any."""
+def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
+    """Join the other processes, if there are any; remarks for the log.
+
+    Args:
+        facts: what must be the same on all of them.
+
+    Raises:
+        UserError, Absent: those of the roll call.
+    """
     identity = who_am_i(cfg)
-    if identity and not jax.distributed.is_initialized():
-        probe(identity, cfg.init_timeout_s)
-        try:
-            with _deadline(cfg.init_timeout_s, f"not all of the {identity.num_processes} processes came"):
-                jax.distributed.initialize(
-                    identity.coordinator_address,
-                    identity.num_processes,
-                    identity.process_id,
-                    identity.local_device_ids,
-                    cluster_detection_method="deactivate",
-                    initialization_timeout=cfg.init_timeout_s + 30,  # the runtime aborts; ours ends first
-                    heartbeat_timeout_seconds=cfg.heartbeat_timeout_s,
-                    shutdown_timeout_seconds=cfg.shutdown_timeout_s,
-                )
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"{identity.source}: cannot join the run: {str(error).splitlines()[0]}") from None
+    if identity is None or jax.distributed.is_initialized():
+        return []
+    remarks = roll_call(identity, facts, cfg.init_timeout_s)
+    try:
+        with _deadline(cfg.init_timeout_s, f"the {identity.num_processes} processes could not join"):
+            jax.distributed.initialize(
+                identity.coordinator_address,
+                identity.num_processes,
+                identity.process_id,
+                identity.local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=cfg.init_timeout_s + 30,  # the runtime aborts; ours ends first
+                heartbeat_timeout_seconds=cfg.heartbeat_timeout_s,
+                shutdown_timeout_seconds=cfg.shutdown_timeout_s,
+            )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{identity.source}: cannot join the run: {str(error).splitlines()[0]}") from None
+    return remarks
 
 
 @contextmanager
@@ -90,51 +103,61 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def agree(text: str) -> str:
+def agree(text: str, name: str) -> str:
     """What process 0 says, on every process."""
-    return gather(text)[0]
+    return gather(text if is_main() else "", name)[0]
 
 
-def gather(text: str) -> list[str]:
-    """What each process says, in order of processes."""
+def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
+    """What each process says, in order of processes; `name` is what it is about, for who waits in vain."""
     if jax.process_count() == 1:
         return [text]
-    data = text.encode()
-    longest = int(multihost_utils.process_allgather(np.array(len(data))).max())
-    rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(longest, b"\0"), np.uint8))
-    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(rows)]
+    key = f"tunix/gather/{next(_gathers)}"
+    _store().key_value_set(f"{key}/{jax.process_index():06}", text)
+    barrier(f"{name}, {key}", timeout_s)
+    return [said for _, said in sorted(_store().key_value_dir_get(key))]
 
 
-def check_same(facts: dict[str, Any], means: str) -> None:
-    """Raise UserError on every process if one of them has other `facts`, naming the first that differs."""
-    said = [json.loads(text) for text in gather(json.dumps({"host": socket.gethostname(), **facts}))]
-    for rank, other in enumerate(said):
-        for key in facts:
-            if other.get(key) != said[0].get(key):
-                raise UserError(
-                    f"{means} differ: {key} is {said[0].get(key)} on process 0 ({said[0]['host']}) "
-                    f"and {other.get(key)} on process {rank} ({other['host']})"
-                )
+@cache
+def hosts() -> list[str]:
+    """The host of each process."""
+    return gather(socket.gethostname(), "hosts")
 
 
-def main_first(work: Callable[[], T]) -> T:
-    """`work()` on process 0, then on the others, who find what it left on a shared disk; its errors are everyone's."""
-    if jax.process_count() == 1:
-        return work()
+def first_of_host() -> bool:
+    """Whether this process writes what each host keeps for itself."""
+    return hosts().index(socket.gethostname()) == jax.process_index()
+
+
+def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
+    """`work()` on every process at once; a mistake of one is everyone's."""
     result, mistake = None, ""
-    if is_main():
-        try:
-            result = work()
-        except UserError as error:
-            mistake = str(error) or "failed"
-    mistake = agree(mistake)
-    if mistake:
-        raise UserError(mistake)
-    return result if result is not None else work()
+    try:
+        result = work()
+    except UserError as error:
+        mistake = str(error) or "failed"
+    mistakes = [said for said in gather(mistake, name, timeout_s) if said]
+    if mistakes:
+        raise UserError(mistakes[0])
+    return cast(T, result)
+
+
+def main_first(work: Callable[[], T], name: str) -> T:
+    """`work()` on process 0, then on the first process of every other host, then on the rest: what it leaves on a disk
+    is written by one of those who share that disk, and found by the others. A mistake is everyone's."""
+    first = first_of_host()
+    turn = 0 if is_main() else 1 if first else 2
+    result: T | None = None
+    for now in range(3 if jax.process_count() > 1 else 1):
+        if now == turn:
+            result = together(work, name, NO_LIMIT_S)
+        else:
+            together(lambda: None, name, NO_LIMIT_S)
+    return cast(T, result)
 
 
 def barrier(name: str, timeout_s: float = 600) -> None:
-    """Wait for every process to come here; RuntimeError after `timeout_s`."""
+    """Wait for every process to come here; RuntimeError naming the barrier after `timeout_s`."""
     if jax.process_count() > 1:
         _store().wait_at_barrier(f"tunix: {name}", round(1000 * timeout_s))
 
@@ -161,6 +184,8 @@ def published(folder: str) -> dict[str, str]:
 
 def blame(error: Exception) -> tuple[int, str]:
     """Exit code and reason of an error among several processes: a peer's, or this process's own with its traceback."""
+    if isinstance(error, Absent):
+        return exits.PEER, str(error)
     time.sleep(2)  # a peer that failed has said so by now
     for rank, text in published("failed").items():
         failure = json.loads(text)

@@ -1,12 +1,15 @@
 """The device mesh, where weights and activations live on it, and host data as global arrays."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from tunix.config import Config, Model, UserError
@@ -205,3 +208,29 @@ def bytes_per_device(tree: object) -> int:
         return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize
 
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def to_main(state: dict[str, Any]) -> dict[str, Any] | None:
+    """The state as numpy arrays on process 0, gathered leaf by leaf; None on the others."""
+
+    def gathered(leaf: jax.Array) -> np.ndarray | None:
+        whole = multihost_utils.process_allgather(leaf, tiled=True)
+        return whole if jax.process_index() == 0 else None
+
+    whole = jax.tree.map(gathered, state)
+    return whole if jax.process_index() == 0 else None
+
+
+def from_main(state: dict[str, Any] | None, abstract: dict[str, Any]) -> dict[str, Any]:
+    """The state that process 0 has as numpy arrays, laid out as `abstract` says, bit by bit the same."""
+
+    def spread(wanted: jax.ShapeDtypeStruct, given: np.ndarray | None) -> jax.Array:
+        size = math.prod(wanted.shape) * wanted.dtype.itemsize
+        mine = np.zeros(size, np.uint8) if given is None else np.frombuffer(given.tobytes(), np.uint8)
+        sent = np.asarray(multihost_utils.broadcast_one_to_all(mine))
+        whole = np.frombuffer(sent.tobytes(), wanted.dtype).reshape(wanted.shape)
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: whole[index])
+
+    if state is None:
+        return jax.tree.map(lambda wanted: spread(wanted, None), abstract)
+    return jax.tree.map(spread, abstract, state)

@@ -107,7 +107,7 @@ def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, size
 
 def _processes(most: int = 16) -> str:
     """Which process runs where, and with how many devices."""
-    hosts = distributed.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)")
+    hosts = distributed.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
     told = [f"{rank} on {host}" for rank, host in enumerate(hosts[:most])]
     return "; ".join(told + [f"... {len(hosts) - most} more"] * (len(hosts) > most))
 

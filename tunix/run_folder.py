@@ -1,5 +1,6 @@
 """A run's folder: claimed by one run, with its config, environment and log."""
 
+import hashlib
 import json
 import logging
 import os
@@ -8,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -20,6 +23,7 @@ from tunix import compose, distributed
 from tunix.config import UserError
 
 log = logging.getLogger(__name__)
+PROBE_S = 10.0
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -54,46 +58,84 @@ def start_logging() -> MemoryHandler:
     return waiting
 
 
-def open_folder(job: compose.Job) -> Path:
-    """The folder of this run, the same on every process; a resumed run's is there already.
+def open_folder(job: compose.Job) -> tuple[Path, bool]:
+    """The folder of this run, the same on every process (a resumed run's is there already), and whether all see one.
+
+    Where they do not, the first process of every host has made its own.
 
     Raises:
-        UserError: a folder given by hand that holds another run, or that cannot be written.
+        UserError: a folder given by hand that holds another run, that cannot be written, or that only some see.
     """
-    answer = ""
-    if distributed.is_main():
+
+    def made(folder: Path, claimed: Callable[[Path], Path]) -> Path:
         try:
-            answer = str((job.run_dir if job.config.resume else claim(job)).absolute())
+            return folder if job.config.resume else claimed(folder)
         except OSError as error:
-            reason = error.strerror or str(error)
-            answer = f"error: the run's folder {job.run_dir} cannot be written ({reason}); choose hydra.run.dir=DIR"
-        except UserError as error:
-            answer = f"error: {error}"
-    answer = distributed.agree(answer)
-    if answer.startswith("error: "):
-        raise UserError(answer.removeprefix("error: "))
-    _check_shared(Path(answer))
-    return Path(answer)
+            raise UserError(
+                f"the run's folder {folder} cannot be written ({error.strerror or error}); choose hydra.run.dir=DIR"
+            ) from None
+
+    asked = job.run_dir.absolute()
+    named = distributed.together(
+        lambda: made(asked, lambda _: claim(job)) if distributed.is_main() else asked, "the run's folder"
+    )
+    folder = Path(distributed.agree(str(named.absolute()), "the run's folder"))
+    try:
+        shared = _is_shared(folder, job.config.distributed.shared_filesystem)
+        if not shared:
+            mine = distributed.first_of_host() and not distributed.is_main()
+            distributed.together(
+                lambda: made(folder, lambda folder: _claim_this(job, folder)) if mine else folder, "every host's folder"
+            )
+    except UserError:
+        if distributed.is_main() and not job.config.resume:
+            (folder / "config.yaml").unlink()
+            with suppress(OSError):  # other files were there before
+                folder.rmdir()
+        raise
+    return folder, shared
 
 
-def _check_shared(folder: Path) -> None:
-    """Raise UserError if a process does not see the folder that process 0 has made."""
-    for _ in range(20):  # a network file system may take its time
-        if (folder / "config.yaml").exists():
-            break
-        time.sleep(0.5)
-    seen = distributed.gather("" if (folder / "config.yaml").exists() else socket.gethostname())
-    blind = sorted({host for host in seen if host})
-    if blind:
+def _is_shared(folder: Path, asked: bool | str) -> bool:
+    """Whether all processes see the folder of process 0, where it puts a file for them to find."""
+    if jax.process_count() == 1 or asked is False:
+        return asked is not False
+    probe = folder / distributed.agree(f".probe-{time.time_ns()}", "name of the probe file")
+    if distributed.is_main():
+        probe.touch()
+    distributed.barrier("the probe file is there")
+    seen = _comes(probe, PROBE_S)
+    blind = {host for host in distributed.gather("" if seen else socket.gethostname(), "the probe file") if host}
+    if distributed.is_main():
+        probe.unlink()
+    if not blind:
+        return True
+    others = set(distributed.hosts()) - {distributed.hosts()[0]}
+    if asked is True or blind != others:
         raise UserError(
-            f"the run's folder {folder} is not seen by {', '.join(blind)}; "
+            f"the run's folder {folder} is not seen by {', '.join(sorted(blind))}; "
             "choose one on a disk that all processes share: hydra.run.dir=DIR"
         )
+    log.warning(
+        "%s is on no shared disk: every host keeps its own, process 0 the checkpoints (distributed.shared_filesystem)",
+        folder,
+    )
+    return False
 
 
-def write_record(job: compose.Job, folder: Path, waiting: MemoryHandler) -> None:
+def _comes(path: Path, patience_s: float) -> bool:
+    """Whether the file is seen soon; a network file system may take its time."""
+    deadline = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHandler) -> None:
     """The first files of the folder: config, environment, log, and the link to it."""
-    if distributed.is_main():
+    if distributed.is_main() or (not shared and distributed.first_of_host()):
         write_config(job, folder)
         _write_environment(folder)
         _link_latest(folder, compose.OUTPUTS / job.config.project_name / "latest")
@@ -111,15 +153,22 @@ def claim(job: compose.Job) -> Path:
     """Create the folder; whoever creates config.yaml in it owns it. A taken name gets a number behind it."""
     for number in range(1000):
         folder = job.run_dir if number == 0 else job.run_dir.with_name(f"{job.run_dir.name}_{number}")
-        folder.mkdir(parents=True, exist_ok=True)
         try:
-            with (folder / "config.yaml").open("x") as file:
-                file.write(_config_text(job))
-            return folder
-        except FileExistsError:
+            return _claim_this(job, folder)
+        except UserError:
             if job.run_dir_is_explicit:
-                raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
+                raise
     raise UserError(f"no free folder beside {job.run_dir}")
+
+
+def _claim_this(job: compose.Job, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with (folder / "config.yaml").open("x") as file:
+            file.write(_config_text(job))
+    except FileExistsError:
+        raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
+    return folder
 
 
 def _config_text(job: compose.Job) -> str:
@@ -159,14 +208,23 @@ def _link_latest(folder: Path, link: Path) -> None:
         log.warning("no link %s to this run: %s", link, error.strerror)
 
 
+def versions() -> dict[str, str]:
+    """Of Python, of the packages that a run's numbers depend on, and of the code of tunix (a hash)."""
+    found = {"python": platform.python_version(), "code of tunix": _code_hash()}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _code_hash() -> str:
+    root = Path(__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
 def _environment() -> dict:
     """What a run ran on."""
-
-    def version(package: str) -> str | None:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return None
 
     def git(*words: str) -> str | None:
         result = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
@@ -177,8 +235,7 @@ def _environment() -> dict:
         "command": [sys.executable, *sys.argv],
         "folder": os.getcwd(),
         "host": platform.node(),
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES if version(package)},
+        "versions": versions(),
         "git_commit": git("rev-parse", "HEAD"),
         "git_changes": (git("status", "--porcelain") or "").splitlines(),
         "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],

@@ -50,9 +50,10 @@ class Result:
 def run(job: compose.Job) -> Result:
     """Train as the config says; raises `UserError` before anything is written if that cannot be done."""
     cfg, training, begun = job.config, job.config.training, time.monotonic()
-    distributed.start(cfg.distributed)
+    remarks = distributed.start(cfg.distributed, run_folder.versions() | compose.facts(cfg))
     waiting_log = run_folder.start_logging()
-    distributed.check_same(compose.facts(cfg), "the configs of the processes")
+    for remark in remarks:
+        log.warning("%s", remark)
     mesh = build_mesh(cfg)
 
     with distributed.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh):
@@ -60,7 +61,7 @@ def run(job: compose.Job) -> Result:
         program = assemble(cfg, mesh)
         arch = program.arch
         with watchdog.phase("preparing the data", math.inf):
-            corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg))
+            corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg), "preparing the data")
         sizes = derive_sizes(cfg, mesh, arch.num_parameters, corpus)
         report = start_report(cfg, arch, program.abstract, mesh, sizes, corpus)
         log.info("%s", report)
@@ -72,18 +73,18 @@ def run(job: compose.Job) -> Result:
             log.info("stages of the mixture\n%s", table)
 
         check_compiler_options(training.compiler_options)
-        distributed.main_first(lambda: check_start(cfg, arch))
+        distributed.main_first(lambda: check_start(cfg, arch), "looking at model.init_from")
 
         # Where it is written, and from where it goes on.
-        folder = run_folder.open_folder(job)
+        folder, shared = run_folder.open_folder(job)
         with (
-            Checkpoints(folder / "checkpoints", cfg.checkpoint) as checkpoints,
+            Checkpoints(folder / "checkpoints", cfg.checkpoint, shared) as checkpoints,
             Metrics(folder, cfg.logging) as metrics,
         ):
             make_state = partial(start_state, cfg, arch, program.layout, program.init, mesh)
             state, start = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
             last = max(start.step, sizes.total_steps)
-            run_folder.write_record(job, folder, waiting_log)
+            run_folder.write_record(job, folder, shared, waiting_log)
             keep_files(cfg, folder)
             log.info("writing to %s", folder)
             step_fn = program.step(last, sizes.tokens_per_step)

@@ -1,5 +1,7 @@
 """What surrounds the training: checkpoints, evaluation, logs, processes."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
@@ -65,6 +67,9 @@ class Distributed(Section):
     """But never less than so many seconds."""
     phase_deadline_s: Positive
     """Seconds that compiling, saving, an evaluation or reading the data may take."""
+    shared_filesystem: Flag | Literal["auto"]
+    """Whether all hosts see the run's folder; auto tries. If not, every host keeps its own, and process 0 the
+    checkpoints: it gathers the whole state in its memory."""
     allow_idle_devices: Flag
     """Accept a mesh smaller than the machine."""
 

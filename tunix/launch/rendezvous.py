@@ -4,12 +4,12 @@ The node that owns the address is node 0 and listens; each other sends one line 
 """
 
 import errno
-import json
 import socket
 import time
 from typing import Any
 
 from tunix.config import UserError
+from tunix.rollcall import read, write
 
 JOIN_TIMEOUT_S = 300.0
 
@@ -50,7 +50,7 @@ def _welcome(server: socket.socket, num_nodes: int, run: dict[str, Any], deadlin
                 answer = {"error": f"{len(guests) + 1} of {num_nodes} nodes came within the time limit"}
                 break
             guest.settimeout(5)
-            theirs = _read(guest)
+            theirs = read(guest)
             if theirs is None:  # not one of us
                 guest.close()
                 continue
@@ -61,7 +61,7 @@ def _welcome(server: socket.socket, num_nodes: int, run: dict[str, Any], deadlin
                     "error": "; ".join(f"{key}={theirs.get(key)} on {name}, {run[key]} on node 0" for key in keys)
                 }
         for number, guest in enumerate(guests, start=1):
-            _write(guest, answer or {"rank": number})
+            write(guest, answer or {"rank": number})
     finally:
         for guest in guests:
             guest.close()
@@ -75,9 +75,9 @@ def _join(address: Any, run: dict[str, Any], deadline: float) -> int:
     while True:
         try:
             with socket.create_connection(address, timeout=5) as host:
-                _write(host, run)
+                write(host, run)
                 host.settimeout(max(0.01, deadline - time.monotonic()))
-                answer = _read(host)
+                answer = read(host)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(f"--rdzv_endpoint={address[0]}:{address[1]}: nobody answers ({error})") from None
@@ -86,17 +86,3 @@ def _join(address: Any, run: dict[str, Any], deadline: float) -> int:
         if answer and "rank" in answer:
             return int(answer["rank"])
         raise UserError(f"--rdzv_endpoint={address[0]}:{address[1]}: {(answer or {}).get('error', 'node 0 went away')}")
-
-
-def _write(peer: socket.socket, message: dict[str, Any]) -> None:
-    peer.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _read(peer: socket.socket) -> dict[str, Any] | None:
-    """One line of JSON, or None if the peer speaks of something else."""
-    try:
-        with peer.makefile() as lines:
-            message = json.loads(lines.readline(10_000))
-    except (OSError, ValueError):
-        return None
-    return message if isinstance(message, dict) else None
