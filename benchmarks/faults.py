@@ -33,9 +33,9 @@ LIMIT_S = {
 }  # fmt: skip
 SMALL = [
     *PAIR, "training.max_steps=20", "evaluation.every_steps=5", "checkpoint.save_every_steps=5",
-    f"distributed.heartbeat_timeout_s={HEARTBEAT_S}", f"distributed.step_deadline_s={STEP_DEADLINE_S}",
-    f"distributed.phase_deadline_s={PHASE_DEADLINE_S}",
+    f"distributed.heartbeat_timeout_s={HEARTBEAT_S}",
 ]  # fmt: skip
+DEADLINES = [f"distributed.step_deadline_s={STEP_DEADLINE_S}", f"distributed.phase_deadline_s={PHASE_DEADLINE_S}"]
 DEFAULT = ["model=tiny", "training.max_steps=30", "hydra.run.dir=run"]
 
 
@@ -68,7 +68,8 @@ def left(sessions: list[int]) -> list[int]:
 def hurt(event: Event, words: list[str], folder: Path) -> tuple[float, list[int | None]]:
     """Seconds from the event until no process is left, and the exit codes."""
     fault = f"{event.rank} {event.what} {event.place} {PLACES[event.place]}"
-    with Processes(*words, folder=folder, count=2, script="tests/faulty.py", FAULT=fault) as run:
+    more = DEADLINES if event.what == "hang" else []
+    with Processes(*words, *more, folder=folder, count=2, script="tests/faulty.py", FAULT=fault) as run:
         sessions, started = [process.pid for process in run.started], time.time()
         while left(sessions) and time.time() < started + 180:
             time.sleep(0.02)
@@ -81,7 +82,7 @@ def hurt(event: Event, words: list[str], folder: Path) -> tuple[float, list[int 
 
 def resumed(words: list[str], folder: Path) -> set[tuple[str | None, int, float]]:
     """The run goes on to its end: all that it wrote before and after."""
-    again = ["resume=run"] if (folder / "run" / "config.yaml").exists() else words
+    again = ["resume=run", "distributed.step_deadline_s=60", "distributed.phase_deadline_s=600"] if (folder / "run" / "config.yaml").exists() else words
     with Processes(*again, folder=folder, count=2) as run:
         ends = run.ends()
     assert [end.code for end in ends] == [0, 0], ends
