@@ -82,7 +82,11 @@ def hurt(event: Event, words: list[str], folder: Path) -> tuple[float, list[int 
 
 def resumed(words: list[str], folder: Path) -> set[tuple[str | None, int, float]]:
     """The run goes on to its end: all that it wrote before and after."""
-    again = ["resume=run", "distributed.step_deadline_s=60", "distributed.phase_deadline_s=600"] if (folder / "run" / "config.yaml").exists() else words
+    again = (
+        ["resume=run", "distributed.step_deadline_s=60", "distributed.phase_deadline_s=600"]
+        if (folder / "run" / "config.yaml").exists()
+        else words
+    )
     with Processes(*again, folder=folder, count=2) as run:
         ends = run.ends()
     assert [end.code for end in ends] == [0, 0], ends

@@ -26,9 +26,9 @@ class Processes:
 
     def __init__(
         self, *words: str, folder: Path, count: int, devices: int = 1, script: str = "run_training.py",
-        own: list[str] | None = None, **env: str,
+        own: list[str] | None = None, roots: list[Path] | None = None, **env: str,
     ):  # fmt: skip
-        """`own` has one word more for each process."""
+        """`own` has one word more for each process, `roots` the code of each."""
         self.folder = folder
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
@@ -40,7 +40,7 @@ class Processes:
             mine = [own[rank]] if own and own[rank] else []
             with (folder / f"stdout.{rank}").open("w") as out, (folder / f"stderr.{rank}").open("w") as err:
                 process = subprocess.Popen(
-                    [sys.executable, str(ROOT / script), *words, *who, *mine],
+                    [sys.executable, str((roots[rank] if roots else ROOT) / script), *words, *who, *mine],
                     cwd=folder, stdout=out, stderr=err, start_new_session=True,
                     env={**os.environ, "XLA_FLAGS": xla_flags(devices), **env},
                 )  # fmt: skip

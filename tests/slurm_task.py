@@ -21,7 +21,8 @@ def stop(number: int, _frame: object) -> None:
     sys.exit(75)
 
 
-signal.signal(signal.SIGUSR1, stop)
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, stop)
 if word == "wait":
     Path(f"waiting.{start}.{rank}").write_text(str(os.getpid()))
     time.sleep(60)

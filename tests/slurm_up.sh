@@ -50,7 +50,7 @@ if ! alive "$ROOT/munge/munged.pid"; then # --force: the parent folders may not 
     --seed-file="$ROOT/munge/seed" --log-file="$ROOT/munge/log" --num-threads=2 2>>"$ROOT/munge/stderr"
 fi
 
-# cred_expire=5: a job that is queued again starts after seconds, not two minutes. KillWait: SIGTERM to SIGKILL.
+# cred_expire=5, the least: a job that is queued again starts after seconds, not two minutes. KillWait: SIGTERM to SIGKILL.
 cat >"$SLURM_CONF" <<CONF
 ClusterName=test
 SlurmctldHost=$HOST(127.0.0.1)

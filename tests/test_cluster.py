@@ -1,11 +1,8 @@
 """Who am I: every launcher's environment, and what is wrong with some."""
 
-import socket
-import time
-
 import pytest
 
-from tunix.cluster import Identity, probe, who_am_i
+from tunix.cluster import Identity, who_am_i
 from tunix.compose import compose
 from tunix.config import UserError
 
@@ -96,27 +93,3 @@ def test_contradictions(environment, words, said):
     with pytest.raises(UserError) as error:
         identity(environment, *words)
     assert said in str(error.value)
-
-
-def test_an_unknown_host_is_named_at_once():
-    begun = time.monotonic()
-    with pytest.raises(UserError, match="host no-such-host.invalid is unknown here"):
-        probe(Identity("torchrun", "no-such-host.invalid:1234", 2, 1), 60)
-    assert time.monotonic() - begun < 20
-
-
-def test_a_port_in_use_is_named():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} cannot be used"):
-            probe(Identity("torchrun", f"localhost:{port}", 2, 0), 60)
-
-
-def test_a_coordinator_that_never_comes():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(UserError, match=r"no answer after 1 s .* is process 0 running"):
-        probe(Identity("torchrun", f"localhost:{port}", 2, 1), 1)

@@ -7,7 +7,7 @@ from harness import ROOT
 
 # A module may import from its own row and from rows above it.
 ROWS = [
-    {"layout", "exits"}, {"config"}, {"schema"}, {"mistakes"}, {"models.hf", "models.hub", "data.tokenizer", "data.sentencepiece", "data.chat"}, {"compose", "cluster"}, {"supervisor"}, {"distributed"}, {"mesh", "watchdog"}, {"models", "flops"}, {"data", "losses", "optim"}, {"state"},
+    {"layout", "exits"}, {"config"}, {"schema"}, {"mistakes"}, {"models.hf", "models.hub", "data.tokenizer", "data.sentencepiece", "data.chat"}, {"compose", "cluster"}, {"supervisor", "rollcall"}, {"distributed"}, {"mesh", "watchdog"}, {"models", "flops"}, {"data", "losses", "optim"}, {"state"},
     {"step", "report", "sampling", "program", "costs"}, {"checkpoint", "metrics", "evaluation", "profiling", "pretrained", "run_folder"}, {"train", "export", "generate", "prepare", "launch", "verify", "plan"}, {"evaluate"},
 ]  # fmt: skip
 RANK = {name: row for row, names in enumerate(ROWS) for name in names}
@@ -37,7 +37,9 @@ def test_imports_run_downward(path):
     assert all(RANK[there] <= RANK[here] for there in imports(path)), f"{path.name} imports upward"
 
 
-@pytest.mark.parametrize("name", ["layout", "exits", "config", "compose", "cluster", "supervisor", "launch.__main__"])
+@pytest.mark.parametrize(
+    "name", ["layout", "exits", "config", "compose", "cluster", "supervisor", "rollcall", "launch.__main__"]
+)
 def test_config_knows_no_jax(name):
     """A typo is answered in a second: nothing that imports jax is in the way."""
     import subprocess

@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import RUN, cli, metrics
+from harness import PAIR, ROOT, cli, metrics
 from processes import End, Processes
 
+from tunix import train
+
 pytestmark = pytest.mark.slow
-RUN_WORDS = [*RUN, "training.global_batch_size=8", "hydra.run.dir=run"]
+RUN_WORDS = [*PAIR, "training.global_batch_size=4", "evaluation.num_sequences=4"]
 
 
 def processes(*words: str, cwd: Path, count: int, devices: int) -> list[End]:
@@ -25,10 +27,10 @@ def words(corpus) -> list[str]:
 @pytest.fixture(scope="module")
 def by_one(words, tmp_path_factory) -> Path:
     """The folder of the run as one process makes it."""
-    folder = tmp_path_factory.mktemp("one")
-    done = cli(*words, "model.mesh_shape=[[4],[fsdp]]", cwd=folder, devices=4)
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    folder = tmp_path_factory.mktemp("one") / "run"
+    mine = ["model.mesh_shape=[[4],[fsdp]]", "distributed.allow_idle_devices=true", f"hydra.run.dir={folder}"]
+    train([*words, *mine])
+    return folder
 
 
 def losses(folder: Path) -> list[float]:
@@ -38,7 +40,8 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize("mesh", ["[[2,2],[fsdp,tp]]", "[[2,2],[tp,dp]]"])
 def test_two_processes_are_one_run(words, by_one, mesh, tmp_path):
     """Same loss as one process; one folder, one log."""
-    first, second = processes(*words, f"model.mesh_shape={mesh}", cwd=tmp_path, count=2, devices=2)
+    mine = [f"model.mesh_shape={mesh}", "evaluation.sample_tokens=2"]
+    first, second = processes(*words, *mine, cwd=tmp_path, count=2, devices=2)
     assert first.code == second.code == 0, first.stderr + second.stderr
     assert "(process 1)" in first.stdout
     assert re.search(r"processes +0 on \S+, 2 device\(s\); 1 on", first.stdout)
@@ -52,14 +55,15 @@ def test_two_processes_are_one_run(words, by_one, mesh, tmp_path):
 def test_four_processes_go_on_for_one_and_one_for_four(words, by_one, tmp_path):
     expected = losses(by_one)
     shutil.copytree(by_one, tmp_path / "run")
-    ends = processes("resume=run/checkpoints/3", "model.mesh_shape=[[2,2],[dp,fsdp]]", cwd=tmp_path, count=4, devices=1)
+    four = ["model.mesh_shape=[[2,2],[dp,fsdp]]", "distributed.allow_idle_devices=false"]
+    ends = processes("resume=run/checkpoints/3", *four, cwd=tmp_path, count=4, devices=1)
     assert [end.code for end in ends] == [0] * 4, "".join(end.stderr for end in ends)
     assert losses(tmp_path / "run")[6:] == pytest.approx(expected[3:], rel=1e-5)
 
     assert "process_id: null" in (tmp_path / "run" / "config.yaml").read_text()
     one = cli("resume=run", "training.max_steps=8", cwd=tmp_path, devices=4)
     assert one.returncode == 0, one.stderr
-    assert "resumed at step 6, sample 48" in one.stdout
+    assert "resumed at step 6, sample 24" in one.stdout
     assert [line["step"] for line in metrics(tmp_path / "run")[9:]] == [7, 8]
 
 
@@ -67,9 +71,8 @@ def test_a_mistake_is_everyones(words, tmp_path):
     """A folder that is taken, and a corpus that is missing, end both processes with the same line."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    mesh = "model.mesh_shape=[[4],[fsdp]]"
-    for more, said in (([mesh], "hydra.run.dir"), ([mesh, "data.paths=[missing]"], "missing does not exist")):
-        ends = processes(*words, *more, cwd=tmp_path, count=2, devices=2)
+    for more, said in (([], "hydra.run.dir"), (["data.paths=[missing]"], "missing does not exist")):
+        ends = processes(*words, *more, cwd=tmp_path, count=2, devices=1)
         assert [end.code for end in ends] == [2, 2], ends
         for end in ends:
             assert said in end.stderr
@@ -84,37 +87,44 @@ def test_elastic(words, tmp_path):
     with Processes("resume=run", "training.max_steps=4", folder=tmp_path, count=2) as run:
         ends = run.ends()
         assert [end.code for end in ends] == [0] * 2, ends[0].stderr
-        assert "resumed at step 2, sample 16" in ends[0].stdout
-        assert "8 sequences = 4 microbatch(es) x 2 data shard(s)" in ends[0].stdout
+        assert "resumed at step 2, sample 8" in ends[0].stdout
+        assert "4 sequences = 2 microbatch(es) x 2 data shard(s)" in ends[0].stdout
     with Processes("resume=run", "training.max_steps=6", folder=tmp_path, count=3) as run:
         ends = run.ends()
         assert [end.code for end in ends] == [2] * 3
-        assert all("training.global_batch_size=8 is not divisible by 3" in end.stderr for end in ends)
+        assert all("training.global_batch_size=4 is not divisible by 3" in end.stderr for end in ends)
     done = cli("resume=run", "training.max_steps=6", cwd=tmp_path, devices=1)
     assert done.returncode == 0, done.stderr
-    assert cli(*words, "training.max_steps=6", "hydra.run.dir=whole", cwd=tmp_path, devices=1).returncode == 0
+    mine = ["model.mesh_shape=[[1],[dp]]", "distributed.allow_idle_devices=true", f"hydra.run.dir={tmp_path}/whole"]
+    train([*words, "training.max_steps=6", *mine])
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-def test_different_configs_are_refused(words, tmp_path):
-    with Processes(*words, folder=tmp_path, count=2, own=["seed=0", "seed=1"]) as run:
+def test_different_configs_and_code_are_refused(words, tmp_path):
+    other = tmp_path / "other"
+    for name in ("tunix", "conf", "run_training.py"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, other / name)
+    with (other / "tunix" / "losses.py").open("a") as file:
+        file.write("# a change\n")
+    with Processes(*words, folder=tmp_path, count=2, own=["seed=0", "seed=1"], roots=[ROOT, other]) as run:
         ends = run.ends()
     assert [end.code for end in ends] == [2, 2]
     assert "seed is 0 on process 0" in ends[1].stderr
     assert "and 1 on process 1" in ends[0].stderr
+    assert all("the processes differ: code of tunix is " in end.stderr for end in ends)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_process_that_never_comes(words, tmp_path):
-    with Processes(*words, "distributed.init_timeout_s=8", folder=tmp_path, count=2, own=["", "dry_run=wrong"]) as run:
+    with Processes(*words, "distributed.init_timeout_s=3", folder=tmp_path, count=2, own=["", "dry_run=wrong"]) as run:
         ends = run.ends(120)
     assert [end.code for end in ends] == [76, 2]
-    assert "not all of the 2 processes came within 8 s" in ends[0].stderr
+    assert "processes [1] of 2 did not come, only 0 (" in ends[0].stderr
 
 
 def test_two_processes_of_one_number(words, tmp_path):
     own = ["distributed.process_id=0", "distributed.process_id=0"]
-    with Processes(*words, "distributed.init_timeout_s=8", folder=tmp_path, count=2, own=own) as run:
+    with Processes(*words, "distributed.init_timeout_s=6", folder=tmp_path, count=2, own=own) as run:
         ends = run.ends(120)
     assert sorted(end.code for end in ends) == [2, 76]
     assert "cannot be used (Address already in use)" in "".join(end.stderr for end in ends)

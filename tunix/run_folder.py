@@ -23,7 +23,7 @@ from tunix import compose, distributed
 from tunix.config import UserError
 
 log = logging.getLogger(__name__)
-PROBE_S = 10.0
+PROBE_S = 5.0
 PACKAGES = (
     "jax",
     "jaxlib",
