@@ -90,7 +90,7 @@ def write_for_kubernetes(job: compose.Job) -> int:
 LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes}
 
 
-@hydra.main(config_path="conf", config_name="config", version_base="1.3")
+@hydra.main(config_path=str(compose.CONF), config_name="config", version_base="1.3")
 def hydra_main(composed: DictConfig) -> None:
     """One point of a sweep, in the folder that Hydra made for it."""
     point = HydraConfig.get()
