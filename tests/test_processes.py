@@ -120,11 +120,3 @@ def test_a_process_that_never_comes(words, tmp_path):
         ends = run.ends(120)
     assert [end.code for end in ends] == [76, 2]
     assert "processes [1] of 2 did not come, only 0 (" in ends[0].stderr
-
-
-def test_two_processes_of_one_number(words, tmp_path):
-    own = ["distributed.process_id=0", "distributed.process_id=0"]
-    with Processes(*words, "distributed.init_timeout_s=6", folder=tmp_path, count=2, own=own) as run:
-        ends = run.ends(120)
-    assert sorted(end.code for end in ends) == [2, 76]
-    assert "cannot be used (Address already in use)" in "".join(end.stderr for end in ends)

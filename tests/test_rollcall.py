@@ -66,6 +66,12 @@ def test_numbers_that_do_not_fit(who, said):
     assert sum(said in str(what) for what in heard) >= 2
 
 
+def test_two_of_number_0():
+    heard = called((0, 2, {}), (0, 2, {}), timeout_s=1)
+    assert {type(what) for what in heard} == {UserError, Absent}
+    assert any("cannot be used (Address already in use); set distributed." in str(what) for what in heard)
+
+
 def test_who_did_not_come_is_named():
     heard = called((0, 4, {}), (2, 4, {}), timeout_s=1)
     assert {type(what) for what in heard} == {Absent}
@@ -90,7 +96,7 @@ def test_a_stranger_on_the_port():
         for _ in range(50):
             try:
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
-                    stranger.sendall(b"GET / HTTP/1.1\r\n")
+                    stranger.sendall(b'{"GET": 1}\n')
                 break
             except OSError:
                 time.sleep(0.05)

@@ -115,7 +115,7 @@ def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
     key = f"tunix/gather/{next(_gathers)}"
     _store().key_value_set(f"{key}/{jax.process_index():06}", text)
     barrier(f"{name}, {key}", timeout_s)
-    return [said for _, said in sorted(_store().key_value_dir_get(key))]
+    return [said for _, said in sorted(_store().key_value_dir_get(f"{key}/"))]
 
 
 @cache

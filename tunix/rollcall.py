@@ -4,8 +4,10 @@ One line of JSON each way, on the port that the runtime's coordinator takes afte
 """
 
 import json
+import os
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
 from tunix.cluster import Identity
@@ -32,7 +34,7 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
     host, _, port = identity.coordinator_address.rpartition(":")
     told = f"{identity.source}: coordinator {identity.coordinator_address}"
     try:
-        socket.getaddrinfo(host, int(port))
+        addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError:
         raise UserError(f"{told}: host {host} is unknown here ({socket.gethostname()})") from None
     about = {
@@ -44,13 +46,13 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
     if identity.process_id:
         answer = _answer(host, int(port), about, deadline, told)
     else:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
+        families = {address[0] for address in addresses}
         try:
-            server = socket.create_server(("", int(port)), family=family, dualstack_ipv6=dual)
+            server = socket.create_server(("", int(port)), family=min(families))  # IPv4 where there is one
         except OSError as error:
             raise UserError(
-                f"{told}: port {port} cannot be used ({error.strerror}); set distributed.coordinator_address=HOST:PORT"
+                f"{told}: port {port} cannot be used ({os.strerror(error.errno or 0)}); "
+                "set distributed.coordinator_address=HOST:PORT"
             ) from None
         with server:
             answer = _call(server, identity.num_processes, about, deadline)
@@ -74,7 +76,7 @@ def _call(server: socket.socket, num_processes: int, mine: dict[str, Any], deadl
             break
         guest.settimeout(5)
         theirs = read(guest)
-        if theirs is None:  # not one of us
+        if theirs is None or not mine.keys() < theirs.keys():  # not one of us
             guest.close()
             continue
         guests.append(guest)
@@ -90,7 +92,8 @@ def _call(server: socket.socket, num_processes: int, mine: dict[str, Any], deadl
     if mistake:
         answer = {"mistake": mistake}
     for guest in guests:
-        write(guest, answer)
+        with suppress(OSError):  # it has died since
+            write(guest, answer)
     for guest in guests:  # who closes first keeps the port busy
         read(guest)
         guest.close()

@@ -98,8 +98,10 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
 
 def _is_shared(folder: Path, asked: bool | str) -> bool:
     """Whether all processes see the folder of process 0, where it puts a file for them to find."""
-    if jax.process_count() == 1 or asked is False:
-        return asked is not False
+    if jax.process_count() == 1:
+        return True
+    if asked is False:
+        return False
     probe = folder / distributed.agree(f".probe-{time.time_ns()}", "name of the probe file")
     if distributed.is_main():
         probe.touch()
