@@ -11,7 +11,9 @@ from pathlib import Path
 import installs
 import pytest
 from devices import xla_flags
-from harness import ROOT, RUN, cli, metrics
+from harness import PAIR, ROOT, metrics
+
+from tunix import train
 
 pytestmark = pytest.mark.slow
 TRAINING = [sys.executable, str(ROOT / "run_training.py")]
@@ -19,17 +21,15 @@ TRAINING = [sys.executable, str(ROOT / "run_training.py")]
 
 @pytest.fixture(scope="module")
 def words(corpus) -> list[str]:
-    return [*RUN, "data=text", f"data.paths=['{corpus}']", "hydra.run.dir=run", "model.mesh_shape=[[2],[fsdp]]", "training.max_steps=2",
-            "training.global_batch_size=4", "evaluation.num_sequences=2", "evaluation.sample_tokens=0"]  # fmt: skip
+    return [*PAIR, "data=text", f"data.paths=['{corpus}']", "training.max_steps=2"]
 
 
 @pytest.fixture(scope="module")
 def losses(words, tmp_path_factory) -> list[float]:
     """Of one process with two devices."""
-    folder = tmp_path_factory.mktemp("one")
-    done = cli(*words, cwd=folder, devices=2)
-    assert done.returncode == 0, done.stderr
-    return [line["loss"] for line in metrics(folder / "run")]
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train([*words, f"hydra.run.dir={folder}", "distributed.allow_idle_devices=true"])
+    return [line["loss"] for line in metrics(folder)]
 
 
 @pytest.fixture(scope="module")
