@@ -11,16 +11,17 @@ HOST=$(hostname -s)
 export SLURM_CONF=$ROOT/slurm.conf
 
 alive() { [ -s "$1" ] && kill -0 "$(cat "$1")" 2>/dev/null; }
-stop() { # TERM, then KILL after 10 s
-  alive "$1" || return 0
-  local pid
-  pid=$(cat "$1")
-  kill "$pid" 2>/dev/null || true
-  for _ in $(seq 100); do
-    kill -0 "$pid" 2>/dev/null || return 0
-    sleep 0.1
+stop() { # TERM to all, then KILL after 3 s
+  local file pid
+  for file in "$@"; do alive "$file" && kill "$(cat "$file")" 2>/dev/null || true; done
+  for file in "$@"; do
+    pid=$(cat "$file" 2>/dev/null) || continue
+    for _ in $(seq 30); do
+      kill -0 "$pid" 2>/dev/null || continue 2
+      sleep 0.1
+    done
+    kill -9 "$pid" 2>/dev/null || true
   done
-  kill -9 "$pid" 2>/dev/null || true
 }
 
 if [ "${1:-up}" = down ]; then
@@ -31,9 +32,7 @@ if [ "${1:-up}" = down ]; then
       sleep 0.2
     done
   fi
-  for pid in "$ROOT"/slurmd.node0.pid "$ROOT"/slurmd.node1.pid "$ROOT/slurmctld.pid" "$ROOT/munge/munged.pid"; do
-    stop "$pid"
-  done
+  stop "$ROOT"/slurmd.node0.pid "$ROOT"/slurmd.node1.pid "$ROOT/slurmctld.pid" "$ROOT/munge/munged.pid"
   exit 0
 fi
 
