@@ -22,7 +22,7 @@ from processes import Processes
 
 PAGE, MARK = ROOT / "docs" / "reliability.md", "<!-- written by make faults -->\n"
 HEARTBEAT_S, STEP_DEADLINE_S, PHASE_DEADLINE_S = 10, 10, 20
-PLACES = {"start": 0, "step": 12, "save": 10, "evaluation": 10}  # and the step it is in
+PLACES = {"start": 0, "step": 60, "save": 50, "evaluation": 50}  # and the step it is in
 CODES = {  # of the process that it happens to, and of the other
     "SIGKILL": (137, 76), "SIGSTOP": (76, 76), "exception": (1, 76), "hang": (76, 76),
     "SIGTERM": (75, 75), "SIGUSR1": (75, 75),
@@ -31,8 +31,8 @@ LIMIT_S = {
     "SIGKILL": 15, "exception": 15, "SIGTERM": 10, "SIGUSR1": 10,
     "SIGSTOP": HEARTBEAT_S + 30, "hang": PHASE_DEADLINE_S + 30,
 }  # fmt: skip
-SMALL = [
-    *PAIR, "training.max_steps=20", "evaluation.every_steps=5", "checkpoint.save_every_steps=5",
+SMALL = [  # long enough that a request to stop, which JAX looks for every second, comes before the end
+    *PAIR, "training.max_steps=400", "evaluation.every_steps=50", "checkpoint.save_every_steps=50",
     f"distributed.heartbeat_timeout_s={HEARTBEAT_S}",
 ]  # fmt: skip
 DEADLINES = [f"distributed.step_deadline_s={STEP_DEADLINE_S}", f"distributed.phase_deadline_s={PHASE_DEADLINE_S}"]
