@@ -36,7 +36,7 @@ SMALL = [  # long enough that a request to stop, which JAX looks for every secon
     f"distributed.heartbeat_timeout_s={HEARTBEAT_S}",
 ]  # fmt: skip
 DEADLINES = [f"distributed.step_deadline_s={STEP_DEADLINE_S}", f"distributed.phase_deadline_s={PHASE_DEADLINE_S}"]
-DEFAULT = ["model=tiny", "training.max_steps=30", "hydra.run.dir=run"]
+DEFAULT = ["model=tiny", "training.max_steps=80", "hydra.run.dir=run"]
 
 
 @dataclass(frozen=True)
