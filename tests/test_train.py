@@ -191,7 +191,8 @@ def test_a_config_made_in_python(words):
 def test_every_key_is_read(words, tmp_path, monkeypatch):
     """A key that nothing reads does nothing. Reads of a run that uses every part are recorded, after the checks."""
     fresh = f"loading.cache_dir={tmp_path}/cache"  # what is found there is not read again
-    first = compose([*words, fresh, "training.max_steps=3", "hydra.run.dir=first"])
+    traced = ["training.profile_communication=true", "profile.after_step=1", "profile.steps=1"]
+    first = compose([*words, fresh, *traced, "training.max_steps=3", "hydra.run.dir=first"])
     two = ["distributed.num_processes=2", "distributed.process_id=0", "distributed.coordinator_address=localhost:0"]
     other = [compose([f"optimizer={name}", *two]).config for name in ("adamw", "adafactor", "lion", "muon", "sgd")]
     wsd = compose(["scheduler=wsd"]).config

@@ -69,6 +69,14 @@ class Metrics:
             value = Summary.Value(tag=name, metadata=meta, tensor=tensor)
             self.events.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[value])))
 
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """A picture for TensorBoard."""
+        if self.events:
+            width, height = (int.from_bytes(png[start : start + 4], "big") for start in (16, 20))  # its first chunk
+            image = Summary.Image(width=width, height=height, encoded_image_string=png)
+            value = Summary.Value(tag=name, image=image)
+            self.events.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=[value])))
+
     def show(self, record: dict[str, Any], last_step: int) -> None:
         """The progress bar on a terminal; a line every so many steps in the log."""
         step, speed = record["step"], record["tokens_per_s"]

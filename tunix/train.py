@@ -25,6 +25,7 @@ from tunix.mesh import build_mesh
 from tunix.metrics import Metrics, StepLog
 from tunix.pretrained import check_start, keep_files, start_state
 from tunix.profiling.collectives import collectives, summary
+from tunix.profiling.trace import CommunicationTrace, check_window
 from tunix.program import assemble
 from tunix.report import derive_sizes, start_report
 from tunix.sampling import continue_text
@@ -73,6 +74,7 @@ def run(job: compose.Job) -> Result:
             log.info("stages of the mixture\n%s", table)
 
         check_compiler_options(training.compiler_options)
+        check_window(cfg, sizes.total_steps)
         distributed.main_first(lambda: check_start(cfg, arch), "looking at model.init_from")
 
         # Where it is written, and from where it goes on.
@@ -80,6 +82,7 @@ def run(job: compose.Job) -> Result:
         with (
             Checkpoints(folder / "checkpoints", cfg.checkpoint, shared) as checkpoints,
             Metrics(folder, cfg.logging) as metrics,
+            CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
         ):
             make_state = partial(start_state, cfg, arch, program.layout, program.init, mesh)
             state, start = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
@@ -105,6 +108,11 @@ def run(job: compose.Job) -> Result:
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     state, scalars = train_step(state, batch)
                 steps.started(step, position.next_sample * training.seq_len, scalars, wait_s, position.source_tokens)
+                if step in trace.edges:
+                    steps.finish()
+                    with watchdog.phase("profiling"):
+                        trace.at(step, state, train_step)
+                    steps.restart_clock()
                 with watchdog.phase("reading a batch"):
                     batch, wait_s = next_batch(batches)
                 stop = stop_reason(cfg, step, begun)

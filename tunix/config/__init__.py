@@ -13,13 +13,13 @@ from tunix.config.data import AnyData, Loading, Task, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.optimizer import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
-from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging
+from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Profile
 from tunix.config.training import Training
 
 __all__ = [
     "PROJECTIONS", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export", "Generate",
-    "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Optimizer", "ParameterGroup", "Plan", "Scheduler",
-    "Section", "Slurm", "Task", "Tokenizer", "Training", "UserError",
+    "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Optimizer", "ParameterGroup", "Plan", "Profile",
+    "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training", "UserError",
 ]  # fmt: skip
 
 
@@ -58,6 +58,8 @@ class Config(Section):
     """Held-out evaluation."""
     logging: Logging
     """Console, files, TensorBoard."""
+    profile: Profile
+    """Traced steps."""
     distributed: Distributed
     """Processes."""
     launcher: AnyLauncher

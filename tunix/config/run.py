@@ -44,6 +44,17 @@ class Logging(Section):
     """Write TensorBoard events into the run's folder."""
 
 
+class Profile(Section):
+    """Which steps `training.profile_communication` traces, and where."""
+
+    after_step: Count
+    """The trace starts after this step: the first ones warm up."""
+    steps: Count
+    """Steps that are traced."""
+    ranks: tuple[CountOrZero, ...] | None
+    """Processes that trace; null is all of them."""
+
+
 class Distributed(Section):
     """Processes of one run. Null leaves a value to the environment."""
 

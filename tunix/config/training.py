@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from tunix.config.base import Count, CountOrZero, Positive, PositiveOrZero, Section, UserError
+from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, UserError
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -55,6 +55,8 @@ class Training(Section):
     max_skipped_steps: CountOrZero
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops with exit code
     77."""
+    profile_communication: Flag
+    """Trace the steps of `profile` and write into the run's folder what its collectives take."""
     compiler_options: dict[str, bool | int | float | str]
     """XLA options of the training step by name; an unknown name is an error."""
 
