@@ -26,9 +26,9 @@ class Processes:
 
     def __init__(
         self, *words: str, folder: Path, count: int, devices: int = 1, script: str = "run_training.py",
-        own: list[str] | None = None, roots: list[Path] | None = None, **env: str,
+        own: list[str] | None = None, roots: list[Path] | None = None, module: str | None = None, **env: str,
     ):  # fmt: skip
-        """`own` has one word more for each process, `roots` the code of each."""
+        """`own` has one word more for each process, `roots` the code of each; `module` runs in place of the script."""
         self.folder = folder
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
@@ -38,11 +38,13 @@ class Processes:
             identity = {"coordinator_address": f"localhost:{port}", "num_processes": count, "process_id": rank}
             who = [f"distributed.{key}={value}" for key, value in identity.items()]
             mine = [own[rank]] if own and own[rank] else []
+            root = roots[rank] if roots else ROOT
+            program = ["-m", module] if module else [str(root / script)]
             with (folder / f"stdout.{rank}").open("w") as out, (folder / f"stderr.{rank}").open("w") as err:
                 process = subprocess.Popen(
-                    [sys.executable, str((roots[rank] if roots else ROOT) / script), *words, *who, *mine],
+                    [sys.executable, *program, *words, *who, *mine],
                     cwd=folder, stdout=out, stderr=err, start_new_session=True,
-                    env={**os.environ, "XLA_FLAGS": xla_flags(devices), **env},
+                    env={**os.environ, "XLA_FLAGS": xla_flags(devices), "PYTHONPATH": str(root), **env},
                 )  # fmt: skip
             self.started.append(process)
 

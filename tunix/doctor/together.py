@@ -1,0 +1,175 @@
+"""What processes see of each other: clocks, files, versions; and how fast their devices talk."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tunix import distributed
+from tunix.compose import Job
+from tunix.costs import Transfer, seconds
+from tunix.doctor.findings import Finding, Status
+from tunix.doctor.machine import existing
+from tunix.flops import kind_named
+from tunix.profiling.communication import BUS_FACTORS
+
+SKEW_S, SLOW = 1.0, 1.5  # clocks apart; times the median, or the prediction
+PAYLOAD_MIB = {"cpu": 4, "gpu": 256}  # of the whole array that a group gathers or reduces
+SECONDS = 2.0  # that one measurement may repeat for
+COLLECTIVES: dict[str, Callable] = {
+    "all-reduce": lambda x, axis: jax.lax.psum(x, axis),
+    "all-gather": lambda x, axis: jax.lax.all_gather(x, axis, axis=1, tiled=True),
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of collective over one mesh axis."""
+
+    axis: str
+    group_size: int
+    collective: str
+    num_bytes: int
+    time_s: float  # of the median process
+    slowest_process: int
+    slowest_s: float
+    bus_gb_per_s: float
+    predicted_s: float | None  # by the kind of device; None where it is not known
+
+
+def compare(job: Job, facts: dict[str, Any]) -> Iterator[Finding]:
+    """Differences between processes; called by all of them, found by all of them."""
+    said = [json.loads(text) for text in distributed.gather(json.dumps(facts))]
+    for key in facts:
+        ranks: dict[str, list[int]] = {}
+        for rank, other in enumerate(said):
+            ranks.setdefault(str(other.get(key)), []).append(rank)
+        if len(ranks) > 1:
+            each = "; ".join(f"{value} on processes {_shown(numbers)}" for value, numbers in ranks.items())
+            yield Finding("same everywhere", "error", f"{key} differs: {each}")
+    yield _clocks()
+    yield _files(existing(job.run_dir))
+
+
+def _shown(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+def _clocks() -> Finding:
+    distributed.barrier("clocks", 60)
+    times = [float(text) for text in distributed.gather(repr(time.time()))]
+    apart = max(times) - min(times)
+    if apart <= SKEW_S:
+        return Finding("clocks", "ok", f"at most {apart:.3f} s apart")
+    late = times.index(max(times, key=lambda each: abs(each - float(np.median(times)))))
+    return Finding("clocks", "warning", f"{apart:.1f} s apart, process {late} most; logs will mislead: start NTP")
+
+
+def _files(folder: Path) -> Finding:
+    """Whether all processes see a file that process 0 makes."""
+    name = distributed.agree(f".tunix-doctor-{os.getpid()}-{time.time_ns()}")
+    where = distributed.agree(str(folder))
+    probe, error = Path(where) / name, ""
+    if distributed.is_main():
+        try:
+            probe.write_text("seen")
+        except OSError as problem:
+            error = f"{where} cannot be written: {problem.strerror}"
+    error = distributed.agree(error)
+    if error:
+        return Finding("files", "error", error)
+    deadline = time.monotonic() + 5  # a network file system may take its time
+    while not (seen := probe.exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    blind = [rank for rank, text in enumerate(distributed.gather(str(seen))) if text != "True"]
+    if distributed.is_main():
+        probe.unlink()
+    if blind:
+        why = f"not seen by processes {_shown(blind)}; put hydra.run.dir on a disk that all processes share"
+        return Finding("files", "error", f"{where}: {why}")
+    return Finding("files", "ok", f"{where} is seen by {jax.process_count()} processes")
+
+
+def slow_processes() -> Iterator[Finding]:
+    """One matrix product on each process alone: who takes much longer than the median makes all wait."""
+    x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), jax.local_devices()[0])
+    product = jax.jit(lambda x: x @ x)
+    mine = _time(lambda: product(x))
+    times = [float(text) for text in distributed.gather(repr(mine))]
+    middle = float(np.median(times))
+    slowest = int(np.argmax(times))
+    status: Status = "warning" if times[slowest] > SLOW * middle else "ok"
+    yield Finding("arithmetic", status, f"a product takes {1e3 * middle:.2f} ms; process {slowest} is slowest, "
+                  f"{1e3 * times[slowest]:.2f} ms")  # fmt: skip
+
+
+def links(mesh: Mesh, per_node: int) -> Iterator[Link]:
+    """Bandwidth along each axis of the mesh that has more than one device; all groups of an axis at one time."""
+    for axis in reversed(mesh.axis_names):  # the fastest links first
+        for collective in COLLECTIVES:
+            if mesh.shape[axis] > 1:
+                yield _measure(mesh, axis, collective, per_node)
+
+
+def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
+    size, everywhere = mesh.shape[axis], PartitionSpec(mesh.axis_names)
+    share = PAYLOAD_MIB.get(jax.default_backend(), 64) * 2**20 // 4 // (size if collective == "all-gather" else 1)
+    num_bytes = 4 * share * (size if collective == "all-gather" else 1)
+    x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, everywhere))()
+    move = jax.jit(
+        jax.shard_map(
+            lambda x: COLLECTIVES[collective](x, axis), mesh=mesh, in_specs=everywhere, out_specs=everywhere,
+            check_vma=False,
+        )
+    )  # fmt: skip
+    mine = _time(lambda: move(x))
+    times = [float(text) for text in distributed.gather(repr(mine))]
+    middle, slowest = float(np.median(times)), int(np.argmax(times))
+    kind = kind_named(mesh.devices.flat[0].device_kind)
+    predicted = seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
+    bus = num_bytes / middle / 1e9 * BUS_FACTORS[collective](size)
+    return Link(axis, size, collective, num_bytes, middle, slowest, times[slowest], bus, predicted)
+
+
+def _time(work: Callable[[], jax.Array]) -> float:
+    """Median seconds of a call, the same number of calls on every process."""
+    jax.block_until_ready(work())  # compiles
+    began = time.perf_counter()
+    jax.block_until_ready(work())
+    once = max(1e-6, time.perf_counter() - began)
+    calls = int(distributed.agree(str(min(20, max(3, math.floor(SECONDS / once))))))
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        jax.block_until_ready(work())
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
+
+
+def judge(found: list[Link]) -> Iterator[Finding]:
+    """The slow ones by name."""
+    for link in found:
+        text = (
+            f"{link.collective} over {link.axis} ({link.group_size} devices, {link.num_bytes / 2**20:.0f} MiB): "
+            f"{link.bus_gb_per_s:.3g} GB/s on the bus"
+        )
+        status: Status = "ok"
+        if link.slowest_s > SLOW * link.time_s:
+            status = "warning"
+            text += f"; the groups of process {link.slowest_process} take {link.slowest_s / link.time_s:.1f} x as long"
+        if link.predicted_s and link.time_s > 2 * link.predicted_s:
+            status = "warning"
+            text += f"; {link.time_s / link.predicted_s:.1f} x what its links allow"
+        yield Finding("bandwidth", status, text)
+    if len({link.axis for link in found}) > 1:
+        slowest = min(found, key=lambda link: link.bus_gb_per_s)
+        yield Finding("bandwidth", "ok", f"the slowest axis is {slowest.axis}")
