@@ -4,15 +4,18 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 TORCH = ("torch==2.13.0", "accelerate==1.15.0")
+XPROF = ("tensorboard==2.21.0", "xprof==2.24.2")
 
 
 @contextmanager
@@ -40,12 +43,23 @@ def torch(cache_dir: Path) -> Path:
     """The scripts of an environment with torch and accelerate: that of TUNIX_TORCH_PYTHON, or a new one."""
     if given := os.environ.get("TUNIX_TORCH_PYTHON"):
         return Path(given).parent
+    return _environment(cache_dir / "torch", "accelerate", TORCH)
+
+
+def xprof(cache_dir: Path) -> Path:
+    """The scripts of an environment with TensorBoard and its profile plugin: this one, or a new one."""
+    if find_spec("xprof"):
+        return Path(sys.executable).parent
+    return _environment(cache_dir / "xprof", "xprof", XPROF)
+
+
+def _environment(folder: Path, script: str, packages: tuple[str, ...]) -> Path:
     with one_at_a_time():
-        bin_dir = cache_dir / "torch" / "bin"
-        if not (bin_dir / "accelerate").exists():
-            venv.create(cache_dir / "torch", with_pip=True)
-            words = [bin_dir / "python", "-m", "pip", "install", "-q", *TORCH]
+        bin_dir = folder / "bin"
+        if not (bin_dir / script).exists():
+            venv.create(folder, with_pip=True)
+            words = [bin_dir / "python", "-m", "pip", "install", "-q", *packages]
             done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode:
-                pytest.skip(f"NOT TESTED: pip could not install {' and '.join(TORCH)}: {done.stderr[-200:]}")
+                pytest.skip(f"NOT TESTED: pip could not install {' and '.join(packages)}: {done.stderr[-200:]}")
         return bin_dir

@@ -1,11 +1,22 @@
 """`training.profile_communication`: bytes as compiled, times as traced, nothing outside the traced steps."""
 
 import csv
+import gzip
+import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from contextlib import suppress
 
+import installs
 import pytest
 from harness import RUN, metrics
 from jax.profiler import ProfileData
+from PIL import Image, ImageColor
 from processes import Processes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -17,7 +28,7 @@ from tunix.mesh import build_mesh
 from tunix.profiling import report
 from tunix.profiling.collectives import Collective, collectives
 from tunix.profiling.communication import measured, predict, readable
-from tunix.profiling.figure import picture
+from tunix.profiling.figure import EXPOSED, picture
 from tunix.profiling.timeline import UNKNOWN, events, timelines
 from tunix.profiling.trace import CommunicationTrace
 from tunix.train import run
@@ -27,9 +38,19 @@ MESH = "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"
 SIZES = {"dp": 2, "fsdp": 2, "tp": 2}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def words(corpus) -> list[str]:
     return [*RUN, "data=text", f"data.paths=['{corpus}']", *TRACED]
+
+
+@pytest.fixture(scope="module")
+def outputs(words, tmp_path_factory):
+    """The outputs folder with one run in it, outputs/run."""
+    folder = tmp_path_factory.mktemp("traced")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(compose([*words, MESH, "training.max_steps=4", "hydra.run.dir=outputs/run"]))
+    return folder / "outputs"
 
 
 def table(path) -> list[dict[str, str]]:
@@ -37,11 +58,9 @@ def table(path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_report_of_a_run(words, tmp_path, monkeypatch):
+def test_report_of_a_run(words, outputs):
     """Every execution of every collective of the compiled step is found in the trace, on all eight devices."""
-    monkeypatch.chdir(tmp_path)
-    run(compose([*words, MESH, "training.max_steps=4", "hydra.run.dir=run"]))
-    folder = tmp_path / "run/profile"
+    folder = outputs / "run/profile"
     assert sorted(path.name for path in folder.iterdir()) == [
         "communication.csv", "communication.png", "communication.txt", "plugins",
     ]  # fmt: skip
@@ -53,16 +72,16 @@ def test_report_of_a_run(words, tmp_path, monkeypatch):
     assert {"blocks/mlp forward", "blocks/mlp recomputed", "optimizer update"} <= {row["scope"] for row in rows}
     assert all(0 <= float(row["exposed_s"]) <= float(row["time_s"]) for row in rows)
     assert all(float(row["time_s"]) > 0 for row in rows)
-    assert milliseconds(text, "step") < 1000 * max(line["step_time_s"] for line in metrics(tmp_path / "run"))
+    assert milliseconds(text, "step") < 1000 * max(line["step_time_s"] for line in metrics(outputs / "run"))
     derived = predict(derive(compose([*words, MESH]).config, SIZES).transfers, SIZES, None, 8)
     gathered = sum(int(row["bytes_per_step"]) for row in rows if row["kind"] == "all-gather")
     assert gathered == pytest.approx(derived["all-gather", ("fsdp",)].num_bytes, rel=0.02)
     [trace] = folder.rglob("*.xplane.pb")
     assert trace.parent.parent.parent.name == "plugins"
     assert trace.stat().st_size < 20 * 2**20
-    shown = EventAccumulator(str(tmp_path / "run"))
+    shown = EventAccumulator(str(outputs / "run"))
     shown.Reload()
-    [image] = shown.Images("communication")
+    [image] = shown.Images("communication_by_axis")
     assert image.encoded_image_string == (folder / "communication.png").read_bytes()
     assert image.width > image.height > 200
     assert "communication" in shown.Tags()["tensors"]
@@ -70,6 +89,58 @@ def test_report_of_a_run(words, tmp_path, monkeypatch):
 
 def milliseconds(text: str, of: str) -> float:
     return float(re.search(rf"^{of} ([\d,.]+) ms", text, re.MULTILINE)[1].replace(",", ""))
+
+
+CHROMIUM = (
+    "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync",
+    "--disable-component-update", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--window-size=1300,850", "--virtual-time-budget=15000",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_tensorboard_in_a_browser(outputs, tmp_path, cache_dir):
+    """Scalars, text, the picture and the trace of `tensorboard --logdir outputs/`, as chromium shows them."""
+    installs.apt(("chromium",), ("chromium", "fonts-dejavu-core"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    port = address.rpartition(":")[2]
+    words = [installs.xprof(cache_dir) / "tensorboard", "--logdir", outputs, "--host=127.0.0.1", f"--port={port}"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen([*words, "--load_fast=false"], stdout=log, stderr=log, start_new_session=True)
+
+    def fetch(path: str) -> str:
+        with urllib.request.urlopen(f"{address}/data/plugin/{path}", timeout=20) as answer:
+            body = answer.read()
+        return (gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body).decode()
+
+    def browse(path: str, *flags: str) -> str:
+        words = [*CHROMIUM, f"--user-data-dir={tmp_path}/chromium", *flags, f"{address}/{path}"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                if "communication_by_axis" in fetch("images/tags") and json.loads(fetch("profile/runs")):
+                    break
+            time.sleep(0.5)
+        assert json.loads(fetch("profile/runs")) == ["run/profile/after_step_2"]
+        assert "by mesh axis" in fetch("text/text?run=run&tag=communication")
+        series = browse("#timeseries", "--dump-dom")
+        assert "communication_by_axis" in series
+        assert "held_out" in series
+        shown = re.sub(r"<[^>]*>|\s+", " ", browse("data/plugin/profile/index.html", "--dump-dom"))
+        assert "run/profile/after_step_2" in shown
+        assert "Average Step Time" in shown
+        browse("#images", f"--screenshot={tmp_path}/images.png")
+        with Image.open(tmp_path / "images.png") as screen:
+            colours = {colour for _, colour in screen.convert("RGB").getcolors(2**24)}
+        assert ImageColor.getrgb(EXPOSED) in colours
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ class CommunicationTrace:
             (self.folder / f"communication.{name}").write_text(content)
         (self.folder / "communication.png").write_bytes(png)
         self.metrics.text("communication", text, step)
-        self.metrics.image("communication", png, step)
+        self.metrics.image("communication_by_axis", png, step)
         log.info("communication of %s", text.partition("\n\nby collective")[0])
         log.info("trace and communication report: %s", self.folder)
 
