@@ -143,8 +143,10 @@ def predict(
 def readable(op_name: str) -> str:
     """JAX's name stack as the scopes of the source and the phase: `blocks/mlp backward`.
 
-    XLA writes the stacks of what it has put together as `common/(one:other)`.
+    XLA writes the stacks of what it has put together as `common/(one:other)`, or on GPUs writes none.
     """
+    if not op_name:
+        return ""
     common, bracket, rest = op_name.partition("/(")
     stacks = [f"{common}/{part}" for part in rest.removesuffix(")").split(":")] if bracket else [op_name]
     found = list(dict.fromkeys(_scopes(stack) for stack in stacks))

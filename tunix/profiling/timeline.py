@@ -33,8 +33,8 @@ class Timeline:
     collectives: dict[str, tuple[int, float, float]] = field(default_factory=dict)  # executions, time, exposed time
 
 
-def events(trace: ProfileData, module: str) -> Iterator[Event]:
-    """Operations of the program `module`.
+def events(trace: ProfileData, module: str, communicating: set[str]) -> Iterator[Event]:
+    """Operations of the program `module`; `communicating` are the names of its collectives.
 
     On GPUs, kernels stand on the lines of their streams and carry the instruction as `hlo_op`. On CPUs the lines are
     threads, which all devices share, and `device_ordinal` tells whose operation it is.
@@ -46,12 +46,11 @@ def events(trace: ProfileData, module: str) -> Iterator[Event]:
                 continue  # the same operations again, by name or by step
             for event in line.events:
                 stats = dict(event.stats)
-                if stats.get("hlo_module") == module:
-                    name = str(stats["hlo_op"])
-                elif planes and "hlo_module" not in stats and NCCL.match(event.name):
-                    name = UNKNOWN
-                else:
+                if stats.get("hlo_module", module) != module or not ("hlo_op" in stats or NCCL.match(event.name)):
                     continue
+                name = str(stats.get("hlo_op", UNKNOWN))
+                if NCCL.match(event.name) and name not in communicating:
+                    name = UNKNOWN
                 device = plane.name.rpartition(":")[2] if planes else str(stats["device_ordinal"])
                 yield Event(device, name, event.start_ns, event.end_ns)
 

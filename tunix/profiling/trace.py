@@ -96,7 +96,7 @@ class CommunicationTrace:
             module = re.match(r"HloModule ([\w.\-]+)", hlo)
             assert module
             names = {each.name for each in found}
-            mine = timelines(events(trace, module[1]), self.cfg.profile.steps, names, control_flow(hlo))
+            mine = timelines(events(trace, module[1], names), self.cfg.profile.steps, names, control_flow(hlo))
         said = {
             "host": socket.gethostname(),
             "devices": jax.local_device_count(),
