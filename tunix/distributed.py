@@ -57,7 +57,7 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
         return []
     remarks = roll_call(identity, facts, cfg.init_timeout_s)
     try:
-        with _deadline(cfg.init_timeout_s, f"the {identity.num_processes} processes could not join"):
+        with deadline(cfg.init_timeout_s, f"the {identity.num_processes} processes could not join"):
             jax.distributed.initialize(
                 identity.coordinator_address,
                 identity.num_processes,
@@ -189,6 +189,23 @@ def published(folder: str) -> dict[str, str]:
     return {key.rsplit("/", 1)[1]: value for key, value in found}
 
 
+@contextmanager
+def deadline(seconds: float, what: str) -> Iterator[None]:
+    """End this process with exit code 76 if the block takes longer: `what` says what did not happen."""
+
+    def end() -> None:
+        print(f"error: {what} within {seconds:g} s", file=sys.stderr, flush=True)
+        os._exit(exits.PEER)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def blame(error: Exception) -> tuple[int, str]:
     """Exit code and reason of an error among several processes: a peer's, or this process's own with its traceback."""
     if isinstance(error, Absent):
@@ -219,18 +236,3 @@ def leave(code: int, why: str) -> None:
 def _store() -> Any:
     """Small texts that all processes share, kept by process 0."""
     return runtime.global_state.client
-
-
-@contextmanager
-def _deadline(seconds: float, what: str) -> Iterator[None]:
-    def end() -> None:
-        print(f"error: {what} within {seconds:g} s", file=sys.stderr, flush=True)
-        os._exit(exits.PEER)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -24,7 +24,7 @@ from tunix.doctor import environment, machine, together
 from tunix.doctor.findings import Finding
 from tunix.mesh import build_mesh
 
-START_S = 30  # for all processes to come
+START_S, TOGETHER_S = 30, 90  # for all processes to come, and for all that they do together
 MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "error": "[red]error  [/]"}
 
 
@@ -59,6 +59,13 @@ def examine(job: compose.Job) -> Diagnosis:
     except UserError as error:
         return Diagnosis([socket.gethostname()], [[*mine, Finding("processes", "error", str(error))]])
     mine += machine.examine(job)
+    with distributed.deadline(
+        TOGETHER_S, "the processes did not all answer (a collective hangs, or a process has died)"
+    ):
+        return _together(job, mine)
+
+
+def _together(job: compose.Job, mine: list[Finding]) -> Diagnosis:
     said = json.dumps({"host": socket.gethostname(), "found": [asdict(each) for each in mine]})
     everyone = [json.loads(text) for text in distributed.gather(said)]
     hosts = [one["host"] for one in everyone]

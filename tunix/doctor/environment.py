@@ -60,10 +60,10 @@ def versions(version: Version = installed) -> Iterator[Finding]:
     jaxlib = version("jaxlib")
     for name in ("jax", *SAME):
         number = version(name)
-        if number and jaxlib and number.split(".")[:3] != jaxlib.split(".")[:3]:
-            yield Finding(
-                "versions", "error", f"{name} {number} with jaxlib {jaxlib}: install the same version of both"
-            )
+        if number and jaxlib and number != jaxlib:
+            close = name == "jax" and number.split(".")[:2] == jaxlib.split(".")[:2]
+            text = f"{name} {number} with jaxlib {jaxlib}: install the same version of both"
+            yield Finding("versions", "warning" if close else "error", text)
 
 
 def _matches(number: str | None, specifier: str) -> bool:
