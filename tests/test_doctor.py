@@ -174,9 +174,13 @@ def test_differences_between_processes(tmp_path, monkeypatch):
     answers = iter([
         ['{"flax": "0.12.8"}', '{"flax": "0.12.9"}'], [repr(time.time()), repr(time.time() - 3600)], ["True", "False"],
     ])  # fmt: skip
-    monkeypatch.setattr(together.distributed, "gather", lambda _: next(answers))
-    monkeypatch.setattr(together.distributed, "agree", lambda text: text)
-    found = list(together.compare(compose([f"hydra.run.dir={tmp_path}"]), {"flax": "0.12.8"}))
+    monkeypatch.setattr(together.distributed, "gather", lambda text, name: next(answers))
+    monkeypatch.setattr(together.distributed, "agree", lambda text, name: text)
+    found = list(
+        together.compare(
+            compose([f"hydra.run.dir={tmp_path}", "distributed.shared_filesystem=true"]), {"flax": "0.12.8"}
+        )
+    )
     assert of("same everywhere", found) == [("error", "flax differs: 0.12.8 on processes 0; 0.12.9 on processes 1")]
     [(status, says)] = of("clocks", found)
     assert status == "warning"

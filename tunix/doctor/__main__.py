@@ -23,6 +23,7 @@ from tunix.config import UserError
 from tunix.doctor import environment, machine, together
 from tunix.doctor.findings import Finding
 from tunix.mesh import build_mesh
+from tunix.rollcall import Absent
 
 START_S, TOGETHER_S = 30, 90  # for all processes to come, and for all that they do together
 MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "error": "[red]error  [/]"}
@@ -55,8 +56,8 @@ def examine(job: compose.Job) -> Diagnosis:
     mine = [*environment.versions(), *environment.variables(os.environ), *environment.xla_flags(os.environ)]
     soon = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
     try:
-        distributed.start(soon)
-    except UserError as error:
+        distributed.start(soon, {})  # differences are told below, all of them
+    except (UserError, Absent) as error:
         return Diagnosis([socket.gethostname()], [[*mine, Finding("processes", "error", str(error))]])
     mine += machine.examine(job)
     with distributed.deadline(
@@ -66,10 +67,9 @@ def examine(job: compose.Job) -> Diagnosis:
 
 
 def _together(job: compose.Job, mine: list[Finding]) -> Diagnosis:
-    said = json.dumps({"host": socket.gethostname(), "found": [asdict(each) for each in mine]})
-    everyone = [json.loads(text) for text in distributed.gather(said)]
-    hosts = [one["host"] for one in everyone]
-    found = Diagnosis(hosts, [[Finding(**each) for each in one["found"]] for one in everyone])
+    hosts = distributed.hosts()
+    everyone = [json.loads(text) for text in distributed.gather(json.dumps([*map(asdict, mine)]), "findings")]
+    found = Diagnosis(hosts, [[Finding(**each) for each in one] for one in everyone])
     facts = {
         **{name: environment.installed(name) for name in environment.SHOWN},
         "Python": platform.python_version(),
@@ -91,7 +91,7 @@ def _together(job: compose.Job, mine: list[Finding]) -> Diagnosis:
 def _nccl_of_all() -> set[str]:
     """Names of NCCL's variables that one of the processes has."""
     mine = [name for name in os.environ if name.startswith("NCCL_")]
-    return {name for text in distributed.gather(json.dumps(mine)) for name in json.loads(text)}
+    return {name for text in distributed.gather(json.dumps(mine), "variables") for name in json.loads(text)}
 
 
 def show(found: Diagnosis) -> None:

@@ -48,7 +48,7 @@ class Link:
 
 def compare(job: Job, facts: dict[str, Any]) -> Iterator[Finding]:
     """Differences between processes; called by all of them, found by all of them."""
-    said = [json.loads(text) for text in distributed.gather(json.dumps(facts))]
+    said = [json.loads(text) for text in distributed.gather(json.dumps(facts), "facts")]
     for key in facts:
         ranks: dict[str, list[int]] = {}
         for rank, other in enumerate(said):
@@ -57,7 +57,7 @@ def compare(job: Job, facts: dict[str, Any]) -> Iterator[Finding]:
             each = "; ".join(f"{value} on processes {_shown(numbers)}" for value, numbers in ranks.items())
             yield Finding("same everywhere", "error", f"{key} differs: {each}")
     yield _clocks()
-    yield _files(existing(job.run_dir))
+    yield _files(existing(job.run_dir), must=job.config.distributed.shared_filesystem is True)
 
 
 def _shown(numbers: list[int]) -> str:
@@ -66,7 +66,7 @@ def _shown(numbers: list[int]) -> str:
 
 def _clocks() -> Finding:
     distributed.barrier("clocks", 60)
-    times = [float(text) for text in distributed.gather(repr(time.time()))]
+    times = [float(text) for text in distributed.gather(repr(time.time()), "clocks")]
     apart = max(times) - min(times)
     if apart <= SKEW_S:
         return Finding("clocks", "ok", f"at most {apart:.3f} s apart")
@@ -74,28 +74,30 @@ def _clocks() -> Finding:
     return Finding("clocks", "warning", f"{apart:.1f} s apart, process {late} most; logs will mislead: start NTP")
 
 
-def _files(folder: Path) -> Finding:
-    """Whether all processes see a file that process 0 makes."""
-    name = distributed.agree(f".tunix-doctor-{os.getpid()}-{time.time_ns()}")
-    where = distributed.agree(str(folder))
+def _files(folder: Path, must: bool) -> Finding:
+    """Whether all processes see a file that process 0 makes, and whether they must."""
+    name = distributed.agree(f".tunix-doctor-{os.getpid()}-{time.time_ns()}", "probe file")
+    where = distributed.agree(str(folder), "probe folder")
     probe, error = Path(where) / name, ""
     if distributed.is_main():
         try:
             probe.write_text("seen")
         except OSError as problem:
             error = f"{where} cannot be written: {problem.strerror}"
-    error = distributed.agree(error)
+    error = distributed.agree(error, "probe file")
     if error:
         return Finding("files", "error", error)
     deadline = time.monotonic() + 5  # a network file system may take its time
     while not (seen := probe.exists()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    blind = [rank for rank, text in enumerate(distributed.gather(str(seen))) if text != "True"]
+    blind = [rank for rank, text in enumerate(distributed.gather(str(seen), "probe file")) if text != "True"]
     if distributed.is_main():
         probe.unlink()
     if blind:
-        why = f"not seen by processes {_shown(blind)}; put hydra.run.dir on a disk that all processes share"
-        return Finding("files", "error", f"{where}: {why}")
+        why = (
+            f"not seen by processes {_shown(blind)}; put hydra.run.dir on a disk that all processes share, or process 0"
+        )
+        return Finding("files", "error" if must else "warning", f"{where}: {why} keeps the checkpoints of all")
     return Finding("files", "ok", f"{where} is seen by {jax.process_count()} processes")
 
 
@@ -104,7 +106,7 @@ def slow_processes() -> Iterator[Finding]:
     x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), jax.local_devices()[0])
     product = jax.jit(lambda x: x @ x)
     mine = _time(lambda: product(x))
-    times = [float(text) for text in distributed.gather(repr(mine))]
+    times = [float(text) for text in distributed.gather(repr(mine), "times")]
     middle = float(np.median(times))
     slowest = int(np.argmax(times))
     status: Status = "warning" if times[slowest] > SLOW * middle else "ok"
@@ -132,7 +134,7 @@ def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
         )
     )  # fmt: skip
     mine = _time(lambda: move(x))
-    times = [float(text) for text in distributed.gather(repr(mine))]
+    times = [float(text) for text in distributed.gather(repr(mine), "times")]
     middle, slowest = float(np.median(times)), int(np.argmax(times))
     kind = kind_named(mesh.devices.flat[0].device_kind)
     predicted = seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
@@ -146,7 +148,7 @@ def _time(work: Callable[[], jax.Array]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(work())
     once = max(1e-6, time.perf_counter() - began)
-    calls = int(distributed.agree(str(min(20, max(3, math.floor(SECONDS / once))))))
+    calls = int(distributed.agree(str(min(20, max(3, math.floor(SECONDS / once)))), "calls"))
     times = []
     for _ in range(calls):
         began = time.perf_counter()

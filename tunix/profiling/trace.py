@@ -97,28 +97,22 @@ class CommunicationTrace:
             assert module
             names = {each.name for each in found}
             mine = timelines(events(trace, module[1], names), self.cfg.profile.steps, names, control_flow(hlo))
-        said = {
-            "host": socket.gethostname(),
-            "devices": jax.local_device_count(),
-            "timelines": {device: asdict(timeline) for device, timeline in mine.items()},
-        }
-        everyone = [json.loads(text) for text in distributed.gather(json.dumps(said))]
+        said = json.dumps({device: asdict(timeline) for device, timeline in mine.items()})
+        everyone = [json.loads(text) for text in distributed.gather(said, "communication report")]
+        per_host = max(Counter(distributed.hosts()).values()) * jax.local_device_count()
         if not distributed.is_main():
             return
         of_all = {
             f"process {rank} device {device}": Timeline(**values)
             for rank, one in enumerate(everyone)
-            for device, values in one["timelines"].items()
+            for device, values in one.items()
         }
         if not of_all:
             log.warning("the trace in %s shows no operation of the step: no communication report", self.folder)
             return
-        per_host: Counter[str] = Counter()
-        for one in everyone:
-            per_host[one["host"]] += one["devices"]
         sizes = dict(self.mesh.shape)
         kind = kind_named(self.mesh.devices.flat[0].device_kind)
-        predicted = predict(derive(self.cfg, sizes).transfers, sizes, kind, max(per_host.values()))
+        predicted = predict(derive(self.cfg, sizes).transfers, sizes, kind, per_host)
         communication = measured(self.edges[0] + 1, self.cfg.profile.steps, of_all, found, sizes, predicted)
         text, png = report.text(communication), picture(communication)
         for name, content in (("txt", text), ("csv", report.to_csv(communication))):
