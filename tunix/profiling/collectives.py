@@ -1,8 +1,12 @@
 """What a compiled program moves between devices, read from its optimized HLO text."""
 
+import math
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 ITEM_BYTES = {
@@ -20,7 +24,10 @@ ITEM_BYTES = {
     "s64": 8,
 }
 
-_INSTRUCTION = re.compile(rf"= (?P<type>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_INSTRUCTION = re.compile(rf"%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_CONTROL = re.compile(r"%?([\w.\-]+) = .+? (?:while|conditional|call)\(")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _CALLED = re.compile(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -30,12 +37,23 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 class Collective:
     """One instruction of the program."""
 
+    name: str  # as a trace shows it
     kind: str  # of KINDS
     dtype: str  # HLO's name of the (first) element type
     num_bytes: int  # of the whole array that a group of devices gathers, reduces or scatters
-    group_size: int  # devices that take part together
+    group: tuple[int, ...]  # the first of its groups of devices, as positions in the mesh
     times: int  # executions in one run of the program: the product of the trip counts of the loops around it
     scope: str  # where it comes from in the source: JAX's name stack
+
+    @property
+    def group_size(self) -> int:
+        """Devices that take part together."""
+        return len(self.group)
+
+    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh of these sizes over which it communicates."""
+        places = np.unravel_index(self.group, tuple(sizes.values()))
+        return tuple(axis for axis, place in zip(sizes, places, strict=True) if np.ptp(place))
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -48,6 +66,11 @@ def collectives(hlo: str) -> list[Collective]:
         for line in lines
         if times[name] and (match := _INSTRUCTION.search(line))
     ]
+
+
+def control_flow(hlo: str) -> set[str]:
+    """Names of the instructions that only run others."""
+    return set(_CONTROL.findall(hlo))
 
 
 def _computations(hlo: str) -> dict[str, list[str]]:
@@ -79,13 +102,13 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
 
 def _parse(line: str, match: re.Match, times: int) -> Collective:
     arrays = [(dtype, _bytes(dtype, dims)) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match["type"])]
-    sizes, group = [size for _, size in arrays], _group_size(line)
+    sizes, group = [size for _, size in arrays], _group(line)
     if match["start"] and match["kind"] in ("all-gather", "reduce-scatter"):  # (operands, results)
         num_bytes = max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))
     else:
-        num_bytes = sum(sizes) * (group if match["kind"] == "reduce-scatter" else 1)
+        num_bytes = sum(sizes) * (len(group) if match["kind"] == "reduce-scatter" else 1)
     scope = re.search(r'op_name="([^"]*)"', line)
-    return Collective(match["kind"], arrays[0][0], num_bytes, group, times, scope[1] if scope else "")
+    return Collective(match["name"], match["kind"], arrays[0][0], num_bytes, group, times, scope[1] if scope else "")
 
 
 def _bytes(dtype: str, dims: str) -> int:
@@ -95,18 +118,37 @@ def _bytes(dtype: str, dims: str) -> int:
     return size
 
 
-def _group_size(line: str) -> int:
-    """Devices of one group, in any of the three ways that HLO writes them."""
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\))? \{([^}]*)\}", line):
+def _group(line: str) -> tuple[int, ...]:
+    """The first group, in any of the ways that HLO writes them: by mesh, by iota, as a list, as pairs."""
+    if named := _MESH.search(line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        product = 1
-        for axis in re.findall(r"'(\w+)'", named[2]):
-            product *= sizes[axis]
-        return product
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
-        return int(iota[1])
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
-    return len(listed[1].split(",")) if listed else 1
+        dims, taken = [], []
+        for axis, size in sizes.items():
+            if part := re.search(rf"'{axis}':\((\d+)\)(\d+)", named[3]):  # a factor of the axis
+                before, ours = int(part[1]), int(part[2])
+                dims += [before, ours, size // (before * ours)]
+                taken += [False, True, False]
+            else:
+                dims.append(size)
+                taken.append(f"'{axis}'" in named[3])
+        devices = _iota(named[2]) if named[2] else np.arange(math.prod(dims))
+        chosen = devices.reshape(dims)[tuple(slice(None) if each else 0 for each in taken)]
+        return tuple(map(int, chosen.flat))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=(\S+)", line):
+        return tuple(map(int, _iota(iota[2]).flat[: int(iota[1])]))
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return tuple(map(int, listed[1].split(",")))
+    pairs = re.findall(r"[{,]\{(\d+),(\d+)\}", line) if "source_target_pairs=" in line else []
+    return next(((int(source), int(target)) for source, target in pairs if source != target), (0,))
+
+
+def _iota(text: str) -> np.ndarray:
+    """[4,2]T(1,0): 0, 1, 2, ... in these dimensions, transposed. Or a list: 0,2,1,3."""
+    if not (match := _IOTA.match(text)):
+        return np.array([int(number) for number in text.split(",")])
+    dims = [int(size) for size in match[1].split(",")]
+    order = [int(dim) for dim in match[2].split(",")] if match[2] else range(len(dims))
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order)
 
 
 def summary(found: list[Collective]) -> str:
