@@ -44,7 +44,7 @@ def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | 
     """`corpus` is None in a dry run."""
     training = cfg.training
     microbatches = training.accumulation(data_shards(mesh))
-    micro_batch = training.micro_batch_size * data_shards(mesh)
+    micro_batch = training.sequences_per_shard * data_shards(mesh)
     batch = microbatches * micro_batch
     limits = [training.max_steps]
     if training.max_tokens is not None:
@@ -79,7 +79,7 @@ def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, size
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
         "global batch": f"{sizes.batch_size:,} sequences = {sizes.num_microbatches} microbatch(es) x "
-        f"{shards} data shard(s) x {training.micro_batch_size}; reduced every {training.sync_gradients_every}",
+        f"{shards} data shard(s) x {training.sequences_per_shard}; reduced every {training.sync_gradients_every}",
         "tokens per step": f"{sizes.tokens_per_step:,} = {sizes.batch_size:,} x {training.seq_len}",
         "length": _length(cfg, sizes),
         "bytes per device": f"{(params + optimizer) / gib:.3f} GiB = weights {params / gib:.3f} + "
