@@ -7,10 +7,10 @@ import jax
 import pytest
 from harness import SMALL, batch, program
 
-from tunix import plan
 from tunix.costs import Transfer, derive, seconds
 from tunix.flops import device_kinds, peak_tflops
 from tunix.layout import explicit_sizes
+from tunix.plan import __main__ as plan
 from tunix.profiling.collectives import collectives
 
 MICROBATCHES = 4
@@ -62,9 +62,13 @@ def test_peaks_are_those_of_the_kinds():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(monkeypatch, capsys, tmp_path):
+    """The command, in an empty folder; nothing is compiled unless asked for."""
+    monkeypatch.chdir(tmp_path)
+
     def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tunix.plan", *words])
+        compiled = [] if "plan.num_compiled" in " ".join(words) else ["plan.num_compiled=0"]
+        monkeypatch.setattr(sys, "argv", ["tunix.plan", *compiled, *words])
         code = plan.main()
         return code, *capsys.readouterr()
 
@@ -91,7 +95,7 @@ def test_a_cluster_that_is_not_there(run):
     num_devices = jax.device_count()
     code, out, _ = run("model=gemma3_27b", "plan.topology=h200:32x8", 'model.mesh_shape=[[64,4],["fsdp","tp"]]')
     assert code == 0
-    assert "32 x 8 H200: derived and predicted, not measured" in out
+    assert "32 x 8 H200: derived, compiled and predicted, not measured" in out
     assert out.splitlines()[-1] == 'python run_training.py model=gemma3_27b \'model.mesh_shape=[[64,4],["fsdp","tp"]]\''
     assert jax.device_count() == num_devices
 
@@ -110,10 +114,10 @@ def test_a_kind_of_ones_own(run, tmp_path):
         (["plan.topology=h200"], "plan.topology=h200: expected KIND:GPUS or KIND:NODESxGPUS like h200:8"),
         (["plan.topology=h200:4x"], "plan.topology=h200:4x: expected KIND:GPUS"),
         (["plan.topology=h200:0"], "plan.topology=h200:0: expected KIND:GPUS"),
-        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml"),
+        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml; did you mean h200?"),
         (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
-        (["plan.topologie=h200:8"], "did you mean topology?"),
-        (["plan.memory_share=2"], "memory_share=2: input should be less than or equal to 1"),
+        (["plan.topologie=h200:8"], "did you mean plan.topology?"),
+        (["plan.memory_share=2"], "plan.memory_share=2: input should be less than or equal to 1"),
         (["training.seq_length=4"], "did you mean training.seq_len?"),
         (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
         (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),

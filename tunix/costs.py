@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
 from tunix.flops import flops_per_token
@@ -51,6 +51,11 @@ def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
     # The program of one sequence per shard serves for all micro batches.
     alike = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
     program, mesh = _program(alike.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in MESH_AXES))
+    return costs_of(cfg, program, mesh)
+
+
+def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
+    """The same for a program that is assembled already."""
     training, shards = cfg.training, data_shards(mesh)  # type: ignore[arg-type]
     microbatches = training.accumulation(shards)
     tokens = microbatches * training.sequences_per_shard * shards * training.seq_len
@@ -71,7 +76,7 @@ def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh
         return assemble(Config.model_validate_json(config), mesh), mesh  # type: ignore[arg-type]
 
 
-def _held(program: Program, mesh: AbstractMesh) -> dict[str, int]:
+def _held(program: Program, mesh: Mesh | AbstractMesh) -> dict[str, int]:
     layout, in_blocks = program.layout, _gathers_in_blocks(program)
     trained, sharded = jax.tree.leaves(program.arch.trained_weights), layout.strategy.gradients
     gathered = [
@@ -109,7 +114,7 @@ def _activation_bytes(cfg: Config, tp: int) -> int:
     return round(tokens * item * (model.num_layers * kept + 2 * inside) + logits)
 
 
-def _of_weights(program: Program, mesh: AbstractMesh, microbatches: int) -> Iterator[Transfer]:
+def _of_weights(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> Iterator[Transfer]:
     """Weights gathered before they are used, and gradients reduced after."""
     layout, strategy = program.layout, program.layout.strategy
     reductions = microbatches // program.cfg.training.sync_gradients_every
@@ -133,7 +138,7 @@ def _of_weights(program: Program, mesh: AbstractMesh, microbatches: int) -> Iter
             yield Transfer("all-reduce", DATA_AXES, size)
 
 
-def _of_activations(cfg: Config, mesh: AbstractMesh, microbatches: int) -> Iterator[Transfer]:
+def _of_activations(cfg: Config, mesh: Mesh | AbstractMesh, microbatches: int) -> Iterator[Transfer]:
     """Sums over tp: after attention and MLP of each layer, forward and backward; around the two tables."""
     training = cfg.training
     in_layers = cfg.model.num_layers * (6 if training.remat == "full" else 4)
@@ -164,6 +169,6 @@ def _is_stacked(weight: Weight) -> bool:
     return "L" in weight.equation.w
 
 
-def _bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: AbstractMesh) -> int:
+def _bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: Mesh | AbstractMesh) -> int:
     shard = NamedSharding(mesh, PartitionSpec(*spec.partitions)).shard_shape(weight.shape)
     return math.prod(shard) * jnp.dtype(dtype).itemsize

@@ -145,7 +145,8 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
         num_microbatches, sequences, length = batch["tokens"].shape
         step = program.step(1000, num_microbatches * sequences * length)
         lowered = jax.jit(step, donate_argnums=0).lower(program.abstract, batch)
-        executable = lowered.compile(compiler_options=cfg.training.compiler_options)
+        options: Any = cfg.training.compiler_options
+        executable = lowered.compile(compiler_options=options)
     memory: Any = executable.memory_analysis()
     hlo = executable.as_text() or ""
     found, sizes = collectives(hlo), dict(mesh.shape)
@@ -161,13 +162,13 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
 
 def by_axes(found: list[Collective], sizes: dict[str, int]) -> list[Moved]:
     """The collectives of a step added up by kind, dtype and mesh axes; those of one device alone do not count."""
-    total: dict[tuple, tuple[int, int]] = {}
+    total: dict[tuple[str, tuple[str, ...], str], Moved] = {}
     for each in found:
         if axes := each.axes(sizes):
             key = (each.kind, axes, each.dtype)
-            count, num_bytes = total.get(key, (0, 0))
-            total[key] = (count + each.times, num_bytes + each.times * each.num_bytes)
-    return [Moved(*key, *sums) for key, sums in sorted(total.items(), key=lambda item: -item[1][1])]
+            before = total.get(key, Moved(*key, 0, 0))
+            total[key] = Moved(*key, before.count + each.times, before.num_bytes + each.times * each.num_bytes)
+    return sorted(total.values(), key=lambda moved: -moved.num_bytes)
 
 
 def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -54,7 +55,7 @@ def _time(candidate: Candidate) -> tuple[dict[str, float], str]:
     return parts, f"{candidate.step_s:.3g} s, MFU {candidate.mfu:.0%}"
 
 
-def _draw(draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont, panel: Panel, left: int) -> None:
+def _draw(draw: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> None:
     draw.text((left, ROW + 8), panel.title, INK, font)
     at = left
     for name, colour in panel.colours.items():

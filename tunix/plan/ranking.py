@@ -19,7 +19,7 @@ HELP = {  # what would make a step fit, by what takes most
     "temporary": "a smaller training.micro_batch_size or training.loss_chunk_size, training.remat=full",
     "gradients": "training.sharding_strategy=full_shard with training.sync_gradients_every=1",
     "weights": "training.sharding_strategy=full_shard, more of the mesh on fsdp",
-    "optimizer": "an optimizer with smaller moments (optimizer=adafactor or lion), training.sharding_strategy=full_shard",
+    "optimizer": "optimizer=lion or adafactor (smaller moments), training.sharding_strategy=full_shard",
 }
 
 
@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def exposed_s(self) -> float:
-        """Of communication, what arithmetic waits for: by the schedule, or all on tp and what is longer than compute."""
+        """Of that, what arithmetic waits for: by the schedule, or all on tp and what is longer than arithmetic."""
         if self.compiled and self.compiled.timeline:
             return self.compiled.timeline.exposed_s
         return max(0.0, self._derived_s(overlaps=True) - self.compute_s) + self._derived_s(overlaps=False)
@@ -215,7 +215,7 @@ def _compiled(
                 continue
             candidate = replace(candidate, compiled=answer)
             yield place, candidate
-            smaller = [size for size in _smaller(cfg, candidate)]
+            smaller = _smaller(cfg, candidate)
             if candidate.memory > limit and smaller:
                 ours = on_mesh(cfg, candidate.sizes, smaller[-1])
                 again[place] = Candidate(candidate.sizes, ours, derive(ours, candidate.sizes), cluster)
@@ -229,7 +229,7 @@ def _smaller(cfg: Config, candidate: Candidate) -> list[int]:
     return [size for size in micro_batch_sizes(cfg, candidate.sizes) if size < now]
 
 
-def nothing_fits(ranking: Ranking, cluster: Cluster) -> str:
+def nothing_fits(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
     """By how much, and what would make it fit."""
     if not ranking.too_large:
         return f"no mesh of {cluster.num_devices} devices divides this model and batch: " + next(
@@ -244,7 +244,7 @@ def nothing_fits(ranking: Ranking, cluster: Cluster) -> str:
         least = -(-state * cluster.num_devices // round(ranking.limit))
         devices = f"more devices ({least:,} hold weights and optimizer alone)"
     return (
-        f"the model fits on no mesh of plan.topology: {shown(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
+        f"the model fits on no mesh of {where}: {shown(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
         f"{over / GIB:.1f} more than the {ranking.limit / GIB:.1f} GiB that a device may use, most of it {largest}; "
         f"take {devices}, {HELP[largest]}, or raise plan.memory_share"
     )

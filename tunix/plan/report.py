@@ -3,9 +3,11 @@
 import io
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -78,8 +80,9 @@ def _assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
     ]
     if any(each.source == "compiled by CPU" for each in candidates):
         lines.append(
-            "JAX's CUDA plugin is not installed, so the CPU backend compiled: its memory is an upper bound (it computes "
-            "bfloat16 in float32), times are derived; pip install -r requirements-plan.txt gives the GPU's own program"
+            "JAX's CUDA plugin is not installed, so the CPU backend compiled: memory is an upper bound (it computes "
+            "bfloat16 in float32), times are derived. For the GPU's own program: pip install --no-deps "
+            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
         )
     elif candidates and all(each.compiled is None for each in candidates):
         lines.append("nothing is compiled: temporary memory is an estimate, and all of a schedule's overlap is assumed")
@@ -88,13 +91,10 @@ def _assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
 
 def record(candidate: Candidate) -> dict[str, Any]:
     """A mesh as --json shows it; seconds, bytes, FLOPs of one device and one step."""
-    transfers = [
-        {"kind": each.kind, "axes": list(each.axes), "num_bytes": each.num_bytes} for each in candidate.costs.transfers
-    ]
     added: dict[str, int] = {}
-    for each in transfers:
-        name = f"{each['kind']} {'+'.join(each['axes'])}"
-        added[name] = added.get(name, 0) + each["num_bytes"]
+    for each in candidate.costs.transfers:
+        name = f"{each.kind} {'+'.join(each.axes)}"
+        added[name] = added.get(name, 0) + each.num_bytes
     compiled = candidate.compiled
     return {
         "mesh_shape": shown(candidate.sizes),
@@ -103,12 +103,7 @@ def record(candidate: Candidate) -> dict[str, Any]:
         "bytes_per_device": {**candidate.num_bytes, "total": candidate.memory},
         "derived_bytes_per_device": {**candidate.costs.num_bytes, "total": candidate.costs.memory},
         "derived_bytes_moved": added,
-        "collectives": [
-            {
-                "kind": each.kind, "axes": list(each.axes), "dtype": each.dtype, "count": each.count,
-                "num_bytes": each.num_bytes,
-            } for each in compiled.moved
-        ] if compiled else None,
+        "collectives": [asdict(each) for each in compiled.moved] if compiled else None,
         "compile_s": compiled.compile_s if compiled else None,
         "not_compiled": candidate.note or None,
         "tflop_per_step_per_device": candidate.flops / 1e12,

@@ -185,7 +185,7 @@ def _alone(instruction: Instruction, scope: dict[str, Instruction]) -> tuple[flo
 
 
 def _flops(instruction: Instruction, scope: dict[str, Instruction]) -> float:
-    """Two for each multiplication of a matrix product, also of those in a fused attention kernel; 0 of anything else."""
+    """Two for each multiplication of a matrix product, also in a fused attention kernel; 0 of anything else."""
     if "__cudnn$fmha" in instruction.text:  # of [B, T, N, H]: two products forward, five backward, masked or not
         batch, length, heads, dim = scope[instruction.operands[0]].dims
         products = 5 if "Backward" in instruction.text else 2
