@@ -1,16 +1,24 @@
 """`python -m tunix.plan`: what is derived is what the compiled step holds and moves; what cannot be is refused."""
 
 import json
+import re
 import sys
 
 import jax
 import pytest
 from harness import SMALL, batch, program
+from PIL import Image
 
+from tunix.compose import compose
+from tunix.config import UserError
 from tunix.costs import Transfer, derive, seconds
 from tunix.flops import device_kinds, peak_tflops
-from tunix.layout import explicit_sizes
+from tunix.layout import explicit_sizes, shown
 from tunix.plan import __main__ as plan
+from tunix.plan.choice import decided
+from tunix.plan.cluster import read_topology
+from tunix.plan.compiled import backend
+from tunix.plan.ranking import micro_batch_sizes, rank
 from tunix.profiling.collectives import collectives
 
 MICROBATCHES = 4
@@ -98,6 +106,78 @@ def test_a_cluster_that_is_not_there(run):
     assert "32 x 8 H200: derived, compiled and predicted, not measured" in out
     assert out.splitlines()[-1] == 'python run_training.py model=gemma3_27b \'model.mesh_shape=[[64,4],["fsdp","tp"]]\''
     assert jax.device_count() == num_devices
+
+
+def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
+    """The other compiler, and what the command leaves behind. With the plugin: test_gpu_program.py."""
+    if backend() == "gpu":
+        pytest.skip("the CUDA plugin is installed here")
+    code, out, _ = run(*SMALL, "plan.topology=h200:8", "plan.num_compiled=1")
+    assert code == 0
+    assert "JAX's CUDA plugin is not installed" in out
+    folder = tmp_path / "outputs" / "plan"
+    assert (folder / "plan.txt").read_text() == out
+    found = json.loads((folder / "plan.json").read_text())
+    assert [each["source"] for each in found["fit"]].count("compiled by CPU") == 1
+    best = found["fit"][0]
+    assert best["source"] == "compiled by CPU"
+    assert {each["kind"] for each in best["collectives"]} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert best["bytes_per_device"]["temporary"] > 0
+    width, height = Image.open(folder / "plan.png").size
+    assert width > height > 100
+
+
+def test_what_does_not_compile_is_told(run):
+    words = ["plan.num_compiled=1", "model.mesh_shape=[[8],[fsdp]]", "++training.compiler_options={xla_no_such: true}"]
+    code, out, _ = run(*SMALL, *words)
+    assert code == 0
+    assert '[[8],["fsdp"]] is not compiled: ' in out
+    assert "xla_no_such" in out
+
+
+AUTO = [*SMALL, "training.micro_batch_size=auto", "training.global_batch_size=64", "plan.num_compiled=0"]
+
+
+def test_the_largest_micro_batch_that_fits(run):
+    """In an eighth of the memory, a smaller one."""
+    mesh = "model.mesh_shape=[[8],[fsdp]]"
+    found = []
+    for share in (0.75, 1e-5):
+        code, out, _ = run(*AUTO, mesh, f"plan.memory_share={share}", "--json")
+        assert code == 0
+        best = json.loads(out)["fit"][0]
+        assert f"training.micro_batch_size={best['micro_batch_size']} " in json.loads(out)["command"]
+        found.append(best["micro_batch_size"])
+    assert found[0] == 8  # all of the batch on each of eight shards
+    assert found[1] in (1, 2, 4)
+
+
+def test_a_run_takes_what_plan_would():
+    cfg = compose([*AUTO, "plan.choose_mesh=true"]).config
+    ours = decided(cfg)
+    assert ours.training.micro_batch_size in micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
+    ranking = rank(cfg, read_topology("h200:8"))
+    assert shown(ranking.fit[0].sizes) == shown(explicit_sizes(ours.model.mesh_shape))
+    kept = decided(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]"]).config)
+    assert explicit_sizes(kept.model.mesh_shape) == {"dp": 4, "fsdp": 1, "tp": 2}
+    assert kept.training.micro_batch_size == 16
+    untouched = compose(SMALL).config
+    assert decided(untouched) is untouched
+
+
+def test_a_run_that_fits_nowhere():
+    cfg = compose([*AUTO, "plan.memory_share=1e-9"]).config
+    with pytest.raises(UserError, match=r"fits on no mesh of this run's devices: .* needs .* more than the 0.0 GiB"):
+        decided(cfg)
+
+
+def test_what_would_make_it_fit(run):
+    """Weights and optimizer of 405 billion parameters: 4.4 TiB."""
+    code, out, error = run("model=llama3_405b", "plan.topology=h200:8")
+    assert code == 2
+    assert "[[8],[" in out
+    assert re.search(r"more devices \((\d+) hold weights and optimizer alone\)", error)[1] == "44"
+    assert "optimizer=lion" in error
 
 
 def test_a_kind_of_ones_own(run, tmp_path):
