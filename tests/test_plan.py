@@ -69,6 +69,9 @@ def test_peaks_are_those_of_the_kinds():
     assert peak_tflops("cpu") is None
 
 
+AUTO = [*SMALL, "training.micro_batch_size=auto", "training.global_batch_size=64"]
+
+
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     """The command, in an empty folder; nothing is compiled unless asked for."""
@@ -109,20 +112,25 @@ def test_a_cluster_that_is_not_there(run):
 
 
 def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
-    """The other compiler, and what the command leaves behind. With the plugin: test_gpu_program.py."""
+    """The other compiler, an automatic micro batch that shrinks until it fits, and the files that are left behind.
+
+    With the plugin: test_gpu_program.py.
+    """
     if backend() == "gpu":
         pytest.skip("the CUDA plugin is installed here")
-    code, out, _ = run(*SMALL, "plan.topology=h200:8", "plan.num_compiled=1")
+    words = [*AUTO, "plan.num_compiled=1", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"]
+    code, out, told = run(*words, "plan.memory_share=6e-6")
     assert code == 0
+    assert told.count("compiled in") == 2
     assert "JAX's CUDA plugin is not installed" in out
     folder = tmp_path / "outputs" / "plan"
     assert (folder / "plan.txt").read_text() == out
     found = json.loads((folder / "plan.json").read_text())
-    assert [each["source"] for each in found["fit"]].count("compiled by CPU") == 1
-    best = found["fit"][0]
+    (best,) = found["fit"]
     assert best["source"] == "compiled by CPU"
     assert {each["kind"] for each in best["collectives"]} <= {"all-gather", "all-reduce", "reduce-scatter"}
-    assert best["bytes_per_device"]["temporary"] > 0
+    assert best["bytes_per_device"]["total"] < found["limit_bytes"]
+    assert best["micro_batch_size"] == 2
     width, height = Image.open(folder / "plan.png").size
     assert width > height > 100
 
@@ -133,9 +141,6 @@ def test_what_does_not_compile_is_told(run):
     assert code == 0
     assert '[[8],["fsdp"]] is not compiled: ' in out
     assert "xla_no_such" in out
-
-
-AUTO = [*SMALL, "training.micro_batch_size=auto", "training.global_batch_size=64", "plan.num_compiled=0"]
 
 
 def test_the_largest_micro_batch_that_fits(run):
@@ -153,12 +158,12 @@ def test_the_largest_micro_batch_that_fits(run):
 
 
 def test_a_run_takes_what_plan_would():
-    cfg = compose([*AUTO, "plan.choose_mesh=true"]).config
+    cfg = compose([*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0"]).config
     ours = decided(cfg)
     assert ours.training.micro_batch_size in micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
     ranking = rank(cfg, read_topology("h200:8"))
     assert shown(ranking.fit[0].sizes) == shown(explicit_sizes(ours.model.mesh_shape))
-    kept = decided(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]"]).config)
+    kept = decided(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
     assert explicit_sizes(kept.model.mesh_shape) == {"dp": 4, "fsdp": 1, "tp": 2}
     assert kept.training.micro_batch_size == 16
     untouched = compose(SMALL).config
@@ -166,7 +171,7 @@ def test_a_run_takes_what_plan_would():
 
 
 def test_a_run_that_fits_nowhere():
-    cfg = compose([*AUTO, "plan.memory_share=1e-9"]).config
+    cfg = compose([*AUTO, "plan.memory_share=1e-9", "plan.num_compiled=0"]).config
     with pytest.raises(UserError, match=r"fits on no mesh of this run's devices: .* needs .* more than the 0.0 GiB"):
         decided(cfg)
 

@@ -10,9 +10,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,10 @@ def backend() -> str:
     return "gpu" if any(found.name.startswith("xla_cuda") for found in entry_points(group="jax_plugins")) else "cpu"
 
 
-def compile_all(configs: list[Config], cluster: Cluster, done: Callable[[int, Compiled | str], None]) -> None:
-    """The step of each config, whose mesh is one of the cluster's, two at a time; calls `done` with a place in the
-    list and the result, or the reason why there is none."""
+def compile_all(configs: list[Config], cluster: Cluster) -> Iterator[Compiled | str]:
+    """The step of each config, whose mesh is one of the cluster's, in order; or the reason why there is none."""
     with ThreadPoolExecutor(WORKERS) as pool:
-        work = {place: pool.submit(_in_process, cfg, cluster) for place, cfg in enumerate(configs)}
-        for place, future in work.items():
-            done(place, future.result())
+        yield from pool.map(partial(_in_process, cluster=cluster), configs)
 
 
 def _in_process(cfg: Config, cluster: Cluster) -> Compiled | str:

@@ -195,24 +195,18 @@ def _to_compile(candidates: list[Candidate], count: int, limit: float) -> list[i
 def _compiled(
     cfg: Config, chosen: list[Candidate], cluster: Cluster, limit: float, progress: Callable[[str], None]
 ) -> Iterator[tuple[int, Candidate]]:
-    """The candidates as they compile. With an automatic micro batch, one that turns out too large is halved."""
+    """The candidates as they compile. An automatic micro batch begins at the largest that may fit, and shrinks."""
     waiting = dict(enumerate(chosen))
+    if cfg.training.micro_batch_size == "auto":
+        waiting = {n: _derived(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for n, each in waiting.items()}
     while waiting:
-        answers: dict[int, Compiled | str] = {}
-        order = list(waiting)
-
-        def done(place: int, answer: Compiled | str, order=order, waiting=waiting, answers=answers) -> None:
-            answers[order[place]] = answer
-            mesh = shown(waiting[order[place]].sizes)
-            progress(f"{mesh} not compiled: {answer}" if isinstance(answer, str) else f"{mesh} compiled")
-
-        compile_all([waiting[place].cfg for place in order], cluster, done)
-        again = {}
-        for place, answer in answers.items():
-            candidate = waiting[place]
+        answers, again = compile_all([each.cfg for each in waiting.values()], cluster), {}
+        for (place, candidate), answer in zip(waiting.items(), answers, strict=True):
             if isinstance(answer, str):
+                progress(f"{shown(candidate.sizes)} not compiled: {answer}")
                 yield place, replace(candidate, note=answer)
                 continue
+            progress(f"{shown(candidate.sizes)} compiled in {answer.compile_s:.0f} s")
             candidate = replace(candidate, compiled=answer)
             yield place, candidate
             smaller = _smaller(cfg, candidate)
