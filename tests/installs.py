@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import jax
 import pytest
 
 TORCH = ("torch==2.13.0", "accelerate==1.15.0")
@@ -63,3 +64,19 @@ def _environment(folder: Path, script: str, packages: tuple[str, ...]) -> Path:
             if done.returncode:
                 pytest.skip(f"NOT TESTED: pip could not install {' and '.join(packages)}: {done.stderr[-200:]}")
         return bin_dir
+
+
+def cuda_plugin(cache_dir: Path) -> str:
+    """A PYTHONPATH with JAX's CUDA plugin: XLA's GPU compiler, 400 MB. That of TUNIX_CUDA_PLUGIN, or a new one."""
+    if given := os.environ.get("TUNIX_CUDA_PLUGIN"):
+        return given
+    with one_at_a_time():
+        folder = cache_dir / "cuda_plugin"
+        if not (folder / "jax_plugins").exists():
+            packages = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
+            words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, *packages]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                shutil.rmtree(folder, ignore_errors=True)
+                pytest.skip(f"NOT TESTED: pip could not install {' and '.join(packages)}: {done.stderr[-200:]}")
+        return str(folder)

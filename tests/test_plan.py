@@ -1,16 +1,24 @@
 """`python -m tunix.plan`: what is derived is what the compiled step holds and moves; what cannot be is refused."""
 
 import json
+import re
 import sys
 
 import jax
 import pytest
 from harness import SMALL, batch, program
+from PIL import Image
 
-from tunix import plan
+from tunix.compose import compose
+from tunix.config import UserError
 from tunix.costs import Transfer, derive, seconds
 from tunix.flops import device_kinds, peak_tflops
-from tunix.layout import explicit_sizes
+from tunix.layout import explicit_sizes, shown
+from tunix.plan import __main__ as plan
+from tunix.plan.choice import decided
+from tunix.plan.cluster import read_topology
+from tunix.plan.compiled import backend
+from tunix.plan.ranking import micro_batch_sizes, rank
 from tunix.profiling.collectives import collectives
 
 MICROBATCHES = 4
@@ -61,10 +69,17 @@ def test_peaks_are_those_of_the_kinds():
     assert peak_tflops("cpu") is None
 
 
+AUTO = [*SMALL, "training.micro_batch_size=auto", "training.global_batch_size=64"]
+
+
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(monkeypatch, capsys, tmp_path):
+    """The command, in an empty folder; nothing is compiled unless asked for."""
+    monkeypatch.chdir(tmp_path)
+
     def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tunix.plan", *words])
+        compiled = [] if "plan.num_compiled" in " ".join(words) else ["plan.num_compiled=0"]
+        monkeypatch.setattr(sys, "argv", ["tunix.plan", *compiled, *words])
         code = plan.main()
         return code, *capsys.readouterr()
 
@@ -91,9 +106,83 @@ def test_a_cluster_that_is_not_there(run):
     num_devices = jax.device_count()
     code, out, _ = run("model=gemma3_27b", "plan.topology=h200:32x8", 'model.mesh_shape=[[64,4],["fsdp","tp"]]')
     assert code == 0
-    assert "32 x 8 H200: derived and predicted, not measured" in out
+    assert "32 x 8 H200: derived, compiled and predicted, not measured" in out
     assert out.splitlines()[-1] == 'python run_training.py model=gemma3_27b \'model.mesh_shape=[[64,4],["fsdp","tp"]]\''
     assert jax.device_count() == num_devices
+
+
+def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
+    """The other compiler, an automatic micro batch that shrinks until it fits, and the files that are left behind.
+
+    With the plugin: test_gpu_program.py.
+    """
+    if backend() == "gpu":
+        pytest.skip("the CUDA plugin is installed here")
+    words = [*AUTO, "plan.num_compiled=1", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"]
+    code, out, told = run(*words, "plan.memory_share=6e-6")
+    assert code == 0
+    assert told.count("compiled in") == 2
+    assert "JAX's CUDA plugin is not installed" in out
+    folder = tmp_path / "outputs" / "plan"
+    assert (folder / "plan.txt").read_text() == out
+    found = json.loads((folder / "plan.json").read_text())
+    (best,) = found["fit"]
+    assert best["source"] == "compiled by CPU"
+    assert {each["kind"] for each in best["collectives"]} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert best["bytes_per_device"]["total"] < found["limit_bytes"]
+    assert best["micro_batch_size"] == 2
+    width, height = Image.open(folder / "plan.png").size
+    assert width > height > 100
+
+
+def test_what_does_not_compile_is_told(run):
+    words = ["plan.num_compiled=1", "model.mesh_shape=[[8],[fsdp]]", "++training.compiler_options={xla_no_such: true}"]
+    code, out, _ = run(*SMALL, *words)
+    assert code == 0
+    assert '[[8],["fsdp"]] is not compiled: ' in out
+    assert "xla_no_such" in out
+
+
+def test_the_largest_micro_batch_that_fits(run):
+    """In an eighth of the memory, a smaller one."""
+    mesh = "model.mesh_shape=[[8],[fsdp]]"
+    found = []
+    for share in (0.75, 1e-5):
+        code, out, _ = run(*AUTO, mesh, f"plan.memory_share={share}", "--json")
+        assert code == 0
+        best = json.loads(out)["fit"][0]
+        assert f"training.micro_batch_size={best['micro_batch_size']} " in json.loads(out)["command"]
+        found.append(best["micro_batch_size"])
+    assert found[0] == 8  # all of the batch on each of eight shards
+    assert found[1] in (1, 2, 4)
+
+
+def test_a_run_takes_what_plan_would():
+    cfg = compose([*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0"]).config
+    ours = decided(cfg)
+    assert ours.training.micro_batch_size in micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
+    ranking = rank(cfg, read_topology("h200:8"))
+    assert shown(ranking.fit[0].sizes) == shown(explicit_sizes(ours.model.mesh_shape))
+    kept = decided(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
+    assert explicit_sizes(kept.model.mesh_shape) == {"dp": 4, "fsdp": 1, "tp": 2}
+    assert kept.training.micro_batch_size == 16
+    untouched = compose(SMALL).config
+    assert decided(untouched) is untouched
+
+
+def test_a_run_that_fits_nowhere():
+    cfg = compose([*AUTO, "plan.memory_share=1e-9", "plan.num_compiled=0"]).config
+    with pytest.raises(UserError, match=r"fits on no mesh of this run's devices: .* needs .* more than the 0.0 GiB"):
+        decided(cfg)
+
+
+def test_what_would_make_it_fit(run):
+    """Weights and optimizer of 405 billion parameters: 4.4 TiB."""
+    code, out, error = run("model=llama3_405b", "plan.topology=h200:8")
+    assert code == 2
+    assert "[[8],[" in out
+    assert re.search(r"more devices \((\d+) hold weights and optimizer alone\)", error)[1] == "44"
+    assert "optimizer=lion" in error
 
 
 def test_a_kind_of_ones_own(run, tmp_path):
@@ -110,10 +199,10 @@ def test_a_kind_of_ones_own(run, tmp_path):
         (["plan.topology=h200"], "plan.topology=h200: expected KIND:GPUS or KIND:NODESxGPUS like h200:8"),
         (["plan.topology=h200:4x"], "plan.topology=h200:4x: expected KIND:GPUS"),
         (["plan.topology=h200:0"], "plan.topology=h200:0: expected KIND:GPUS"),
-        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml"),
+        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml; did you mean h200?"),
         (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
-        (["plan.topologie=h200:8"], "did you mean topology?"),
-        (["plan.memory_share=2"], "memory_share=2: input should be less than or equal to 1"),
+        (["plan.topologie=h200:8"], "did you mean plan.topology?"),
+        (["plan.memory_share=2"], "plan.memory_share=2: input should be less than or equal to 1"),
         (["training.seq_length=4"], "did you mean training.seq_len?"),
         (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
         (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),

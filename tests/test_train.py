@@ -23,6 +23,7 @@ from tunix.layout import Equation
 from tunix.mesh import build_layout, build_mesh
 from tunix.models.positions import layer_rope
 from tunix.optim import make_optimizer, make_schedule
+from tunix.plan import __main__ as plan
 from tunix.schema import sections
 from tunix.state import Weight, describe
 from tunix.train import NotFinite, run
@@ -230,6 +231,8 @@ def test_every_key_is_read(words, tmp_path, monkeypatch):
         mesh = build_mesh(cfg)
         with jax.set_mesh(mesh):
             describe(cfg.model, build_layout(cfg, mesh))
+    monkeypatch.setattr("sys.argv", ["tunix.plan", *RUN, "plan.num_compiled=0", f"plan.output={tmp_path}/plan"])
+    assert plan.main() == 0
     for job in elsewhere:
         LAUNCHERS[job.config.launcher.name](job)
     monkeypatch.setattr("jax.distributed.initialize", lambda *args, **kwargs: None)

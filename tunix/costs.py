@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
 from tunix.flops import flops_per_token
@@ -16,7 +17,9 @@ from tunix.program import Program, assemble
 from tunix.state import Weight
 
 RECOMPUTED = {"none": 0.0, "dots": 0.0, "attention": 1 / 3, "full": 1 / 3}  # of a step's FLOPs, by training.remat
-TRAVERSALS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # of a ring (Patarasuk and Yuan 2009)
+TRAVERSALS = {  # of a ring (Patarasuk and Yuan 2009)
+    "all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "collective-permute": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,15 +48,20 @@ class Costs:
 
 def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
     """The costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch."""
-    mesh = AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Explicit,) * 3)
+    # The program of one sequence per shard serves for all micro batches.
+    alike = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
+    program, mesh = _program(alike.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in MESH_AXES))
+    return costs_of(cfg, program, mesh)
+
+
+def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
+    """The same for a program that is assembled already."""
     training, shards = cfg.training, data_shards(mesh)  # type: ignore[arg-type]
     microbatches = training.accumulation(shards)
-    tokens = microbatches * training.micro_batch_size * shards * training.seq_len
-    with jax.sharding.use_abstract_mesh(mesh):
-        program = assemble(cfg, mesh)  # type: ignore[arg-type]
+    tokens = microbatches * training.sequences_per_shard * shards * training.seq_len
     flops = flops_per_token(cfg.model, program.arch.num_parameters, training.seq_len) * tokens / mesh.size
     return Costs(
-        _held(program, mesh),
+        _held(program, mesh) | {"activations": _activation_bytes(cfg, mesh.shape["tp"])},
         [*_of_weights(program, mesh, microbatches), *_of_activations(cfg, mesh, microbatches)],
         flops,
         flops * (1 + RECOMPUTED[training.remat]),
@@ -61,7 +69,14 @@ def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
     )
 
 
-def _held(program: Program, mesh: AbstractMesh) -> dict[str, int]:
+@lru_cache(maxsize=1)
+def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh]:
+    mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return assemble(Config.model_validate_json(config), mesh), mesh  # type: ignore[arg-type]
+
+
+def _held(program: Program, mesh: Mesh | AbstractMesh) -> dict[str, int]:
     layout, in_blocks = program.layout, _gathers_in_blocks(program)
     trained, sharded = jax.tree.leaves(program.arch.trained_weights), layout.strategy.gradients
     gathered = [
@@ -81,26 +96,25 @@ def _held(program: Program, mesh: AbstractMesh) -> dict[str, int]:
         "gradients": sum(own_parts)
         + sum(_bytes(weight, layout.rest(weight.equation, sharded), "float32", mesh) for weight in trained),
         "gathered": round(sum(share[_is_stacked(weight)] * size for weight, size in gathered)),
-        "activations": _activation_bytes(program.cfg, mesh.shape["tp"]),
     }
 
 
 def _activation_bytes(cfg: Config, tp: int) -> int:
     """An estimate: what the forward pass keeps for each layer, one layer's inside twice, one chunk's logits."""
     model, training = cfg.model, cfg.training
-    item, tokens = jnp.dtype(training.dtypes["compute"]).itemsize, training.micro_batch_size * training.seq_len
+    item, tokens = jnp.dtype(training.dtypes["compute"]).itemsize, training.sequences_per_shard * training.seq_len
     width, heads = model.embed_dim, model.num_heads * model.head_dim / tp
     keys = 2 * model.num_kv_heads * model.head_dim / min(tp, model.num_kv_heads)
     mlp = (3 if model.mlp.startswith("gated") else 2) * model.mlp_dim / tp
     inside = 6 * width + 2 * heads + keys + mlp
     products = 2 * width + 2 * heads + keys + mlp
     kept = {"none": inside, "dots": width + products, "attention": width + heads, "full": width}[training.remat]
-    positions = training.micro_batch_size * min(training.loss_chunk_size, training.seq_len)
+    positions = training.sequences_per_shard * min(training.loss_chunk_size, training.seq_len)
     logits = 3 * positions * model.vocab_size / tp * 4
     return round(tokens * item * (model.num_layers * kept + 2 * inside) + logits)
 
 
-def _of_weights(program: Program, mesh: AbstractMesh, microbatches: int) -> Iterator[Transfer]:
+def _of_weights(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> Iterator[Transfer]:
     """Weights gathered before they are used, and gradients reduced after."""
     layout, strategy = program.layout, program.layout.strategy
     reductions = microbatches // program.cfg.training.sync_gradients_every
@@ -124,12 +138,12 @@ def _of_weights(program: Program, mesh: AbstractMesh, microbatches: int) -> Iter
             yield Transfer("all-reduce", DATA_AXES, size)
 
 
-def _of_activations(cfg: Config, mesh: AbstractMesh, microbatches: int) -> Iterator[Transfer]:
+def _of_activations(cfg: Config, mesh: Mesh | AbstractMesh, microbatches: int) -> Iterator[Transfer]:
     """Sums over tp: after attention and MLP of each layer, forward and backward; around the two tables."""
     training = cfg.training
     in_layers = cfg.model.num_layers * (6 if training.remat == "full" else 4)
     item = jnp.dtype(training.dtypes["compute"]).itemsize
-    size = training.micro_batch_size * training.seq_len * cfg.model.embed_dim * item
+    size = training.sequences_per_shard * training.seq_len * cfg.model.embed_dim * item
     yield Transfer("all-reduce", ("tp",), microbatches * (in_layers + 2) * size)
 
 
@@ -155,6 +169,6 @@ def _is_stacked(weight: Weight) -> bool:
     return "L" in weight.equation.w
 
 
-def _bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: AbstractMesh) -> int:
+def _bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: Mesh | AbstractMesh) -> int:
     shard = NamedSharding(mesh, PartitionSpec(*spec.partitions)).shard_shape(weight.shape)
     return math.prod(shard) * jnp.dtype(dtype).itemsize

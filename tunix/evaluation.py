@@ -19,7 +19,7 @@ class HeldOut:
     """The held-out set on the devices, and what the model makes of it."""
 
     def __init__(self, cfg: Config, corpus: Corpus, arch: Architecture, loss_fn: LossFn, mesh: Mesh):
-        batch_size = cfg.training.micro_batch_size * data_shards(mesh)
+        batch_size = cfg.training.sequences_per_shard * data_shards(mesh)
         arguments = corpus.held_out, cfg.evaluation.num_sequences, batch_size
         everything = held_out_batches(*arguments, list(range(batch_size)))
         words = bytes_per_word(corpus.tokenizer)[everything["targets"]]

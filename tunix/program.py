@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from tunix.config import Config
 from tunix.losses import LOSSES
-from tunix.mesh import Layout, build_layout
+from tunix.mesh import BATCH, Layout, build_layout, data_shards
 from tunix.optim import make_optimizer, make_schedule
 from tunix.state import Architecture, State, abstract_state, describe, make_init
 from tunix.step import LossFn, make_train_step
@@ -35,6 +36,15 @@ class Program:
         return make_train_step(
             self.arch, self.loss_fn, self.optimizer, schedule, self.layout, cfg.training.sync_gradients_every
         )
+
+
+def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the batch [A, B, T] that a step takes."""
+    training, shards = cfg.training, data_shards(mesh)
+    shape = (training.accumulation(shards), training.sequences_per_shard * shards, training.seq_len)
+    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "int32") | {"loss_mask": "float32"}
+    sharding = NamedSharding(mesh, BATCH)
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
 
 def assemble(cfg: Config, mesh: Mesh) -> Program:

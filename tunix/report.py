@@ -12,12 +12,14 @@ from rich.table import Table
 
 from tunix import distributed
 from tunix.config import Config
+from tunix.costs import costs_of
 from tunix.data.corpus import Corpus
 from tunix.flops import flops_per_token
 from tunix.layout import MESH_AXES, shown, whole_letters
-from tunix.mesh import bytes_per_device, data_shards, device_table
+from tunix.mesh import data_shards, device_table
 from tunix.optim import phase_steps
-from tunix.state import Architecture, State, count
+from tunix.program import Program
+from tunix.state import Architecture, count
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | 
     """`corpus` is None in a dry run."""
     training = cfg.training
     microbatches = training.accumulation(data_shards(mesh))
-    micro_batch = training.micro_batch_size * data_shards(mesh)
+    micro_batch = training.sequences_per_shard * data_shards(mesh)
     batch = microbatches * micro_batch
     limits = [training.max_steps]
     if training.max_tokens is not None:
@@ -62,13 +64,13 @@ def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | 
     )
 
 
-def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
-    """Every derived number as text; `state` may be shapes, `corpus` is None in a dry run."""
-    training = cfg.training
-    params, optimizer = bytes_per_device(state["params"]), bytes_per_device(state["opt_state"])
+def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
+    """Every derived number as text; `corpus` is None in a dry run."""
+    training, arch = cfg.training, program.arch
+    held = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
     shards = data_shards(mesh)
     kinds = {device.device_kind for device in mesh.devices.flat}
-    dtypes, gib = training.dtypes, 2**30
+    dtypes = training.dtypes
     rows = {
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
         f"{cfg.model.attention} attention",
@@ -79,11 +81,12 @@ def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, size
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
         "global batch": f"{sizes.batch_size:,} sequences = {sizes.num_microbatches} microbatch(es) x "
-        f"{shards} data shard(s) x {training.micro_batch_size}; reduced every {training.sync_gradients_every}",
+        f"{shards} data shard(s) x {training.sequences_per_shard}; reduced every {training.sync_gradients_every}",
         "tokens per step": f"{sizes.tokens_per_step:,} = {sizes.batch_size:,} x {training.seq_len}",
         "length": _length(cfg, sizes),
-        "bytes per device": f"{(params + optimizer) / gib:.3f} GiB = weights {params / gib:.3f} + "
-        f"{cfg.optimizer.name} {optimizer / gib:.3f}; gradients and activations come on top",
+        "bytes per device": f"{held['weights'] + held['optimizer']:.3f} GiB = weights {held['weights']:.3f} + "
+        f"{cfg.optimizer.name} {held['optimizer']:.3f}; predicted on top: gradients {held['gradients']:.3f}, "
+        f"gathered weights {held['gathered']:.3f}, activations {held['activations']:.3f}",
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
         f"{sizes.flops_per_token * sizes.tokens_per_step / 1e12:.3f} TFLOP per step",
     }

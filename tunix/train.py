@@ -22,7 +22,8 @@ from tunix.data.tokenizer import tokenizer_digest
 from tunix.evaluation import HeldOut
 from tunix.flops import peak_tflops
 from tunix.mesh import build_mesh
-from tunix.metrics import Metrics, StepLog
+from tunix.metrics import Metrics, StepLog, peak_memory_gib
+from tunix.plan.choice import decided
 from tunix.pretrained import check_start, keep_files, start_state
 from tunix.profiling.collectives import collectives, summary
 from tunix.profiling.trace import CommunicationTrace, check_window
@@ -50,11 +51,13 @@ class Result:
 
 def run(job: compose.Job) -> Result:
     """Train as the config says; raises `UserError` before anything is written if that cannot be done."""
-    cfg, training, begun = job.config, job.config.training, time.monotonic()
-    remarks = distributed.start(cfg.distributed, run_folder.versions() | compose.facts(cfg))
+    begun = time.monotonic()
+    remarks = distributed.start(job.config.distributed, run_folder.versions() | compose.facts(job.config))
     waiting_log = run_folder.start_logging()
     for remark in remarks:
         log.warning("%s", remark)
+    cfg = decided(job.config)
+    training = cfg.training
     mesh = build_mesh(cfg)
 
     with distributed.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh):
@@ -64,7 +67,7 @@ def run(job: compose.Job) -> Result:
         with watchdog.phase("preparing the data", math.inf):
             corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg), "preparing the data")
         sizes = derive_sizes(cfg, mesh, arch.num_parameters, corpus)
-        report = start_report(cfg, arch, program.abstract, mesh, sizes, corpus)
+        report = start_report(cfg, program, mesh, sizes, corpus)
         log.info("%s", report)
         if corpus is None or sizes.total_steps is None:
             return Result(None, {}, {})
@@ -135,6 +138,7 @@ def run(job: compose.Job) -> Result:
 
             with watchdog.phase("closing"):
                 checkpoints.finish()
+                log.info("%s", memory_report(train_step, peak_memory_gib()))
                 if evaluation:
                     log.info("%s", beside_unigram(evaluation["bits_per_byte"], corpus.unigram_bits_per_byte))
                 if evaluation and cfg.evaluation.sample_tokens:
@@ -180,6 +184,14 @@ def compile_step(step_fn, state: State, batch: dict[str, jax.Array], options: di
     )
     log.info("collectives of a step: %s", summary(collectives(compiled.as_text() or "")))
     return compiled
+
+
+def memory_report(compiled: Any, peak_gib: float | None) -> str:
+    """What the compiled step was to hold, beside the most that a device has held."""
+    memory = compiled.memory_analysis()
+    predicted = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+    measured = "not measured here" if peak_gib is None else f"{peak_gib:.3f} GiB, {peak_gib / predicted - 1:+.1%}"
+    return f"memory of a device: predicted {predicted:.3f} GiB (compiled step); peak {measured}"
 
 
 def next_batch(batches) -> tuple[dict[str, jax.Array] | None, float]:

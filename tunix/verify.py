@@ -74,7 +74,7 @@ def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
         check_divides(cfg.model.dims, sizes)
     except ValueError:
         return False
-    return sequences % (cfg.training.micro_batch_size * math.prod(sizes[axis] for axis in DATA_AXES)) == 0
+    return sequences % (cfg.training.sequences_per_shard * math.prod(sizes[axis] for axis in DATA_AXES)) == 0
 
 
 def _global_batch(cfg: Config) -> int:
@@ -84,7 +84,7 @@ def _global_batch(cfg: Config) -> int:
     except ValueError as error:
         raise UserError(str(error)) from None
     shards = math.prod(sizes[axis] for axis in DATA_AXES)
-    return cfg.training.accumulation(shards) * cfg.training.micro_batch_size * shards
+    return cfg.training.accumulation(shards) * cfg.training.sequences_per_shard * shards
 
 
 def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:

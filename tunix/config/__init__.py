@@ -8,12 +8,12 @@ from pydantic import model_validator
 
 from tunix import layout
 from tunix.config.base import CountOrZero, Flag, Section, UserError
-from tunix.config.commands import DeviceKind, Evaluate, Export, Generate, Plan
+from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
 from tunix.config.data import AnyData, Loading, Task, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.optimizer import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
-from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Profile
+from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.training import Training
 
 __all__ = [
@@ -64,6 +64,8 @@ class Config(Section):
     """Processes."""
     launcher: AnyLauncher
     """What starts the processes."""
+    plan: Plan
+    """Memory and time before anything runs."""
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -86,6 +88,6 @@ class Config(Section):
                 self.distributed.allow_idle_devices,
                 self.launcher.which_devices,
             )
-        if sizes:
+        if sizes and self.training.micro_batch_size != "auto":
             self.training.accumulation(sizes["dp"] * sizes["fsdp"])
         return self

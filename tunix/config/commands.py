@@ -1,8 +1,8 @@
 """Settings of `python -m tunix.NAME key=value ...`; values stand in conf/command/NAME.yaml."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
 from tunix.config.model import MeshShape
@@ -111,7 +111,7 @@ class DeviceKind(Section):
     name: str
     """Part of the name that the driver gives it."""
     memory_gib: Positive
-    """Memory of the device."""
+    """Memory of the device, as its driver reports it."""
     peak_tflops: Positive
     """Dense bf16 matrix products, in TFLOP/s, without sparsity."""
     hbm_gb_per_s: Positive
@@ -121,15 +121,20 @@ class DeviceKind(Section):
     network_gb_per_s: Positive
     """To other nodes, one way: one device's share, in GB/s."""
     efficiency: Share
-    """Share of the peak that a training step's arithmetic is assumed to reach."""
+    """Share of the peak that matrix products are assumed to reach."""
+    compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    """Of the chip, like 9.0; this and what follows is what the compiler asks about it."""
+    multiprocessors: Count
+    """Streaming multiprocessors."""
+    cores_per_multiprocessor: Count
+    """float32 units of one."""
+    threads_per_multiprocessor: Count
+    """Threads that one holds at a time."""
+    shared_memory_kib: Count
+    """Shared memory of one."""
+    l2_cache_mib: Count
+    """Second-level cache of the chip."""
+    clock_ghz: Positive
+    """Highest clock rate."""
     source: str
     """Where the numbers are from."""
-
-
-class Plan(Section):
-    """What a step would hold, move and take on each mesh of a cluster that need not be there."""
-
-    topology: str
-    """KIND:GPUS for one node or KIND:NODESxGPUS; a kind is a file of conf/command/device, or a path to one like it."""
-    memory_share: Share
-    """Share of a device's memory that the program may use: XLA_PYTHON_CLIENT_MEM_FRACTION, by default 0.75."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
+from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
 
 
 class Checkpoint(Section):
@@ -91,3 +91,19 @@ class Distributed(Section):
                 f"distributed.process_id={self.process_id} must be below distributed.num_processes={self.num_processes}"
             )
         return self
+
+
+class Plan(Section):
+    """What a step would hold, move and take on each mesh: `python -m tunix.plan`, and choices left to `auto`."""
+
+    topology: str
+    """The cluster of tunix.plan, KIND:GPUS for one node or KIND:NODESxGPUS; a kind is a file of conf/command/device, or
+    a path to one like it. In a run it only gives the kind, where that of the run's devices is not known."""
+    choose_mesh: Flag
+    """model.mesh_shape=auto takes the mesh that is predicted to be fastest, not all devices on fsdp."""
+    memory_share: Share
+    """Share of a device's memory that the program may use: XLA_PYTHON_CLIENT_MEM_FRACTION, by default 0.75."""
+    num_compiled: CountOrZero
+    """Meshes to compile, the best by derived costs; 0 compiles none, and all numbers are derived."""
+    output: str | None
+    """Folder for plan.txt, plan.json and plan.png of tunix.plan; null writes none."""

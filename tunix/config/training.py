@@ -14,8 +14,8 @@ class Training(Section):
 
     seq_len: Count
     """Tokens per sequence (T)."""
-    micro_batch_size: Count
-    """Sequences per data shard per microbatch."""
+    micro_batch_size: Count | Literal["auto"]
+    """Sequences per data shard per microbatch; auto is the largest that is predicted to fit (the keys of plan)."""
     gradient_accumulation_steps: Count | None
     """Microbatches per optimizer step (A); null derives it from a global batch, or is 1."""
     global_batch_size: Count | None
@@ -70,10 +70,17 @@ class Training(Section):
             "reduce": self.reduce_dtype or "float32",
         }
 
+    @property
+    def sequences_per_shard(self) -> int:
+        """`micro_batch_size`, once it is decided."""
+        if self.micro_batch_size == "auto":
+            raise UserError("training.micro_batch_size=auto is chosen by a run and by tunix.plan only; give a number")
+        return self.micro_batch_size
+
     def accumulation(self, data_shards: int) -> int:
         """Microbatches per optimizer step (A) on a mesh of `data_shards` = dp x fsdp."""
         steps = self.gradient_accumulation_steps or 1
-        sequences = self.micro_batch_size * data_shards
+        sequences = self.sequences_per_shard * data_shards
         factors = f"micro_batch_size={self.micro_batch_size} x {data_shards} data shards"
         for key, batch, micro in (
             ("global_batch_size", self.global_batch_size, sequences),

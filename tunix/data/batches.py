@@ -20,7 +20,7 @@ class TrainBatches:
 
     def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh, num_microbatches: int):
         self.parts, self.cfg, self.mesh, self.num_microbatches = parts, cfg, mesh, num_microbatches
-        self.micro_batch = cfg.training.micro_batch_size * data_shards(mesh)  # B
+        self.micro_batch = cfg.training.sequences_per_shard * data_shards(mesh)  # B
         self.rows = local_rows(mesh, self.micro_batch)  # of B, those of this process
         num_sequences = sum(map(len, parts.values()))
         if num_sequences < self.batch_size:

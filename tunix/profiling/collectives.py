@@ -30,7 +30,7 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _CALLED = re.compile(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Collective:
 
 def collectives(hlo: str) -> list[Collective]:
     """All collectives of a program as `compiled.as_text()` gives it."""
-    computations = _computations(hlo)
-    times = _times(computations)
+    found = computations(hlo)
+    times = _times(found)
     return [
         _parse(line, match, times[name])
-        for name, lines in computations.items()
+        for name, lines in found.items()
         for line in lines
         if times[name] and (match := _INSTRUCTION.search(line))
     ]
@@ -73,7 +73,8 @@ def control_flow(hlo: str) -> set[str]:
     return set(_CONTROL.findall(hlo))
 
 
-def _computations(hlo: str) -> dict[str, list[str]]:
+def computations(hlo: str) -> dict[str, list[str]]:
+    """The instructions of each computation as written, in order, by its name; that of the program is ENTRY."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in hlo.splitlines():
@@ -91,7 +92,7 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
     def visit(name: str, factor: int) -> None:
         times[name] += factor
         for line in computations.get(name, ()):
-            trips = int(found[1]) if " while(" in line and (found := _TRIPS.search(line)) else 1
+            trips = int(found[1]) if " while(" in line and (found := TRIPS.search(line)) else 1
             branches = _BRANCHES.search(line)
             for called in _CALLED.findall(line) + (re.findall(r"[\w.\-]+", branches[1]) if branches else []):
                 visit(called, factor * trips)
@@ -101,7 +102,7 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
 
 
 def _parse(line: str, match: re.Match, times: int) -> Collective:
-    arrays = [(dtype, _bytes(dtype, dims)) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match["type"])]
+    arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match["type"])]
     sizes, group = [size for _, size in arrays], _group(line)
     if match["start"] and match["kind"] in ("all-gather", "reduce-scatter"):  # (operands, results)
         num_bytes = max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))
@@ -111,7 +112,7 @@ def _parse(line: str, match: re.Match, times: int) -> Collective:
     return Collective(match["name"], match["kind"], arrays[0][0], num_bytes, group, times, scope[1] if scope else "")
 
 
-def _bytes(dtype: str, dims: str) -> int:
+def array_bytes(dtype: str, dims: str) -> int:
     size = ITEM_BYTES.get(dtype, 4)
     for dim in filter(None, dims.split(",")):
         size *= int(dim)

@@ -1,0 +1,1 @@
+"""What a step holds, moves and takes on each mesh of a cluster, before anything runs."""

@@ -1,0 +1,44 @@
+"""What each mesh of a cluster would hold and take: `python -m tunix.plan [group=option] [key=value]`.
+
+The keys are those of training, and plan.topology=KIND:GPUS or KIND:NODESxGPUS; conf/command/device has the kinds.
+No device is needed: the best meshes are compiled by XLA's GPU compiler, all others derived, times are predicted.
+Ranked by tokens per second; with model.mesh_shape, that mesh alone. Exit code 2 where no mesh fits.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tunix import compose, exits
+from tunix.config import UserError
+from tunix.plan import report
+from tunix.plan.cluster import read_topology
+from tunix.plan.ranking import nothing_fits, rank
+
+
+def main() -> int:
+    """Exit code of the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m tunix.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    args = parser.parse_intermixed_args()
+    try:
+        cfg = compose.compose(args.overrides).config
+        cluster = read_topology(cfg.plan.topology)
+        ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
+        show = report.as_json if args.json else report.text
+        print(show(ranking, cluster, args.overrides))
+        if not ranking.fit:
+            raise UserError(nothing_fits(ranking, cluster))
+        if cfg.plan.output is not None:
+            report.save(Path(cfg.plan.output), ranking, cluster, args.overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exits.USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What a run leaves to `auto`: its mesh (plan.choose_mesh), its micro batch (training.micro_batch_size=auto)."""
+
+import json
+import logging
+import math
+import socket
+
+import jax
+
+from tunix import distributed
+from tunix.config import Config, UserError
+from tunix.flops import kind_named
+from tunix.layout import resolve, shown
+from tunix.plan.cluster import Cluster, read_topology
+from tunix.plan.ranking import GIB, nothing_fits, on_mesh, rank
+
+log = logging.getLogger(__name__)
+
+
+def decided(cfg: Config) -> Config:
+    """The config with what it leaves to auto, the same on every process: process 0 chooses, as tunix.plan ranks.
+
+    Raises:
+        UserError: nothing fits, by how much, and what would.
+    """
+    chooses_mesh = cfg.plan.choose_mesh and cfg.model.mesh_shape == "auto"
+    if not chooses_mesh and cfg.training.micro_batch_size != "auto":
+        return cfg
+    cluster, answer = _cluster(cfg), {}
+    if distributed.is_main():
+        try:
+            answer = _choose(cfg if chooses_mesh else _with_mesh(cfg), cluster)
+        except UserError as error:
+            answer = {"mistake": str(error)}
+    answer = json.loads(distributed.agree(json.dumps(answer), "choosing a mesh"))
+    if "mistake" in answer:
+        raise UserError(answer["mistake"])
+    log.info("%s", answer["told"])
+    ours = on_mesh(cfg, answer["sizes"], answer["micro_batch_size"])
+    return ours.model_copy(update={"launcher": cfg.launcher})
+
+
+def _choose(cfg: Config, cluster: Cluster) -> dict:
+    ranking = rank(cfg, cluster, log.info)
+    if not ranking.fit:
+        raise UserError(nothing_fits(ranking, cluster, "this run's devices"))
+    best = ranking.fit[0]
+    size = best.cfg.training.sequences_per_shard
+    told = (
+        f"chosen by plan: model.mesh_shape={shown(best.sizes)}, training.micro_batch_size={size}; predicted "
+        f"({best.source}): {best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.step_s:.3g} s a step"
+    )
+    return {"sizes": best.sizes, "micro_batch_size": size, "told": told}
+
+
+def _with_mesh(cfg: Config) -> Config:
+    try:
+        sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return on_mesh(cfg, sizes)
+
+
+def _cluster(cfg: Config) -> Cluster:
+    """This run's devices as a cluster; of a kind that is not known, plan.topology's stands in."""
+    kind = kind_named(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
+    num_devices = jax.device_count()
+    if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
+        num_devices = math.prod(cfg.model.mesh_shape[0])  # others are left idle, if that is allowed
+    num_nodes = len(set(distributed.gather(socket.gethostname(), "choosing a mesh")))
+    per_node = max(1, num_devices // num_nodes)
+    return Cluster(kind, num_devices // per_node, per_node)
