@@ -16,10 +16,10 @@ from tunix.costs import costs_of
 from tunix.data.corpus import Corpus
 from tunix.flops import flops_per_token
 from tunix.layout import MESH_AXES, shown, whole_letters
-from tunix.mesh import data_shards, device_table
+from tunix.mesh import bytes_per_device, data_shards, device_table
 from tunix.optim import phase_steps
 from tunix.program import Program
-from tunix.state import Architecture, count
+from tunix.state import Architecture, State, count
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     rows = {
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
         f"{cfg.model.attention} attention",
-        **_what_is_trained(cfg, arch),
+        **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
         "mesh": f"{shown(mesh.shape, MESH_AXES)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)",
@@ -93,8 +93,11 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     if jax.process_count() > 1:
         rows["processes"] = _processes()
     for letter in sorted(whole_letters(cfg.model.dims, mesh.shape)):
-        what = {"K": "key/value heads", "V": "vocabulary"}[letter]
-        rows[what] = f"{cfg.model.dims[letter]:,} on tp={mesh.shape['tp']}: every device keeps all"
+        what, axis = {
+            "K": ("key/value heads", "tp"), "V": ("vocabulary", "tp"), "C": ("codes along the width", "fsdp"),
+            "E": ("scales along the width", "fsdp"),
+        }[letter]  # fmt: skip
+        rows[what] = f"{cfg.model.dims[letter]:,} on {axis}={mesh.shape[axis]}: every device keeps all"
     name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
     table = Table(show_header=False, box=None, title=name, title_justify="left")
     for name, text in rows.items():
@@ -115,7 +118,7 @@ def _processes(most: int = 16) -> str:
     return "; ".join(told + [f"... {len(hosts) - most} more"] * (len(hosts) > most))
 
 
-def _what_is_trained(cfg: Config, arch: Architecture) -> dict[str, str]:
+def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
     rows, lora = {}, cfg.model.lora
     if cfg.model.init_from:
         rows["weights from"] = cfg.model.init_from
@@ -125,6 +128,11 @@ def _what_is_trained(cfg: Config, arch: Architecture) -> dict[str, str]:
             f"{trained:,} parameters ({trained / arch.num_parameters:.2%}): rank {lora.rank} updates of {lora.targets}"
             + (f", and {lora.train_also} fully" if lora.train_also else "")
         )
+        base, kept = bytes_per_device(arch.frozen(state["params"])), cfg.training.dtypes["param"]
+        if lora.quantize_base:
+            kept = f"matrices of attention and MLP {lora.quantize_base}, the rest {kept}"
+        num_frozen = count(arch.frozen(arch.weights))
+        rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {kept}"
     return rows
 
 
