@@ -223,7 +223,7 @@ def test_every_key_is_read(words, tmp_path, monkeypatch):
         cfg = compose([*RUN, *corpus, fresh]).config
         TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1).stages(10)
     for cfg in other:
-        make_optimizer(cfg.optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4))}, 1.0)
+        make_optimizer(cfg.optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4), "float32")}, 1.0)
     make_schedule(wsd.scheduler, 1.0, 10, 10)
     for cfg in models:
         layer_rope(cfg.model)

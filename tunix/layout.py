@@ -3,6 +3,7 @@
 Letters name the dimensions in einsum equations, shapes and comments everywhere in this project:
   A microbatches  B batch (sequences)  T tokens  D embed  F mlp  N query heads  K key/value heads  H head dim
   G query heads per key/value head  V vocabulary  P places in the context  L layers  r LoRA rank
+  C bytes of codes, and E blocks of one scale, along D of a quantized weight
 """
 
 import difflib
@@ -19,6 +20,8 @@ AXES: dict[str, tuple[str | None, str | tuple[str, ...] | None]] = {
     "batch": (None, DATA_AXES),
     "seq": (None, None),
     "embed": ("fsdp", None),
+    "embed_codes": ("fsdp", None),
+    "embed_blocks": ("fsdp", None),
     "heads": ("tp", "tp"),
     "kv_heads": ("tp", "tp"),
     "head_dim": (None, None),
@@ -31,6 +34,7 @@ AXES: dict[str, tuple[str | None, str | tuple[str, ...] | None]] = {
 LETTERS = {
     "B": "batch", "T": "seq", "D": "embed", "N": "heads", "K": "kv_heads",
     "H": "head_dim", "F": "mlp", "V": "vocab", "P": "places", "L": "layers", "r": "rank",
+    "C": "embed_codes", "E": "embed_blocks",
 }  # fmt: skip
 KEYS = {  # the config key that sets each dimension which a mesh axis may have to divide
     "D": "model.embed_dim", "F": "model.mlp_dim", "N": "model.num_heads",
@@ -80,6 +84,28 @@ class Equation:
         between = "".join(letter for letter in self.x if letter not in self.summed) + "r"
         outer = "".join(letter for letter in self.w if letter not in self.summed)
         return Equation(f"{self.x},{self.summed}r->{between}"), Equation(f"{between},r{outer}->{self.y}")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its array is the codes or the scales of a weight: not trained, and used as it rests."""
+        return "C" in self.w or "E" in self.w
+
+    def quantized(self) -> tuple["Equation", "Equation"]:
+        """The same of the weight's codes and of its scales: letters of their dimensions, no products."""
+        return Equation(self.text.replace("D", "C")), Equation(self.text.replace("D", "E"))
+
+    def dequantized(self) -> "Equation":
+        """That of the weight which has these codes."""
+        return Equation(self.text.replace("C", "D"))
+
+
+def codes_per_byte(qtype: str) -> int:
+    return {"int8": 1, "nf4": 2}[qtype]
+
+
+def weights_per_scale(embed_dim: int) -> int:
+    """32, or what divides the width: with bfloat16 scales, half a bit for each weight."""
+    return math.gcd(embed_dim, 32)
 
 
 type_hint = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
@@ -174,8 +200,9 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
 
 
 def whole_letters(dims: Mapping[str, int], sizes: Mapping[str, int]) -> frozenset[str]:
-    """Dimensions that every device on tp keeps whole: fewer key/value heads than devices, an odd vocabulary."""
-    return frozenset(letter for letter in "KV" if dims[letter] % sizes["tp"])
+    """Dimensions that every device keeps whole: fewer key/value heads than devices, an odd vocabulary, ..."""
+    axes = {"K": "tp", "V": "tp", "C": "fsdp", "E": "fsdp"}
+    return frozenset(letter for letter, axis in axes.items() if letter in dims and dims[letter] % sizes[axis])
 
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:

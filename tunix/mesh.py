@@ -81,7 +81,8 @@ class Layout:
 
         @jax.custom_vjp
         def gather(weight):
-            return reshard(weight.astype(self.use_dtype(equation)), self.gathered(equation))
+            used = weight if equation.is_quantized else weight.astype(self.use_dtype(equation))
+            return reshard(used, self.gathered(equation))
 
         def backward(_, gradient):
             return (self.summed(gradient, rest).astype(dtype),)
@@ -120,7 +121,7 @@ class Layout:
     def _gradient_axes(self, equation: Equation) -> set[str]:
         """Mesh axes over which a gradient is a sum: those that split the dimensions the weight lacks."""
         axes: set[str] = set()
-        for letter in equation.batch:
+        for letter in "" if equation.is_quantized else equation.batch:
             axis = self._axis(letter, 1)
             axes |= set(axis) if isinstance(axis, tuple) else {axis} if axis else set()
         return axes

@@ -78,9 +78,9 @@ class Pretrained:
         """The same model with its low-rank updates, if it has any, added to the matrices."""
         if not self.cfg.lora.rank:
             return self
-        cfg = self.cfg.model_copy(update={"lora": self.cfg.lora.model_copy(update={"rank": 0})})
+        cfg = self.cfg.model_copy(update={"lora": self.cfg.lora.model_copy(update={"rank": 0, "quantize_base": None})})
         with jax.set_mesh(self.mesh):
-            params = jax.jit(lambda params: merge(params, self.arch.weights, self.cfg.lora))(self.params)
+            params = jax.jit(lambda params: merge(params, self.arch.weights, self.cfg.lora, self.layout))(self.params)
             return replace(self, cfg=cfg, arch=describe(cfg, self.layout), params=params)
 
 
@@ -121,7 +121,7 @@ def check_start(cfg: Config, arch: Architecture) -> None:
         UserError: files that are not whole, or that hold another model.
     """
     if cfg.model.init_from is not None and not cfg.resume:
-        check_weights(find(cfg.model.init_from, ABOUT + WEIGHTS), cfg.model, arch.base_weights)
+        check_weights(find(cfg.model.init_from, ABOUT + WEIGHTS), cfg.model, arch.weights)
 
 
 def start_state(cfg: Config, arch: Architecture, layout: Layout, init, mesh: Mesh) -> State:
@@ -129,7 +129,7 @@ def start_state(cfg: Config, arch: Architecture, layout: Layout, init, mesh: Mes
     given = None
     if cfg.model.init_from is not None:
         folder = find(cfg.model.init_from, ABOUT + WEIGHTS)
-        given = load_weights(folder, cfg.model, arch.base_weights, layout, mesh)
+        given = load_weights(folder, cfg.model, arch.weights, layout, mesh)
     return init_state(init, mesh, cfg.seed, given)
 
 

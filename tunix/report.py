@@ -72,7 +72,7 @@ def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, size
     rows = {
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
         f"{cfg.model.attention} attention",
-        **_what_is_trained(cfg, arch),
+        **_what_is_trained(cfg, arch, state),
         "data": corpus.summary if corpus else "not read in a dry run",
         "mesh": f"{shown(mesh.shape, MESH_AXES)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)",
@@ -90,8 +90,11 @@ def start_report(cfg: Config, arch: Architecture, state: State, mesh: Mesh, size
     if jax.process_count() > 1:
         rows["processes"] = _processes()
     for letter in sorted(whole_letters(cfg.model.dims, mesh.shape)):
-        what = {"K": "key/value heads", "V": "vocabulary"}[letter]
-        rows[what] = f"{cfg.model.dims[letter]:,} on tp={mesh.shape['tp']}: every device keeps all"
+        what, axis = {
+            "K": ("key/value heads", "tp"), "V": ("vocabulary", "tp"), "C": ("codes along the width", "fsdp"),
+            "E": ("scales along the width", "fsdp"),
+        }[letter]  # fmt: skip
+        rows[what] = f"{cfg.model.dims[letter]:,} on {axis}={mesh.shape[axis]}: every device keeps all"
     name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
     table = Table(show_header=False, box=None, title=name, title_justify="left")
     for name, text in rows.items():
@@ -112,7 +115,7 @@ def _processes(most: int = 16) -> str:
     return "; ".join(told + [f"... {len(hosts) - most} more"] * (len(hosts) > most))
 
 
-def _what_is_trained(cfg: Config, arch: Architecture) -> dict[str, str]:
+def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
     rows, lora = {}, cfg.model.lora
     if cfg.model.init_from:
         rows["weights from"] = cfg.model.init_from
@@ -122,6 +125,11 @@ def _what_is_trained(cfg: Config, arch: Architecture) -> dict[str, str]:
             f"{trained:,} parameters ({trained / arch.num_parameters:.2%}): rank {lora.rank} updates of {lora.targets}"
             + (f", and {lora.train_also} fully" if lora.train_also else "")
         )
+        base, kept = bytes_per_device(arch.frozen(state["params"])), cfg.training.dtypes["param"]
+        if lora.quantize_base:
+            kept = f"matrices of attention and MLP {lora.quantize_base}, the rest {kept}"
+        num_frozen = count(arch.frozen(arch.weights))
+        rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {kept}"
     return rows
 
 

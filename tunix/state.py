@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
-from tunix.config import Model
+from tunix.config import Model, UserError
 from tunix.layout import Equation
 from tunix.mesh import Layout
 from tunix.models.transformer import Transformer
@@ -25,6 +25,12 @@ class Weight:
 
     equation: Equation
     shape: tuple[int, ...]
+    dtype: Any  # at rest
+
+    @property
+    def size(self) -> int:
+        """Parameters of the model in it: none in scales, two in a byte of nf4 codes."""
+        return math.prod(self.shape) * (0 if "E" in self.equation.w else 2 if self.dtype == jnp.uint8 else 1)
 
 
 @dataclass(frozen=True)
@@ -50,10 +56,9 @@ class Architecture:
     def trained_weights(self) -> dict[str, Any]:
         return self.trained(self.weights)
 
-    @property
-    def base_weights(self) -> dict[str, Any]:
-        """Those of the model without its low-rank updates."""
-        return jax.tree.map_with_path(lambda path, w: None if ".lora." in _name(path) else w, self.weights)
+    def frozen(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree with None in the place of what is trained."""
+        return jax.tree.map(lambda leaf, trained: None if trained else leaf, tree, self.is_trained)
 
     @property
     def num_parameters(self) -> int:
@@ -61,8 +66,8 @@ class Architecture:
 
 
 def count(weights: dict[str, Any]) -> int:
-    """Numbers in a tree of Weight."""
-    return sum(math.prod(weight.shape) for weight in jax.tree.leaves(weights))
+    """Parameters in a tree of Weight."""
+    return sum(weight.size for weight in jax.tree.leaves(weights))
 
 
 def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
@@ -71,11 +76,17 @@ def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
 
     def weight(variable: nnx.Variable) -> Weight:
         equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
-        return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape)
+        dtype = variable.get_value().dtype
+        return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype)
 
-    def is_trained(path, _) -> bool:
+    def is_trained(path, weight: Weight) -> bool:
         name = _name(path)
         also = cfg.lora.train_also is not None and re.search(cfg.lora.train_also, name) is not None
+        if also and weight.equation.is_quantized:
+            raise UserError(
+                f"model.lora.train_also={cfg.lora.train_also} trains {name}, of which "
+                f"model.lora.quantize_base={cfg.lora.quantize_base} keeps only codes; leave it to the updates"
+            )
         return not cfg.lora.rank or ".lora." in name or also
 
     weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
@@ -129,6 +140,6 @@ def abstract_params(arch: Architecture, mesh: Mesh, layout: Layout) -> dict[str,
 
     def abstract(weight: Weight) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, layout.rest(weight.equation))
-        return jax.ShapeDtypeStruct(weight.shape, layout.param, sharding=sharding)
+        return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, arch.weights)

@@ -73,6 +73,9 @@ class Lora(Section):
     train_also: Regex | None
     """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
     none."""
+    quantize_base: Literal["int8", "nf4"] | None
+    """Keep the frozen matrices of attention and MLP in 8 or 4 bits, with a scale for each 32 weights; null keeps them
+    in training.param_dtype. Needs qwix."""
 
     @field_validator("targets")
     @classmethod
@@ -150,11 +153,15 @@ class Model(Section):
     @property
     def dims(self) -> dict[str, int]:
         """Size of each dimension of the weights by its letter (`layout.LETTERS`)."""
-        return {
+        dims = {
             "V": self.vocab_size, "D": self.embed_dim, "F": self.mlp_dim, "L": self.num_layers,
             "N": self.num_heads, "K": self.num_kv_heads, "H": self.head_dim, "P": self.context_length,
             "r": self.lora.rank,
         }  # fmt: skip
+        if self.lora.quantize_base is not None:
+            dims["C"] = self.embed_dim // layout.codes_per_byte(self.lora.quantize_base)
+            dims["E"] = self.embed_dim // layout.weights_per_scale(self.embed_dim)
+        return dims
 
     def windows(self, length: int) -> list[int]:
         """Tokens that each layer attends to in a sequence of `length` tokens."""
@@ -180,6 +187,11 @@ class Model(Section):
         ):
             if needed and getattr(self, key) is None:
                 raise ValueError(f"model.{key} must be given with {why}")
+        quantized = self.lora.quantize_base
+        if quantized and not self.lora.rank:
+            raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
+        if quantized and self.embed_dim % layout.codes_per_byte(quantized):
+            raise ValueError(f"model.embed_dim={self.embed_dim} must be even: model.lora.quantize_base={quantized}")
         sizes = layout.explicit_sizes(self.mesh_shape)
         if sizes:
             layout.check_divides(self.dims, sizes)

@@ -13,6 +13,7 @@ from jax.sharding import reshard
 from tunix.config import PROJECTIONS, Model
 from tunix.layout import Equation
 from tunix.mesh import Layout
+from tunix.models.quantized import dequantize, quantize
 
 
 class Bias(nnx.Module):
@@ -46,16 +47,31 @@ class Einsum(nnx.Module):
         fan_in = math.prod(cfg.dims[letter] for letter in self.equation.summed)
         shape = [cfg.dims[letter] for letter in self.equation.w]
         weight = jax.random.normal(rngs.params(), shape, layout.param) * fan_in**-0.5
-        self.w = nnx.Param(weight, equation=self.equation)
+        self.qtype = cfg.lora.quantize_base
+        if self.qtype is None:
+            self.w = nnx.Param(weight, equation=self.equation)
+        else:
+            codes, scales = quantize(weight, self.equation.w, self.qtype)
+            of_codes, of_scales = self.equation.quantized()
+            self.w, self.w_scale = nnx.Param(codes, equation=of_codes), nnx.Param(scales, equation=of_scales)
         self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if cfg.biases else unchanged
         updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
         self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """`key` draws what dropout leaves out, and is None outside of training."""
-        weight = self.layout.gather(self.w[...], self.equation)
-        y = self.bias(jnp.einsum(self.equation.text, x, weight, out_sharding=self.layout.activation(self.equation.y)))
+        spec = self.layout.activation(self.equation.y)
+        y = self.bias(jnp.einsum(self.equation.text, x, self._weight(), out_sharding=spec))
         return y if self.lora is None else y + self.lora(x, key)
+
+    def _weight(self) -> jax.Array:
+        """As the product takes it."""
+        if self.qtype is None:
+            return self.layout.gather(self.w[...], self.equation)
+        of_codes, of_scales = self.equation.quantized()
+        codes, scales = self.layout.gather(self.w[...], of_codes), self.layout.gather(self.w_scale[...], of_scales)
+        spec = self.layout.gathered(of_codes)
+        return dequantize(codes, scales, self.equation, self.qtype, self.layout.compute, spec)
 
 
 class LowRank(nnx.Module):

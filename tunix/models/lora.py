@@ -4,25 +4,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import reshard
 
 from tunix.config import Lora
+from tunix.mesh import Layout
+from tunix.models.quantized import dequantize
 
 
-def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora) -> dict[str, Any]:
+def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: Layout) -> dict[str, Any]:
     """The tree without its low-rank updates: each matrix w becomes w + a b * alpha / r, computed in float32.
+
+    Quantized matrices are matrices again, in `layout.param`.
 
     `weights` is the tree of `state.Weight` of the same parameters.
     """
     if not isinstance(params, dict):
         return params
-    merged = {name: merge(leaf, weights[name], cfg) for name, leaf in params.items() if name != "lora"}
+    merged: Any = {name: merge(leaf, weights[name], cfg, layout) for name, leaf in params.items() if name != "lora"}
+    if "w_scale" in params:
+        of_codes, scales = weights["w"].equation, merged.pop("w_scale")
+        spec = layout.gathered(of_codes)
+        codes, scales, qtype = reshard(params["w"], spec), reshard(scales, spec), str(cfg.quantize_base)
+        merged["w"] = dequantize(codes, scales, of_codes.dequantized(), qtype, "float32", spec).astype(layout.param)
     if "lora" in params:
-        w, lora = weights["w"].equation.w, params["lora"]
+        w, lora = weights["w"].equation.dequantized().w, params["lora"]
         first, second = (weights["lora"][name].equation.w for name in "ab")
-        spec = jax.typeof(params["w"]).sharding.spec
+        spec = jax.typeof(merged["w"]).sharding.spec
         update = jnp.einsum(
             f"{first},{second}->{w}", *(lora[name].astype(jnp.float32) for name in "ab"), out_sharding=spec
         )
-        total = params["w"].astype(jnp.float32) + update * (cfg.alpha / cfg.rank)
-        merged["w"] = total.astype(params["w"].dtype)
+        total = merged["w"].astype(jnp.float32) + update * (cfg.alpha / cfg.rank)
+        merged["w"] = total.astype(merged["w"].dtype)
     return merged

@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tunix.config import Model, UserError
+from tunix.layout import Equation
 from tunix.mesh import Layout
 from tunix.models.hf import FAMILIES, Family, Name, read_json
+from tunix.models.quantized import stacked_codes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -85,37 +87,56 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Parameters [..] in `layout.param` dtype, laid out at rest; `weights` is the tree of `state.Weight`.
+    """Parameters [..] laid out at rest, with None for those that files do not have: low-rank updates.
 
-    Each process reads the slices that its devices hold and nothing else.
+    `weights` is the tree of `state.Weight`. Each process reads the slices that its devices hold and nothing else, of
+    matrices that are to be quantized one layer at a time.
 
     Raises:
         UserError: tensors that are missing, too many, or of another shape: they are named.
     """
     family = FAMILIES[cfg.family]
+    loaded: dict[str, jax.Array] = {}
     with TensorFiles(folder, family) as files:
-        _check(files, cfg, [path for path, _ in named(weights)])
+        _check(files, cfg, weights)
 
-        def load(path, weight):
-            name = family.names[_dotted(path)]
-            sharding = NamedSharding(mesh, layout.rest(weight.equation))
+        def load(path: str, equation: Equation, dtype: Any, layers: range) -> jax.Array:
+            """Some layers of a parameter."""
+            sizes = cfg.dims | {"L": len(layers)}
 
             def shard(index: Any) -> np.ndarray:
-                return _read(files, name, cfg, weight, index, layout.param)
+                ranges = {
+                    letter: part.indices(sizes[letter])[:2] for letter, part in zip(equation.w, index, strict=True)
+                }
+                return _read(files, family.names[path], cfg, equation, ranges, layers, dtype)
 
-            array = jax.make_array_from_callback(weight.shape, sharding, shard)
+            shape, sharding = tuple(sizes[letter] for letter in equation.w), NamedSharding(mesh, layout.rest(equation))
+            array = jax.make_array_from_callback(shape, sharding, shard)
             return jax.block_until_ready(array)  # the host's copy is gone before the next is made
 
         try:
-            return jax.tree.map_with_path(load, weights)
+            for path, weight in _in_files(weights, family):
+                layers = range(cfg.num_layers)
+                if weight.equation.is_quantized:
+                    equation = weight.equation.dequantized()
+                    matrices = (load(path, equation, "float32", layers[n : n + 1]) for n in layers)
+                    loaded[path], loaded[f"{path}_scale"] = stacked_codes(matrices, equation, cfg, layout)
+                else:
+                    loaded[path] = load(path, weight.equation, weight.dtype, layers)
         except SafetensorError as error:
             raise UserError(f"{folder}: {error}") from None
+    return jax.tree.map_with_path(lambda path, _: loaded.get(_dotted(path)), weights)
+
+
+def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Any]]:
+    """Parameters that have a name in the family's table: all but low-rank updates and scales."""
+    return [(path, weight) for path, weight in named(weights) if path in family.names]
 
 
 def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
     """Raise what `load_weights` would of names and shapes, having read only the heads of the files."""
     with TensorFiles(folder, FAMILIES[cfg.family]) as files:
-        _check(files, cfg, [path for path, _ in named(weights)])
+        _check(files, cfg, weights)
 
 
 def named(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -133,10 +154,10 @@ def _shape(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
     return (*first, last * name.parts)
 
 
-def _check(files: TensorFiles, cfg: Model, paths: list[str]) -> None:
+def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     """Raise `UserError` for tensors that these parameters lack, do not need, or need in another shape."""
     shapes, folder = files.shapes, files.folder
-    names = [files.family.names[path] for path in paths]
+    names = [files.family.names[path] for path, _ in _in_files(weights, files.family)]
     wanted = {
         tensor: _shape(name, cfg.dims)
         for name in names
@@ -160,11 +181,13 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _read(files: TensorFiles, name: Name, cfg: Model, weight, index: tuple[slice, ...], dtype: str) -> np.ndarray:
-    """The part of a parameter that `index` says, out of the tensors of all its layers."""
-    shape = [len(range(*part.indices(size))) for part, size in zip(index, weight.shape, strict=True)]
-    ours = weight.equation.w
-    ranges = {letter: part.indices(size)[:2] for letter, part, size in zip(ours, index, weight.shape, strict=True)}
+def _read(
+    files: TensorFiles, name: Name, cfg: Model, equation: Equation, ranges: Mapping[str, tuple[int, int]],
+    layers: range, dtype: Any,
+) -> np.ndarray:  # fmt: skip
+    """The part of a parameter in these ranges of its dimensions, of L those among `layers`."""
+    ours = equation.w
+    shape = [ranges[letter][1] - ranges[letter][0] for letter in ours]
     where, unpacked = _slices(name, cfg.dims, ranges)
     letters = name.dims.replace(",", "")
     order = [letters.index(letter) for letter in ours.removeprefix("L")]
@@ -175,7 +198,7 @@ def _read(files: TensorFiles, name: Name, cfg: Model, weight, index: tuple[slice
     if not ours.startswith("L"):
         return one(name.tensor).astype(dtype)
     stacked = np.empty(shape, jnp.dtype(dtype))
-    for place, layer in enumerate(range(*ranges["L"])):
+    for place, layer in enumerate(layers[slice(*ranges["L"])]):
         stacked[place] = one(name.tensor.format(layer))
     return stacked
 

@@ -1,0 +1,83 @@
+"""Frozen matrices in 8 or 4 bits: a code for each weight, and a scale for each block of weights along D.
+
+qwix does the arithmetic (https://github.com/google/qwix). At rest there are two arrays in place of a matrix: codes
+[.., C, ..], bytes, two nf4 codes in each, and scales [.., E, ..] bfloat16. The letters are in layout.py.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, auto_axes
+
+from tunix.config import Model, UserError
+from tunix.layout import Equation, codes_per_byte, weights_per_scale
+from tunix.mesh import Layout
+
+STORED = {"int8": ("int8", "bfloat16"), "nf4": ("uint8", "bfloat16")}  # dtypes of codes and scales
+
+
+def quantize(weight: jax.Array, letters: str, qtype: str) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of a weight whose dimensions are `letters`: `int8`, or `nf4` (QLoRA, arXiv:2305.14314)."""
+    axis = letters.index("D")
+    others = tuple(dim for dim in range(weight.ndim) if dim != axis)
+    block = weights_per_scale(weight.shape[axis])
+    array = _qwix().quantize(
+        weight.astype(jnp.float32), qtype, channelwise_axes=others, tiled_axes={axis: block}, scale_dtype="bfloat16"
+    )
+    codes = array.qvalue
+    if codes_per_byte(qtype) == 2:
+        pairs = codes.astype(jnp.uint8).reshape(*weight.shape[:axis], -1, 2, *weight.shape[axis + 1 :])
+        low, high = jnp.moveaxis(pairs, axis + 1, 0)
+        codes = low | high << 4
+    return codes, array.scale
+
+
+def stacked_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model, layout: Layout) -> list[jax.Array]:
+    """Codes and scales of all layers, laid out at rest, of one matrix [1, ..] after the other."""
+    qtype, parts = cfg.lora.quantize_base, equation.quantized()
+    assert qtype is not None
+    specs = tuple(map(layout.rest, parts))
+
+    @partial(jax.jit, donate_argnums=0)
+    def put(held, matrix, layer):
+        made = auto_axes(lambda matrix: quantize(matrix, equation.w, qtype), out_sharding=specs)(matrix)
+        return [jax.lax.dynamic_update_slice_in_dim(*both, layer, 0) for both in zip(held, made, strict=True)]
+
+    held = [
+        jnp.zeros([cfg.dims[letter] for letter in part.w], dtype, out_sharding=spec)
+        for part, dtype, spec in zip(parts, STORED[qtype], specs, strict=True)
+    ]
+    for layer, matrix in enumerate(matrices):
+        held = put(held, matrix, layer)
+    return held
+
+
+def dequantize(
+    codes: jax.Array, scales: jax.Array, equation: Equation, qtype: str, dtype: str, spec: PartitionSpec
+) -> jax.Array:
+    """The weight in `dtype`. `spec` is where the weight lives, whole on D; codes and scales live there too."""
+    axis, qwix = equation.w.index("D"), _qwix()
+
+    @jax.custom_vjp  # as Layout.gather: remat=none does not keep what comes out of it
+    def weight(codes, scales):
+        return jax.shard_map(local, in_specs=(spec, spec), out_specs=spec)(codes, scales)
+
+    def local(codes, scales):
+        if codes_per_byte(qtype) == 2:
+            pairs = jnp.stack([codes & 15, codes >> 4], axis + 1)
+            codes = pairs.reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :]).astype(jnp.uint4)
+        return qwix.dequantize(qwix.QArray(codes, scales.astype(dtype), qtype=qtype))
+
+    weight.defvjp(lambda *arrays: (weight(*arrays), None), lambda *_: (None, None))
+    return weight(codes, scales)
+
+
+def _qwix() -> Any:
+    try:
+        import qwix
+    except ImportError:
+        raise UserError("model.lora.quantize_base needs qwix: pip install qwix") from None
+    return qwix
