@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-TORCH = ("torch==2.13.0", "accelerate==1.15.0")
+TORCH = ("torch==2.13.0", "accelerate==1.15.0", "transformers==5.23.0", "peft==0.21.2")
 XPROF = ("tensorboard==2.21.0", "xprof==2.24.2")
 
 
@@ -40,7 +40,7 @@ def apt(programs: tuple[str, ...], packages: tuple[str, ...]) -> None:
 
 
 def torch(cache_dir: Path) -> Path:
-    """The scripts of an environment with torch and accelerate: that of TUNIX_TORCH_PYTHON, or a new one."""
+    """The scripts of an environment with `TORCH`: that of TUNIX_TORCH_PYTHON, or a new one."""
     if given := os.environ.get("TUNIX_TORCH_PYTHON"):
         return Path(given).parent
     return _environment(cache_dir / "torch", "accelerate", TORCH)

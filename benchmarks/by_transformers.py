@@ -1,0 +1,40 @@
+"""The other side of benchmarks/models.py: what transformers takes for the same. Its Python has torch and no jax."""
+
+import json
+import sys
+import time
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+
+def load(folder: str) -> dict:
+    begun = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    for weight in model.parameters():
+        weight.detach().view(torch.int16).flatten()[::2048].sum()  # every page is there
+    return {"seconds": time.perf_counter() - begun}
+
+
+def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
+    """Seconds of each round, and the tokens, which tunix must give too."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = (torch.arange(int(batch) * int(prompt)) * 7919 % 32000).reshape(int(batch), int(prompt))
+    options = {"do_sample": False, "use_cache": True, "min_new_tokens": int(new), "max_new_tokens": int(new)}
+    seconds = []
+    for _ in range(int(rounds) + 1):
+        begun = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **options)
+        seconds.append(time.perf_counter() - begun)
+    return {"seconds": seconds[1:], "tokens": out[:, int(prompt) :].tolist()}
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    answer = {"load": load, "decode": decode}[sys.argv[1]](*sys.argv[2:])
+    with open("/proc/self/status") as status:
+        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(json.dumps(answer | {"peak_gib": peak / 2**20, "versions": versions}))

@@ -1,0 +1,149 @@
+"""Loading and generating beside transformers, in one run: `TRANSFORMERS_PYTHON=... python -m benchmarks.models`.
+
+TRANSFORMERS_PYTHON is a Python with torch and transformers. Both sides run in processes of their own, in turn, from the
+same files with random weights: 2 GB in bfloat16 to load, 0.1 billion parameters in float32 to decode with, greedily.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+LARGE = [
+    "model.embed_dim=2048",
+    "model.mlp_dim=8192",
+    "model.num_layers=16",
+    "model.num_heads=32",
+    "model.num_kv_heads=8",
+]
+SMALL = [
+    "model.embed_dim=768",
+    "model.mlp_dim=2048",
+    "model.num_layers=12",
+    "model.num_heads=12",
+    "model.num_kv_heads=4",
+]
+LLAMA = ["model=llama3_1b", "model.head_dim=64", "model.vocab_size=32000", "model.context_length=2048"]
+PROMPT, NEW, ROUNDS, TURNS = 64, 64, 2, 2
+
+
+def write_model(folder: Path, words: list[str], dtype: str) -> None:
+    """A Llama of random weights in Hugging Face's files."""
+    import jax
+    import ml_dtypes
+    from safetensors.numpy import save_file
+
+    from tunix.compose import compose
+    from tunix.mesh import build_layout, build_mesh
+    from tunix.models.hf import FAMILIES, write_config
+    from tunix.models.weights import _shape, named
+    from tunix.state import describe
+
+    cfg = compose([*LLAMA, *words]).config
+    mesh, rng = build_mesh(cfg), np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        arch = describe(cfg.model, build_layout(cfg, mesh))
+    tensors = {}
+    for path, _ in named(arch.weights):
+        name = FAMILIES["llama"].names[path]
+        shape = _shape(name, cfg.model.dims)
+        scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
+        for layer in range(cfg.model.num_layers if "{}" in name.tensor else 1):
+            noise = rng.standard_normal(shape, np.float32) * scale if len(shape) > 1 else np.ones(shape, np.float32)
+            tensors[name.tensor.format(layer)] = noise.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(write_config(cfg.model) | {"dtype": dtype}))
+
+
+def load(folder: str) -> dict:
+    import jax
+
+    import tunix
+
+    begun = time.perf_counter()
+    model = tunix.load_pretrained(folder, dtype="bfloat16")
+    for leaf in jax.tree.leaves(model.params):
+        np.asarray(leaf).view(np.int16).reshape(-1)[::2048].sum()  # every page is there
+    return {"seconds": time.perf_counter() - begun}
+
+
+def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
+    import tunix
+    from tunix.sampling import Sampling
+
+    model = tunix.load_pretrained(folder)
+    tokens = (np.arange(int(batch) * int(prompt)) * 7919 % 32000).reshape(int(batch), int(prompt)).tolist()
+    seconds, how = [], Sampling(int(new), temperature=0.0)
+    for _ in range(int(rounds) + 1):
+        begun = time.perf_counter()
+        answers = model.sample(tokens, how)
+        seconds.append(time.perf_counter() - begun)
+    return {"seconds": seconds[1:], "tokens": [answer.tokens for answer in answers]}
+
+
+def sides(*words: object) -> dict[str, dict]:
+    """What each side answers."""
+    commands = {
+        "tunix": [sys.executable, "-m", "benchmarks.models"],
+        "transformers": [os.environ["TRANSFORMERS_PYTHON"], str(ROOT / "benchmarks" / "by_transformers.py")],
+    }
+    answers = {}
+    for side, command in commands.items():
+        done = subprocess.run([*command, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{side}: {done.stderr}")
+        answers[side] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def main() -> None:
+    import jax
+
+    if "TRANSFORMERS_PYTHON" not in os.environ:
+        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
+    with tempfile.TemporaryDirectory() as name:
+        large, small = Path(name) / "large", Path(name) / "small"
+        for folder, words, dtype in ((large, LARGE, "bfloat16"), (small, SMALL, "float32")):
+            folder.mkdir()
+            write_model(folder, words, dtype)
+        turns = [sides("load", large) for _ in range(TURNS + 1)][1:]  # the first reads the files from the disk
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        print(f"machine       {machine}; jax {jax.__version__}; {turns[0]['transformers']['versions']}")
+        size = (large / "model.safetensors").stat().st_size / 1e9
+        for side in turns[0]:
+            seconds = statistics.median(turn[side]["seconds"] for turn in turns)
+            peak = max(turn[side]["peak_gib"] for turn in turns)
+            print(f"load {size:.2f} GB  {side:12} {seconds:6.2f} s, peak {peak:.2f} GiB resident")
+        for batch in (1, 16):
+            turns = [sides("decode", small, batch, PROMPT, NEW, ROUNDS) for _ in range(TURNS)]
+            rates = {
+                side: [batch * NEW / seconds for turn in turns for seconds in turn[side]["seconds"]]
+                for side in turns[0]
+            }
+            first, second = (statistics.median(rate) for rate in rates.values())
+            same = np.mean(np.equal(*(np.array(turns[0][side]["tokens"]) for side in rates)))
+            print(
+                f"batch {batch:2}      tunix {first:.1f} tokens/s, transformers {second:.1f}, ratio {first / second:.2f}"
+            )
+            print(
+                f"              {same:.0%} of the tokens the same; rounds",
+                *(np.round(rate, 1) for rate in rates.values()),
+            )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        answer = {"load": load, "decode": decode}[sys.argv[1]](*sys.argv[2:])
+        status = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+        print(json.dumps(answer | {"peak_gib": peak / 2**20}))
+    else:
+        main()
