@@ -130,9 +130,7 @@ def main() -> None:
             }
             first, second = (statistics.median(rate) for rate in rates.values())
             same = np.mean(np.equal(*(np.array(turns[0][side]["tokens"]) for side in rates)))
-            print(
-                f"batch {batch:2}      tunix {first:.1f} tokens/s, transformers {second:.1f}, ratio {first / second:.2f}"
-            )
+            print(f"batch {batch:2}      tunix {first:.1f} tokens/s, transformers {second:.1f}: x {first / second:.2f}")
             print(
                 f"              {same:.0%} of the tokens the same; rounds",
                 *(np.round(rate, 1) for rate in rates.values()),

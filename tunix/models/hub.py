@@ -8,6 +8,13 @@ from tunix.config import UserError
 ABOUT = ("*.json", "*.jinja", "tokenizer.model")  # config, tokenizer, chat template
 WEIGHTS = ("*.safetensors",)
 
+REASONS = {  # by the name of huggingface_hub's error, the narrower first
+    "GatedRepoError": "access to it has to be granted on its page, and HF_TOKEN set",
+    "RepositoryNotFoundError": "it has no model of this name; a private one needs HF_TOKEN",
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set",
+    "ConnectError": "it is not in the cache, and the hub is out of reach",
+}
+
 
 def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_from") -> Path:
     """The folder that holds the files of `source`, a path or an ID like `google/gemma-3-270m`.
@@ -27,7 +34,8 @@ def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_
     try:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # of many kinds: network, rights, names
-        reason = str(error).strip().splitlines()[0]
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        reason = next((text for kind, text in REASONS.items() if kind in kinds), str(error).strip().splitlines()[0])
         raise UserError(
-            f"{key}={source} is no folder here and cannot be fetched from the Hugging Face hub: {reason}"
+            f"{key}={source} is no folder here, and not fetched from the Hugging Face hub: {reason}"
         ) from None

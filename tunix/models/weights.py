@@ -192,15 +192,21 @@ def _read(
     letters = name.dims.replace(",", "")
     order = [letters.index(letter) for letter in ours.removeprefix("L")]
 
-    def one(tensor: str) -> np.ndarray:
-        return files.read(tensor, where).reshape(unpacked).transpose(order)
+    # Some rows at a time: a transposing copy that stays in the CPU's cache takes a third of the time.
+    step = max(1, 64 // math.prod(unpacked[1:-1]))
 
+    def fill(target: np.ndarray, tensor: str) -> None:
+        source, target = files.read(tensor, where).reshape(unpacked), target.transpose(np.argsort(order))
+        for row in range(0, unpacked[0], step):
+            target[row : row + step] = source[row : row + step]
+
+    read = np.empty(shape, jnp.dtype(dtype))
     if not ours.startswith("L"):
-        return one(name.tensor).astype(dtype)
-    stacked = np.empty(shape, jnp.dtype(dtype))
-    for place, layer in enumerate(layers[slice(*ranges["L"])]):
-        stacked[place] = one(name.tensor.format(layer))
-    return stacked
+        fill(read, name.tensor)
+    else:
+        for place, layer in enumerate(layers[slice(*ranges["L"])]):
+            fill(read[place], name.tensor.format(layer))
+    return read
 
 
 def _slices(
