@@ -4,11 +4,15 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import PAIR, ROOT, cli, metrics
 from processes import End, Processes
+from safetensors.numpy import load_file
 
 from tunix import train
+from tunix.config import Export
+from tunix.export import export
 
 pytestmark = pytest.mark.slow
 RUN_WORDS = [*PAIR, "training.global_batch_size=4", "evaluation.num_sequences=4"]
@@ -120,3 +124,51 @@ def test_a_process_that_never_comes(words, tmp_path):
         ends = run.ends(120)
     assert [end.code for end in ends] == [76, 2]
     assert "processes [1] of 2 did not come, only 0 (" in ends[0].stderr
+
+
+COUNTING = """
+import sys
+sys.path.insert(0, {root!r})
+from tunix.models.weights import TensorFiles
+read, seen = TensorFiles.read, []
+def counted(*args):
+    seen.append(read(*args))
+    print("weights read:", sum(part.nbytes for part in seen))
+    return seen[-1]
+TensorFiles.read = counted
+import run_training
+sys.exit(run_training.main())
+"""
+
+
+def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
+    """Each reads its slices alone; the frozen base is quantized as one process does it, and it goes out whole."""
+    tuning = [
+        f"model.init_from={hf_dir}", "model.lora.rank=2", "model.lora.quantize_base=int8", "data=text", f"data.paths=['{corpus}']",
+        "training.seq_len=32", "training.loss_chunk_size=32", "training.micro_batch_size=2", "training.mixed_precision=fp32",
+        "training.max_steps=3", "logging.every_steps=1", "evaluation.num_sequences=4", "evaluation.sample_tokens=0",
+        "model.mesh_shape=[[2],[fsdp]]", "hydra.run.dir=run",
+    ]  # fmt: skip
+    (tmp_path / "one").mkdir()
+    (tmp_path / "counting.py").write_text(COUNTING.format(root=str(ROOT)))
+    done = cli(*tuning, cwd=tmp_path / "one", devices=2)
+    assert done.returncode == 0, done.stderr
+    with Processes(*tuning, folder=tmp_path, count=2, script=str(tmp_path / "counting.py")) as run:
+        ends = run.ends()
+    assert [end.code for end in ends] == [0, 0], "".join(end.stderr for end in ends)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one" / "run"), rel=1e-5)
+    whole = sum(path.stat().st_size for path in hf_dir.glob("*.safetensors"))
+    for end in ends:
+        read = int(re.findall(r"weights read: (\d+)", end.stdout)[-1])
+        assert 0.4 * whole < read < 0.52 * whole
+    models = []
+    for folder in (tmp_path, tmp_path / "one"):
+        export(
+            Export(
+                checkpoint=str(folder / "run"), output=str(folder / "out"), dtype="float32", merge_lora=True, shard_gb=5
+            )
+        )
+        models.append(load_file(folder / "out" / "model.safetensors"))
+    assert models[0].keys() == models[1].keys()
+    for name, tensor in models[0].items():
+        np.testing.assert_allclose(tensor, models[1][name], atol=1e-5, err_msg=name)
