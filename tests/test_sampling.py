@@ -105,7 +105,10 @@ def test_the_command(hf_dir, tmp_path):
     assert done.returncode == 0
     for mistake, message in (
         (["prompt=a", "max_new_tokens=100"], "are more than the model's context of 64"),
-        (["prompt=a", "chat=true", "chat_template=none"], "chat_template=none: the tokenizer has default"),
+        (
+            ["prompt=a", "chat=true", "chat_template=none"],
+            "chat_template=none cannot be read: No such file or directory; the tokenizer has default",
+        ),
         (["prompt=a", "top_q=1"], "unknown key top_q; did you mean top_p?"),
     ):
         done = generate(tmp_path, f"checkpoint={hf_dir}", *mistake)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tunix import compose
 from tunix.config import Generate, UserError
-from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.tokenizer import read_chat
 from tunix.models.hf import read_json
 from tunix.pretrained import Pretrained, load_pretrained
 from tunix.sampling import Answer, Sampling
@@ -45,8 +45,7 @@ class Speaker:
         if model.tokenizer is None:
             raise UserError(f"checkpoint={cfg.checkpoint} has no tokenizer.json")
         self.model, self.cfg, self.tokenizer = model, cfg, model.tokenizer
-        self.about = _about(model.files)
-        self.template = _template(model.files, self.about, cfg.chat_template) if cfg.chat else None
+        self.template = read_chat(model.files, cfg.chat_template) if cfg.chat else None
         stop = [*stop_ids(model), *(self._id(word) for word in cfg.stop)]
         self.how = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(stop))
 
@@ -74,11 +73,6 @@ class Speaker:
         return index
 
 
-def _about(files: Path | None) -> Row:
-    path = None if files is None else files / "tokenizer_config.json"
-    return read_json(path) if path is not None and path.is_file() else {}
-
-
 def stop_ids(model: Pretrained) -> list[int]:
     """As generation_config.json or config.json say; of a tokenizer trained here, the token that ends a document."""
     if model.files is None:
@@ -89,27 +83,6 @@ def stop_ids(model: Pretrained) -> list[int]:
         if said is not None:
             return said if isinstance(said, list) else [said]
     return []
-
-
-def _template(files: Path | None, about: Row, asked: str | None) -> ChatTemplate:
-    """The template asked for, or the tokenizer's; of a tokenizer trained here, a plain one."""
-    own = about.get("chat_template")
-    named = {entry["name"]: entry["template"] for entry in own} if isinstance(own, list) else {"default": own}
-    if files is not None and (files / "chat_template.jinja").is_file():
-        named["default"] = (files / "chat_template.jinja").read_text()
-    if files is None:
-        named["default"] = PLAIN
-    source = named.get(asked or "default")
-    if source is None and asked is not None and Path(asked).expanduser().is_file():
-        source = Path(asked).expanduser().read_text()
-    if source is None:
-        known = ", ".join(name for name, text in named.items() if text)
-        raise UserError(f"chat_template={asked}: the tokenizer has {known or 'none'}, and there is no such file")
-    special = {key: about.get(key) for key in ("bos_token", "eos_token")}
-    if files is None:
-        special = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    words = {key: value["content"] if isinstance(value, dict) else value or "" for key, value in special.items()}
-    return ChatTemplate(source, words)
 
 
 def _message(row: Row, cfg: Generate) -> Any:

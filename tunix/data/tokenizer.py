@@ -75,14 +75,7 @@ def read(cfg: Tokenizer, chat_template: str | None = None) -> Vocabulary:
     files = _files(cfg.path)
     backend = _backend(cfg.path, files)
     about: dict[str, Any] = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
-    template = _template(about.get("chat_template"))
-    if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].read_text()
-    if chat_template is not None:
-        try:
-            template = Path(chat_template).expanduser().read_text()
-        except OSError as error:
-            raise UserError(f"task.chat_template={chat_template} cannot be read: {error.strerror}") from None
+    template = _template(files, about, chat_template, "task.chat_template")
     bos = cfg.bos_token or _token(about.get("bos_token")) or _first(backend, (BOS, "<s>"))
     eos = cfg.eos_token or _token(about.get("eos_token")) or _first(backend, (EOS, "</s>", "<|endoftext|>"))
     if eos is None:
@@ -97,6 +90,19 @@ def read_backend(folder: Path) -> Backend | None:
     """The tokenizer of a model's folder, if it has one."""
     files = _files(str(folder))
     return _backend(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
+
+
+def read_chat(folder: Path | None, asked: str | None) -> ChatTemplate:
+    """The template for answers: `chat_template=asked`, or that of a model's folder; without a folder, a plain one."""
+    files = {} if folder is None else _files(str(folder))
+    if folder is None:
+        about: dict[str, Any] = {"chat_template": PLAIN, "bos_token": BOS, "eos_token": EOS}
+    else:
+        about = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
+    template = _template(files, about, asked, "chat_template")
+    if template is None:
+        raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
+    return ChatTemplate(template, {key: _token(about.get(key)) or "" for key in ("bos_token", "eos_token")})
 
 
 def train(cfg: Tokenizer, texts: Iterable[str]) -> Vocabulary:
@@ -201,9 +207,19 @@ def _token(value: Any) -> str | None:
     return value["content"] if isinstance(value, dict) else value
 
 
-def _template(value: Any) -> str | None:
-    """Of several named templates the default one."""
-    return {each["name"]: each["template"] for each in value}.get("default") if isinstance(value, list) else value
+def _template(files: dict[str, Path], about: dict[str, Any], asked: str | None, key: str) -> str | None:
+    """The template that `key` asks for, a name or a Jinja file; else the tokenizer's own, if it has one."""
+    own = about.get("chat_template")
+    named = {each["name"]: each["template"] for each in own} if isinstance(own, list) else {"default": own}
+    if "chat_template.jinja" in files:
+        named["default"] = files["chat_template.jinja"].read_text()
+    if asked is None or named.get(asked):
+        return named.get(asked or "default")
+    try:
+        return Path(asked).expanduser().read_text()
+    except OSError as error:
+        known = ", ".join(name for name, text in named.items() if text) or "none"
+        raise UserError(f"{key}={asked} cannot be read: {error.strerror}; the tokenizer has {known}") from None
 
 
 def _first(backend: Backend, names: tuple[str, ...]) -> str | None:
