@@ -28,7 +28,7 @@ from tunix.mesh import build_mesh
 from tunix.profiling import report
 from tunix.profiling.collectives import Collective, collectives
 from tunix.profiling.communication import measured, predict, readable
-from tunix.profiling.figure import EXPOSED, picture
+from tunix.profiling.picture import COLOURS, EXPOSED, picture
 from tunix.profiling.timeline import UNKNOWN, events, timelines
 from tunix.profiling.trace import CommunicationTrace
 from tunix.train import run
@@ -139,7 +139,7 @@ def test_tensorboard_in_a_browser(outputs, tmp_path, cache_dir):
         browse("#images", f"--screenshot={tmp_path}/images.png")
         with Image.open(tmp_path / "images.png") as screen:
             colours = {colour for _, colour in screen.convert("RGB").getcolors(2**24)}
-        assert ImageColor.getrgb(EXPOSED) in colours
+        assert ImageColor.getrgb(COLOURS[EXPOSED]) in colours
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(20)

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tunix.layout import shown
-from tunix.plan import figure
 from tunix.plan.cluster import Cluster
 from tunix.plan.compiled import HBM_SHARE, backend
+from tunix.plan.picture import picture
 from tunix.plan.ranking import GIB, Candidate, Ranking
 
 LABEL = "derived, compiled and predicted, not measured"
@@ -140,7 +140,7 @@ def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.txt").write_text(f"{text(ranking, cluster, overrides)}\n")
     (folder / "plan.json").write_text(f"{as_json(ranking, cluster, overrides)}\n")
-    figure.save(ranking, cluster, folder / "plan.png")
+    (folder / "plan.png").write_bytes(picture(ranking, cluster))
 
 
 def command(overrides: list[str], best: Candidate) -> str:

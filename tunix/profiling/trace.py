@@ -21,7 +21,7 @@ from tunix.metrics import Metrics
 from tunix.profiling import report
 from tunix.profiling.collectives import collectives, control_flow
 from tunix.profiling.communication import measured, predict
-from tunix.profiling.figure import picture
+from tunix.profiling.picture import picture
 from tunix.profiling.timeline import Timeline, events, timelines
 from tunix.state import State
 
