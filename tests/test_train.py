@@ -47,7 +47,8 @@ def test_a_runs_folder(words):
     assert {"config.yaml", ".hydra", "train.log", "metrics.jsonl", "checkpoints", "environment.json"} <= names
     assert {path.name for path in (folder / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     environment = json.loads((folder / "environment.json").read_text())
-    assert {"versions", "devices", "git_commit", "command", "python", "processes"} <= environment.keys()
+    assert {"versions", "devices", "git_commit", "command", "processes"} <= environment.keys()
+    assert {"python", "jax", "flax"} <= environment["versions"].keys()
     assert len(environment["devices"]) == 8
     log = (folder / "train.log").read_text()
     for text in ("38,352 parameters", "demo / first", "fsdp=", "tokens per step", "bytes per device", "FLOPs per token",
