@@ -37,7 +37,7 @@ def test_two_processes(tmp_path):
     }
     assert all(link["bus_gb_per_s"] > 0 and link["group_size"] == 2 for link in found["links"])
     says = {each["check"]: each["says"] for each in found["findings"]}
-    assert "is seen by 2 processes" in says["files"]
+    assert "is seen by 2 process(es)" in says["files"]
     assert "apart" in says["clocks"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr.0", "stderr.1", "stdout.0", "stdout.1"]
 

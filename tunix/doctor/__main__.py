@@ -103,7 +103,7 @@ def show(found: Diagnosis) -> None:
         console.print(MARKS[each.status], f"{each.check:16}", end=" ")
         console.print(f"{who}{each.says}", markup=False)
     errors = sum(each.status == "error" for each, _ in lines)
-    console.print(f"{every} processes: {'fit to train' if found.is_fit else f'not fit to train, {errors} errors'}")
+    console.print(f"{every} process(es): {'fit to train' if found.is_fit else f'not fit to train, {errors} errors'}")
 
 
 def _who(ranks: list[int], hosts: list[str]) -> str:

@@ -98,7 +98,7 @@ def _files(folder: Path, must: bool) -> Finding:
             f"not seen by processes {_shown(blind)}; put hydra.run.dir on a disk that all processes share, or process 0"
         )
         return Finding("files", "error" if must else "warning", f"{where}: {why} keeps the checkpoints of all")
-    return Finding("files", "ok", f"{where} is seen by {jax.process_count()} processes")
+    return Finding("files", "ok", f"{where} is seen by {jax.process_count()} process(es)")
 
 
 def slow_processes() -> Iterator[Finding]:
