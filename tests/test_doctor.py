@@ -59,7 +59,7 @@ def test_processes_that_differ(tmp_path):
         in out
     )
     assert f"process 1 ({socket.gethostname()}): " in out
-    assert out.endswith("2 processes: not fit to train, 1 errors")
+    assert out.endswith("2 process(es): not fit to train, 1 errors")
 
 
 def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
@@ -71,7 +71,7 @@ def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "warning variables        NCCL_P2P_DISBLE=1: nothing reads this name; did you mean NCCL_P2P_DISABLE?" in out
     assert "all-gather over fsdp (8 devices, " in out
-    assert out.endswith("1 processes: fit to train\n")
+    assert out.endswith("1 process(es): fit to train\n")
     assert list(tmp_path.iterdir()) == []
 
 
