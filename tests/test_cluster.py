@@ -1,6 +1,7 @@
 """Who am I: every launcher's environment, and what is wrong with some."""
 
 import pytest
+from jax._src.clusters import ClusterEnv
 
 from tunix.cluster import Identity, who_am_i
 from tunix.compose import compose
@@ -93,3 +94,29 @@ def test_contradictions(environment, words, said):
     with pytest.raises(UserError) as error:
         identity(environment, *words)
     assert said in str(error.value)
+
+
+def test_jax_detectors_come_last(monkeypatch):
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [])  # to which every subclass adds itself
+
+    class Pods(ClusterEnv):
+        name = "pods"
+
+        is_env_present = classmethod(lambda cls: True)
+        get_coordinator_address = classmethod(lambda cls, timeout_secs, override_coordinator_port: "pod-0:55527")
+        get_process_count = classmethod(lambda cls: 4)
+        get_process_id = classmethod(lambda cls: 3)
+
+    pod = {"JOB_COMPLETION_INDEX": "3"}
+    assert identity(pod) == Identity("JAX's detector pods", "pod-0:55527", 4, 3)
+    assert identity(pod | TORCHRUN).source == "RANK and WORLD_SIZE"
+    assert identity({}) is None
+    monkeypatch.setattr(Pods, "get_process_count", classmethod(lambda cls: 1 / 0))
+    with pytest.raises(UserError, match=r"detector of this cluster failed: division by zero; set distributed.coordi"):
+        identity(pod)
+
+
+def test_a_pod_without_the_package_of_kubernetes_is_told(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.warns(UserWarning, match="kubernetes"):
+        assert identity({"JOB_COMPLETION_INDEX": "0"}) is None

@@ -1,6 +1,7 @@
-"""Who am I: which process of which run, from the config or from what started it. Knows no jax.
+"""Who am I: which process of which run, from the config or from what started it.
 
-The first source that recognises the environment decides: the config, torchrun, Slurm, Open MPI.
+The first source that recognises the environment decides: the config, torchrun, Slurm, Open MPI, JAX's own detectors.
+Only where those are asked is jax imported.
 """
 
 import os
@@ -14,6 +15,7 @@ from tunix.config import Distributed, UserError
 Environment = Mapping[str, str]
 
 
+FOR_JAX = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}  # of indexed Jobs, of TPU pods
 FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
 
 
@@ -44,7 +46,7 @@ def who_am_i(cfg: Distributed, environment: Environment = os.environ) -> Identit
     else:
         if cfg.coordinator_address:
             environment = {**environment, "JAX_COORDINATOR_ADDRESS": cfg.coordinator_address}
-        found = next(filter(None, (source(environment) for source in (_torchrun, _slurm, _open_mpi))), None)
+        found = next(filter(None, (source(environment) for source in (_torchrun, _slurm, _open_mpi, _jax))), None)
         if found is None and given.keys() - {"local_device_ids"}:
             missing = [f"distributed.{key}" for key in keys[:3] if key not in given]
             raise UserError(f"distributed.{next(iter(given))} is set; {' and '.join(missing)} must be set too")
@@ -104,6 +106,29 @@ def _open_mpi(env: Environment) -> Identity | None:
     local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     local = _local_devices(env, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
     return Identity("Open MPI", coordinator, size, rank, local)
+
+
+def _jax(env: Environment) -> Identity | None:
+    """What JAX finds out by itself: on Kubernetes through the package and the API of that name, on TPU pods."""
+    if not FOR_JAX & env.keys():
+        return None
+    from jax._src.clusters import ClusterEnv  # the detectors have no public name
+
+    kinds = (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
+    try:
+        found = next((kind for kind in kinds if kind.is_env_present()), None)
+        if found is None:
+            return None
+        coordinator = env.get("JAX_COORDINATOR_ADDRESS") or found.get_coordinator_address(
+            timeout_secs=60, override_coordinator_port=env.get("JAX_COORDINATOR_PORT")
+        )
+        size, rank, local = found.get_process_count(), found.get_process_id(), found.get_local_process_id()
+    except Exception as error:  # of the API that the detector asks
+        raise UserError(
+            f"JAX's own detector of this cluster failed: {(str(error) or repr(error)).splitlines()[0]}; set "
+            "distributed.coordinator_address, distributed.num_processes and distributed.process_id"
+        ) from None
+    return Identity(f"JAX's detector {found.name}", coordinator, size, rank, None if local is None else (local,))
 
 
 def _local_devices(env: Environment, local_rank: int, local_size: int) -> tuple[int, ...] | None:
