@@ -42,7 +42,8 @@ def explained(root: type[Section] = Config) -> Iterator[None]:
     except OverrideParseException as error:
         said = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
         hint = "values with special characters need quotes within quotes: \"key='<a b>'\""
-        raise UserError(f"cannot read {error.override}: {said[-1]}; {hint}") from None
+        override = str(error.override).replace("\n", "\\n")
+        raise UserError(f"cannot read {override}: {said[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         fields = dict(reversed([*keys(root)]))  # of keys that several variants have, the first
