@@ -11,9 +11,6 @@ from pathlib import Path
 
 rank, start = int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 word = os.environ["PLAN"].split()[start].split(",")[rank]
-with Path("starts.txt").open("a") as file:
-    file.write(f"{start} {rank} {os.environ['JAX_COORDINATOR_ADDRESS']} {sys.argv[1]}\n")
-print(f"start {start} of task {rank}: {word}", flush=True)
 
 
 def stop(number: int, _frame: object) -> None:
@@ -23,6 +20,11 @@ def stop(number: int, _frame: object) -> None:
 
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, stop)
+with Path("starts.txt").open("a") as file:
+    file.write(f"{start} {rank} {os.environ['JAX_COORDINATOR_ADDRESS']} {sys.argv[1]}\n")
+print(f"start {start} of task {rank}: {word}", flush=True)
+while f"\n{Path('starts.txt').read_text()}".count(f"\n{start} ") < int(os.environ["SLURM_NTASKS"]):
+    time.sleep(0.05)  # the first to end takes the others along
 if word == "wait":
     Path(f"waiting.{start}.{rank}").write_text(str(os.getpid()))
     time.sleep(60)
