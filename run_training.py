@@ -28,17 +28,16 @@ def main() -> int:
     flags = [word for word in sys.argv[1:] if word not in args.overrides]
     sys.argv[1:] = [*flags, *compose.implied(args.overrides)]  # flags anywhere
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
-    try:
-        if any(only_hydra):
-            with explained():
-                if args.multirun:
-                    compose.check_sweep(args.overrides)
-                hydra_main()
-            return 0
-        return launch(compose.compose(args.overrides, args.config_path, args.config_name or "config"))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exits.USER_ERROR
+
+    def work() -> int | None:
+        if not any(only_hydra):
+            return launch(compose.compose(args.overrides, args.config_path, args.config_name or "config"))
+        with explained():
+            if args.multirun:
+                compose.check_sweep(args.overrides)
+            return hydra_main()
+
+    return exits.reported(work)
 
 
 def launch(job: compose.Job) -> int:

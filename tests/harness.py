@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ from devices import xla_flags
 
 from tunix.compose import compose
 from tunix.config import Config
-from tunix.losses import lm_loss
-from tunix.mesh import build_layout, build_mesh, to_global
-from tunix.optim import make_optimizer, make_schedule
-from tunix.state import Architecture, abstract_state, describe, init_state, make_init
-from tunix.step import make_train_step
+from tunix.mesh import build_mesh, to_global
+from tunix.program import assemble
+from tunix.state import Architecture, init_state
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -67,19 +64,14 @@ def program(*overrides: str, fresh: bool = False) -> Program:
     cfg = compose([*SMALL, *overrides]).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        layout = build_layout(cfg, mesh)
-        arch = describe(cfg.model, layout, cfg.training.remat)
-        tx = make_optimizer(cfg.optimizer, arch.trained_weights, cfg.training.max_grad_norm)
-        init = make_init(arch, cfg.model, layout, tx)
-        loss = partial(lm_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
-        schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, 100, 1000)
-        step = make_train_step(arch, loss, tx, schedule, layout, cfg.training.sync_gradients_every)
+        built = assemble(cfg, mesh)
+        step = built.step(100, 1000)
         if fresh:
-            state = init_state(init, mesh, cfg.seed)
+            state = init_state(built.init, mesh, cfg.seed)
         else:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(init, mesh))
-            state = jax.tree.map(jax.device_put, _initial(init, mesh, cfg), shardings)
-    return Program(cfg, mesh, arch, state, step)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract)
+            state = jax.tree.map(jax.device_put, _initial(built.init, mesh, cfg), shardings)
+    return Program(cfg, mesh, built.arch, state, step)
 
 
 _initial_states: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """Command line to `Config`: Hydra composes conf/ and the overrides, mistakes become one line each. Knows no jax."""
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -76,12 +77,17 @@ def command_line(section: type[S], work: Callable[[S], None]) -> int:
         return 0
     fields = section.model_fields
     others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
-    try:
-        work(settings(section, [word for word in words if word not in others], {"overrides": others} if others else {}))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exits.USER_ERROR
-    return 0
+    own, more = [word for word in words if word not in others], {"overrides": others} if others else {}
+    return exits.reported(lambda: work(settings(section, own, more)))
+
+
+def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Of a command `python -m tunix.NAME` that takes the keys of training, beside flags of its own."""
+    parser = argparse.ArgumentParser(
+        f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    return parser
 
 
 def settings(section: type[S], words: list[str], more: dict[str, Any] | None = None) -> S:

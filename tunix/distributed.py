@@ -26,14 +26,8 @@ from tunix.rollcall import Absent, roll_call
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-LOST_PEER = (
-    "Gloo",
-    "NCCL",
-    "Connection reset",
-    "Connection closed",
-    "heartbeat",
-    "Barrier timed out",
-)  # in errors of the runtime
+# In errors of the runtime.
+LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
 NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; who dies meanwhile is noticed by other means
 _stop_signals: list[str] = []
 _gathers = count()  # the same on all processes

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from tunix.data.stream import Arrays
 from tunix.data.tokenizer import BOS, EOS, Vocabulary, special_words
 from tunix.evaluation import HeldOut
 from tunix.generate import stop_ids
-from tunix.losses import LOSSES
+from tunix.losses import make_loss
 from tunix.mesh import build_layout, build_mesh
 from tunix.models.hub import find
 from tunix.pretrained import load_params, load_pretrained
@@ -68,8 +67,7 @@ def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
             corpus = replace(corpus, held_out=grain.MapDataset.concatenate(everything))
         elif corpus.num_held_out == 0:
             raise UserError("data.held_out_fraction=0 holds out nothing; split=all measures all documents")
-        loss_fn = partial(LOSSES[cfg.task.name], chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
-        return HeldOut(cfg, corpus, arch, loss_fn, mesh).evaluate(params)
+        return HeldOut(cfg, corpus, arch, make_loss(cfg), mesh).evaluate(params)
 
 
 class Question(NamedTuple):

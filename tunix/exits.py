@@ -6,9 +6,20 @@ import signal
 import sys
 from collections.abc import Callable
 
+from tunix.config import UserError
+
 USER_ERROR, STOPPED, PEER, NOT_FINITE = 2, 75, 76, 77  # anything else but 0 is a bug
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
+
+
+def reported(work: Callable[[], int | None]) -> int:
+    """Exit code of `work()`, 0 if it gives none; a mistake of the user's is told in a line on stderr."""
+    try:
+        return work() or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
 
 
 def exit_code(status: int) -> int:

@@ -1,9 +1,13 @@
 """Losses: sums over tokens and counts of them, never means, so that parts of a batch can be added up."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 
+from tunix.config import Config
 from tunix.models.transformer import Transformer
 
 Sums = dict[str, jax.Array]
@@ -45,3 +49,8 @@ def lm_loss(
 
 
 LOSSES = {"pretrain": lm_loss, "sft": lm_loss}  # of sft, the mask leaves the answers
+
+
+def make_loss(cfg: Config) -> Callable[..., tuple[jax.Array, Sums]]:
+    """(model, batch) -> sum to be minimised, sums: the loss of the config's task."""
+    return partial(LOSSES[cfg.task.name], chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)

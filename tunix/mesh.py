@@ -143,6 +143,14 @@ def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
     return device_mesh(cfg.model, cfg.distributed.allow_idle_devices, devices)
 
 
+def axis_sizes(cfg: Model, num_devices: int, allow_idle: bool, which: str = "visible") -> dict[str, int]:
+    """Size of every axis of `model.mesh_shape` on so many devices; a shape that does not fit is a `UserError`."""
+    try:
+        return resolve(cfg.mesh_shape, num_devices, cfg.dims, allow_idle, which)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def device_mesh(cfg: Model, allow_idle: bool, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh of all axes of `MESH_AXES` in that order, unnamed ones of size 1; neighbours on tp are neighbours in a node.
 
@@ -150,10 +158,7 @@ def device_mesh(cfg: Model, allow_idle: bool, devices: Sequence[jax.Device] | No
         UserError: a shape that does not fit the devices or the model, with the nearest that do.
     """
     devices = list(devices or jax.devices())
-    try:
-        sizes = resolve(cfg.mesh_shape, len(devices), cfg.dims, allow_idle)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    sizes = axis_sizes(cfg, len(devices), allow_idle)
     shape = [sizes[axis] for axis in MESH_AXES]
     used = devices[: int(np.prod(shape))]
     idle_hosts = {device.process_index for device in devices} - {device.process_index for device in used}

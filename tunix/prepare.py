@@ -7,8 +7,8 @@ with `data=tokens data.paths=[FOLDER]`. Started again after a kill, finished sha
 import logging
 import sys
 
+from tunix import exits
 from tunix.compose import compose
-from tunix.config import UserError
 
 
 def main() -> int:
@@ -16,21 +16,19 @@ def main() -> int:
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(__doc__)
         return 0
-    try:
-        config = compose(sys.argv[1:]).config
-        from tunix.data.corpus import load_corpus, prepare_corpus  # after the config has passed
+    return exits.reported(lambda: prepare(sys.argv[1:]))
 
-        logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
-        logging.getLogger("tunix").setLevel(logging.INFO)
-        prepared, _ = prepare_corpus(config)
-        corpus = load_corpus(config)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(corpus.summary)
+
+def prepare(overrides: list[str]) -> None:
+    config = compose(overrides).config
+    from tunix.data.corpus import load_corpus, prepare_corpus  # after the config has passed
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
+    logging.getLogger("tunix").setLevel(logging.INFO)
+    prepared, _ = prepare_corpus(config)
+    print(load_corpus(config).summary)
     for name, each in prepared.items():
         print(f"{name}: {each.folder}, fingerprint {each.fingerprint}")
-    return 0
 
 
 if __name__ == "__main__":

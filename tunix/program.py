@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.config import Config
-from tunix.losses import LOSSES
+from tunix.losses import make_loss
 from tunix.mesh import BATCH, Layout, build_layout, data_shards
 from tunix.optim import make_optimizer, make_schedule
 from tunix.state import Architecture, State, abstract_state, describe, make_init
@@ -54,5 +53,4 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     arch = describe(cfg.model, layout, training.remat)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     init = make_init(arch, cfg.model, layout, optimizer)
-    loss_fn = partial(LOSSES[cfg.task.name], chunk_size=training.loss_chunk_size, z_loss=training.z_loss)
-    return Program(cfg, layout, arch, optimizer, loss_fn, init, abstract_state(init, mesh))
+    return Program(cfg, layout, arch, optimizer, make_loss(cfg), init, abstract_state(init, mesh))

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -102,14 +101,7 @@ def _is_shared(folder: Path, asked: bool | str) -> bool:
         return True
     if asked is False:
         return False
-    probe = folder / distributed.agree(f".probe-{time.time_ns()}", "name of the probe file")
-    if distributed.is_main():
-        probe.touch()
-    distributed.barrier("the probe file is there")
-    seen = _comes(probe, PROBE_S)
-    blind = {host for host in distributed.gather("" if seen else socket.gethostname(), "the probe file") if host}
-    if distributed.is_main():
-        probe.unlink()
+    blind = {distributed.hosts()[rank] for rank in blind_to(folder)}
     if not blind:
         return True
     others = set(distributed.hosts()) - {distributed.hosts()[0]}
@@ -123,6 +115,28 @@ def _is_shared(folder: Path, asked: bool | str) -> bool:
         folder,
     )
     return False
+
+
+def blind_to(folder: Path) -> list[int]:
+    """Processes that do not see a file which process 0 makes in the folder; called by all.
+
+    Raises:
+        UserError: process 0 cannot write there.
+    """
+    probe = folder / distributed.agree(f".probe-{time.time_ns()}", "name of the probe file")
+
+    def put() -> None:
+        try:
+            if distributed.is_main():
+                probe.touch()
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror}") from None
+
+    distributed.together(put, "the probe file is there")
+    seen = distributed.gather("seen" if _comes(probe, PROBE_S) else "", "the probe file")
+    if distributed.is_main():
+        probe.unlink()
+    return [rank for rank, said in enumerate(seen) if not said]
 
 
 def _comes(path: Path, patience_s: float) -> bool:

@@ -18,13 +18,13 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from tunix import compose
+from tunix import compose, exits
 from tunix.cluster import who_am_i
 from tunix.config import Config, UserError
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
-from tunix.layout import DATA_AXES, MESH_AXES, check_divides, meshes, resolve, shown
-from tunix.mesh import build_mesh
+from tunix.layout import DATA_AXES, MESH_AXES, check_divides, meshes, shown
+from tunix.mesh import axis_sizes, build_mesh
 from tunix.pretrained import check_start, start_state
 from tunix.program import assemble
 from tunix.report import derive_sizes
@@ -79,10 +79,7 @@ def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
 
 def _global_batch(cfg: Config) -> int:
     """Sequences of a step of this config on the devices that are visible."""
-    try:
-        sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    sizes = axis_sizes(cfg.model, jax.device_count(), cfg.distributed.allow_idle_devices)
     shards = math.prod(sizes[axis] for axis in DATA_AXES)
     return cfg.training.accumulation(shards) * cfg.training.sequences_per_shard * shards
 
@@ -153,10 +150,7 @@ def _read_meshes(text: str) -> list[Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m tunix.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    parser = compose.command_parser("verify", __doc__)
     parser.add_argument(
         "--meshes", help='list of them, the first is the reference: [[[8],["fsdp"]],[[2,4],["dp","tp"]]]'
     )
@@ -184,21 +178,21 @@ def main() -> int:
     """Exit code of the command line."""
     args = _arguments()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
+
+    def work() -> int:
         cfg = _config(args)
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
             jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
         ):
             jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
         trials = verify(cfg, _read_meshes(args.meshes) if args.meshes else None, args.steps)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    table, largest = report(trials, args.tolerance)
-    Console(width=max(120, Console().width)).print(table)
-    verdict = "within" if largest <= args.tolerance else "past"
-    print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {args.tolerance:g}")
-    return int(largest > args.tolerance)
+        table, largest = report(trials, args.tolerance)
+        Console(width=max(120, Console().width)).print(table)
+        verdict = "within" if largest <= args.tolerance else "past"
+        print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {args.tolerance:g}")
+        return int(largest > args.tolerance)
+
+    return exits.reported(work)
 
 
 if __name__ == "__main__":

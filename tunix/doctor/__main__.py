@@ -4,7 +4,6 @@ Takes the keys of training; started by a launcher, as training is, it looks at a
 Exit code 0, or 1 where something would make training fail; 2 for a mistake in the words.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -140,22 +139,19 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 def main() -> int:
     """Exit code of the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m tunix.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    parser = compose.command_parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
     args = parser.parse_intermixed_args()
-    try:
+
+    def work() -> int:
         job = compose.compose(args.overrides)
         with _stdout_as_stderr():
             found = examine(job)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exits.USER_ERROR
-    if len(found.of_each) < jax.process_count() or distributed.is_main():
-        print(record(found)) if args.json else show(found)
-    return int(not found.is_fit)
+        if len(found.of_each) < jax.process_count() or distributed.is_main():
+            print(record(found)) if args.json else show(found)
+        return int(not found.is_fit)
+
+    return exits.reported(work)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix import distributed
 from tunix.compose import Job
+from tunix.config import UserError
 from tunix.costs import Transfer, seconds
 from tunix.doctor.findings import Finding, Status
 from tunix.doctor.machine import existing
 from tunix.flops import kind_named
 from tunix.profiling.communication import BUS_FACTORS
+from tunix.run_folder import blind_to
 
 SKEW_S, SLOW = 1.0, 1.5  # clocks apart; times the median, or the prediction
 PAYLOAD_MIB = {"cpu": 4, "gpu": 256}  # of the whole array that a group gathers or reduces
@@ -76,23 +77,11 @@ def _clocks() -> Finding:
 
 def _files(folder: Path, must: bool) -> Finding:
     """Whether all processes see a file that process 0 makes, and whether they must."""
-    name = distributed.agree(f".tunix-doctor-{os.getpid()}-{time.time_ns()}", "probe file")
-    where = distributed.agree(str(folder), "probe folder")
-    probe, error = Path(where) / name, ""
-    if distributed.is_main():
-        try:
-            probe.write_text("seen")
-        except OSError as problem:
-            error = f"{where} cannot be written: {problem.strerror}"
-    error = distributed.agree(error, "probe file")
-    if error:
-        return Finding("files", "error", error)
-    deadline = time.monotonic() + 5  # a network file system may take its time
-    while not (seen := probe.exists()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    blind = [rank for rank, text in enumerate(distributed.gather(str(seen), "probe file")) if text != "True"]
-    if distributed.is_main():
-        probe.unlink()
+    where = Path(distributed.agree(str(folder), "probe folder"))
+    try:
+        blind = blind_to(where)
+    except UserError as error:
+        return Finding("files", "error", str(error))
     if blind:
         why = (
             f"not seen by processes {_shown(blind)}; put hydra.run.dir on a disk that all processes share, or process 0"

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from tunix import exits
-from tunix.config import UserError
 from tunix.launch import accelerate, processes
 from tunix.launch.nodes import Asked, this_node
 
@@ -22,16 +21,16 @@ global rank of this node, or its number. docs/coming_from.md has examples.
 def main(words: list[str]) -> int:
     """Exit code of the command line: 0, or the worst of the processes'."""
     flags = parser().parse_args(words)
-    try:
+
+    def work() -> int:
         asked, environment = Asked(**{name: getattr(flags, name) for name in Asked.__annotations__}), dict(os.environ)
         if flags.accelerate_config:
             from_file = accelerate.read(flags.accelerate_config)
             asked, environment = asked.or_else(from_file.asked), environment | from_file.environment
         command = processes.command(flags.script, flags.arguments, flags.module, flags.no_python)
         return processes.run(this_node(asked, environment), command, environment, flags.log_dir, flags.grace_s)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exits.USER_ERROR
+
+    return exits.reported(work)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ No device is needed: the best meshes are compiled by XLA's GPU compiler, all oth
 Ranked by tokens per second; with model.mesh_shape, that mesh alone. Exit code 2 where no mesh fits.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,13 +17,11 @@ from tunix.plan.ranking import nothing_fits, rank
 
 def main() -> int:
     """Exit code of the command line."""
-    parser = argparse.ArgumentParser(
-        "python -m tunix.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    parser = compose.command_parser("plan", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     args = parser.parse_intermixed_args()
-    try:
+
+    def work() -> None:
         cfg = compose.compose(args.overrides).config
         cluster = read_topology(cfg.plan.topology)
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
@@ -34,10 +31,8 @@ def main() -> int:
             raise UserError(nothing_fits(ranking, cluster))
         if cfg.plan.output is not None:
             report.save(Path(cfg.plan.output), ranking, cluster, args.overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exits.USER_ERROR
-    return 0
+
+    return exits.reported(work)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import jax
 from tunix import distributed
 from tunix.config import Config, UserError
 from tunix.flops import kind_named
-from tunix.layout import resolve, shown
+from tunix.layout import shown
+from tunix.mesh import axis_sizes
 from tunix.plan.cluster import Cluster, read_topology
 from tunix.plan.ranking import GIB, nothing_fits, on_mesh, rank
 
@@ -54,11 +55,7 @@ def _choose(cfg: Config, cluster: Cluster) -> dict:
 
 
 def _with_mesh(cfg: Config) -> Config:
-    try:
-        sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return on_mesh(cfg, sizes)
+    return on_mesh(cfg, axis_sizes(cfg.model, jax.device_count(), cfg.distributed.allow_idle_devices))
 
 
 def _cluster(cfg: Config) -> Cluster:

@@ -7,7 +7,8 @@ from typing import Any
 from tunix import compose
 from tunix.config import Config, UserError
 from tunix.costs import Costs, derive, seconds
-from tunix.layout import check_divides, meshes, resolve, shown
+from tunix.layout import check_divides, meshes, shown
+from tunix.mesh import axis_sizes
 from tunix.plan.cluster import Cluster
 from tunix.plan.compiled import Compiled, compile_all
 
@@ -135,10 +136,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
 def _asked(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
     if cfg.model.mesh_shape == "auto":
         return list(meshes(cluster.num_devices))
-    try:
-        return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.model.dims, False, "in plan.topology")]
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    return [axis_sizes(cfg.model, cluster.num_devices, False, "in plan.topology")]
 
 
 def on_mesh(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None = None) -> Config:

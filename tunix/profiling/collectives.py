@@ -30,6 +30,7 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? 
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _CALLED = re.compile(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")  # dtype and dimensions
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
@@ -102,7 +103,7 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
 
 
 def _parse(line: str, match: re.Match, times: int) -> Collective:
-    arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match["type"])]
+    arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"])]
     sizes, group = [size for _, size in arrays], _group(line)
     if match["start"] and match["kind"] in ("all-gather", "reduce-scatter"):  # (operands, results)
         num_bytes = max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))

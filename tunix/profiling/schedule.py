@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from tunix.profiling.collectives import KINDS, TRIPS, Collective, array_bytes, computations
+from tunix.profiling.collectives import ARRAY, KINDS, TRIPS, Collective, array_bytes, computations
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 # Of no time: names for parts of arrays, and what a backend does once.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 
@@ -30,12 +29,12 @@ class Instruction:
 
     @property
     def num_bytes(self) -> int:
-        return sum(array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(self.type))
+        return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.type))
 
     @property
     def dims(self) -> list[int]:
         """Of the first array of the result."""
-        found = _ARRAY.search(self.type)
+        found = ARRAY.search(self.type)
         return [int(size) for size in found[2].split(",") if size] if found else []
 
     @property
