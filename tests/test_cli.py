@@ -34,7 +34,7 @@ def assert_refused(done: subprocess.CompletedProcess, message: str, folder: Path
         (['model.mesh_shape=[[3,2],["fsdp","tp"]]', "model.embed_dim=48", "model.mlp_dim=96"], "fsdp=3 x tp=2 needs 6 devices, 8 are visible; legal here: [[4,2]"),
         (['model.mesh_shape=[[8,2],["fsdp","tp"]]'], "needs 16 devices, 8 are visible"),
         (["training.global_batch_size=12"], "training.global_batch_size=12 is not divisible by 8"),
-        (["resume=nowhere"], "resume=nowhere: nowhere is no run's folder"),
+        (["resume=nowhere"], "resume=nowhere: nowhere is not a run's folder"),
         (["training.micro_batchsize=4"], "did you mean training.micro_batch_size?"),
         (["data.paths=[/nowhere]"], "data.paths: /nowhere does not exist"),
         (["--multirun", "training.seq_len=abc,def"], "training.seq_len=abc: expected a whole number"),

@@ -74,7 +74,7 @@ MISTAKES = [
     ("training.max_steps=${nothing}", "Interpolation key 'nothing' not found"),
     ("training.seq_len=[1", "cannot read training.seq_len=[1"),
     ("resume=latest", "resume=latest: there is no outputs/tunix/latest"),
-    ("resume=/nowhere", "resume=/nowhere: /nowhere is no run's folder"),
+    ("resume=/nowhere", "resume=/nowhere: /nowhere is not a run's folder"),
     ("training.seq_len=0 training.max_steps=-1", "training.seq_len=0: input should be greater than or equal to 1\ntraining.max_steps=-1"),
 ]  # fmt: skip
 

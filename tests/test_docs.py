@@ -1,10 +1,12 @@
 """Pages keep their word: links lead somewhere, and what they name exists."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from harness import ROOT
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
@@ -25,6 +27,15 @@ def test_files_and_names_exist(page):
             assert (ROOT / word).exists(), word
         if re.fullmatch(r"[A-Z_]{5,}", word):
             assert word in sources, word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_overrides_are_read(page):
+    """Hydra's grammar accepts every command of the page as the shell hands it over."""
+    for line in page.read_text().replace("\\\n", " ").splitlines():
+        if re.match(r"(python|srun|torchrun|accelerate|mpirun) ", line):
+            words = [word for word in shlex.split(line, comments=True) if re.match(r"[+~]*[\w./@]+=", word)]
+            OverridesParser.create().parse_overrides(words)
 
 
 def test_the_map_names_every_module():

@@ -19,7 +19,7 @@ from tunix.config import UserError
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.shards import document_hash
-from tunix.data.tokenizer import bytes_per_word
+from tunix.data.tokenizer import bytes_by_token
 from tunix.mesh import build_mesh
 
 
@@ -83,7 +83,7 @@ def test_unigram_entropy_is_the_streams_own(corpus):
     stream = loaded.train["text"].stream
     counts = np.bincount(stream.shard(0).tokens)
     shares = counts[counts > 0] / counts.sum()
-    size = (counts * bytes_per_word(loaded.tokenizer)[: len(counts)]).sum()
+    size = (counts * bytes_by_token(loaded.tokenizer)[: len(counts)]).sum()
     assert loaded.unigram_bits_per_byte == pytest.approx(-(shares * np.log2(shares)).sum() * counts.sum() / size)
 
 
@@ -149,7 +149,7 @@ def test_a_prepared_folder_is_a_source(corpus, tmp_path):
         compose([*SMALL, "tokenizer.vocab_size=259", "data=synthetic", "data.num_documents=3"]).config
     )[1]
     other.save(tmp_path / "other")
-    with pytest.raises(UserError, match=r"was made with another tokenizer \(300 words\) than tokenizer.path=.* \(259"):
+    with pytest.raises(UserError, match=r"was made with another tokenizer \(300 tokens\) than tokenizer.path=.* \(259"):
         load_corpus(compose([*words, f"tokenizer.path={tmp_path}/other"]).config)
     with pytest.raises(UserError, match="was not made for task=sft"):
         load_corpus(compose([*words, "task=sft"]).config)

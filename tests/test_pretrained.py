@@ -61,7 +61,7 @@ def without_norm(folder):
 
 
 BAD = {
-    "no model": (lambda folder: (folder / "config.json").unlink(), "is no model's folder: it has no config.json"),
+    "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are gemma3_text, llama"),
     "unknown key": (lambda folder: change_config(folder, num_experts=8), "num_experts=8 is not understood for model_type=llama"),
@@ -75,7 +75,7 @@ BAD = {
     "missing tensor": (without_norm, "lacks model.norm.weight"),
     "extra tensor": (lambda folder: change_tensors(folder, lambda t: t.update(extra=np.ones(1, np.float32))), "has extra, which a llama"),
     "wrong shape": (lambda folder: change_config(folder, intermediate_size=80), "mlp.down_proj.weight is [32, 64], its config.json says [32, 80]"),
-    "truncated": (truncated, "is truncated or no safetensors file"),
+    "truncated": (truncated, "is truncated or not a safetensors file"),
     "a file missing": (lambda folder: first(folder).unlink(), "lacks model-00001-of-"),
     "pickles": (pickled, "has its weights as pickles (pytorch_model.bin), which can run code and are not read"),
     "no weights": (lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")], "has no model.safetensors"),

@@ -143,7 +143,7 @@ def test_flat_token_files(tmp_path, byte_tokenizer, name, dtype, head):
 def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer):
     path = flat(tmp_path, "a.bin", np.full(1001, 300, np.uint16))
     words = ["data=tokens", f"data.paths=[{path}]"]
-    with pytest.raises(UserError, match=r"has token 300, the tokenizer has 259 words; give the tokenizer that made it"):
+    with pytest.raises(UserError, match=r"has token 300, the tokenizer has 259; give the tokenizer that made it"):
         load_corpus(config(*words, byte_tokenizer))
     with pytest.raises(UserError, match=r"has 2002 bytes, not data.skip_bytes=0 and whole data.dtype=uint32"):
         load_corpus(config(*words, byte_tokenizer, "data.dtype=uint32"))

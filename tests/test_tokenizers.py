@@ -11,7 +11,7 @@ from tunix.compose import compose
 from tunix.config import UserError
 from tunix.data import sentencepiece
 from tunix.data.corpus import load_corpus
-from tunix.data.tokenizer import bytes_per_word
+from tunix.data.tokenizer import bytes_by_token
 
 TEXT = "def f(x):\n\treturn 'Ünïcödé 漢字 🙂' # \x00\r\n"
 
@@ -27,13 +27,13 @@ def test_a_trained_tokenizer_is_cached_and_gives_the_text_back(load, cache_dir):
     assert list((cache_dir / "tokenizers").glob("*/tokenizer.json"))
     ids = one.tokenizer.encode(TEXT, add_special_tokens=False).ids
     assert one.tokenizer.decode(ids) == TEXT
-    assert bytes_per_word(one.tokenizer)[ids].sum() == len(TEXT.encode())
-    assert bytes_per_word(one.tokenizer)[one.vocabulary.bos] == 0
+    assert bytes_by_token(one.tokenizer)[ids].sum() == len(TEXT.encode())
+    assert bytes_by_token(one.tokenizer)[one.vocabulary.bos] == 0
 
 
 def test_bytes(load):
     loaded = load("tokenizer=bytes", "tokenizer.vocab_size=259")
-    assert loaded.vocabulary.num_words == 259
+    assert loaded.vocabulary.num_tokens == 259
     assert len(loaded.tokenizer.encode(TEXT, add_special_tokens=False).ids) == len(TEXT.encode())
 
 

@@ -64,6 +64,9 @@ def test_metrics(words):
     for name in ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "tokens_per_s_per_device", "step_time_s", "data_wait_s",
                  "mfu", "tflops_per_device", "peak_memory_gib", "skipped"):  # fmt: skip
         assert name in first
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for name in {**first, **metrics(folder, "held_out")[0]}:
+        assert f"`{name}`" in page, name
     assert first["mfu"] is None  # nobody knows a CPU's peak
     assert np.float32(first["loss"]) == first["loss"]  # every digit
     assert [line["tokens"] for line in lines] == [128 * n for n in range(1, 7)]

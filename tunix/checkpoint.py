@@ -1,4 +1,4 @@
-"""Checkpoints: Orbax writes them sharded, in the background and whole or not at all. What they mean is said here."""
+"""Orbax writes checkpoints: sharded, in the background, whole or not at all. Here: what they hold, and for whom."""
 
 import json
 import logging
@@ -46,7 +46,7 @@ class Position:
 
 
 class Checkpoints:
-    """Of a run whose folder all processes share, each writing its shards; or which process 0 keeps for all."""
+    """Checkpoints of one run. On a shared disk each process writes its shards; otherwise process 0 keeps all."""
 
     def __init__(self, folder: Path, cfg: Checkpoint, shared: bool = True):
         self.folder, self.cfg, self.shared = folder.absolute(), cfg, shared
@@ -252,7 +252,7 @@ def _check_same(config: Config, saved: dict[str, Any], position: Position, now: 
     if now.tokenizer != position.tokenizer:
         raise UserError(
             f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); "
-            "its tokens mean other words"
+            "its tokens mean another text"
         )
     if now.data != position.data:
         change = f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "

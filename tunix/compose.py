@@ -145,7 +145,7 @@ def _rows(values: dict[Any, Any]) -> int:
     if cfg.path is None and data["source"] == "tokens":  # prepared, its tokenizer with it
         cfg = cfg.model_copy(update={"path": f"{data['paths'][0]}/tokenizer"})
     trained = cfg.path is None or cfg.train
-    return tokenizer.padded(cfg.vocab_size if trained else tokenizer.read(cfg).num_words)
+    return tokenizer.padded(cfg.vocab_size if trained else tokenizer.read(cfg).num_tokens)
 
 
 def _fill_from_pretrained(values: dict[Any, Any]) -> None:
@@ -237,7 +237,7 @@ def _resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
     if path.parent.name == "checkpoints" and path.name.isdigit():
         path, step = path.parent.parent, int(path.name)
     if not (path / "config.yaml").is_file():
-        raise UserError(f"resume={value}: {path} is no run's folder (it has no config.yaml)")
+        raise UserError(f"resume={value}: {path} is not a run's folder (it has no config.yaml)")
     return path, step
 
 

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from tunix.config import Config, DeviceKind
 from tunix.flops import flops_per_token
-from tunix.layout import DATA_AXES, MESH_AXES
-from tunix.mesh import bytes_per_device, data_shards
+from tunix.layout import DATA_AXES, MESH_AXES, data_shards
+from tunix.mesh import bytes_per_device
 from tunix.program import Program, assemble
 from tunix.state import Weight
 
@@ -56,13 +56,13 @@ def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
 
 def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     """The same for a program that is assembled already."""
-    training, shards = cfg.training, data_shards(mesh)  # type: ignore[arg-type]
+    training, shards = cfg.training, data_shards(mesh.shape)
     microbatches = training.accumulation(shards)
     tokens = microbatches * training.sequences_per_shard * shards * training.seq_len
     flops = flops_per_token(cfg.model, program.arch.num_parameters, training.seq_len) * tokens / mesh.size
     return Costs(
         _held(program, mesh) | {"activations": _activation_bytes(cfg, mesh.shape["tp"])},
-        [*_of_weights(program, mesh, microbatches), *_of_activations(cfg, mesh, microbatches)],
+        [*_of_weights(program, mesh, microbatches), *_of_activations(cfg, microbatches)],
         flops,
         flops * (1 + RECOMPUTED[training.remat]),
         tokens,
@@ -138,7 +138,7 @@ def _of_weights(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) 
             yield Transfer("all-reduce", DATA_AXES, size)
 
 
-def _of_activations(cfg: Config, mesh: Mesh | AbstractMesh, microbatches: int) -> Iterator[Transfer]:
+def _of_activations(cfg: Config, microbatches: int) -> Iterator[Transfer]:
     """Sums over tp: after attention and MLP of each layer, forward and backward; around the two tables."""
     training = cfg.training
     in_layers = cfg.model.num_layers * (6 if training.remat == "full" else 4)

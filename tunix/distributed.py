@@ -26,11 +26,11 @@ from tunix.rollcall import Absent, roll_call
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-# In errors of the runtime.
+# Words in the runtime's errors that mean a lost peer.
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
 NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; who dies meanwhile is noticed by other means
 _stop_signals: list[str] = []
-_gathers = count()  # the same on all processes
+_gathers = count()  # numbers them, alike on all processes, which call them in one order
 
 
 class Stopped(Exception):
@@ -110,7 +110,7 @@ def agree(text: str, name: str) -> str:
 
 
 def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
-    """What each process says, in order of processes; `name` is what it is about, for who waits in vain."""
+    """What each process says, in order of processes; `name` stands in the error of one that waits in vain."""
     if jax.process_count() == 1:
         return [text]
     key = f"tunix/gather/{next(_gathers)}"
@@ -131,7 +131,7 @@ def first_of_host() -> bool:
 
 
 def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
-    """`work()` on every process at once; a mistake of one is everyone's."""
+    """`work()` on every process at once; a `UserError` of one is raised on all."""
     result, mistake = None, ""
     try:
         result = work()
@@ -145,7 +145,7 @@ def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
 
 def main_first(work: Callable[[], T], name: str) -> T:
     """`work()` on process 0, then on the first process of every other host, then on the rest: what it leaves on a disk
-    is written by one of those who share that disk, and found by the others. A mistake is everyone's."""
+    is written by one of those who share that disk, and found by the others. A `UserError` of one is raised on all."""
     first = first_of_host()
     turn = 0 if is_main() else 1 if first else 2
     result: T | None = None

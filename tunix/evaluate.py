@@ -22,7 +22,7 @@ from tunix.config.data import Mixture
 from tunix.data.chat import PLAIN
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.stream import Arrays
-from tunix.data.tokenizer import BOS, EOS, Vocabulary, special_words
+from tunix.data.tokenizer import BOS, EOS, Vocabulary, special_tokens
 from tunix.evaluation import HeldOut
 from tunix.generate import stop_ids
 from tunix.losses import make_loss
@@ -84,7 +84,7 @@ def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
     model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
     with tempfile.TemporaryDirectory() as folder:
         questions, vocabulary = _questions(cmd, _with_tokenizer(cfg, model.tokenizer, Path(folder)))
-    special = special_words(vocabulary.backend)
+    special = special_tokens(vocabulary.backend)
     ends = {vocabulary.eos, *stop_ids(model)} | {word for each in questions for word in each.answer if word in special}
     how = Sampling(cmd.max_new_tokens, cmd.temperature, stop=tuple(sorted(ends)))
 

@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 from tunix.config import Config
 from tunix.data.batches import held_out_batches
 from tunix.data.corpus import Corpus
-from tunix.data.tokenizer import bytes_per_word
-from tunix.mesh import data_shards, local_rows, to_global
+from tunix.data.tokenizer import bytes_by_token
+from tunix.layout import data_shards
+from tunix.mesh import local_rows, to_global
 from tunix.state import Architecture
 from tunix.step import LossFn
 
@@ -19,11 +20,11 @@ class HeldOut:
     """The held-out set on the devices, and what the model makes of it."""
 
     def __init__(self, cfg: Config, corpus: Corpus, arch: Architecture, loss_fn: LossFn, mesh: Mesh):
-        batch_size = cfg.training.sequences_per_shard * data_shards(mesh)
+        batch_size = cfg.training.sequences_per_shard * data_shards(mesh.shape)
         arguments = corpus.held_out, cfg.evaluation.num_sequences, batch_size
         everything = held_out_batches(*arguments, list(range(batch_size)))
-        words = bytes_per_word(corpus.tokenizer)[everything["targets"]]
-        self.num_bytes = int((words * everything["loss_mask"]).sum())
+        num_bytes = bytes_by_token(corpus.tokenizer)[everything["targets"]]
+        self.num_bytes = int((num_bytes * everything["loss_mask"]).sum())
         self.batches = to_global(held_out_batches(*arguments, local_rows(mesh, batch_size)), mesh)
 
         @jax.jit

@@ -1,13 +1,22 @@
-"""Pictures of horizontal bars, each of stacked parts."""
+"""Tables as text, and pictures of horizontal bars, each of stacked parts."""
 
 import io
 from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
+from rich.console import Console
+from rich.table import Table
 
 ROW, LABEL, BARS = 26, 250, 430  # pixels: a row's height; widths of labels and of the longest bar
 INK, PALE, LIMIT = "#222222", "#8a8a8a", "#b02a37"
+
+
+def as_text(table: Table, width: int = 160) -> str:
+    """The table as lines of at most `width` characters."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 @dataclass(frozen=True)

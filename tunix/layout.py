@@ -2,7 +2,7 @@
 
 Letters name the dimensions in einsum equations, shapes and comments everywhere in this project:
   A microbatches  B batch (sequences)  T tokens  D embed  F mlp  N query heads  K key/value heads  H head dim
-  G query heads per key/value head  V vocabulary  P places in the context  L layers  r LoRA rank
+  V vocabulary  P places in the context  S slots of a key/value cache  L layers  r LoRA rank
   C bytes of codes, and E blocks of one scale, along D of a quantized weight
 """
 
@@ -108,7 +108,7 @@ def weights_per_scale(embed_dim: int) -> int:
     return math.gcd(embed_dim, 32)
 
 
-type_hint = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
+TYPE_HINT = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
 MeshShape = tuple[tuple[int, ...], tuple[str, ...]] | str
 
 
@@ -118,10 +118,10 @@ def parse(value: object) -> MeshShape:
         return "auto"
     pair = list(value) if isinstance(value, list | tuple) else []
     if len(pair) != 2 or not all(isinstance(part, list | tuple) for part in pair):
-        raise ValueError(f"expected {type_hint}")
+        raise ValueError(f"expected {TYPE_HINT}")
     sizes, axes = (tuple(part) for part in pair)
     if not axes or len(sizes) != len(axes):
-        raise ValueError(f"{len(sizes)} sizes for {len(axes)} axes; expected {type_hint}")
+        raise ValueError(f"{len(sizes)} sizes for {len(axes)} axes; expected {TYPE_HINT}")
     for axis in axes:
         if axis not in MESH_AXES:
             near = difflib.get_close_matches(str(axis), MESH_AXES, n=1)
@@ -197,6 +197,11 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
                 raise ValueError(
                     f"{key}={dim} is not divisible by mesh axis {axis}={size} (nearest {axis}: {_or(near)})"
                 )
+
+
+def data_shards(sizes: Mapping[str, int]) -> int:
+    """Parts that the batch is split into: the product of the data axes."""
+    return math.prod(sizes[axis] for axis in DATA_AXES)
 
 
 def whole_letters(dims: Mapping[str, int], sizes: Mapping[str, int]) -> frozenset[str]:

@@ -35,9 +35,9 @@ def lm_loss(
         hidden, targets = chunk
         logits = model.logits(tables, hidden)
         log_z = jax.nn.logsumexp(logits, -1)
-        words = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
+        ids = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
         # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
-        target_logits = jnp.sum(jnp.where(words == targets[..., None], logits, 0), -1)
+        target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
         return None, (log_z - target_logits, log_z**2)
 
     with jax.named_scope("loss"):
@@ -48,7 +48,7 @@ def lm_loss(
     return nll + z_loss * squares, {"nll": nll, "z_loss": z_loss * squares, "tokens": jnp.sum(mask)}
 
 
-LOSSES = {"pretrain": lm_loss, "sft": lm_loss}  # of sft, the mask leaves the answers
+LOSSES = {"pretrain": lm_loss, "sft": lm_loss}  # for sft, loss_mask keeps only the answers
 
 
 def make_loss(cfg: Config) -> Callable[..., tuple[jax.Array, Sums]]:

@@ -13,9 +13,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from tunix.config import Config, Model, UserError
-from tunix.layout import AXES, DATA_AXES, LETTERS, MESH_AXES, Equation, resolve, whole_letters
+from tunix.layout import AXES, DATA_AXES, LETTERS, MESH_AXES, Equation, data_shards, resolve, whole_letters
 
 BATCH = PartitionSpec(None, DATA_AXES)  # [A, B, ...]: sequences are split over the data shards
+MAX_ROWS = 16  # of a table at the start: what is larger is cut off
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Layout:
     """
 
     strategy: Strategy
-    whole: frozenset[str]  # letters of dimensions that tp does not divide
+    whole: frozenset[str]  # letters of dimensions that every device keeps whole: their axis does not divide them
     param: str
     compute: str
     reduce: str
 
     def rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
-        """Where a weight lives between uses; with `sharded`, where its gradient or moments do if those are split."""
+        """Where a weight lives between uses; with `sharded` given, its gradient or moments, split over fsdp or not."""
         sharded = self.strategy.params if sharded is None else sharded
         return PartitionSpec(*(axis if axis != "fsdp" or sharded else None for axis in self._weight_axes(equation)))
 
@@ -160,16 +161,11 @@ def device_mesh(cfg: Model, allow_idle: bool, devices: Sequence[jax.Device] | No
     devices = list(devices or jax.devices())
     sizes = axis_sizes(cfg, len(devices), allow_idle)
     shape = [sizes[axis] for axis in MESH_AXES]
-    used = devices[: int(np.prod(shape))]
+    used = devices[: math.prod(shape)]
     idle_hosts = {device.process_index for device in devices} - {device.process_index for device in used}
     if idle_hosts:
         raise UserError(f"the mesh leaves processes {sorted(idle_hosts)} without a device; start fewer processes")
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES), devices=used)
-
-
-def data_shards(mesh: Mesh) -> int:
-    """Parts that the batch is split into: the product of the data axes."""
-    return int(np.prod([mesh.shape[axis] for axis in DATA_AXES]))
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
@@ -185,7 +181,7 @@ def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Global arrays [A, B, T] of this process's rows [A, B_local, T]; returns before the copy is done."""
     sharding = NamedSharding(mesh, BATCH)
-    share = data_shards(mesh) // len(local_rows(mesh, data_shards(mesh)))
+    share = data_shards(mesh.shape) // len(local_rows(mesh, data_shards(mesh.shape)))
 
     def put(rows: np.ndarray) -> jax.Array:
         return jax.make_array_from_process_local_data(
@@ -195,15 +191,15 @@ def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     return {name: put(rows) for name, rows in batch.items()}
 
 
-def device_table(mesh: Mesh, max_rows: int = 16) -> list[list[str]]:
+def device_table(mesh: Mesh) -> list[list[str]]:
     """Rows of device ids: one row for each data shard, one column for each place on tp, the process in brackets."""
     grid = mesh.devices.reshape(-1, mesh.shape["tp"])
     table = [["dp, fsdp", *(f"tp={n}" for n in range(grid.shape[1]))]]
-    for shard, row in enumerate(grid[:max_rows]):
+    for shard, row in enumerate(grid[:MAX_ROWS]):
         name = f"{shard // mesh.shape['fsdp']}, {shard % mesh.shape['fsdp']}"
         table.append([name, *(f"{device.id} (process {device.process_index})" for device in row)])
-    if len(grid) > max_rows:
-        table.append([f"... {len(grid) - max_rows} more", *([""] * grid.shape[1])])
+    if len(grid) > MAX_ROWS:
+        table.append([f"... {len(grid) - MAX_ROWS} more", *([""] * grid.shape[1])])
     return table
 
 
@@ -211,7 +207,7 @@ def bytes_per_device(tree: object) -> int:
     """Bytes that one device holds of a tree of arrays or shapes with shardings."""
 
     def size(leaf: jax.Array) -> int:
-        return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jnp.dtype(leaf.dtype).itemsize
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
 
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
 

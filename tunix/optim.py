@@ -10,6 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from tunix.config import Optimizer, Scheduler, UserError
+from tunix.models.weights import parameter_name
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -68,11 +69,6 @@ def _assign_groups(cfg: Optimizer, weights: dict[str, Any]) -> dict[str, Any]:
 
 class _Settings(tuple):
     """A leaf: jax would take a plain tuple for a branch."""
-
-
-def parameter_name(path: tuple) -> str:
-    """`blocks.attention.q.w`"""
-    return ".".join(str(key.key) for key in path)
 
 
 def _adafactor(cfg, weights):

@@ -21,13 +21,13 @@ def main() -> int:
 
 def prepare(overrides: list[str]) -> None:
     config = compose(overrides).config
-    from tunix.data.corpus import load_corpus, prepare_corpus  # after the config has passed
+    from tunix.data.corpus import load_corpus  # after the config has passed
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("tunix").setLevel(logging.INFO)
-    prepared, _ = prepare_corpus(config)
-    print(load_corpus(config).summary)
-    for name, each in prepared.items():
+    corpus = load_corpus(config)
+    print(corpus.summary)
+    for name, each in corpus.prepared.items():
         print(f"{name}: {each.folder}, fingerprint {each.fingerprint}")
 
 

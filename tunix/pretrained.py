@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from tunix import compose, distributed
 from tunix.config import Config, Model, UserError
 from tunix.data.tokenizer import read_backend
-from tunix.layout import whole_letters
-from tunix.mesh import STRATEGIES, Layout, data_shards, device_mesh, local_rows, to_global
+from tunix.layout import data_shards, whole_letters
+from tunix.mesh import STRATEGIES, Layout, device_mesh, local_rows, to_global
 from tunix.models.hub import ABOUT, WEIGHTS, find
 from tunix.models.lora import merge
 from tunix.models.weights import INDEX, check_weights, load_weights
@@ -51,7 +51,7 @@ class Pretrained:
 
     def rows(self, tokens: np.ndarray) -> jax.Array:
         """[B, ...] on the mesh, with rows of zeros added until the data shards divide them."""
-        shards = data_shards(self.mesh)
+        shards = data_shards(self.mesh.shape)
         padded = np.zeros((-(-len(tokens) // shards) * shards, *tokens.shape[1:]), tokens.dtype)
         padded[: len(tokens)] = tokens
         mine = padded[local_rows(self.mesh, len(padded))]

@@ -9,8 +9,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.config import Config
+from tunix.layout import data_shards
 from tunix.losses import make_loss
-from tunix.mesh import BATCH, Layout, build_layout, data_shards
+from tunix.mesh import BATCH, Layout, build_layout
 from tunix.optim import make_optimizer, make_schedule
 from tunix.state import Architecture, State, abstract_state, describe, make_init
 from tunix.step import LossFn, make_train_step
@@ -39,7 +40,7 @@ class Program:
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of the batch [A, B, T] that a step takes."""
-    training, shards = cfg.training, data_shards(mesh)
+    training, shards = cfg.training, data_shards(mesh.shape)
     shape = (training.accumulation(shards), training.sequences_per_shard * shards, training.seq_len)
     dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "int32") | {"loss_mask": "float32"}
     sharding = NamedSharding(mesh, BATCH)

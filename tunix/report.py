@@ -1,22 +1,21 @@
 """What a run is about to do, in numbers, before it does it."""
 
-import io
 import math
 import socket
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
 from rich.table import Table
 
 from tunix import distributed
 from tunix.config import Config
 from tunix.costs import costs_of
 from tunix.data.corpus import Corpus
+from tunix.figure import as_text
 from tunix.flops import flops_per_token
-from tunix.layout import MESH_AXES, shown, whole_letters
-from tunix.mesh import bytes_per_device, data_shards, device_table
+from tunix.layout import MESH_AXES, data_shards, shown, whole_letters
+from tunix.mesh import MAX_ROWS, bytes_per_device, device_table
 from tunix.optim import phase_steps
 from tunix.program import Program
 from tunix.state import Architecture, State, count
@@ -45,8 +44,8 @@ class Sizes:
 def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | None) -> Sizes:
     """`corpus` is None in a dry run."""
     training = cfg.training
-    microbatches = training.accumulation(data_shards(mesh))
-    micro_batch = training.sequences_per_shard * data_shards(mesh)
+    microbatches = training.accumulation(data_shards(mesh.shape))
+    micro_batch = training.sequences_per_shard * data_shards(mesh.shape)
     batch = microbatches * micro_batch
     limits = [training.max_steps]
     if training.max_tokens is not None:
@@ -68,7 +67,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     """Every derived number as text; `corpus` is None in a dry run."""
     training, arch = cfg.training, program.arch
     held = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
-    shards = data_shards(mesh)
+    shards = data_shards(mesh.shape)
     kinds = {device.device_kind for device in mesh.devices.flat}
     dtypes = training.dtypes
     rows = {
@@ -81,14 +80,15 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
         "global batch": f"{sizes.batch_size:,} sequences = {sizes.num_microbatches} microbatch(es) x "
-        f"{shards} data shard(s) x {training.sequences_per_shard}; reduced every {training.sync_gradients_every}",
+        f"{shards} data shard(s) x {training.sequences_per_shard}; gradients reduced every "
+        f"{training.sync_gradients_every} microbatch(es)",
         "tokens per step": f"{sizes.tokens_per_step:,} = {sizes.batch_size:,} x {training.seq_len}",
         "length": _length(cfg, sizes),
         "bytes per device": f"{held['weights'] + held['optimizer']:.3f} GiB = weights {held['weights']:.3f} + "
         f"{cfg.optimizer.name} {held['optimizer']:.3f}; predicted on top: gradients {held['gradients']:.3f}, "
         f"gathered weights {held['gathered']:.3f}, activations {held['activations']:.3f}",
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
-        f"{sizes.flops_per_token * sizes.tokens_per_step / 1e12:.3f} TFLOP per step",
+        f"{sizes.tflop_per_step:.3f} TFLOP per step",
     }
     if jax.process_count() > 1:
         rows["processes"] = _processes()
@@ -108,14 +108,14 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         devices.add_column(column)
     for row in body:
         devices.add_row(*row)
-    return f"{_text(table)}\ndevice ids by place on the mesh\n{_text(devices)}"
+    return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
 
 
-def _processes(most: int = 16) -> str:
+def _processes() -> str:
     """Which process runs where, and with how many devices."""
     hosts = distributed.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
-    told = [f"{rank} on {host}" for rank, host in enumerate(hosts[:most])]
-    return "; ".join(told + [f"... {len(hosts) - most} more"] * (len(hosts) > most))
+    told = [f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])]
+    return "; ".join(told + [f"... {len(hosts) - MAX_ROWS} more"] * (len(hosts) > MAX_ROWS))
 
 
 def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
@@ -146,9 +146,3 @@ def _length(cfg: Config, sizes: Sizes) -> str:
         f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; "
         f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
     )
-
-
-def _text(table: Table) -> str:
-    out = io.StringIO()
-    Console(file=out, width=160).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

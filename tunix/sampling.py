@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 
 from tunix.config import UserError
-from tunix.mesh import data_shards, local_rows, to_global
+from tunix.layout import data_shards
+from tunix.mesh import local_rows, to_global
 from tunix.models.cache import decode, prefill, unstacked
 from tunix.state import Architecture
 
@@ -72,8 +73,8 @@ class Sampler:
         out, log_probabilities, counts = map(np.asarray, self.run(self.params, *inputs, jax.random.key(seed), how))
         answers = []
         for row in range(len(prompts)):
-            words = out[row, : counts[row]].tolist()
-            answers.append(Answer(words, log_probabilities[row, : counts[row]].tolist(), words[-1] in how.stop))
+            ids = out[row, : counts[row]].tolist()
+            answers.append(Answer(ids, log_probabilities[row, : counts[row]].tolist(), ids[-1] in how.stop))
         return answers
 
 
@@ -143,7 +144,7 @@ def continue_text(
     Nothing is laid out anew, so it fits where training does; the whole sequence is computed for each token.
     """
     length = len(prompt) + num_tokens
-    rows = len(local_rows(mesh, data_shards(mesh)))  # the prompt once for each data shard
+    rows = len(local_rows(mesh, data_shards(mesh.shape)))  # the prompt once for each data shard
     tokens = np.zeros((1, rows, length), np.int32)
     tokens[:, :, : len(prompt)] = prompt
     how = Sampling(num_tokens, temperature)

@@ -1,4 +1,4 @@
-"""From module to pytrees: the one place where the model is split into what it is and the arrays it holds."""
+"""From module to pytrees: outside models/, the one place where a module is split into what it is and its arrays."""
 
 import math
 import re
@@ -15,8 +15,11 @@ from tunix.config import Model, UserError
 from tunix.layout import Equation
 from tunix.mesh import Layout
 from tunix.models.transformer import Transformer
+from tunix.models.weights import parameter_name
 
-State = dict[str, Any]  # params, opt_state: trees; step: optimizer steps taken; skipped: of the last ones, in a row
+State = dict[
+    str, Any
+]  # params, opt_state: trees; step: optimizer steps taken; skipped: non-finite ones in a row, to now
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
         return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype)
 
     def is_trained(path, weight: Weight) -> bool:
-        name = _name(path)
+        name = parameter_name(path)
         also = cfg.lora.train_also is not None and re.search(cfg.lora.train_also, name) is not None
         if also and weight.equation.is_quantized:
             raise UserError(
@@ -91,10 +94,6 @@ def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
 
     weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
     return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights))
-
-
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def make_init(arch: Architecture, cfg: Model, layout: Layout, tx: optax.GradientTransformation):
@@ -131,6 +130,7 @@ def abstract_state(init, mesh: Mesh) -> State:
 
 
 def init_state(init, mesh: Mesh, seed: int, given: dict[str, Any] | None = None) -> State:
+    """The state itself, made on its shards; `given` parameters are donated."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(init, mesh))
     return jax.jit(init, out_shardings=shardings, donate_argnums=1)(seed, given)
 

@@ -24,7 +24,8 @@ def make_train_step(
     layout: Layout,
     sync_every: int,
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """(state, batch) -> (state, metrics), to be compiled with the state donated; batch leaves are [A, B, T].
+    """(state, batch) -> (state, metrics), to be compiled with the state donated; batch leaves are [A, B, T], metrics
+    scalars: loss in nats per token, grad_norm before clipping, learning_rate, skipped, the loss's other sums per token.
 
     A step whose loss or gradient is not finite changes nothing but its counters. Gradients are reduced over the
     data shards after every `sync_every` microbatches; until then each device adds up its own part in float32.

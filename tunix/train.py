@@ -50,7 +50,12 @@ class Result:
 
 
 def run(job: compose.Job) -> Result:
-    """Train as the config says; raises `UserError` before anything is written if that cannot be done."""
+    """Train as the config says.
+
+    Raises:
+        UserError: it cannot be done, found before anything is written; or a checkpoint cannot be written.
+        NotFinite, distributed.Stopped: see there.
+    """
     begun = time.monotonic()
     remarks = distributed.start(job.config.distributed, run_folder.versions() | compose.facts(job.config))
     waiting_log = run_folder.start_logging()
@@ -69,8 +74,9 @@ def run(job: compose.Job) -> Result:
         sizes = derive_sizes(cfg, mesh, arch.num_parameters, corpus)
         report = start_report(cfg, program, mesh, sizes, corpus)
         log.info("%s", report)
-        if corpus is None or sizes.total_steps is None:
+        if corpus is None:
             return Result(None, {}, {})
+        assert sizes.total_steps is not None
         data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
         held_out = HeldOut(cfg, corpus, arch, program.loss_fn, mesh) if corpus.num_held_out else None
         if table := data.stages(sizes.total_steps):

@@ -28,8 +28,9 @@ OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.NOT_FINITE)  # of a peer, th
 class Watchdog:
     """Knows what the main thread is in, since when, and how long that may take.
 
-    `phase` surrounds what takes its own time: compiling, saving, an evaluation, reading. Everything between two
-    `step` calls is a step, with a deadline of `step_deadline_factor` times the median step.
+    `phase` surrounds what takes its own time: saving, an evaluation, reading. Compiling belongs to the start, which has
+    the deadline of a phase. Everything between two `step` calls is a step, with a deadline of `step_deadline_factor`
+    times the median step.
     """
 
     def __init__(self, cfg: Distributed):

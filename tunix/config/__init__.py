@@ -89,5 +89,5 @@ class Config(Section):
                 self.launcher.which_devices,
             )
         if sizes and self.training.micro_batch_size != "auto":
-            self.training.accumulation(sizes["dp"] * sizes["fsdp"])
+            self.training.accumulation(layout.data_shards(sizes))
         return self

@@ -127,6 +127,9 @@ class HuggingFace(Rows):
 class Tokens(Source):
     """Tokens that exist already: a folder of `python -m tunix.prepare`, or flat files of nanoGPT and OLMo."""
 
+    held_out_fraction: Share
+    """Share of the tokens of each flat file, at its end, kept for evaluation; the cut moves to the next document."""
+
     source: Literal["tokens"]
     """Where documents come from."""
     paths: Paths

@@ -94,7 +94,7 @@ class Model(Section):
     family: Literal["gemma3", "gpt2", "llama", "olmo2", "qwen3"]
     """Whose names and config.json the model has in Hugging Face's files."""
     vocab_size: Count
-    """Rows of the embedding table, at least the tokenizer's words; `auto` for those to the next multiple of 128."""
+    """Rows of the embedding table, at least the tokenizer's tokens; `auto`: their number rounded up to 128s."""
     embed_dim: Count
     """Width of the residual stream (D)."""
     mlp_dim: Count
@@ -179,6 +179,8 @@ class Model(Section):
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
+        if self.norm == "layer" and self.qk_norm != "none":
+            raise ValueError(f"model.qk_norm={self.qk_norm} needs an RMSNorm, not model.norm=layer; set it to none")
         local = self.global_every > 1
         for key, needed, why in (
             ("sliding_window", local, f"model.global_every={self.global_every}"),

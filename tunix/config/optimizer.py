@@ -96,7 +96,7 @@ class Scheduler(Section):
     name: Literal["warmup_cosine", "warmup_linear", "constant", "wsd", "inverse_sqrt", "sqrt_decay"]
     """Shape after the warmup."""
     warmup_ratio: Share
-    """Share of the run over which the rate rises from 0; the next two win over it."""
+    """Share of the run over which the rate rises, from peak / steps at the first one; the next two win over it."""
     warmup_steps: CountOrZero | None
     """Warmup in steps."""
     warmup_tokens: CountOrZero | None

@@ -38,6 +38,8 @@ class Evaluation(Section):
 
 
 class Logging(Section):
+    """How often numbers are shown, and whether TensorBoard gets them."""
+
     every_steps: Count
     """Steps between lines on the console and in train.log; metrics.jsonl gets every step."""
     tensorboard: Flag

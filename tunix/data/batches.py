@@ -12,7 +12,8 @@ from tunix.config import Config, UserError
 from tunix.config.data import Mixture
 from tunix.data.mixture import SampleOrder, stage_table, stages
 from tunix.data.packing import Example, Sequences
-from tunix.mesh import data_shards, local_rows, to_global
+from tunix.layout import data_shards
+from tunix.mesh import local_rows, to_global
 
 
 class TrainBatches:
@@ -20,7 +21,7 @@ class TrainBatches:
 
     def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh, num_microbatches: int):
         self.parts, self.cfg, self.mesh, self.num_microbatches = parts, cfg, mesh, num_microbatches
-        self.micro_batch = cfg.training.sequences_per_shard * data_shards(mesh)  # B
+        self.micro_batch = cfg.training.sequences_per_shard * data_shards(mesh.shape)  # B
         self.rows = local_rows(mesh, self.micro_batch)  # of B, those of this process
         num_sequences = sum(map(len, parts.values()))
         if num_sequences < self.batch_size:

@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Corpus:
+    prepared: dict[str, Prepared]  # by the name of the source
     train: dict[str, Sequences]  # by the name of the source
     held_out: grain.MapDataset  # sequences of all sources
     num_held_out: int  # documents
     vocabulary: Vocabulary
     fingerprint: str  # of what is trained on: documents, tokenizer, split, packing
-    unigram_bits_per_byte: float  # entropy of the training data's words, a model that knows only how frequent each is
-    bytes_per_token: float
+    unigram_bits_per_byte: float  # of the training data, under a model that knows only how frequent each token is
     summary: str
     example: list[int]  # tokens of a held-out document; none if nothing is held out
 
@@ -60,16 +60,16 @@ def load_corpus(cfg: Config) -> Corpus:
                 f"training.seq_len={cfg.training.seq_len}; 1 to 4,294,967,295 can be shuffled"
             )
     everything = [grain.MapDataset.source(each) for each in held_out.values()]
-    tokens, size = (sum(each.index[key] for each in prepared.values()) for key in ("tokens", "bytes"))
+    size = sum(each.index["bytes"] for each in prepared.values())
     entropy = sum(each.index["unigram_bits_per_byte"] * each.index["bytes"] for each in prepared.values()) / size
     return Corpus(
+        prepared,
         train,
         grain.MapDataset.concatenate(everything),
         sum(each.stream.num_documents for each in held_out.values()),
         vocabulary,
         _fingerprint(cfg, prepared),
         entropy,
-        size / tokens,
         "\n".join(_summary(name, prepared[name], train[name], held_out[name], vocabulary) for name in prepared),
         _example(held_out),
     )
@@ -108,8 +108,8 @@ def _opened(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
     own = read(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
     if own.backend.to_str() != vocabulary.backend.to_str():
         raise UserError(
-            f"data.paths: {folder} was made with another tokenizer ({own.num_words} words) than tokenizer.path="
-            f"{cfg.tokenizer.path} ({vocabulary.num_words} words); leave tokenizer.path=null to take its own"
+            f"data.paths: {folder} was made with another tokenizer ({own.num_tokens} tokens) than tokenizer.path="
+            f"{cfg.tokenizer.path} ({vocabulary.num_tokens} tokens); leave tokenizer.path=null to take its own"
         )
     prepared = open_prepared(folder)
     if prepared.index["answers"] != (cfg.task.name == "sft"):
@@ -130,18 +130,19 @@ def _fingerprint(cfg: Config, prepared: dict[str, Prepared]) -> str:
 def _tell_left_out(name: str, prepared: Prepared) -> None:
     left_out = {reason: count for reason, count in prepared.index["left_out"].items() if count}
     if left_out:
-        names = ", ".join(prepared.index["left_out_names"])
+        names = prepared.index["left_out_names"]
+        more = ["..."] if sum(left_out.values()) - left_out.get("empty", 0) > len(names) else []
         counted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
-        log.warning("%s: left out: %s%s", name, counted, f" ({names}, ...)" if names else "")
+        log.warning("%s: left out: %s%s", name, counted, f" ({', '.join(names + more)})" if names else "")
 
 
 def _summary(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocabulary: Vocabulary) -> str:
     return (
         f"{name}: {train.stream.num_documents:,} documents, {train.stream.num_tokens:,} tokens to train on; "
         f"{held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
-        f"{vocabulary.num_words:,} words, {prepared.index['bytes_per_token']:.2f} bytes per token; unigram entropy "
+        f"{vocabulary.num_tokens:,} tokens, {prepared.index['bytes_per_token']:.2f} bytes per token; unigram entropy "
         f"{prepared.index['unigram_bits_per_byte']:.3f} bits per byte; {train.packing}: {len(train):,} sequences, "
-        f"{train.utilisation:.1%} of their tokens are no padding"
+        f"{train.utilisation:.1%} of their tokens are not padding"
     )
 
 

@@ -1,18 +1,17 @@
 """Which source each sample of a run comes from: a function of the sample's number alone."""
 
-import io
 import sys
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
 import grain
-from rich.console import Console
 from rich.table import Table
 
 from tunix.config import UserError
 from tunix.config.data import Mixture
 from tunix.data.packing import Sequences
+from tunix.figure import as_text
 
 PRECISION = 10**6  # shares are whole millionths
 
@@ -125,6 +124,4 @@ def stage_table(
         ]
         cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
         table.add_row(stage.name, f"{first / batch_size:,.4g}", f"{first * seq_len:,}", *cells)
-    out = io.StringIO()
-    Console(file=out, width=160).print(table)
-    return out.getvalue().rstrip()
+    return as_text(table)

@@ -102,7 +102,7 @@ def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
 
 
 def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces [P, 2] int64 and where each sequence's begin [sequences + 1] int64, kept on disk."""
+    """Pieces [pieces, 2] int64 and where each sequence's begin [sequences + 1] int64, kept on disk."""
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -118,7 +118,7 @@ def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Pa
 
 
 def _pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Each document's tokens but the last, which is only a target, in pieces [P, 2] of at most T tokens."""
+    """Each document's tokens but the last, which is only a target, in pieces [pieces, 2] of at most T tokens."""
     inputs = lengths - 1
     counts = -(-inputs // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)

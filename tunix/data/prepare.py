@@ -30,7 +30,7 @@ from tunix.data.files import Unit, find_files
 from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
 from tunix.data.sources import SOURCES
 from tunix.data.stream import Prepared, open_prepared
-from tunix.data.tokenizer import Vocabulary, bytes_per_word, read, train
+from tunix.data.tokenizer import Vocabulary, bytes_by_token, read, train
 
 log = logging.getLogger(__name__)
 FORMAT = "2"  # of the files; part of their hash
@@ -63,7 +63,7 @@ def find_vocabulary(
     )
 
     def make(folder: Path) -> None:
-        log.info("training a tokenizer of %d words", cfg.vocab_size)
+        log.info("training a tokenizer of %d tokens", cfg.vocab_size)
         train(cfg, _sample(sources, task, cfg.train_bytes)).save(folder)
 
     folder = stored(cache_dir / "tokenizers", key, make)
@@ -184,14 +184,14 @@ def _index(cfg: AnySource, facts: list[dict], folder: Path, vocabulary: Vocabula
         )
     counts = sum(np.load(folder / each["name"] / "counts.npy") for each in facts)
     sizes = [each["train"]["bytes"] for each in facts]
-    size = int(counts @ bytes_per_word(vocabulary.backend)[: len(counts)]) if None in sizes else sum(sizes)
+    size = int(counts @ bytes_by_token(vocabulary.backend)[: len(counts)]) if None in sizes else sum(sizes)
     shares = counts[counts > 0] / counts.sum()
     entropy_bits = float(-(shares * np.log2(shares)).sum())
     return {
         "format": FORMAT,
         "fingerprint": _hash(FORMAT, vocabulary.digest, *(each["train"]["digest"] for each in facts)),
         "source": cfg.source,
-        "words": vocabulary.num_words,
+        "vocab_size": vocabulary.num_tokens,
         "tokens": int(counts.sum()),
         "documents": num_train,
         "bytes": size,

@@ -12,7 +12,7 @@ CONTROL, USER_DEFINED = 3, 4  # SentencePiece.type
 
 
 def convert(path: Path) -> Tokenizer:
-    """The same words for the same text; without the tokens that SentencePiece can put around it.
+    """The same tokens for the same text; without the tokens that SentencePiece can put around it.
 
     Raises:
         UserError: not a SentencePiece model, one that is neither unigram nor BPE, or the library is not there.
@@ -62,7 +62,7 @@ def convert(path: Path) -> Tokenizer:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs of words that make a word, the best word first (its score is minus the order it was learnt in)."""
+    """Pairs of tokens that make a token, the best first (its score is minus the order it was learnt in)."""
     numbers = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type not in (CONTROL,)}
     found = []
     for piece in proto.pieces:

@@ -59,7 +59,7 @@ class Part:
 
 
 def make_shard(plan: ShardPlan, folder: Path) -> None:
-    """Tokenize the plan's documents into `folder`: arrays of each split, words counted, and what there is to know."""
+    """Tokenize the plan's documents into `folder`: arrays of each split, tokens counted, and what there is to know."""
     folder.mkdir()
     vocabulary = _vocabulary(plan.tokenizer)
     if isinstance(plan.source, Tokens):
@@ -67,12 +67,12 @@ def make_shard(plan: ShardPlan, folder: Path) -> None:
     else:
         facts, counts = _tokenize(plan, folder, vocabulary)
     np.save(folder / "counts.npy", counts)
-    facts |= {"name": plan.name, "held_out_below": plan.held_out_below}
+    facts["name"] = plan.name
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
 def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
-    dtype = np.uint16 if vocabulary.num_words <= 2**16 else np.uint32
+    dtype = np.uint16 if vocabulary.num_tokens <= 2**16 else np.uint32
     parts = {split: Part(answers=[] if plan.task.name == "sft" else None) for split in SPLITS}
     left_out: Counter[str] = Counter()
     examples: list[str] = []
@@ -87,7 +87,7 @@ def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[di
             if part.answers is not None:
                 part.answers.append(np.array(answers, bool))
     facts = {split: part.save(folder, split, dtype) for split, part in parts.items()}
-    counts = np.sum([*_counts(np.load(folder / "train.tokens.npy", mmap_mode="r"), vocabulary.num_words)], axis=0)
+    counts = np.sum([*_counts(np.load(folder / "train.tokens.npy", mmap_mode="r"), vocabulary.num_tokens)], axis=0)
     return {**facts, "left_out": left_out, "left_out_names": examples, "smallest_hash": smallest}, counts
 
 
@@ -137,16 +137,16 @@ def _encode(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[tuple
 
 
 def _scan(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
-    """A file of tokens that stays where it is: its documents are found, its words counted; its last are held out."""
+    """A file of tokens that stays where it is: its documents are found, its tokens counted; its last are held out."""
     cfg, (unit,) = plan.source, plan.units
     assert isinstance(cfg, Tokens)
     place = flat_place(cfg, Path(unit.path))
     tokens = flat_tokens(**place)
-    counts, ends = np.zeros(vocabulary.num_words, np.int64), []
-    for block, found in enumerate(_counts(tokens, vocabulary.num_words)):
-        if len(found) > vocabulary.num_words:
+    counts, ends = np.zeros(vocabulary.num_tokens, np.int64), []
+    for block, found in enumerate(_counts(tokens, vocabulary.num_tokens)):
+        if len(found) > vocabulary.num_tokens:
             raise UserError(
-                f"data: {unit.path} has token {len(found) - 1}, the tokenizer has {vocabulary.num_words} words; "
+                f"data: {unit.path} has token {len(found) - 1}, the tokenizer has {vocabulary.num_tokens}; "
                 "give the tokenizer that made it, or the right data.dtype and data.skip_bytes"
             )
         counts += found
@@ -167,7 +167,7 @@ def _scan(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[s
         own_place = place | {"offset": place["offset"] + first * tokens.itemsize, "count": stop - first}
         digest = _digest({"tokens": flat_tokens(**own_place), "starts": own})
         facts[split] = {"tokens": stop - first, "documents": len(own), "digest": digest, "flat": own_place}
-    facts["train"]["bytes"] = None  # follow from the words
+    facts["train"]["bytes"] = None  # follow from the tokens
     return facts, counts
 
 
@@ -189,10 +189,10 @@ def flat_place(cfg: Tokens, path: Path) -> dict[str, Any]:
     return {"path": str(path.absolute()), "dtype": cfg.dtype, "offset": cfg.skip_bytes, "count": size // width}
 
 
-def _counts(tokens: np.ndarray, num_words: int) -> Iterator[np.ndarray]:
+def _counts(tokens: np.ndarray, num_tokens: int) -> Iterator[np.ndarray]:
     """How often each word occurs, block by block."""
     for first in range(0, max(1, len(tokens)), SCAN):
-        yield np.bincount(tokens[first : first + SCAN], minlength=num_words)
+        yield np.bincount(tokens[first : first + SCAN], minlength=num_tokens)
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:

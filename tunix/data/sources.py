@@ -55,7 +55,7 @@ def _documented_files(cfg: PythonDocstrings, unit_bytes: int) -> list[Unit]:
     return [unit for unit in units if not {"test", "tests", "idle_test"} & {*unit.name.split("/")}]
 
 
-def _text_files(cfg: TextFiles, unit_bytes: int) -> list[Unit]:
+def _whole_files(cfg: TextFiles | Csv, unit_bytes: int) -> list[Unit]:
     return find_files(cfg.paths, cfg.extensions)
 
 
@@ -113,10 +113,6 @@ def _read_jsonl(cfg: Jsonl, unit: Unit) -> Iterator[Item]:
 
 def _line(path: str, offset: int) -> str:
     return f"{path}, line {line_number(path, offset)},"
-
-
-def _csv_files(cfg: Csv, unit_bytes: int) -> list[Unit]:
-    return find_files(cfg.paths, cfg.extensions)
 
 
 def _read_csv(cfg: Csv, unit: Unit) -> Iterator[Item]:
@@ -234,9 +230,9 @@ def _made_up_words() -> list[str]:
 
 SOURCES: dict[str, Reader] = {
     "python_stdlib": Reader(_stdlib_files, _read_text),
-    "text": Reader(_text_files, _read_text),
+    "text": Reader(_whole_files, _read_text),
     "jsonl": Reader(_line_ranges, _read_jsonl),
-    "csv": Reader(_csv_files, _read_csv),
+    "csv": Reader(_whole_files, _read_csv),
     "parquet": Reader(_row_groups, _read_parquet),
     "python_docstrings": Reader(_documented_files, _read_docstrings),
     "hf": Reader(_hf_parts, _read_hf),

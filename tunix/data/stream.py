@@ -20,9 +20,9 @@ SPLITS = ("train", "held_out")
 class Arrays:
     """One shard of a split: documents one after the other."""
 
-    tokens: np.ndarray  # [N] uint16 or uint32
+    tokens: np.ndarray  # [tokens] uint16 or uint32
     starts: np.ndarray  # [documents] int64: where each begins
-    answers: np.ndarray | None = None  # [N] bool: tokens to be learnt; None is all
+    answers: np.ndarray | None = None  # [tokens] bool: tokens to be learnt; None is all
 
 
 class Stream:

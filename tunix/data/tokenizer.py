@@ -41,8 +41,8 @@ class Vocabulary:
         return index
 
     @cached_property
-    def num_words(self) -> int:
-        """One more than the largest word's number."""
+    def num_tokens(self) -> int:
+        """One more than the largest token id."""
         return max(self.backend.get_vocab().values()) + 1
 
     @cached_property
@@ -121,18 +121,18 @@ def train(cfg: Tokenizer, texts: Iterable[str]) -> Vocabulary:
     return Vocabulary(backend, bos, eos, PLAIN)
 
 
-def padded(num_words: int) -> int:
-    """Rows of an embedding table for so many words: a multiple that meshes divide and matrix units like."""
-    return -(-num_words // ROW_MULTIPLE) * ROW_MULTIPLE
+def padded(num_tokens: int) -> int:
+    """Rows of an embedding table for so many tokens: a multiple that meshes divide and matrix units like."""
+    return -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def check_fits(vocabulary: Vocabulary, model_vocab_size: int) -> None:
-    """Raise `UserError` where the model has fewer rows than the tokenizer has words."""
-    if vocabulary.num_words > model_vocab_size:
+    """Raise `UserError` where the model has fewer rows than the tokenizer has tokens."""
+    if vocabulary.num_tokens > model_vocab_size:
         raise UserError(
-            f"the tokenizer has {vocabulary.num_words} words, more than model.vocab_size={model_vocab_size}; set "
-            f"model.vocab_size={padded(vocabulary.num_words)}, the next multiple of {ROW_MULTIPLE}, or auto, or choose "
-            "another tokenizer"
+            f"the tokenizer has {vocabulary.num_tokens} tokens, more than model.vocab_size={model_vocab_size}; set "
+            f"model.vocab_size={padded(vocabulary.num_tokens)}, the next multiple of {ROW_MULTIPLE}, or auto, or "
+            "choose another tokenizer"
         )
 
 
@@ -140,14 +140,14 @@ def tokenizer_digest(backend: Backend) -> str:
     return hashlib.sha256(backend.to_str().encode()).hexdigest()[:20]
 
 
-def special_words(backend: Backend) -> set[int]:
-    """Ids of words that stand for no text."""
+def special_tokens(backend: Backend) -> set[int]:
+    """Ids of tokens that stand for no text."""
     return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
-def bytes_per_word(backend: Backend) -> np.ndarray:
+def bytes_by_token(backend: Backend) -> np.ndarray:
     """UTF-8 bytes that each word stands for, [V] int64; special tokens stand for none."""
-    special = special_words(backend)
+    special = special_tokens(backend)
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
 
     def length(index: int) -> int:
@@ -182,7 +182,7 @@ def _files(path: str) -> dict[str, Path]:
             continue
         except Exception as error:  # the network, the name, the right to read it
             raise UserError(
-                f"tokenizer.path={path} is no file here and cannot be fetched from the hub: "
+                f"tokenizer.path={path} is not a file here and cannot be fetched from the hub: "
                 f"{str(error).splitlines()[0]}"
             ) from None
     return files

@@ -1,7 +1,7 @@
 """`python -m tunix.doctor [group=option] [key=value] [--json]`: is what is here fit for this run.
 
 Takes the keys of training; started by a launcher, as training is, it looks at all processes and the links between them.
-Exit code 0, or 1 where something would make training fail; 2 for a mistake in the words.
+Exit code 0, or 1 where something would make training fail; 2 for a mistake in the command line.
 """
 
 import json

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from tunix import compose
+from tunix import compose, exits
 from tunix.config import Config, Kubernetes, Local, UserError
 from tunix.launch import submission
 
 JOB, CONTAINER = "workers", "trainer"
-FOR_GOOD = [2, 77]  # exit codes after which starting again changes nothing: wrong input, a loss that is not finite
+FOR_GOOD = [exits.USER_ERROR, exits.NOT_FINITE]  # starting again changes nothing
 INDEX = "batch.kubernetes.io/job-completion-index"
 NAME_LENGTH = 40  # of the 63 of a host name, with room for -workers-0-15
 

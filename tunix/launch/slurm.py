@@ -8,13 +8,15 @@ import sys
 import time
 from pathlib import Path
 
-from tunix import compose
+from tunix import compose, exits
+from tunix.cluster import FIRST_PORT, NUM_PORTS
 from tunix.config import Config, Slurm, UserError
 from tunix.launch import submission
 
 RUN_TRAINING = Path(__file__).parents[2] / "run_training.py"
 GOING = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STAGE_OUT", "SIGNALING"}
 POLL_S = 1.0
+AGAIN = f"143|{exits.STOPPED}|{exits.PEER}|134|137"  # exit codes after which a job is queued again, the worst last
 
 
 def launch(job: compose.Job) -> int:
@@ -114,7 +116,7 @@ def script(config: Config, slurm: Slurm, folder: Path, resume_step: int | None =
 # Process 0 listens on the first node, at the address that Slurm knows it by and a port of this job's own.
 node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node "$node" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-export JAX_COORDINATOR_ADDRESS=$address:$((61440 + SLURM_JOB_ID % 4096))
+export JAX_COORDINATOR_ADDRESS=$address:$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
 
 restarts=${{SLURM_RESTART_COUNT:-0}}
 echo "$(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restarted $restarts times, process 0 on $address"
@@ -127,14 +129,14 @@ rm -rf "$ends" && mkdir "$ends"
   {training} {resume}
 code=$?
 
-# 143: told to end, because another task had ended. 75: stopped early, everything saved. 76: a process died or hung; so
-# did one that the JAX runtime aborted (134) or that was killed from outside (137). All others are final: what led to
-# them would only come again.
-for worse in 143 75 76 134 137; do grep -qsx $worse "$ends"/* && code=$worse; done
-final=$(grep -hsvxE '0|143|75|76|134|137' "$ends"/* | head -n 1)
+# {exits.STOPPED}: stopped early, everything saved. {exits.PEER}: a process died or hung; so did one that the JAX
+# runtime aborted (134) or that was killed from outside (137). 143: told to end, because another task had ended. All
+# others are final: what led to them would only come again.
+for worse in {AGAIN.replace("|", " ")}; do grep -qsx $worse "$ends"/* && code=$worse; done
+final=$(grep -hsvxE '0|{AGAIN}' "$ends"/* | head -n 1)
 code=${{final:-$code}}
 rm -r "$ends"
-case $code in 75 | 76 | 134 | 137 | 143)
+case $code in {AGAIN})
   if [ "$restarts" -lt {slurm.max_requeues} ]; then
     echo "$(date '+%F %T') exit code $code: queued again, $restarts of {slurm.max_requeues} times so far"
     scontrol requeue "$SLURM_JOB_ID"

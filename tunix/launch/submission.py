@@ -14,7 +14,7 @@ from tunix.config import Local, UserError
 
 @contextmanager
 def folder(job: compose.Job) -> Iterator[Path]:
-    """The run's folder with config.yaml, in which the launcher is local; as before if what follows fails.
+    """The run's folder with a config.yaml whose launcher is local; restored if the block fails.
 
     Raises:
         UserError: the folder holds another run or cannot be written, or several processes came to submit it.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from tunix.mesh import Layout
 
-QUERY_BLOCK = 512  # queries whose scores exist at one time, with the plain kernel
+QUERY_BLOCK = 512  # queries, at most, whose scores exist at one time, with the plain kernel
 
 
 def attend(
@@ -48,7 +48,8 @@ def _mask(segment_ids: jax.Array, queries: jax.Array, window: jax.Array) -> jax.
 
 
 def _xla(q, k, v, segment_ids, window):
-    """Blocks of queries one after the other, scores recomputed backward: memory grows with T, not with its square."""
+    """Blocks of queries one after the other, scores recomputed backward: memory grows with T, not with its square (Rabe
+    and Staats 2021, arXiv:2112.05682). Queries come scaled."""
     batch, length, heads, dim = q.shape
     block = max(n for n in range(1, min(length, QUERY_BLOCK) + 1) if length % n == 0)
 

@@ -42,7 +42,7 @@ def prefill(model: Transformer, blocks, tokens: jax.Array, first: jax.Array, num
 def decode(
     model: Transformer, blocks, cache: Cache, token: jax.Array, time: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Logits [B, V] after one more token [B] int32 at `time`, and the cache with it."""
+    """Logits [B, V] after one more token [B] int32 at `time` (scalar) of rows begun at `first` [B], and the cache."""
 
     def mix(keys, values):
         def one(q, k, v):

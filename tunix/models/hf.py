@@ -342,12 +342,13 @@ def _whole(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises `UserError` where there is none."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path.parent} is no model's folder: it has no {path.name}") from None
+        raise UserError(f"{path.parent} is not a model's folder: it has no {path.name}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} is no JSON object")
+        raise UserError(f"{path} is not a JSON object")
     return value

@@ -37,5 +37,5 @@ def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_
         kinds = {kind.__name__ for kind in type(error).__mro__}
         reason = next((text for kind, text in REASONS.items() if kind in kinds), str(error).strip().splitlines()[0])
         raise UserError(
-            f"{key}={source} is no folder here, and not fetched from the Hugging Face hub: {reason}"
+            f"{key}={source} is not a folder here and could not be fetched from the Hugging Face hub: {reason}"
         ) from None

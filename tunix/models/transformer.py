@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Any] = {"gated_silu": jax.nn.silu, "gated_gelu": GELU, "g
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): [B, T, D] -> [B, T, D], and what `mix` keeps."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.scale, self.rotated = cfg.query_scale**-0.5, cfg.positions == "rope"
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP."""
+    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, T, D] -> [B, T, D]."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[cfg.mlp]

@@ -37,7 +37,7 @@ class TensorFiles:
             try:
                 file = self._open.enter_context(safe_open(path, framework="np"))
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is truncated or no safetensors file: {error}") from None
+                raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
             self._files |= {self._canonical(name): (file, name) for name in file.keys()}  # noqa: SIM118
         return self
 
@@ -125,7 +125,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
                     loaded[path] = load(path, weight.equation, weight.dtype, layers)
         except SafetensorError as error:
             raise UserError(f"{folder}: {error}") from None
-    return jax.tree.map_with_path(lambda path, _: loaded.get(_dotted(path)), weights)
+    return jax.tree.map_with_path(lambda path, _: loaded.get(parameter_name(path)), weights)
 
 
 def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Any]]:
@@ -141,10 +141,11 @@ def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
 
 def named(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The leaves of a tree under their names, like `blocks.attention.q.w`."""
-    return [(_dotted(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(parameter_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _dotted(path: Any) -> str:
+def parameter_name(path: Any) -> str:
+    """`blocks.attention.q.w`, of a path in a tree of parameters."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -30,7 +30,7 @@ from tunix.profiling.collectives import Collective, collectives
 from tunix.profiling.schedule import Speeds, Timeline, walk
 from tunix.program import abstract_batch, assemble
 
-HBM_SHARE = 0.8  # of the memory's bandwidth, that what is no matrix product is assumed to reach
+HBM_SHARE = 0.8  # of the memory's bandwidth: what everything but matrix products is assumed to reach
 WORKERS = 2  # compiles at a time: each takes about one core, and 2 GB
 TARGET = """
 gpu_device_info {{

@@ -7,7 +7,7 @@ from typing import Any
 from tunix import compose
 from tunix.config import Config, UserError
 from tunix.costs import Costs, derive, seconds
-from tunix.layout import check_divides, meshes, shown
+from tunix.layout import check_divides, data_shards, meshes, shown
 from tunix.mesh import axis_sizes
 from tunix.plan.cluster import Cluster
 from tunix.plan.compiled import Compiled, compile_all
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Held by one device, by what it is: exact are weights and optimizer; with `compiled`, so is the sum."""
+        """Of one device, by purpose. Weights and optimizer are exact; once compiled, so is the total."""
         held = self.costs.num_bytes
         state = held["weights"] + held["optimizer"]
         if self.compiled is None:
@@ -171,7 +171,7 @@ def micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
     for size in (2**power for power in range(LARGEST_MICRO_BATCH.bit_length())):
         training = cfg.training.model_copy(update={"micro_batch_size": size})
         try:
-            training.accumulation(sizes["dp"] * sizes["fsdp"])
+            training.accumulation(data_shards(sizes))
         except UserError as error:
             mistake = mistake or error
         else:

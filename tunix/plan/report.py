@@ -1,6 +1,5 @@
 """A plan as tables, as JSON, and as files."""
 
-import io
 import json
 import shlex
 from dataclasses import asdict
@@ -8,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
+from tunix.figure import as_text
 from tunix.layout import shown
 from tunix.plan.cluster import Cluster
 from tunix.plan.compiled import HBM_SHARE, backend
@@ -22,7 +21,7 @@ LABEL = "derived, compiled and predicted, not measured"
 
 def text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
     """Tables of the meshes and of what the best one moves, why others were refused, and the command for the best."""
-    lines = [_shown(meshes(ranking, cluster))] if ranking.fit or ranking.too_large else []
+    lines = [as_text(meshes(ranking, cluster), 190)] if ranking.fit or ranking.too_large else []
     lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use (plan.memory_share)")
     lines += [f"refused {mesh}: {reason}" for mesh, reason in ranking.refused.items()]
     every = [*ranking.fit, *ranking.too_large]
@@ -30,7 +29,7 @@ def text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
     lines += _assumptions(cluster, every)
     if ranking.fit:
         if ranking.fit[0].compiled:
-            lines += ["", _shown(moved(ranking.fit[0]))]
+            lines += ["", as_text(moved(ranking.fit[0]), 190)]
         lines += ["", command(overrides, ranking.fit[0])]
     return "\n".join(lines)
 
@@ -150,9 +149,3 @@ def command(overrides: list[str], best: Candidate) -> str:
     if "training.micro_batch_size=auto" in overrides:
         words.append(f"training.micro_batch_size={best.cfg.training.micro_batch_size}")
     return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={shown(best.sizes)}"])
-
-
-def _shown(table: Table) -> str:
-    out = io.StringIO()
-    Console(file=out, width=190).print(table)
-    return out.getvalue().rstrip("\n")

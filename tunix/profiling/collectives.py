@@ -9,20 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-ITEM_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-    "f64": 8,
-    "s64": 8,
-}
 
 _INSTRUCTION = re.compile(rf"%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
 _CONTROL = re.compile(r"%?([\w.\-]+) = .+? (?:while|conditional|call)\(")
@@ -114,10 +100,9 @@ def _parse(line: str, match: re.Match, times: int) -> Collective:
 
 
 def array_bytes(dtype: str, dims: str) -> int:
-    size = ITEM_BYTES.get(dtype, 4)
-    for dim in filter(None, dims.split(",")):
-        size *= int(dim)
-    return size
+    """Bytes of HLO's `dtype[dims]`: a dtype's name has its bits (bf16, u4, f8e4m3fn); pred is a byte, token nothing."""
+    bits = 8 if dtype == "pred" else int(found[0]) if (found := re.search(r"\d+", dtype)) else 0
+    return -(-math.prod(int(dim) for dim in dims.split(",") if dim) * bits // 8)
 
 
 def _group(line: str) -> tuple[int, ...]:

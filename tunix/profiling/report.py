@@ -3,9 +3,9 @@
 import csv
 import io
 
-from rich.console import Console
 from rich.table import Table
 
+from tunix.figure import as_text
 from tunix.profiling.communication import Communication, Row
 
 MIB = 2**20
@@ -32,7 +32,7 @@ def text(found: Communication) -> str:
         lines.append(f"INCOMPLETE: the trace lacks {found.lost:,} executions of collectives; trace fewer steps")
     if found.unnamed_s:
         lines.append(f"besides, {_ms(found.unnamed_s)} ms of NCCL kernels that the trace ascribes to no instruction")
-    return "\n".join([*lines, "", _drawn(_axes_table(found)), _drawn(_collectives_table(found))])
+    return "\n".join([*lines, "", as_text(_axes_table(found), 200), "", as_text(_collectives_table(found), 200), ""])
 
 
 def _axes_table(found: Communication) -> Table:
@@ -72,12 +72,6 @@ def _timed(row: Row) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f}"
-
-
-def _drawn(table: Table) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(table)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
 
 
 def to_csv(found: Communication) -> str:

@@ -98,7 +98,7 @@ def _intervals(found: list[Event]) -> np.ndarray:
 
 
 def _union(intervals: np.ndarray) -> np.ndarray:
-    """The same time [N, 2] as intervals that are sorted and do not touch."""
+    """The same time [intervals, 2] as intervals that are sorted and do not touch."""
     if not len(intervals):
         return intervals
     sorted_ = intervals[np.argsort(intervals[:, 0])]
