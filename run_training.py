@@ -49,6 +49,7 @@ def train(job: compose.Job) -> int:
     identity = who_am_i(job.config.distributed)
     if identity and not supervisor.is_child():
         return supervisor.supervise(identity, job.config.distributed.heartbeat_timeout_s)
+    exits.stop_before_it_began()
 
     from tunix import distributed  # jax starts here, after the config has passed
     from tunix.train import NotFinite, run

@@ -77,6 +77,13 @@ class Processes:
             Path(f"/proc/{self.started[rank].pid}/task/{self.started[rank].pid}/children").read_text().split()[0]
         )
 
+    def wait_for_text(self, text: str, timeout: float = 120) -> None:
+        """Until process 0 has said it."""
+        deadline = time.monotonic() + timeout
+        while text not in (self.folder / "stdout.0").read_text():
+            assert time.monotonic() < deadline, (self.folder / "stderr.0").read_text()
+            time.sleep(0.05)
+
     def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and all(process.poll() is None for process in self.started):

@@ -56,6 +56,19 @@ def test_slurm():
     assert identity(SLURM | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:77"}).coordinator_address == "10.0.0.1:77"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu-a01,gpu-b[01-02]", "gpu-a01"), ("rack[1-2]n[3-4]", "rack1n3"), ("n[1-2,7]-ib,m1", "n1-ib"), ("n07", "n07")],
+)
+def test_the_first_of_a_list_of_nodes(nodes, first):
+    assert identity(SLURM | {"SLURM_STEP_NODELIST": nodes}).coordinator_address == f"{first}:61441"
+
+
+def test_an_ipv6_address_is_in_brackets():
+    for host in ("::1", "[::1]"):
+        assert identity(TORCHRUN | {"MASTER_ADDR": host}).coordinator_address == "[::1]:29501"
+
+
 def test_open_mpi():
     found = identity(MPI)
     assert (found.source, found.num_processes, found.process_id, found.local_device_ids) == ("Open MPI", 2, 1, (1,))
@@ -88,6 +101,7 @@ def test_keys_win_over_the_environment():
         ),
         ({k: v for k, v in MPI.items() if "uri" not in k}, [], "set distributed.coordinator_address=HOST:PORT"),
         (TORCHRUN, ["distributed.coordinator_address=nohost"], "must be HOST:PORT"),
+        ({}, ["distributed.local_device_ids=[0]"], "this one is alone: CUDA_VISIBLE_DEVICES does"),
     ],
 )
 def test_contradictions(environment, words, said):

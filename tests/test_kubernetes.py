@@ -32,6 +32,13 @@ def written(here, *words: str) -> tuple[dict, dict]:
     return tuple(yaml.safe_load_all((here / "run" / "jobset.yaml").read_text()))
 
 
+def test_a_dry_run_prints_what_would_train(here, capsys):
+    assert kubernetes.launch(compose.compose([*WORDS, "dry_run=true"])) == 0
+    config_map, _ = yaml.safe_load_all(capsys.readouterr().out)
+    assert not yaml.safe_load(config_map["data"]["config.yaml"])["dry_run"]
+    assert not (here / "run").exists()
+
+
 def test_jobset(here, capsys):
     _, jobset = written(
         here, "launcher.nodes=4", "run_name=My Run", "launcher.max_restarts=3", "launcher.namespace=team"

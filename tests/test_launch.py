@@ -113,6 +113,9 @@ def asked(flags: str) -> Asked:
         ("--nprocs=4", {**SEED, "WORLD_SIZE": "8"}, "which of the 2 nodes is this? Set --node_rank"),
         ("--nprocs=4", {"RANK": "4", "WORLD_SIZE": "8"}, "needs the address of node 0: set --master_addr"),
         ("--nprocs=4", {**SEED, "RANK": "0", "WORLD_SIZE": "eight"}, "WORLD_SIZE=eight: expected a whole number"),
+        ("--standalone --nnodes=2", {}, "--standalone is a run of one node, --nnodes=2 of several"),
+        ("--nnodes=0", {}, "--nnodes=0: must be at least 1"),
+        ("--nnodes=2 --master_addr=a --node_rank=0 --master_port=70000", {}, "port 70000 of node 0: must be from 1 to 65534"),
         ("--nprocs=many", {}, "--nprocs=many: expected a whole number"),
         ("--nprocs=0", {}, "--nprocs=0: must be at least 1"),
         ("--nprocs=gpu", {"CUDA_VISIBLE_DEVICES": ""}, "--nprocs=gpu: no NVIDIA GPU here"),
@@ -190,10 +193,15 @@ def test_accelerate_config(tmp_path):
     assert (node.num_processes, node.world_size, node.master_addr) == (8, 8, "127.0.0.1")
     file.write_text(TWO_MACHINES)
     flags = asked("--node_rank=1")
-    node = this_node(flags.or_else(accelerate.read(file).asked), {})
+    node = this_node(flags.or_else_file(accelerate.read(file).asked, {}), {})
     assert (node.num_processes, node.world_size, node.rank, node.master_port) == (4, 8, 1, 29500)
+    assert (
+        this_node(asked("").or_else_file(accelerate.read(file).asked, {"NODE_RANK": "1"}), {"NODE_RANK": "1"}).rank == 1
+    )
     file.write_text(TWO_MACHINES.replace("machine_rank: 0", "machine_rank: 1"))
-    assert this_node(asked("--node_rank=0").or_else(accelerate.read(file).asked), {}).rank == 0  # flags win
+    assert (
+        this_node(asked("--node_rank=0").or_else_file(accelerate.read(file).asked, {"NODE_RANK": "1"}), {}).rank == 0
+    )  # flags win
     file.write_text(ONE_MACHINE.replace("use_cpu: false", "use_cpu: true"))
     assert accelerate.read(file).environment == {"JAX_PLATFORMS": "cpu"}
     file.write_text(ONE_MACHINE.replace("gpu_ids: all", "gpu_ids: 2,3"))

@@ -69,7 +69,7 @@ def launched(words: list[str], environment: dict[str, str]) -> Node:
     flags = parser().parse_args(words)
     asked = Asked(**{name: getattr(flags, name) for name in Asked.__annotations__})
     if flags.accelerate_config:
-        asked = asked.or_else(accelerate.read(flags.accelerate_config).asked)
+        asked = asked.or_else_file(accelerate.read(flags.accelerate_config).asked, environment)
     return this_node(asked, environment)
 
 

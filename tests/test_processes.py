@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -84,14 +85,17 @@ def test_a_mistake_is_everyones(words, tmp_path):
 
 
 def test_elastic(words, tmp_path):
-    """Four processes, then two, then three (refused: the batch does not divide), then one: one run, one data order."""
+    """Four processes, then two, told to stop, then three (refused: the batch does not divide), then one: one run, one
+    data order."""
     words = [*words, "model.mesh_shape=[[-1],[dp]]", "scheduler=constant"]
     with Processes(*words, "training.max_steps=2", folder=tmp_path, count=4) as run:
         assert [end.code for end in run.ends()] == [0] * 4
-    with Processes("resume=run", "training.max_steps=4", folder=tmp_path, count=2) as run:
+    with Processes("resume=run", "training.max_steps=6", folder=tmp_path, count=2) as run:
+        run.wait_for_text("resumed at step 2, sample 8")
+        run.started[1].send_signal(signal.SIGTERM)  # before a first step that is not step 1
         ends = run.ends()
-        assert [end.code for end in ends] == [0] * 2, ends[0].stderr
-        assert "resumed at step 2, sample 8" in ends[0].stdout
+        assert [end.code for end in ends] == [75] * 2, ends[0].stderr
+        assert "SIGTERM: saved after step 3" in ends[0].stdout
         assert "4 sequences = 2 microbatch(es) x 2 data shard(s)" in ends[0].stdout
     with Processes("resume=run", "training.max_steps=6", folder=tmp_path, count=3) as run:
         ends = run.ends()

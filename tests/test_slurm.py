@@ -39,7 +39,7 @@ def test_script(here):
     folder, text = written(
         "launcher.nodes=4", "launcher.gpus_per_node=8", "launcher.partition=hopper-prod", "launcher.qos=normal", "run_name=first try",
         "launcher.account=me", "launcher.constraint='a&b'", "launcher.memory=0", "launcher.exclusive=true", "launcher.cpus_per_task=6",
-        "launcher.time_limit=72:00:00", "launcher.email=researcher@example.com", "launcher.tmp_dir=/scratch/tmp",
+        "launcher.time_limit=72:00:00", "launcher.email=researcher@example.com", 'launcher.tmp_dir=/scratch/$SLURM_JOB_ID',
         "launcher.pre_launch_commands=['module load cuda','ulimit -n 65536']", "launcher.extra_env=['NCCL_DEBUG=WARN','A=b $c']",
         "launcher.container_image='nvcr.io#nvidia/jax'", "launcher.container_mounts='/data:/data,/home:/home'", "launcher.max_requeues=3",
     )  # fmt: skip
@@ -52,9 +52,10 @@ def test_script(here):
         "open-mode=append",
     }  # fmt: skip
     for line in (
-        "# tunix: first try, 4 nodes, 8 GPUs each, 32 processes.", "export TMPDIR=/scratch/tmp", "export NCCL_DEBUG=WARN", "export A='b $c'",
+        "# tunix: first try, 4 nodes, 8 GPUs each, 32 processes.", 'export TMPDIR="/scratch/$SLURM_JOB_ID"', "export NCCL_DEBUG=WARN", "export A='b $c'",
         "module load cuda", "ulimit -n 65536", f"  python3 {ROOT}/run_training.py resume={folder}",
-        "srun --kill-on-bad-exit=1 --label --cpus-per-task=6 '--container-image=nvcr.io#nvidia/jax' --container-mounts=/data:/data,/home:/home \\",
+        "srun --kill-on-bad-exit=1 --label --cpus-per-task=6 '--container-image=nvcr.io#nvidia/jax' "
+        f"--container-mounts=/data:/data,/home:/home,{folder}:{folder},{ROOT}:{ROOT},{here}:{here} --container-workdir={here} \\",
     ):  # fmt: skip
         assert line in lines, line
     assert '[ "$restarts" -lt 3 ]' in text
@@ -304,7 +305,8 @@ def test_followed_to_its_end(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_slurm_refuses_in_its_own_words(cluster, tmp_path):
-    done = cli(*SLURM, "launcher.partition=hopper-prod", "hydra.run.dir=a/b/run", cwd=tmp_path)
+    copies = [f"launcher.{key}_path={tmp_path}" for key in ("scripts", "configs", "logs")]
+    done = cli(*SLURM, "launcher.partition=hopper-prod", "hydra.run.dir=a/b/run", *copies, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: sbatch refuses the job: ")
     assert "invalid partition specified: hopper-prod" in done.stderr

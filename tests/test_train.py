@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from harness import ROOT, RUN, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
-from tunix import distributed
+from tunix import distributed, run_folder
 from tunix.checkpoint import Position, _check_same
 from tunix.compose import compose
 from tunix.config import Config, Section, UserError
@@ -74,6 +75,27 @@ def test_metrics(words):
     held_out = metrics(folder, "held_out")
     assert [line["step"] for line in held_out] == [3, 6]
     assert held_out[0]["perplexity"] == pytest.approx(math.exp(held_out[0]["loss"]))
+
+
+def test_one_run_at_a_time_writes_into_a_folder(words, monkeypatch):
+    folder = tunix.train(words).folder
+    monkeypatch.setattr(run_folder, "HOLDER_S", 0.0)
+    before = (folder / "metrics.jsonl").read_text()
+    with run_folder.held(folder), pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
+        tunix.train([f"resume={folder}", "training.max_steps=8"])
+    assert (folder / "metrics.jsonl").read_text() == before
+    tunix.train([f"resume={folder}", "training.max_steps=7"])  # a lock ends with its process
+
+
+def test_one_sequence_of_one_chunk(words):
+    """[B, T] with B = 1, whose logits are made at one time."""
+    more = ["training.micro_batch_size=1", "training.seq_len=16", "training.loss_chunk_size=16", "training.max_steps=2"]
+    first, second = (
+        tunix.train([*words, *more, f"training.micro_batch_size={size}", "training.global_batch_size=2",
+                     "model.mesh_shape=[[1],[tp]]", "distributed.allow_idle_devices=true"]).train["loss"]
+        for size in (1, 2)
+    )  # fmt: skip
+    assert first == pytest.approx(second, rel=1e-6)
 
 
 def test_tensorboard_reads_the_events(words):

@@ -5,6 +5,7 @@ Only where those are asked is jax imported.
 """
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -50,6 +51,11 @@ def who_am_i(cfg: Distributed, environment: Environment = os.environ) -> Identit
         if found is None and given.keys() - {"local_device_ids"}:
             missing = [f"distributed.{key}" for key in keys[:3] if key not in given]
             raise UserError(f"distributed.{next(iter(given))} is set; {' and '.join(missing)} must be set too")
+        if "local_device_ids" in given and (found is None or found.num_processes == 1):
+            raise UserError(
+                "distributed.local_device_ids chooses devices of one process among several; this one is alone: "
+                "CUDA_VISIBLE_DEVICES does"
+            )
         if found is None:
             return None
         identity = replace(found, **given)
@@ -153,14 +159,14 @@ def _tasks_here(env: Environment) -> int:
 
 def _first_node(nodes: str) -> str:
     """Address of the first node of a list like node[3-5,7]; Slurm may know it by another name than the resolver."""
-    if not shutil.which("scontrol"):
-        prefix, _, rest = nodes.partition("[")
-        return (prefix + rest.split(",")[0].split("-")[0].rstrip("]")) if rest else prefix.split(",")[0]
 
     def scontrol(*words: str) -> str:
+        if not shutil.which("scontrol"):
+            return ""
         return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=False).stdout
 
-    name = scontrol("hostnames", nodes).splitlines()[0]
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at a comma outside brackets
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
     facts = dict(word.split("=", 1) for word in scontrol("node", name).split() if "=" in word)
     return facts.get("NodeAddr", name)
 
@@ -171,6 +177,8 @@ def _checked(identity: Identity) -> Identity:
         raise UserError(f"{told}: process {identity.process_id} of {identity.num_processes}; they count from 0")
     if not host_port.rpartition(":")[0] or not host_port.rpartition(":")[2].isdigit():
         raise UserError(f"{told}: coordinator address {host_port} must be HOST:PORT")
+    if ":" in (host := host_port.rpartition(":")[0]) and not host.startswith("["):  # IPv6, as JAX takes it
+        return replace(identity, coordinator_address=f"[{host}]:{host_port.rpartition(':')[2]}")
     return identity
 
 

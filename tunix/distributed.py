@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
 NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; who dies meanwhile is noticed by other means
 _stop_signals: list[str] = []
+_polls = count(1)
 _gathers = count()  # numbers them, alike on all processes, which call them in one order
 
 
@@ -90,11 +91,12 @@ def request_stop(reason: str) -> None:
     _stop_signals.append(reason)
 
 
-def stop_requested(step: int) -> str | None:
+def stop_requested() -> str | None:
     """Why to stop after this step, the same step on every process; None to go on. Ask once a step."""
     if jax.process_count() == 1:
         return _stop_signals[0] if _stop_signals else None
-    if multihost_utils.reached_preemption_sync_point(step):
+    # JAX stops at a number that has not been asked for yet: a signal before the first step names 1, whatever the step.
+    if multihost_utils.reached_preemption_sync_point(next(_polls)):
         return _stop_signals[0] if _stop_signals else "SIGTERM"
     return None
 

@@ -29,6 +29,17 @@ def exit_code(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
+def stop_before_it_began() -> None:
+    """Until the run listens for stop signals itself, they end this process: there is nothing to save yet."""
+
+    def stop(number: int, _frame: object) -> None:
+        print(f"{signal.Signals(number).name} before the run began: nothing to save", flush=True)
+        sys.exit(STOPPED)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+
+
 def ignore_stop_signals() -> None:
     """This process is ending: one that comes now must not change its exit code."""
     for number in STOP_SIGNALS:

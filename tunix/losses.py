@@ -28,6 +28,8 @@ def lm_loss(
     num_chunks = max(1, length // chunk_size)
 
     def chunks(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / chunk, B, chunk, ...]
+        if num_chunks == 1:  # where B is 1 too, a reshape would not know which of them the mesh splits
+            return x[None]
         return x.reshape(x.shape[0], num_chunks, length // num_chunks, *x.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint

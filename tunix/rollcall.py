@@ -32,6 +32,7 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
         Absent: who has not come after `timeout_s`.
     """
     host, _, port = identity.coordinator_address.rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     told = f"{identity.source}: coordinator {identity.coordinator_address}"
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

@@ -1,15 +1,17 @@
 """A run's folder: claimed by one run, with its config, environment and log."""
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -23,6 +25,7 @@ from tunix.config import UserError
 
 log = logging.getLogger(__name__)
 PROBE_S = 5.0
+LOCK, HOLDER_S, LEASE_S = ".running", 5.0, 120.0
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -93,6 +96,41 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
                 folder.rmdir()
         raise
     return folder, shared
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """One run at a time writes into a folder: process 0 locks a file in it until the run ends, however it ends.
+
+    Raises:
+        UserError: another run holds it still after a while; it is named.
+    """
+    with ExitStack() as stack:
+        distributed.together(lambda: _lock(folder / LOCK, stack) if distributed.is_main() else None, "the run's lock")
+        yield
+
+
+def _lock(path: Path, stack: ExitStack) -> None:
+    file = stack.enter_context(path.open("a+"))
+    here, begun = socket.gethostname(), time.monotonic()
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = path.read_text().strip()
+            # A file server gives up the locks of a host that died after its lease, of 90 s in NFS.
+            if time.monotonic() - begun > (HOLDER_S if holder.endswith(f" on {here}") else LEASE_S):
+                raise UserError(
+                    f"{path.parent} is being written by {holder}; wait for its end, or start a run of its own"
+                ) from None
+            time.sleep(0.5)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): nothing keeps a second run out", path, error.strerror)
+            return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {here}")
+    file.flush()
 
 
 def _is_shared(folder: Path, asked: bool | str) -> bool:

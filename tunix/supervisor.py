@@ -27,8 +27,14 @@ def supervise(identity: Identity, patience_s: float) -> int:
     """
     environment = {**os.environ, CHILD: "1", "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen([sys.executable, *sys.argv], env=environment, preexec_fn=exits.end_with_parent())
+    asked: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        asked.append(number)
+        child.send_signal(number)
+
     for number in exits.STOP_SIGNALS:
-        signal.signal(number, lambda number, _: child.send_signal(number))
+        signal.signal(number, pass_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child too
     status = _wait(child, patience_s)
     exits.ignore_stop_signals()
@@ -36,6 +42,8 @@ def supervise(identity: Identity, patience_s: float) -> int:
     if status is None:
         print(f"error: {who} was stopped for distributed.heartbeat_timeout_s={patience_s:g}", file=sys.stderr)
         return exits.PEER
+    if -status in asked:  # it came before the child could answer: there was nothing to save
+        return exits.STOPPED
     if status == -signal.SIGABRT:
         print(f"error: {who} has lost the others: one of them died, hangs, or cannot be reached", file=sys.stderr)
     elif status < 0:

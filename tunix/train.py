@@ -89,6 +89,7 @@ def run(job: compose.Job) -> Result:
         # Where it is written, and from where it goes on.
         folder, shared = run_folder.open_folder(job)
         with (
+            run_folder.held(folder),
             Checkpoints(folder / "checkpoints", cfg.checkpoint, shared) as checkpoints,
             Metrics(folder, cfg.logging) as metrics,
             CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
@@ -124,7 +125,7 @@ def run(job: compose.Job) -> Result:
                     steps.restart_clock()
                 with watchdog.phase("reading a batch"):
                     batch, wait_s = next_batch(batches)
-                stop = stop_reason(cfg, step, begun)
+                stop = stop_reason(cfg, begun)
                 save_now, evaluate_now = stop or checkpoints.due(step, last), evaluation_due(cfg, step, last)
                 if save_now or evaluate_now:
                     steps.finish()
@@ -206,12 +207,12 @@ def next_batch(batches) -> tuple[dict[str, jax.Array] | None, float]:
     return next(batches, None), time.perf_counter() - asked
 
 
-def stop_reason(cfg: Config, step: int, begun: float) -> str | None:
+def stop_reason(cfg: Config, begun: float) -> str | None:
     """Why to save and stop after this step, the same on every process; None to go on."""
     limit = cfg.training.time_limit_s
     if limit is not None and time.monotonic() - begun > limit:
         distributed.request_stop(f"training.time_limit_s={limit:g}")
-    return distributed.stop_requested(step)
+    return distributed.stop_requested()
 
 
 def evaluation_due(cfg: Config, step: int, last: int) -> bool:

@@ -132,6 +132,23 @@ class Slurm(Nodes):
     show_logs: Flag
     """Show the job's output until it ends."""
 
+    @property
+    def time_limit_s(self) -> int | None:
+        """Seconds; null and 0 are no limit of ours."""
+        days, _, rest = (self.time_limit or "0").rpartition("-")
+        parts = [int(part) for part in rest.split(":")]
+        hours, minutes, seconds = (*parts, 0, 0)[:3] if days or len(parts) == 3 else (0, *parts, 0)[:3]
+        return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds or None
+
+    @model_validator(mode="after")
+    def _check_signal(self) -> "Slurm":
+        if self.time_limit_s and self.signal_before_end_s >= self.time_limit_s:
+            raise ValueError(
+                f"launcher.signal_before_end_s={self.signal_before_end_s} must be less than launcher.time_limit="
+                f"{self.time_limit}, which is {self.time_limit_s} s: no time would be left to train"
+            )
+        return self
+
 
 class Kubernetes(Nodes):
     """Write the run as a JobSet for kubectl (docs/kubernetes.md). One pod is one node."""
@@ -150,7 +167,7 @@ class Kubernetes(Nodes):
     """PersistentVolumeClaim, ReadWriteMany, that holds the run's folder."""
     mount_path: Annotated[str, Field(pattern=r"^(/[\w.-]+)+$")]
     """Where pods see the volume."""
-    namespace: Line
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
     """Kubernetes namespace."""
     service_account: Line | None
     """Account of the pods."""
@@ -164,6 +181,13 @@ class Kubernetes(Nodes):
     """Times that all pods are started again after one ended early."""
     train_script: Line
     """Script in the image that each process runs."""
+
+    @model_validator(mode="after")
+    def _check_env(self) -> "Kubernetes":
+        for name in (text.partition("=")[0] for text in self.extra_env):
+            if name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+                raise ValueError(f"launcher.extra_env has {name}, which the manifest sets for each pod; leave it out")
+        return self
 
 
 AnyLauncher = Annotated[Local | Slurm | Kubernetes, Field(discriminator="name")]

@@ -26,11 +26,14 @@ def main(words: list[str]) -> int:
         asked, environment = Asked(**{name: getattr(flags, name) for name in Asked.__annotations__}), dict(os.environ)
         if flags.accelerate_config:
             from_file = accelerate.read(flags.accelerate_config)
-            asked, environment = asked.or_else(from_file.asked), environment | from_file.environment
+            asked, environment = asked.or_else_file(from_file.asked, environment), environment | from_file.environment
         command = processes.command(flags.script, flags.arguments, flags.module, flags.no_python)
         return processes.run(this_node(asked, environment), command, environment, flags.log_dir, flags.grace_s)
 
-    return exits.reported(work)
+    try:
+        return exits.reported(work)
+    except KeyboardInterrupt:  # while nodes meet
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:

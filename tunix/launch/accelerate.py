@@ -28,7 +28,7 @@ class Settings(BaseModel):
     distributed_type: Literal["MULTI_GPU", "MULTI_CPU", "NO"] = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
     main_training_function: Literal["main"] = "main"
-    mixed_precision: Literal["no"] = "no"
+    mixed_precision: Literal["no", False] = "no"
     downcast_bf16: Literal["no", False] = "no"
     enable_cpu_affinity: Literal[False] = False
     debug: Literal[False] = False

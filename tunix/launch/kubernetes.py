@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
 from tunix import compose, exits
 from tunix.config import Config, Kubernetes, Local, UserError
@@ -41,7 +42,7 @@ def launch(job: compose.Job) -> int:
 
 def manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
     """The resolved config as a ConfigMap, and the JobSet that trains it."""
-    local = config.model_copy(update={"launcher": Local(name="local")})
+    local = config.model_copy(update={"launcher": Local(name="local"), "dry_run": False})
     metadata = {"name": name, "namespace": kubernetes.namespace}
     config_map = {
         "apiVersion": "v1",
@@ -166,8 +167,10 @@ def _pod_folder(kubernetes: Kubernetes, name: str) -> str:
 
 
 def _name(job: compose.Job) -> str:
-    """run_name, or project and time: a name that DNS takes."""
+    """run_name (in a sweep with the point's number), or project and time: a name that DNS takes."""
     text = job.config.run_name or f"{job.config.project_name}-{'-'.join(job.run_dir.parts[-2:])}"
+    if job.config.run_name and HydraConfig.initialized():
+        text += f"-{HydraConfig.get().job.num}"
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not name or not name[0].isalpha() or len(name) > NAME_LENGTH:
         raise UserError(

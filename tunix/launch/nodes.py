@@ -28,9 +28,13 @@ class Asked:
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
 
-    def or_else(self, other: "Asked") -> "Asked":
-        """`other` where this says nothing."""
-        ours, theirs = ({field.name: getattr(asked, field.name) for field in fields(Asked)} for asked in (self, other))
+    def or_else_file(self, file: "Asked", environment: Environment) -> "Asked":
+        """`file` where this says nothing; of several nodes NODE_RANK says more than a file that all of them share."""
+        ours, theirs = ({field.name: getattr(asked, field.name) for field in fields(Asked)} for asked in (self, file))
+        if (self.nnodes or 1) > 1:
+            theirs["standalone"] = None
+        if environment.get("NODE_RANK"):
+            theirs["node_rank"] = None
         return Asked(**theirs | {name: value for name, value in ours.items() if value is not None})
 
 
@@ -69,6 +73,10 @@ def this_node(asked: Asked, environment: Environment = os.environ) -> Node:
     Raises:
         UserError: what is given does not fit together, can be read in two ways, or lacks node 0's address.
     """
+    if asked.standalone and (asked.nnodes or 1) > 1:
+        raise UserError(f"--standalone is a run of one node, --nnodes={asked.nnodes} of several; leave one out")
+    if asked.nnodes is not None and asked.nnodes < 1:
+        raise UserError(f"--nnodes={asked.nnodes}: must be at least 1")
     env = {} if asked.standalone else environment
     here = _processes_here(asked.nprocs or "1", environment)
     nodes = 1 if asked.standalone else _num_nodes(asked, env, here)
@@ -77,6 +85,8 @@ def this_node(asked: Asked, environment: Environment = os.environ) -> Node:
     addr = asked.master_addr or meeting_host or env.get("MASTER_ADDR")
     port = asked.master_port or _number({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
     port = port or _number(env, "MASTER_PORT")
+    if port is not None and not 0 < port < 65535:
+        raise UserError(f"port {port} of node 0: must be from 1 to 65534, and the port after it is used too")
     if nodes == 1:
         return Node(0, 1, here, addr or "127.0.0.1", port or free_port())
     if not addr:

@@ -29,7 +29,9 @@ def meet(host: str, port: int, num_nodes: int, run: dict[str, Any], timeout_s: f
     except OSError:
         raise UserError(f"--rdzv_endpoint: host {host} is unknown here ({socket.gethostname()})") from None
     try:
-        with socket.create_server(address) as server:  # binds only on the host that has this address
+        with socket.socket() as probe:
+            probe.bind((address[0], 0))  # only on the host that has this address, which may know itself as 127.0.1.1
+        with socket.create_server(("", port)) as server:
             return _welcome(server, num_nodes, run, deadline)
     except OSError as error:
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):

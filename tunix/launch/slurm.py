@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from tunix import compose, exits
@@ -16,7 +17,7 @@ from tunix.launch import submission
 RUN_TRAINING = Path(__file__).parents[2] / "run_training.py"
 GOING = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STAGE_OUT", "SIGNALING"}
 POLL_S = 1.0
-AGAIN = f"143|{exits.STOPPED}|{exits.PEER}|134|137"  # exit codes after which a job is queued again, the worst last
+AGAIN = f"143|138|{exits.STOPPED}|{exits.PEER}|134|137"  # exit codes after which a job is queued again, the worst last
 
 
 def launch(job: compose.Job) -> int:
@@ -35,23 +36,28 @@ def launch(job: compose.Job) -> int:
             "launcher=slurm: there is no sbatch on the PATH; submit on a login node of the cluster, "
             "or launcher.dry_run=true writes the script alone"
         )
-    with submission.folder(job) as folder:
+    if slurm.train_script and not slurm.container_image and not Path(slurm.train_script).is_file():
+        raise UserError(f"launcher.train_script={slurm.train_script} is not a file here")
+    with submission.folder(job) as folder, ExitStack() as written:
         text = script(job.config, slurm, folder, job.resume_step)
-        name = "job.sbatch" if slurm.scripts_path is None else f"{_job_name(job.config)}-{_stamp(folder)}.sbatch"
-        file = submission.write(Path(slurm.scripts_path or folder).absolute() / name, text)
+        name = f"{_job_name(job.config)}-{_stamp(folder)}".replace("/", "-")
+        file = Path(slurm.scripts_path or folder).absolute() / f"{name if slurm.scripts_path else 'job'}.sbatch"
+        written.callback(submission.write(file, text).unlink, missing_ok=True)
         if slurm.configs_path is not None:
-            copy = Path(slurm.configs_path).absolute() / f"{_job_name(job.config)}-{_stamp(folder)}.yaml"
-            submission.write(copy, (folder / "config.yaml").read_text())
+            copy = Path(slurm.configs_path).absolute() / f"{name}.yaml"
+            text = (folder / "config.yaml").read_text()
+            written.callback(submission.write(copy, text).unlink, missing_ok=True)
         logs = _logs(slurm, folder)
         logs.mkdir(parents=True, exist_ok=True)
-        print(f"run folder: {folder}")
-        if slurm.dry_run:
-            print(f"not submitted (launcher.dry_run): sbatch {file}")
-            return 0
-        number = submit(file)
+        number = None if slurm.dry_run else submit(file)
+        written.pop_all()  # Slurm has not refused: they stay
+    print(f"run folder: {folder}")
+    if number is None:
+        print(f"not submitted (launcher.dry_run): sbatch {shlex.quote(str(file))}")
+        return 0
     output = logs / f"slurm-{number}.out"
     print(f"submitted job {number}: {_about(job.config, slurm)}")
-    print(f"its output: tail -F {output}    end it: scancel {number}", flush=True)
+    print(f"its output: tail -F {shlex.quote(str(output))}    end it: scancel {number}", flush=True)
     return follow(number, output) if slurm.show_logs else 0
 
 
@@ -99,7 +105,9 @@ def _state(number: str, code: int) -> tuple[str, int]:
 def script(config: Config, slurm: Slurm, folder: Path, resume_step: int | None = None) -> str:
     """The batch script."""
     options = "\n".join(f"#SBATCH --{option}" for option in _options(config, slurm, folder))
-    exports = [_export(word) for word in (f"TMPDIR={slurm.tmp_dir}", "PYTHONUNBUFFERED=1", *slurm.extra_env)]
+    exports = [_export(word) for word in ("PYTHONUNBUFFERED=1", *slurm.extra_env)]
+    quoted = re.sub(r'(["`\\])', r"\\\1", slurm.tmp_dir)  # variables like $SLURM_JOB_ID count
+    exports = [f'export TMPDIR="{quoted}"', *exports]
     resume = _resume(folder)
     if resume_step is not None:  # the step that was asked for is where the first start begins
         first = _resume(folder / "checkpoints" / str(resume_step))
@@ -124,14 +132,14 @@ echo "$(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restarted $rest
 # srun tells only the largest exit code of its tasks; each notes its own, because the worst decides.
 ends={shlex.quote(str(folder))}/exit_codes.$SLURM_JOB_ID
 rm -rf "$ends" && mkdir "$ends"
-{_srun(slurm)} \\
-  bash -c 'trap : TERM USR1; "$@"; code=$?; echo $code > "$0/$SLURM_PROCID"; exit $code' "$ends" \\
+{_srun(slurm, folder)} \\
+  bash -c 'trap : TERM USR1; mkdir -p "$TMPDIR"; "$@"; code=$?; echo $code > "$0/$SLURM_PROCID"; exit $code' "$ends" \\
   {training} {resume}
 code=$?
 
 # {exits.STOPPED}: stopped early, everything saved. {exits.PEER}: a process died or hung; so did one that the JAX
-# runtime aborted (134) or that was killed from outside (137). 143: told to end, because another task had ended. All
-# others are final: what led to them would only come again.
+# runtime aborted (134) or that was killed from outside (137). 143 and 138: told to end
+# before it began, or because another task had ended. All others are final: what led to them would only come again.
 for worse in {AGAIN.replace("|", " ")}; do grep -qsx $worse "$ends"/* && code=$worse; done
 final=$(grep -hsvxE '0|{AGAIN}' "$ends"/* | head -n 1)
 code=${{final:-$code}}
@@ -179,15 +187,17 @@ def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:
     return [name if value is True else f"{name}={shlex.quote(str(value))}" for name, value in given.items()]
 
 
-def _srun(slurm: Slurm) -> str:
+def _srun(slurm: Slurm, folder: Path) -> str:
     """One task a process; when one ends badly, Slurm ends the others."""
     words = ["srun", "--kill-on-bad-exit=1", "--label"]  # --unbuffered would make tasks believe in a terminal
     if slurm.cpus_per_task:
         words.append(f"--cpus-per-task={slurm.cpus_per_task}")  # steps do not inherit it
     if slurm.container_image:
-        words.append(f"--container-image={slurm.container_image}")
-    if slurm.container_mounts:
-        words.append(f"--container-mounts={slurm.container_mounts}")
+        # What the task needs: the run's folder, the program, and the folder that relative paths start from.
+        needed = {str(path): None for path in (folder, RUN_TRAINING.parent, Path.cwd())}
+        mounts = [*([slurm.container_mounts] if slurm.container_mounts else []), *(f"{path}:{path}" for path in needed)]
+        words += [f"--container-image={slurm.container_image}", f"--container-mounts={','.join(mounts)}"]
+        words.append(f"--container-workdir={Path.cwd()}")
     return shlex.join(words)
 
 
