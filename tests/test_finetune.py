@@ -3,7 +3,9 @@
 import csv
 import json
 import logging
+import shutil
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,13 +14,16 @@ from conftest import write_corpus
 from harness import RUN, batch, metrics, program
 
 import tunix
-from tunix.compose import command_line, compose
-from tunix.config import Evaluate
+from tunix.compose import command_line, compose, settings
+from tunix.config import Evaluate, Export, Generate, UserError
 from tunix.data.corpus import load_corpus
 from tunix.evaluate import _pass_at, evaluate
+from tunix.export import export
+from tunix.generate import Speaker
 from tunix.losses import lm_loss
 from tunix.mesh import to_global
 from tunix.models.weights import named
+from tunix.pretrained import load_pretrained
 
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=2e-2"]
 SFT = [
@@ -31,13 +36,17 @@ SFT = [
 NUMBERS = ("loss", "perplexity", "bits_per_byte", "eval_tokens")
 
 
+def write_talk(folder: Path) -> None:
+    with (folder / "talk.csv").open("w", newline="") as file:
+        rows = [("Be brief.", f"{n}: a few words?", "merged") for n in range(60)]
+        csv.writer(file).writerows([("system_prompt", "user_prompt", "prediction"), *rows])
+
+
 @pytest.fixture(scope="session")
 def tuned(hf_dir, tmp_path_factory):
     """A run with low-rank updates on conversations that all have one answer."""
     folder = tmp_path_factory.mktemp("tuned")
-    with (folder / "talk.csv").open("w", newline="") as file:
-        rows = [("Be brief.", f"{n}: a few words?", "merged") for n in range(60)]
-        csv.writer(file).writerows([("system_prompt", "user_prompt", "prediction"), *rows])
+    write_talk(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return folder, tunix.train([f"model.init_from={hf_dir}", *SFT, *LORA])
@@ -162,9 +171,56 @@ def test_a_run_with_a_tokenizer_of_its_own_on_other_data(corpus, tmp_path, monke
     assert numbers["loss"] > result.held_out["loss"]
 
 
+def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir, tmp_path, monkeypatch):
+    """Answers, and leaves as Hugging Face's files, with the tokens and the template of its training."""
+    monkeypatch.chdir(tmp_path)
+    write_talk(tmp_path)
+    shutil.copytree(hf_dir, "words", ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    Path("own.jinja").write_text("{% for m in messages %}<bos>({{ m.role }}) {{ m.content }}<eos>{% endfor %}"
+                                 "{% if add_generation_prompt %}<bos>(assistant) {% endif %}")  # fmt: skip
+    words = [
+        *RUN,
+        *SFT,
+        "model.vocab_size=384",
+        "tokenizer.path=words",
+        "task.chat_template=own.jinja",
+        "training.max_steps=2",
+    ]
+    tunix.train([*words, "evaluation.every_steps=null"])
+    shutil.rmtree("words")
+    assert export(settings(Export, ["checkpoint=run", "output=out"]))
+    about = json.loads(Path("out/tokenizer_config.json").read_text())
+    assert (about["bos_token"], about["eos_token"], about["chat_template"]) == (
+        "<bos>",
+        "<eos>",
+        Path("own.jinja").read_text(),
+    )
+    config = json.loads(Path("out/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    prompts = {}
+    for source in ("run", "out"):
+        speaker = Speaker(load_pretrained(source), settings(Generate, [f"checkpoint={source}", "chat=true"]))
+        assert speaker.how.stop == (2,)
+        prompts[source] = speaker._encode("plain"), speaker._encode([{"role": "user", "content": "hi"}])
+        assert speaker.tokenizer.decode(prompts[source][1], False) == "<bos>(user) hi<eos><bos>(assistant) "
+    assert prompts["run"] == prompts["out"]
+    assert prompts["run"][0][0] == 1
+
+
+def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    words = [*RUN, "data=text", f"data.paths=[{corpus}]", "model.mlp=gated_silu", "training.max_steps=1"]
+    tunix.train([*words, "hydra.run.dir=run", "evaluation.every_steps=null"])
+    assert "tunix.export will not be able to write" in Path("run/train.log").read_text()
+    with pytest.raises(UserError, match=r"written as a gemma3: model.mlp=gated_silu \(a gemma3 has gated_gelu\)"):
+        export(settings(Export, ["checkpoint=run", "output=out"]))
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["checkpoint=run", "tokenizer.path=x"], "tokenizer.path=x: a run is measured with the tokenizer that it was"),
         (["checkpoint=nowhere"], "checkpoint=nowhere is neither a folder nor the ID of a model"),
         ([], "checkpoint must be given: a run's folder"),
         (["checkpoint=run", "metric=exact"], "metric=exact: expected one of loss, exact_match; did you mean exact_match?"),

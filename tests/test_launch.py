@@ -212,7 +212,10 @@ def test_accelerate_config(tmp_path):
     ("line", "message"),
     [
         ("fsdp_config: {}", "fsdp_config has no meaning here; remove it"),
-        ("mixed_precision: bf16", "mixed_precision=bf16: input should be 'no'; choose training.mixed_precision"),
+        (
+            "mixed_precision: bf16",
+            "mixed_precision=bf16: input should be 'no' or False; choose training.mixed_precision",
+        ),
         ("distributed_type: DEEPSPEED", "distributed_type=DEEPSPEED"),
         ("num_processes: 7", "num_processes=7 is not a multiple of num_machines=2"),
         ("debug: true", "debug=True"),

@@ -62,7 +62,7 @@ def test_tokenizers_from_files(load, tmp_path):
     loaded.tokenizer.save(str(path))
     assert load(f"tokenizer.path={path}").tokenizer.to_str() == loaded.tokenizer.to_str()
     with pytest.raises(
-        UserError, match=r"the tokenizer has 300 words, more than model.vocab_size=256; set model.vocab_size=384"
+        UserError, match=r"the tokenizer has 300 tokens, more than model.vocab_size=256; set model.vocab_size=384"
     ):
         load(f"tokenizer.path={path}", "model.vocab_size=256")
     assert compose([*SMALL, f"tokenizer.path={path}", "model.vocab_size=auto"]).config.model.vocab_size == 384

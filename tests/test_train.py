@@ -232,7 +232,7 @@ def test_every_key_is_read(words, tmp_path, monkeypatch):
     pods = ["launcher=kubernetes", "launcher.image=a", "launcher.volume_claim=b"]
     elsewhere = [
         compose([*pods, "hydra.run.dir=pods"]),
-        compose(["launcher=slurm", "launcher.dry_run=true", "hydra.run.dir=job"]),
+        compose(["launcher=slurm", "launcher.dry_run=true", "launcher.container_image=a", "hydra.run.dir=job"]),
     ]
     read: set[tuple[str, str]] = set()
     get = Section.__getattribute__

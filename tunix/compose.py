@@ -1,7 +1,9 @@
 """Command line to `Config`: Hydra composes conf/ and the overrides, mistakes become one line each. Knows no jax."""
 
 import argparse
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,6 +186,19 @@ def trained_model(folder: Path, mesh_shape: Any) -> Model:
         del values["defaults"]
         _fill_architecture(values, folder)
     return validated(Model, values | {"mesh_shape": mesh_shape}, "model")
+
+
+def unlike_its_family(cfg: Model) -> str:
+    """Why the config.json of its family does not say all of this model; empty where it does."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(hf.write_config(cfg)))
+        try:
+            said = trained_model(Path(name), cfg.mesh_shape)
+        except UserError as error:
+            return str(error).replace(f"{name}/", "its ")
+    keys = Model.model_fields.keys() - COMMON - {"mesh_shape"}
+    other = [key for key in sorted(keys) if getattr(cfg, key) != getattr(said, key)]
+    return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(said, key)})" for key in other)
 
 
 def find_run(source: str) -> tuple[Path, int | None] | None:

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +13,19 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from tunix import compose
 from tunix.config import Config, Evaluate, UserError
 from tunix.config.data import Mixture
-from tunix.data.chat import PLAIN
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.stream import Arrays
-from tunix.data.tokenizer import BOS, EOS, Vocabulary, special_tokens
+from tunix.data.tokenizer import Vocabulary, special_tokens
 from tunix.evaluation import HeldOut
 from tunix.generate import stop_ids
 from tunix.losses import make_loss
 from tunix.mesh import build_layout, build_mesh
 from tunix.models.hub import find
-from tunix.pretrained import load_params, load_pretrained
+from tunix.pretrained import TOKENIZER, load_params, load_pretrained
 from tunix.sampling import Sampling
 from tunix.state import describe
 
@@ -40,11 +37,7 @@ def evaluate(cmd: Evaluate) -> None:
     output = Path(cmd.output).expanduser()
     if not output.absolute().parent.is_dir():
         raise UserError(f"output={output}: there is no folder {output.parent}")
-    if compose.find_run(cmd.checkpoint):
-        origin = f"resume={cmd.checkpoint}"
-    else:
-        origin = f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
-    cfg = compose.compose([origin, *cmd.overrides]).config
+    cfg = _config(cmd)
     numbers = METRICS[cmd.metric](cmd, cfg if cmd.split == "held_out" else _without_split(cfg))
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
     output.write_text(json.dumps(about | numbers, indent=2) + "\n")
@@ -54,14 +47,27 @@ def evaluate(cmd: Evaluate) -> None:
     Console().print(table)
 
 
+def _config(cmd: Evaluate) -> Config:
+    """The run's or the model's config, on the tokenizer that it was trained with."""
+    run = compose.find_run(cmd.checkpoint)
+    if given := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
+        raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
+    origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
+    cfg = compose.compose([origin, *cmd.overrides]).config
+    if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
+        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
+    own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
+    return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
+
+
 def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
     """As a run with this config measures it: on the same sequences, mesh and dtypes."""
     mesh = build_mesh(cfg)
-    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
+    with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout, cfg.training.remat)
-        params, tokenizer = load_params(cmd.checkpoint, cfg.model, arch, layout, mesh)
-        corpus = load_corpus(_with_tokenizer(cfg, tokenizer, Path(folder)))
+        params, _ = load_params(cmd.checkpoint, cfg.model, arch, layout, mesh)
+        corpus = load_corpus(cfg)
         if cmd.split == "all":
             everything = [grain.MapDataset.source(each) for each in corpus.train.values()]
             corpus = replace(corpus, held_out=grain.MapDataset.concatenate(everything))
@@ -82,8 +88,7 @@ def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
     if cfg.task.name != "sft":
         raise UserError("metric=exact_match asks the questions of conversations; set task=sft and the data's columns")
     model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
-    with tempfile.TemporaryDirectory() as folder:
-        questions, vocabulary = _questions(cmd, _with_tokenizer(cfg, model.tokenizer, Path(folder)))
+    questions, vocabulary = _questions(cmd, cfg)
     special = special_tokens(vocabulary.backend)
     ends = {vocabulary.eos, *stop_ids(model)} | {word for each in questions for word in each.answer if word in special}
     how = Sampling(cmd.max_new_tokens, cmd.temperature, stop=tuple(sorted(ends)))
@@ -131,17 +136,6 @@ def _cut(shard: Arrays) -> Iterator[Question]:
         begin = int(np.flatnonzero(np.diff(learnt, prepend=0) == 1)[-1])
         length = int(learnt[begin:].sum())
         yield Question(tokens[:begin].tolist(), tokens[begin : begin + length].tolist())
-
-
-def _with_tokenizer(cfg: Config, tokenizer: Tokenizer | None, folder: Path) -> Config:
-    """The config with the model's own tokenizer, where one would be trained on the data."""
-    assert tokenizer is not None or cfg.tokenizer.path is not None
-    path = cfg.tokenizer.path
-    if path is None and tokenizer is not None:
-        path = str(folder / "tokenizer")
-        bos, eos = cfg.tokenizer.bos_token or BOS, cfg.tokenizer.eos_token or EOS
-        Vocabulary(tokenizer, bos, eos, PLAIN).save(Path(path))
-    return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update={"path": path, "train": False})})
 
 
 def _without_split(cfg: Config) -> Config:

@@ -15,14 +15,16 @@ from safetensors.numpy import save_file
 
 from tunix import compose
 from tunix.config import Export, UserError
+from tunix.data.tokenizer import PAD, Vocabulary, load, read_backend, tokenizer_digest
 from tunix.models.hf import FAMILIES, read_json, write_config
 from tunix.models.weights import named, save_weights
 from tunix.pretrained import Pretrained, load_pretrained
 
 ABOUT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json",
+    "merges.txt", *TEMPLATES,
 )  # fmt: skip
 
 
@@ -54,6 +56,8 @@ def export(cfg: Export) -> str:
 
 
 def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
+    if why := compose.unlike_its_family(model.cfg):
+        raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {why}")
     model = model.merged()
     size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)
     tokens = _special_tokens(model)
@@ -105,13 +109,26 @@ def _dtype_of_source(files: Path | None) -> str:
     return about.get("dtype") or about.get("torch_dtype") or "float32"
 
 
+def _keeps_tokenizer(model: Pretrained) -> bool:
+    """Whether the tokenizer is that of the files which the model comes from."""
+    own, source = model.vocabulary, read_backend(model.files) if model.files is not None else None
+    return own is None or (source is not None and tokenizer_digest(source) == tokenizer_digest(own.backend))
+
+
+def _named_tokens(own: Vocabulary) -> dict[str, str]:
+    """The tokens that a run's tokenizer has for the beginning, the end, and places without text."""
+    pad = PAD if own.backend.token_to_id(PAD) is not None else None
+    tokens = {"bos_token": own.bos_token, "eos_token": own.eos_token, "pad_token": pad}
+    return {key: token for key, token in tokens.items() if token is not None}
+
+
 def _special_tokens(model: Pretrained) -> dict[str, Any]:
-    """Ids as the source says them, or those of a tokenizer trained here."""
-    if model.files is not None:
-        about = read_json(model.files / "config.json")
-        return {key: about[key] for key in ABOUT_TOKENS if key in about}
-    ids = {f"{name}_token_id": model.special_token(name) for name in ("bos", "eos", "pad")}
-    return {key: index for key, index in ids.items() if index is not None}
+    """Ids as the source says them, or those that a run was trained with."""
+    own = model.vocabulary
+    if own is not None and not _keeps_tokenizer(model):
+        return {f"{key}_id": own.backend.token_to_id(token) for key, token in _named_tokens(own).items()}
+    about = {} if model.files is None else read_json(model.files / "config.json")
+    return {key: about[key] for key in ABOUT_TOKENS if key in about}
 
 
 def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, Any]) -> None:
@@ -122,19 +139,24 @@ def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, 
 
 
 def _write_tokenizer(model: Pretrained, folder: Path) -> None:
-    if model.files is not None:
-        for name in TOKENIZER:
-            if (model.files / name).is_file():
-                shutil.copy(model.files / name, folder / name)
-    if model.tokenizer is None or (folder / "tokenizer.json").is_file():
+    """The source's files, with a run's own chat template where it has another; or a run's own tokenizer."""
+    own, about = model.vocabulary, folder / "tokenizer_config.json"
+    if own is not None and not _keeps_tokenizer(model):
+        own.beginning().save(str(folder / "tokenizer.json"))
+        length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
+        template = {} if own.chat_template is None else {"chat_template": own.chat_template}
+        _write_json(about, _named_tokens(own) | length | template)
         return
-    model.tokenizer.save(str(folder / "tokenizer.json"))
-    words = {f"{name}_token": model.special_token(name) for name in ("bos", "eos", "pad")}
-    about: dict[str, Any] = {
-        name: model.tokenizer.id_to_token(index) for name, index in words.items() if index is not None
-    }
-    about |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
-    _write_json(folder / "tokenizer_config.json", about)
+    if model.files is None:
+        return
+    for name in TOKENIZER:
+        if (model.files / name).is_file():
+            shutil.copy(model.files / name, folder / name)
+    if own is not None and own.chat_template != load(str(model.files), own.bos_token, own.eos_token).chat_template:
+        for name in TEMPLATES:
+            (folder / name).unlink(missing_ok=True)
+        before = read_json(about) if about.is_file() else {}
+        _write_json(about, before | {"chat_template": own.chat_template})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class Speaker:
         if model.tokenizer is None:
             raise UserError(f"checkpoint={cfg.checkpoint} has no tokenizer.json")
         self.model, self.cfg, self.tokenizer = model, cfg, model.tokenizer
-        self.template = read_chat(model.files, cfg.chat_template) if cfg.chat else None
+        self.template = read_chat(model.tokenizer_files, cfg.chat_template) if cfg.chat else None
         stop = [*stop_ids(model), *(self._id(word) for word in cfg.stop)]
         self.how = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(stop))
 
@@ -62,9 +62,11 @@ class Speaker:
             assert self.template is not None
             text = self.template.render(prompt, add_generation_prompt=True)
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        ids = self.tokenizer.encode(prompt).ids
-        bos = self.model.special_token("bos") if self.model.files is None else None
-        return ids if bos is None else [bos, *ids]
+        vocabulary = self.model.vocabulary
+        if vocabulary is None or self.model.files is not None:
+            return self.tokenizer.encode(prompt).ids
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids  # as its documents were
+        return ids if vocabulary.bos is None else [vocabulary.bos, *ids]
 
     def _id(self, word: str) -> int:
         index = self.tokenizer.token_to_id(word)
@@ -74,15 +76,13 @@ class Speaker:
 
 
 def stop_ids(model: Pretrained) -> list[int]:
-    """As generation_config.json or config.json say; of a tokenizer trained here, the token that ends a document."""
-    if model.files is None:
-        end = model.special_token("eos")
-        return [] if end is None else [end]
-    for name in ("generation_config.json", "config.json"):
-        said = read_json(model.files / name).get("eos_token_id") if (model.files / name).is_file() else None
+    """As generation_config.json or config.json say; of a run, the token that ends a document too."""
+    own = [] if model.vocabulary is None else [model.vocabulary.eos]
+    for file in (model.files / name for name in ("generation_config.json", "config.json")) if model.files else ():
+        said = read_json(file).get("eos_token_id") if file.is_file() else None
         if said is not None:
-            return said if isinstance(said, list) else [said]
-    return []
+            return sorted({*own, *(said if isinstance(said, list) else [said])})
+    return own
 
 
 def _message(row: Row, cfg: Generate) -> Any:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tunix import compose, distributed
 from tunix.config import Config, Model, UserError
-from tunix.data.tokenizer import read_backend
+from tunix.data.tokenizer import Vocabulary, load, read_backend
 from tunix.layout import data_shards, whole_letters
 from tunix.mesh import STRATEGIES, Layout, device_mesh, local_rows, to_global
 from tunix.models.hub import ABOUT, WEIGHTS, find
@@ -25,7 +25,9 @@ from tunix.sampling import Answer, Sampler, Sampling
 from tunix.state import Architecture, State, abstract_params, describe, init_state
 
 Params = dict[str, Any]
-FILES = "pretrained"  # in a run's folder: what model.init_from says beside its weights
+# In a run's folder: what model.init_from says beside its weights; the tokenizer, with the tokens that surround a
+# document and the chat template of its training.
+FILES, TOKENIZER = "pretrained", "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,12 @@ class Pretrained:
     params: Params
     files: Path | None  # Hugging Face's files about it: where it comes from, or what the run began with
     tokenizer: Tokenizer | None
+    tokenizer_files: Path  # of a run, its own folder of them
 
     def __call__(self, tokens: Any) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32."""
         with jax.set_mesh(self.mesh):
             return self._logits(self.params, self.rows(np.asarray(tokens, np.int32)), len(tokens))
-
-    def special_token(self, name: str) -> int | None:
-        """Id of the `bos`, `eos` or `pad` token of a tokenizer trained here; None where it has none."""
-        return None if self.tokenizer is None else self.tokenizer.token_to_id(f"<{name}>")
 
     def rows(self, tokens: np.ndarray) -> jax.Array:
         """[B, ...] on the mesh, with rows of zeros added until the data shards divide them."""
@@ -56,6 +55,11 @@ class Pretrained:
         padded[: len(tokens)] = tokens
         mine = padded[local_rows(self.mesh, len(padded))]
         return to_global({"rows": mine[None]}, self.mesh)["rows"][0]
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        """Of a run: the tokenizer as it was trained with. Hugging Face's files say for themselves what it needs."""
+        return None if self.tokenizer_files == self.files else load(str(self.tokenizer_files))
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -101,7 +105,8 @@ def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any 
         arch = describe(cfg, layout)
         params, tokenizer = load_params(str(source), cfg, arch, layout, mesh)
     files = folder / FILES if run else folder
-    return Pretrained(cfg, mesh, layout, arch, params, files if files.is_dir() else None, tokenizer)
+    tokenizer_files = folder / TOKENIZER if run else folder
+    return Pretrained(cfg, mesh, layout, arch, params, files if files.is_dir() else None, tokenizer, tokenizer_files)
 
 
 def load_params(
@@ -133,9 +138,13 @@ def start_state(cfg: Config, arch: Architecture, layout: Layout, init, mesh: Mes
     return init_state(init, mesh, cfg.seed, given)
 
 
-def keep_files(cfg: Config, run_folder: Path) -> None:
-    """Copy what `model.init_from` says beside its weights into the run's folder: export needs it one day."""
-    if cfg.model.init_from is None or (run_folder / FILES).is_dir() or not distributed.is_main():
+def keep_files(cfg: Config, vocabulary: Vocabulary, run_folder: Path) -> None:
+    """Put into the run's folder what export needs: the tokenizer and what `model.init_from` says beside its weights."""
+    if not distributed.is_main():
+        return
+    if not (run_folder / TOKENIZER).is_dir():
+        vocabulary.save(run_folder / TOKENIZER)
+    if cfg.model.init_from is None or (run_folder / FILES).is_dir():
         return
     (run_folder / FILES).mkdir()
     source = find(cfg.model.init_from)

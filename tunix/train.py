@@ -69,6 +69,8 @@ def run(job: compose.Job) -> Result:
         # What is trained, and on what.
         program = assemble(cfg, mesh)
         arch = program.arch
+        if why := compose.unlike_its_family(cfg.model):
+            log.warning("tunix.export will not be able to write this model as a %s: %s", cfg.model.family, why)
         with watchdog.phase("preparing the data", math.inf):
             corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg), "preparing the data")
         sizes = derive_sizes(cfg, mesh, arch.num_parameters, corpus)
@@ -98,7 +100,7 @@ def run(job: compose.Job) -> Result:
             state, start = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
             last = max(start.step, sizes.total_steps)
             run_folder.write_record(job, folder, shared, waiting_log)
-            keep_files(cfg, folder)
+            keep_files(cfg, corpus.vocabulary, folder)
             log.info("writing to %s", folder)
             step_fn = program.step(last, sizes.tokens_per_step)
             train_step = compile_step(step_fn, state, data.read_global(start.next_sample), training.compiler_options)

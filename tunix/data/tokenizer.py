@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tunix.config import Tokenizer, UserError
 from tunix.data import sentencepiece
@@ -57,6 +57,16 @@ class Vocabulary:
         parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
+    def beginning(self) -> Backend:
+        """The tokenizer such that it puts the first token before a text by itself, as Hugging Face's do."""
+        backend = Backend.from_str(self.backend.to_str())
+        if self.bos_token is not None and backend.post_processor is None:
+            first = f"{self.bos_token} $A"
+            backend.post_processor = processors.TemplateProcessing(
+                single=first, pair=f"{first} $B", special_tokens=[(self.bos_token, self.bos)]
+            )
+        return backend
+
     def save(self, folder: Path) -> None:
         """Make a folder of the files that `read` takes, as Hugging Face names them."""
         folder.mkdir()
@@ -72,17 +82,22 @@ def read(cfg: Tokenizer, chat_template: str | None = None) -> Vocabulary:
         UserError: no tokenizer there, or none of the tokens that surround a document.
     """
     assert cfg.path is not None
-    files = _files(cfg.path)
-    backend = _backend(cfg.path, files)
+    return load(cfg.path, cfg.bos_token, cfg.eos_token, chat_template)
+
+
+def load(path: str, bos: str | None = None, eos: str | None = None, chat_template: str | None = None) -> Vocabulary:
+    """The same of a path alone; what is given goes before what the files say."""
+    files = _files(path)
+    backend = _backend(path, files)
     about: dict[str, Any] = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
     template = _template(files, about, chat_template, "task.chat_template")
-    bos = cfg.bos_token or _token(about.get("bos_token")) or _first(backend, (BOS, "<s>"))
-    eos = cfg.eos_token or _token(about.get("eos_token")) or _first(backend, (EOS, "</s>", "<|endoftext|>"))
+    bos = bos or _token(about.get("bos_token")) or _first(backend, (BOS, "<s>"))
+    eos = eos or _token(about.get("eos_token")) or _first(backend, (EOS, "</s>", "<|endoftext|>"))
     if eos is None:
-        raise UserError(f"tokenizer.path={cfg.path} does not say which token ends a document; set tokenizer.eos_token")
+        raise UserError(f"tokenizer.path={path} does not say which token ends a document; set tokenizer.eos_token")
     for key, token in (("bos_token", bos), ("eos_token", eos)):
         if token is not None and backend.token_to_id(token) is None:
-            raise UserError(f"tokenizer.{key}={token} is not a token of {cfg.path}")
+            raise UserError(f"tokenizer.{key}={token} is not a token of {path}")
     return Vocabulary(backend, bos, eos, template)
 
 
@@ -92,13 +107,10 @@ def read_backend(folder: Path) -> Backend | None:
     return _backend(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
 
 
-def read_chat(folder: Path | None, asked: str | None) -> ChatTemplate:
-    """The template for answers: `chat_template=asked`, or that of a model's folder; without a folder, a plain one."""
-    files = {} if folder is None else _files(str(folder))
-    if folder is None:
-        about: dict[str, Any] = {"chat_template": PLAIN, "bos_token": BOS, "eos_token": EOS}
-    else:
-        about = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
+def read_chat(folder: Path, asked: str | None) -> ChatTemplate:
+    """The template for answers: `chat_template=asked`, or that of a folder with a tokenizer."""
+    files = _files(str(folder))
+    about: dict[str, Any] = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
     template = _template(files, about, asked, "chat_template")
     if template is None:
         raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
