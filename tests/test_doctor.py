@@ -3,13 +3,14 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections import namedtuple
 
 import pytest
 from devices import xla_flags
-from harness import SMALL
+from harness import ROOT, SMALL
 from processes import Processes
 
 from tunix.compose import compose
@@ -130,6 +131,26 @@ def test_flags_that_kill_are_taken_out():
     ) in found
     assert given["XLA_FLAGS"].split()[0] == "--xla_force_host_platform_device_count=2"
     assert "xla_dump_too" not in given["XLA_FLAGS"]
+
+
+def test_a_flag_with_a_wrong_value():
+    """Named beside the unknown ones."""
+    flags = "--xla_dump_too=/tmp --xla_force_host_platform_device_count=abc"
+    says = [text for status, text in of("XLA_FLAGS", environment.xla_flags({**os.environ, "XLA_FLAGS": flags}))]
+    assert says[0].startswith("XLA cannot read the value of --xla_force_host_platform_device_count=abc; it would abort")
+    assert says[1].startswith("XLA does not know --xla_dump_too=/tmp (did you mean --xla_dump_to?)")
+
+
+def test_a_platform_that_is_not_here(tmp_path):
+    """Told in a line by the doctor and by a run, with the variable that asks for it."""
+    for words, code in ((["-m", "tunix.doctor"], 1), ([str(ROOT / "run_training.py")], 2)):
+        done = subprocess.run(
+            [sys.executable, *words, "model=tiny"], cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "JAX_PLATFORMS": "rocm", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert "JAX_PLATFORMS=rocm: JAX finds no device" in " ".join((done.stdout + done.stderr).split())
+        assert "Traceback" not in done.stderr
 
 
 def test_names_of_variables():

@@ -18,7 +18,7 @@ from tunix.plan import __main__ as plan
 from tunix.plan.choice import decided
 from tunix.plan.cluster import read_topology
 from tunix.plan.compiled import backend
-from tunix.plan.ranking import micro_batch_sizes, rank
+from tunix.plan.ranking import _to_compile, micro_batch_sizes, rank
 from tunix.profiling.collectives import collectives
 
 MICROBATCHES = 4
@@ -109,6 +109,14 @@ def test_a_cluster_that_is_not_there(run):
     assert "32 x 8 H200: derived, compiled and predicted, not measured" in out
     assert out.splitlines()[-1] == 'python run_training.py model=gemma3_27b \'model.mesh_shape=[[64,4],["fsdp","tp"]]\''
     assert jax.device_count() == num_devices
+
+
+def test_one_compile_is_for_the_fastest():
+    """Not for the mesh of least memory."""
+    ranking = rank(compose([*AUTO, "plan.num_compiled=0"]).config, read_topology("h200:8"))
+    candidates = [*reversed(ranking.fit)]
+    (place,) = _to_compile(candidates, 1, ranking.limit)
+    assert candidates[place].tokens_per_s == max(each.tokens_per_s for each in candidates)
 
 
 def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):

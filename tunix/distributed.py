@@ -48,6 +48,8 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
         UserError, Absent: those of the roll call.
     """
     identity = who_am_i(cfg)
+    if identity is None:
+        _check_devices()
     if identity is None or jax.distributed.is_initialized():
         return []
     remarks = roll_call(identity, facts, cfg.init_timeout_s)
@@ -65,7 +67,22 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
             )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{identity.source}: cannot join the run: {str(error).splitlines()[0]}") from None
+    _check_devices()
     return remarks
+
+
+def _check_devices() -> None:
+    """Raise `UserError` where JAX has none, or none of the platform that it was told to use."""
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        asked = os.environ.get("JAX_PLATFORMS")
+        said = str(error).splitlines()[0] if str(error) else "no such platform"
+        raise UserError(
+            f"JAX_PLATFORMS={asked}: JAX finds no device ({said}); install jax[cuda13] or unset the variable"
+            if asked
+            else f"JAX finds no device: {said}"
+        ) from None
 
 
 @contextmanager

@@ -98,6 +98,7 @@ def run(job: compose.Job) -> Result:
         ):
             make_state = partial(start_state, cfg, arch, program.layout, program.init, mesh)
             state, start = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
+            trace.starts_after(start.step)
             last = max(start.step, sizes.total_steps)
             run_folder.write_record(job, folder, shared, waiting_log)
             keep_files(cfg, corpus.vocabulary, folder)

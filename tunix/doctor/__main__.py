@@ -36,6 +36,7 @@ class Diagnosis:
     of_each: list[list[Finding]]  # by process
     between: list[Finding] = field(default_factory=list)
     links: list[together.Link] = field(default_factory=list)
+    joined: bool = True  # the other processes, if there are any
 
     @property
     def is_fit(self) -> bool:
@@ -57,7 +58,7 @@ def examine(job: compose.Job) -> Diagnosis:
     try:
         distributed.start(soon, {})  # differences are told below, all of them
     except (UserError, Absent) as error:
-        return Diagnosis([socket.gethostname()], [[*mine, Finding("processes", "error", str(error))]])
+        return Diagnosis([socket.gethostname()], [[*mine, Finding("processes", "error", str(error))]], joined=False)
     mine += machine.examine(job)
     with distributed.deadline(
         TOGETHER_S, "the processes did not all answer (a collective hangs, or a process has died)"
@@ -147,7 +148,7 @@ def main() -> int:
         job = compose.compose(args.overrides)
         with _stdout_as_stderr():
             found = examine(job)
-        if len(found.of_each) < jax.process_count() or distributed.is_main():
+        if not found.joined or distributed.is_main():
             print(record(found)) if args.json else show(found)
         return int(not found.is_fit)
 

@@ -109,21 +109,24 @@ def xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
     flags = environment.get("XLA_FLAGS", "")
     if not flags:
         return
-    unknown: list[str] = []
+    mistakes: list[str] = []
     while (said := _ask_xla(environment)) is not None:
-        culprits = re.findall(r"--\S+", said.partition("in XLA_FLAGS:")[2].partition("\n")[0])
-        left = [word for word in shlex.split(environment["XLA_FLAGS"]) if word not in culprits]
-        if not culprits or len(left) == len(shlex.split(environment["XLA_FLAGS"])):
+        words = shlex.split(environment["XLA_FLAGS"])
+        culprits = [word for word in words if word in said.partition("in XLA_FLAGS:")[2].partition("\n")[0].split()]
+        if wrong := re.search(r"Couldn't interpret value .* for flag (\w+)", said):
+            culprits = [word for word in words if word.lstrip("-").partition("=")[0] == wrong[1]]
+        if not culprits:
             del environment["XLA_FLAGS"]
             yield Finding("XLA_FLAGS", "error", f"XLA does not start with them: {said.strip().splitlines()[0]}")
-            return
-        environment["XLA_FLAGS"] = " ".join(left)
+            break
+        environment["XLA_FLAGS"] = " ".join(word for word in words if word not in culprits)
         for word in culprits:
             near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], _names_in_jaxlib(), n=1)
-            unknown.append(f"{word}{f' (did you mean --{near[0]}?)' if near else ''}")
-    for word in unknown:
-        yield Finding("XLA_FLAGS", "error", f"XLA does not know {word}; it would abort every process")
-    if not unknown:
+            hint = f" (did you mean --{near[0]}?)" if near and not wrong else ""
+            mistakes.append(f"XLA {'cannot read the value of' if wrong else 'does not know'} {word}{hint}")
+    for mistake in mistakes:
+        yield Finding("XLA_FLAGS", "error", f"{mistake}; it would abort every process")
+    if environment.get("XLA_FLAGS") == flags:
         yield Finding("XLA_FLAGS", "ok", flags)
 
 
@@ -142,5 +145,9 @@ def _ask_xla(environment: Mapping[str, str]) -> str | None:
     """What XLA says as it dies of its flags; None if it lives."""
     words = [sys.executable, "-c", ASK_XLA]
     done = subprocess.run(words, env=dict(environment), capture_output=True, text=True, check=False, timeout=60)
-    lines = [line.partition("] ")[2] or line for line in done.stderr.splitlines() if "XLA_FLAGS" in line]
+    lines = [
+        line.partition("] ")[2] or line
+        for line in done.stderr.splitlines()
+        if "in XLA_FLAGS" in line or "Couldn't interpret value" in line
+    ]
     return None if done.returncode == 0 else "\n".join([*lines, done.stderr])

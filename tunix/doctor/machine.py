@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import psutil
 
+from tunix import distributed
 from tunix.cluster import FIRST_PORT, NUM_PORTS
 from tunix.compose import Job
 from tunix.config import UserError
@@ -100,7 +101,7 @@ def _names() -> Iterator[Finding]:
 
 def _room(job: Job) -> Iterator[Finding]:
     """Memory and disk, beside what the configured run keeps there."""
-    cfg = job.config
+    cfg, neighbours = job.config, distributed.hosts().count(socket.gethostname())
     try:
         mesh = build_mesh(cfg)
     except UserError as error:
@@ -109,11 +110,11 @@ def _room(job: Job) -> Iterator[Finding]:
     with jax.set_mesh(mesh):
         state = jax.tree.leaves(assemble(cfg, mesh).abstract)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in state) / GIB
-    here = size / jax.process_count()
+    here = size * neighbours / jax.process_count()
     memory = psutil.virtual_memory().available / GIB
     yield Finding(
         "host memory", "ok" if memory > here else "error",
-        f"{memory:.1f} GiB available; a checkpoint takes {here:.2f} GiB of this process's while it is saved",
+        f"{memory:.1f} GiB available; a checkpoint takes {here:.2f} GiB of this host's while it is saved",
     )  # fmt: skip
     folder = existing(job.run_dir)
     free, kept = shutil.disk_usage(folder).free / GIB, cfg.checkpoint.max_to_keep + 1  # one more while it is written

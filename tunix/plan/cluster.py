@@ -48,7 +48,7 @@ def _read_kind(name: str) -> DeviceKind:
         return DeviceKind.model_validate(yaml.safe_load(path.read_text()))
     except OSError as error:
         raise UserError(f"plan.topology: {path} cannot be read: {error.strerror}") from None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, UnicodeDecodeError):
         raise UserError(f"plan.topology: {path} is not YAML") from None
     except ValidationError as error:
         first = error.errors()[0]

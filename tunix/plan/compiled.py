@@ -96,6 +96,7 @@ def _in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": path,
     }  # fmt: skip
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
     if question["backend"] == "gpu":
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     else:

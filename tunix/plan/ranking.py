@@ -1,5 +1,6 @@
 """Every mesh of a cluster: what fits, which is fastest, and why not the others."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -187,7 +188,8 @@ def _to_compile(candidates: list[Candidate], count: int, limit: float) -> list[i
     places = sorted(range(len(candidates)), key=lambda place: -candidates[place].tokens_per_s)
     may_fit = [place for place in places if candidates[place].memory <= DERIVED_MARGIN * limit]
     smallest = sorted(places, key=lambda place: candidates[place].memory)[:1]
-    return list(dict.fromkeys([*may_fit[: count - 1], *smallest, *may_fit[count - 1 :]]))[:count]
+    first = max(1, count - 1)
+    return list(dict.fromkeys([*may_fit[:first], *smallest, *may_fit[first:]]))[:count]
 
 
 def _compiled(
@@ -224,9 +226,8 @@ def _smaller(cfg: Config, candidate: Candidate) -> list[int]:
 def nothing_fits(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
     """By how much, and what would make it fit."""
     if not ranking.too_large:
-        return f"no mesh of {cluster.num_devices} devices divides this model and batch: " + next(
-            iter(ranking.refused.values())
-        )
+        [(reason, _)] = Counter(ranking.refused.values()).most_common(1)
+        return f"no mesh of {cluster.num_devices} devices divides this model and batch: {reason}"
     best = ranking.too_large[0]
     largest = max(best.num_bytes, key=lambda name: best.num_bytes[name])
     over = best.memory - ranking.limit

@@ -145,7 +145,7 @@ def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str])
 def command(overrides: list[str], best: Candidate) -> str:
     """What trains on the best mesh."""
     decided = ("model.mesh_shape=", "mesh_shape=", "training.micro_batch_size=auto", "plan.")
-    words = [word for word in overrides if not word.startswith(decided)]
-    if "training.micro_batch_size=auto" in overrides:
+    words = [word for word in overrides if not word.lstrip("+").startswith(decided)]
+    if any(word.lstrip("+") == "training.micro_batch_size=auto" for word in overrides):
         words.append(f"training.micro_batch_size={best.cfg.training.micro_batch_size}")
     return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={shown(best.sizes)}"])

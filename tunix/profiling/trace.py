@@ -65,6 +65,11 @@ class CommunicationTrace:
             jax.profiler.stop_trace()
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
+    def starts_after(self, step: int) -> None:
+        """Tell where a resumed run is past the steps that were to be traced."""
+        if self.edges and step >= self.edges[0] and not (self.folder / "communication.txt").exists():
+            log.warning("no trace: resumed at step %d; profile.after_step must be at least %d", step, step + 1)
+
     def at(self, step: int, state: State, program: Any) -> None:
         """Begin or end the trace; `state` is the one after `step` and is waited for, `program` is the compiled step."""
         jax.block_until_ready(state)
@@ -80,8 +85,6 @@ class CommunicationTrace:
                 jax.profiler.stop_trace()
                 self.running = False
             self._report(step, program.as_text())
-        else:
-            log.warning("no trace: resumed after profile.after_step=%d; set it past the resumed step", self.edges[0])
 
     @property
     def _own_folder(self) -> Path:
