@@ -196,8 +196,12 @@ def unlike_its_family(cfg: Model) -> str:
             said = trained_model(Path(name), cfg.mesh_shape)
         except UserError as error:
             return str(error).replace(f"{name}/", "its ")
-    keys = Model.model_fields.keys() - COMMON - {"mesh_shape"}
-    other = [key for key in sorted(keys) if getattr(cfg, key) != getattr(said, key)]
+    other = [
+        key
+        for key in sorted(Model.model_fields.keys() - COMMON - {"mesh_shape"})
+        if getattr(cfg, key) != getattr(said, key)
+        and not (key == "global_every" and cfg.windows(cfg.context_length) == said.windows(cfg.context_length))
+    ]
     return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(said, key)})" for key in other)
 
 

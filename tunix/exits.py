@@ -34,7 +34,7 @@ def stop_before_it_began() -> None:
 
     def stop(number: int, _frame: object) -> None:
         print(f"{signal.Signals(number).name} before the run began: nothing to save", flush=True)
-        sys.exit(STOPPED)
+        os._exit(STOPPED)  # an exception would be lost where a library ignores those of its callbacks
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
