@@ -182,6 +182,21 @@ def test_bad_rows_of_csv(tmp_path):
         documents(*words, "data.columns.text=body")
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'id,text\n1,a\n2,"b\n3,c\n4,d\n', r"a.csv, line 3, is not CSV \(unexpected end of data\); close the quotes"),
+        (b'id,text\n1,"a\nb"\n2,"c\n3,"d"\n', r"a.csv, line 4, is not CSV \(',' expected after '\"'\); close the quotes"),
+        (b'id,"text\n1,a\n', r"a.csv, line 1, is not CSV"),
+        (b"text,id,text\na,1,b\n", "a.csv has column text more than once; rename all but one"),
+    ],
+)  # fmt: skip
+def test_csv_that_cannot_be_told_apart_is_refused_whole(tmp_path, data, message):
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        documents("data=csv", f"data.paths=[{tmp_path}]", "data.bad_rows=skip")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_a_source_that_ends_early_is_named(tmp_path, name):
     path = write(tmp_path / name, as_jsonl({"text": text * 500} for text in TEXTS))
