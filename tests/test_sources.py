@@ -140,15 +140,42 @@ def test_flat_token_files(tmp_path, byte_tokenizer, name, dtype, head):
     assert (whole.train["tokens"].stream.num_documents, whole.num_held_out) == (1, 0)
 
 
-def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer):
-    path = flat(tmp_path, "a.bin", np.full(1001, 300, np.uint16))
-    words = ["data=tokens", f"data.paths=[{path}]"]
-    with pytest.raises(UserError, match=r"has token 300, the tokenizer has 259; give the tokenizer that made it"):
-        load_corpus(config(*words, byte_tokenizer))
-    with pytest.raises(UserError, match=r"has 2002 bytes, not data.skip_bytes=0 and whole data.dtype=uint32"):
-        load_corpus(config(*words, byte_tokenizer, "data.dtype=uint32"))
+def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
+    many, one = np.full(1000, 5, np.uint16), np.full(300, 5, np.uint16)
+    many[99::100] = one[-1] = 2
+    paths = f"data.paths=[{flat(tmp_path, 'a.bin', many)},{flat(tmp_path, 'one.bin', one)}]"
+    words = ["data=tokens", paths, byte_tokenizer, "data.document_end=2", "data.held_out_fraction=0.1"]
+    corpus = load_corpus(config(*words))
+    (train,) = corpus.train.values()
+    assert (train.stream.num_documents, corpus.num_held_out) == (10, 1)
+    assert [sequence["positions"][0] for sequence in corpus.held_out][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "word", "message"),
+    [
+        ("a.bin", np.full(1001, 300, np.uint16), "", "has token 300, the tokenizer has 259; give the tokenizer that made it"),
+        ("a.bin", np.full(1001, 300, np.uint16), "data.dtype=uint32", "has 2002 bytes, not data.skip_bytes=0 and whole data.dtype=uint32"),
+        ("a.bin", np.full(1000, 65535, np.uint16), "data.dtype=uint32", "has token 4294967295, the tokenizer has 259"),
+        ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
+        ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2", "data.document_end=2 is no token in data.paths; the tokenizer ends a document with 2"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999", "data.document_end=999999 is no token in data.paths"),
+    ],
+)  # fmt: skip
+def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, tokens, word, message):
+    path = flat(tmp_path, name.replace("short", "headed"), tokens)
+    if name == "short.npy":
+        path = path.rename(tmp_path / name)
+        path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError) as error:
+        load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *filter(None, [word])))
+    assert message in str(error.value)
+
+
+def test_tokens_need_their_tokenizer(tmp_path):
     with pytest.raises(UserError, match="data.source=tokens needs the tokenizer that made the tokens"):
-        load_corpus(config(*words))
+        load_corpus(config("data=tokens", f"data.paths=[{flat(tmp_path, 'a.bin', np.ones(99, np.uint16))}]"))
 
 
 BAD_ROWS = [

@@ -183,6 +183,12 @@ def _index(cfg: AnySource, facts: list[dict], folder: Path, vocabulary: Vocabula
             f"data.held_out_fraction={cfg.held_out_fraction} (0 holds out none)"
         )
     counts = sum(np.load(folder / each["name"] / "counts.npy") for each in facts)
+    end = cfg.document_end if isinstance(cfg, Tokens) else None
+    if end is not None and (end >= len(counts) or counts[end] == 0):
+        raise UserError(
+            f"data.document_end={end} is no token in data.paths; the tokenizer ends a document with {vocabulary.eos}, "
+            "and null takes each file for one document"
+        )
     sizes = [each["train"]["bytes"] for each in facts]
     size = int(counts @ bytes_by_token(vocabulary.backend)[: len(counts)]) if None in sizes else sum(sizes)
     shares = counts[counts > 0] / counts.sum()
