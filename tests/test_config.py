@@ -54,6 +54,8 @@ MISTAKES = [
     ("data=mixture data.parts={a:{source:text,paths:[x],held_out_fraction:0,extensions:[.txt],decode_errors:skp}} data.weights={a:1}", "data.parts.a.decode_errors=skp: expected one of skip, error, replace; did you mean skip?"),
     ("data=mixture data.parts={a:{source:text}} data.weights={a:1}", "data.parts.a.paths is missing"),
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:0.5}", "data.weights add up to 0.5, not to 1; scaled: {a: 1}"),
+    ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:0}", "data.weights add up to 0, not to 1; give a part a share"),
+    ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:1} data.stages=[{name:x,from_step:1,weights:{a:0}}]", "stage x add up to 0, not to 1"),
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:-1}", "data.weights.a=-1: input should be greater than or equal to 0"),
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={b:1}", "data.weights names b, data.parts are a; name the same"),
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:1} data.stages=[{name:x,weights:{a:1}}]", "stage x needs one of from_step and from_tokens"),
