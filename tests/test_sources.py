@@ -148,7 +148,7 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
     corpus = load_corpus(config(*words))
     (train,) = corpus.train.values()
     assert (train.stream.num_documents, corpus.num_held_out) == (10, 1)
-    assert [sequence["positions"][0] for sequence in corpus.held_out][0] == 0
+    assert corpus.held_out[0]["positions"][0] == 0
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,9 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
         ("a.bin", np.full(1000, 65535, np.uint16), "data.dtype=uint32", "has token 4294967295, the tokenizer has 259"),
         ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
         ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
-        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2", "data.document_end=2 is no token in data.paths; the tokenizer ends a document with 2"),
-        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999", "data.document_end=999999 is no token in data.paths"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 is no token in data.paths; the tokenizer ends a document with 2"),
+        ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "holds out nothing: no file of data.paths has a second document"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999 data.held_out_fraction=0", "data.document_end=999999 is no token in data.paths"),
     ],
 )  # fmt: skip
 def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, tokens, word, message):
@@ -169,7 +170,7 @@ def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, t
         path = path.rename(tmp_path / name)
         path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError) as error:
-        load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *filter(None, [word])))
+        load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *word.split()))
     assert message in str(error.value)
 
 

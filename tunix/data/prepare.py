@@ -182,6 +182,11 @@ def _index(cfg: AnySource, facts: list[dict], folder: Path, vocabulary: Vocabula
             f"all {num_held_out} documents are held out; add documents, or lower "
             f"data.held_out_fraction={cfg.held_out_fraction} (0 holds out none)"
         )
+    if isinstance(cfg, Tokens) and cfg.held_out_fraction > 0 and num_held_out == 0:
+        raise UserError(
+            f"data.held_out_fraction={cfg.held_out_fraction} holds out nothing: no file of data.paths has a second "
+            "document, or too few tokens; raise it, or set it to 0"
+        )
     counts = sum(np.load(folder / each["name"] / "counts.npy") for each in facts)
     end = cfg.document_end if isinstance(cfg, Tokens) else None
     if end is not None and (end >= len(counts) or counts[end] == 0):
