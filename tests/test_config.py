@@ -59,6 +59,8 @@ MISTAKES = [
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:-1}", "data.weights.a=-1: input should be greater than or equal to 0"),
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={b:1}", "data.weights names b, data.parts are a; name the same"),
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:1} data.stages=[{name:x,weights:{a:1}}]", "stage x needs one of from_step and from_tokens"),
+    ("seed=99999999999999999999", "seed=99999999999999999999: input should be less than 2147483648"),
+    ("evaluation.sample_temperature=1e-39", "evaluation.sample_temperature=1e-39: must be 0, which takes the likeliest token, or at least 1e-6"),
     ("data=hf", "data.path must be given: name on the hub"),
     ("data=csv data.paths=[a] data.delimiter=ab", "data.delimiter=ab"),
     ("tokenizer.vocab_size=9000", "tokenizer.vocab_size=9000 is more than model.vocab_size=4096"),

@@ -10,7 +10,6 @@ from tunix.data.chat import Message
 from tunix.data.files import Unit
 from tunix.data.sources import SOURCES, Item
 
-
 ASKING = {"system", "developer", "user", "tool"}  # roles of which nothing is learnt
 
 
