@@ -128,7 +128,8 @@ class Tokens(Source):
     """Tokens that exist already: a folder of `python -m tunix.prepare`, or flat files of nanoGPT and OLMo."""
 
     held_out_fraction: Share
-    """Share of the tokens of each flat file, at its end, kept for evaluation; the cut moves to the next document."""
+    """Share of the tokens of each flat file, at its end, kept for evaluation; the cut moves to where a document
+    begins, and a file of one document is not cut."""
 
     source: Literal["tokens"]
     """Where documents come from."""
