@@ -155,6 +155,17 @@ def test_a_prepared_folder_is_a_source(corpus, tmp_path):
         load_corpus(compose([*words, "task=sft"]).config)
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [("{", "index.json cannot be read"), ("[]", "is not a JSON object"), ("{}", "is of format None, not 2; remove the folder")],
+)  # fmt: skip
+def test_an_index_that_is_damaged_is_named(corpus, tmp_path, written, message):
+    cfg = text_config(corpus, f"loading.cache_dir={tmp_path}")
+    (prepared(cfg).folder / "index.json").write_text(written)
+    with pytest.raises(UserError, match=message):
+        prepare_corpus(cfg)
+
+
 def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
     """What is open stays readable; what is not is named."""
     cfg = text_config(

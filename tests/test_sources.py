@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -56,6 +57,19 @@ def test_text_files_packed_or_not(tmp_path):
     (tmp_path / "no.bin").write_bytes(b"not read")
     assert documents("data=text", f"data.paths=[{tmp_path}]") == sorted([*TEXTS[:3], "mark"])
     assert documents("data=text", f"data.paths=['{tmp_path}/*.gz']") == [TEXTS[1]]
+
+
+def test_files_of_any_name(tmp_path):
+    """Brackets, which mean something in globs, and bytes that are no UTF-8."""
+    folder = tmp_path / "data[1]"
+    folder.mkdir()
+    for name, text in ((b"x.txt", b"one"), (b"caf\xe9.txt", b"two"), (b"latin\xe9.txt", b"\xe9")):
+        (folder / os.fsdecode(name)).write_bytes(text)
+    assert documents("data=text", f"data.paths=['{folder}/x.txt']") == ["one"]
+    words = ["data=text", f"data.paths=['{folder}']", "data.held_out_fraction=0", "training.seq_len=4"]
+    prepared, _ = prepare_corpus(config(*words))
+    assert prepared["text"].index["left_out_names"] == ["latin?.txt"]
+    assert prepared["text"].index["documents"] == 2
 
 
 def test_csv(tmp_path):

@@ -29,11 +29,10 @@ from tunix.data.documents import Document, read_documents
 from tunix.data.files import Unit, find_files
 from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
 from tunix.data.sources import SOURCES
-from tunix.data.stream import Prepared, open_prepared
+from tunix.data.stream import FORMAT, Prepared, open_prepared
 from tunix.data.tokenizer import Vocabulary, bytes_by_token, read, train
 
 log = logging.getLogger(__name__)
-FORMAT = "2"  # of the files; part of their hash
 MOVED = {"paths"}  # keys of a source that may change while its documents stay the same
 
 

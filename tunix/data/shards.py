@@ -35,7 +35,8 @@ class ShardPlan:
 
 def document_hash(name: str) -> int:
     """Where a document stands in a fixed random order that does not depend on the others."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[: HASH_BITS // 8], "big")
+    encoded = name.encode(errors="surrogateescape")  # a file's name may be no UTF-8
+    return int.from_bytes(hashlib.sha256(encoded).digest()[: HASH_BITS // 8], "big")
 
 
 @dataclass
@@ -102,7 +103,7 @@ def _batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> It
             if isinstance(document, LeftOut):
                 left_out[document.reason] += 1
                 if document.reason != "empty" and len(examples) < 5:
-                    examples.append(document.name)
+                    examples.append(document.name.encode(errors="replace").decode())  # can be shown
                 continue
             batch.append(document)
             content = document.content
