@@ -4,6 +4,7 @@ Training and `python -m tunix.prepare` both come here and find each other's work
 sources' files, of the tokenizer and of the keys that matter.
 """
 
+import filecmp
 import hashlib
 import json
 import logging
@@ -51,24 +52,30 @@ def find_vocabulary(
     """The tokenizer of the config, read or trained on the training documents of all sources."""
     if cfg.path is not None and not cfg.train:
         return read(cfg, task.chat_template)
-    if cfg.path is not None and Path(cfg.path).exists():
-        raise UserError(
-            f"tokenizer.train=true would write tokenizer.path={cfg.path}, which exists; remove one of the two"
-        )
+    if cfg.train is False:
+        raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
     key = _hash(
         FORMAT, cfg.model_dump_json(exclude={"path", "train"}), task.name, *(_identity(*source) for source in sources)
     )
 
+    trained = cache_dir / "tokenizers" / key / "tokenizer.json"
+    path = None if cfg.path is None else Path(cfg.path).expanduser()
+    if path and path.exists() and not (trained.exists() and filecmp.cmp(path, trained, False)):
+        raise UserError(
+            f"tokenizer.train=true would write tokenizer.path={path}, which exists and is another; remove one of the "
+            "two"
+        )
+
     def make(folder: Path) -> None:
         log.info("training a tokenizer of %d tokens", cfg.vocab_size)
         train(cfg, _sample(sources, task, cfg.train_bytes)).save(folder)
 
     folder = stored(cache_dir / "tokenizers", key, make)
-    if cfg.path is not None:
-        Path(cfg.path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "tokenizer.json", cfg.path)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "tokenizer.json", path)
     return read(cfg.model_copy(update={"path": str(folder)}), task.chat_template)
 
 
