@@ -192,4 +192,4 @@ def test_an_index_says_what_there_is(corpus):
     index = json.loads((prepared(text_config(corpus)).folder / "index.json").read_text())
     assert index["tokens"] == sum(shard["train"]["tokens"] for shard in index["shards"])
     assert index["bytes_per_token"] == index["bytes"] / index["tokens"]
-    assert {"fingerprint", "documents", "left_out", "words"} <= index.keys()
+    assert {"fingerprint", "documents", "left_out", "vocab_size"} <= index.keys()
