@@ -39,6 +39,8 @@ def evaluate(cmd: Evaluate) -> None:
     output = Path(cmd.output).expanduser()
     if not output.absolute().parent.is_dir():
         raise UserError(f"output={output}: there is no folder {output.parent}")
+    if output.is_dir():
+        raise UserError(f"output={output} is a folder; name a file to write")
     cfg = _config(cmd)
     numbers = METRICS[cmd.metric](cmd, cfg if cmd.split == "held_out" else _without_split(cfg))
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
