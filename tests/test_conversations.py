@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from tunix.data.corpus import load_corpus
 from tunix.data.docstrings import questions
 from tunix.data.documents import read_documents
 from tunix.data.prepare import find_units
+from tunix.evaluate import _questions
+from tunix.evaluation import HeldOut
+from tunix.mesh import build_mesh
 
 GEMMA = (  # as the tokenizer_config.json of gemma-3-it has it, for texts
     "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n"
@@ -141,6 +145,7 @@ def test_rows_without_a_conversation(tmp_path):
         {"messages": [{"role": "user"}]},
         {"messages": "no json"},
         {"messages": [{"role": "user", "content": [1]}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]},
     ]
     words = [
         *SMALL,
@@ -152,7 +157,7 @@ def test_rows_without_a_conversation(tmp_path):
     ]
     for row in bad:
         (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
-        with pytest.raises(UserError, match=r"line 2, (holds int|has no list|has a content)"):
+        with pytest.raises(UserError, match=r"line 2, (holds int|has no list|has a content|has role gpt)"):
             load_corpus(compose(words).config)
     (tmp_path / "a.jsonl").write_text(
         f"{json.dumps(good)}\n" * 9 + '{"messages": [{"role": "user", "content": "unanswered"}]}\n'
@@ -160,6 +165,23 @@ def test_rows_without_a_conversation(tmp_path):
     assert load_corpus(compose(words).config).train["jsonl"].stream.num_documents == 9
     with pytest.raises(UserError, match="task=sft needs conversations: rows of jsonl, csv, parquet or hf"):
         load_corpus(compose([*SMALL, "task=sft"]).config)
+
+
+def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path, caplog):
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ""}]} for n in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+                                        "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
+    words = [*SMALL, "task=sft", "data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", "data.held_out_fraction=0.5",
+             "training.seq_len=8", "training.loss_chunk_size=8", f"task.chat_template={tmp_path}/own.jinja"]  # fmt: skip
+    cfg = compose(words).config
+    with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
+        HeldOut(cfg, load_corpus(cfg), None, None, build_mesh(cfg))
+    with pytest.raises(UserError, match="no conversation with an answer is held out"):
+        _questions(SimpleNamespace(split="held_out"), cfg)
+    assert "conversations with no token of an answer" in caplog.text
 
 
 def test_docstrings_are_questions_with_answers():

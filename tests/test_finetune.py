@@ -227,6 +227,7 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
         (["checkpoint=run", "num_promts=3"], "unknown key num_promts"),
         (["checkpoint=run", "num_samples=3"], "num_samples=3 answers are all the same at temperature=0"),
         (["checkpoint=run", "output=none/results.json"], "output=none/results.json: there is no folder none"),
+        (["checkpoint=run", "output=run"], "output=run is a folder; name a file to write"),
         (["checkpoint=run", "data.held_out_fraction=0"], "data.held_out_fraction=0 holds out nothing; split=all"),
         (["checkpoint=run/checkpoints/7"], "has no checkpoint of step 7; it has 30"),
         (["checkpoint=HF", "metric=exact_match"], "metric=exact_match asks the questions of conversations; set task=sft"),

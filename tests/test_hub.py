@@ -14,6 +14,7 @@ from harness import ROOT
 
 ID, COMMIT = "someone/small-model", "0123456789abcdef0123456789abcdef01234567"
 FIND = "import sys; from tunix.models.hub import *; print(find(sys.argv[1], ABOUT + WEIGHTS))"
+READ = "import sys; from tunix.data.tokenizer import _files; print(_files(sys.argv[1]))"
 
 
 @pytest.fixture
@@ -65,10 +66,10 @@ def hub(hf_dir):
         server.shutdown()
 
 
-def start(model, folder, **env):
+def start(model, folder, code=FIND, **env):
     environment = {**os.environ, "HF_HOME": str(folder), "NO_PROXY": "localhost", "HF_HUB_DISABLE_XET": "1", **env}
     return subprocess.Popen(
-        [sys.executable, "-c", FIND, model], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, model], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
 
 
@@ -88,17 +89,19 @@ def test_processes_fetch_each_file_once_and_nothing_that_runs(hub, hf_dir, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("model", "env", "message"),
+    ("code", "model", "env", "message"),
     [
-        ("someone/unknown", {}, "fetched from the Hugging Face hub: it has no model of this name; a private one needs HF_TOKEN"),
-        ("someone/gated", {}, "access to it has to be granted on its page, and HF_TOKEN set"),
-        (ID, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set"),
-        (ID, {"HF_ENDPOINT": "http://localhost:1"}, "it is not in the cache, and the hub is out of reach"),
+        (FIND, "someone/unknown", {}, "from the Hugging Face hub: it has no model of this name; a private one needs HF_TOKEN"),
+        (FIND, "someone/gated", {}, "access to it has to be granted on its page, and HF_TOKEN set"),
+        (FIND, ID, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set"),
+        (READ, "someone/unknown", {}, "from the Hugging Face hub: it has no model of this name; a private one needs HF_TOKEN"),
+        (READ, ID, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set"),
+        (FIND, ID, {"HF_ENDPOINT": "http://localhost:1"}, "it is not in the cache, and the hub is out of reach"),
     ],
-    ids=["unknown", "gated", "offline", "unreachable"],
+    ids=["unknown", "gated", "offline", "tokenizer unknown", "tokenizer offline", "unreachable"],
 )  # fmt: skip
-def test_why_it_cannot_be_fetched(model, env, message, hub, tmp_path):
-    process = start(model, tmp_path, **{**hub[0], **env})
+def test_why_it_cannot_be_fetched(code, model, env, message, hub, tmp_path):
+    process = start(model, tmp_path, code, **{**hub[0], **env})
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert message in err.splitlines()[-1]

@@ -155,6 +155,17 @@ def test_a_prepared_folder_is_a_source(corpus, tmp_path):
         load_corpus(compose([*words, "task=sft"]).config)
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [("{", "index.json cannot be read"), ("[]", "is not a JSON object"), ("{}", "is of format None, not 2; remove the folder")],
+)  # fmt: skip
+def test_an_index_that_is_damaged_is_named(corpus, tmp_path, written, message):
+    cfg = text_config(corpus, f"loading.cache_dir={tmp_path}")
+    (prepared(cfg).folder / "index.json").write_text(written)
+    with pytest.raises(UserError, match=message):
+        prepare_corpus(cfg)
+
+
 def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
     """What is open stays readable; what is not is named."""
     cfg = text_config(
@@ -181,4 +192,4 @@ def test_an_index_says_what_there_is(corpus):
     index = json.loads((prepared(text_config(corpus)).folder / "index.json").read_text())
     assert index["tokens"] == sum(shard["train"]["tokens"] for shard in index["shards"])
     assert index["bytes_per_token"] == index["bytes"] / index["tokens"]
-    assert {"fingerprint", "documents", "left_out", "words"} <= index.keys()
+    assert {"fingerprint", "documents", "left_out", "vocab_size"} <= index.keys()

@@ -69,6 +69,7 @@ BAD = {
     "remote code": (lambda folder: change_config(folder, auto_map={"AutoModel": "m.M"}), "auto_map asks for code of the model's own, which is never run"),
     "unknown rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "longrope"}), "rope_type=longrope is not understood"),
     "unknown key of rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale": 2}), "rope_type=yarn: mscale=2 is not understood"),
+    "a list for a rope": (lambda folder: change_config(folder, rope_scaling=["linear"]), "rope_scaling=['linear'] is not a JSON object"),
     "incomplete rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "linear"}), "rope_type=linear needs factor"),
     "a size left out": (lambda folder: change_config(folder, hidden_size=...), "hidden_size is missing"),
     "odd layers": (lambda folder: change_config(folder, layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types="),
@@ -76,9 +77,12 @@ BAD = {
     "extra tensor": (lambda folder: change_tensors(folder, lambda t: t.update(extra=np.ones(1, np.float32))), "has extra, which a llama"),
     "wrong shape": (lambda folder: change_config(folder, intermediate_size=80), "mlp.down_proj.weight is [32, 64], its config.json says [32, 80]"),
     "truncated": (truncated, "is truncated or not a safetensors file"),
+    "quantized": (lambda folder: change_tensors(folder, lambda t: t.update({name: value.astype(np.int8) for name, value in t.items()})), " holds I8, not F64, F32, F16, BF16; dequantize it first"),
+    "a list for a map": (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": []}'), "model.safetensors.index.json has no weight_map of tensors and files"),
     "a file missing": (lambda folder: first(folder).unlink(), "lacks model-00001-of-"),
     "pickles": (pickled, "has its weights as pickles (pytorch_model.bin), which can run code and are not read"),
     "no weights": (lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")], "has no model.safetensors"),
+    "a list for a tokenizer's config": (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json is not a JSON object"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has neither a tokenizer.json nor a tokenizer.model; name another"),
 }  # fmt: skip
 

@@ -12,6 +12,9 @@ import pytest
 from harness import ROOT
 
 import tunix
+from tunix import generate
+from tunix.compose import settings
+from tunix.config import Generate, UserError
 from tunix.models.cache import prefill
 from tunix.sampling import Sampling, choose
 
@@ -84,7 +87,51 @@ def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
     assert [keys.shape[1] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
 
 
-def generate(cwd, *words, stdin=""):
+PROMPT = '{"prompt": "a few", '
+MISTAKES = [
+    (["prompt=a", "top_p=0"], "top_p=0: input should be greater than 0"),
+    (["prompt=a", "temperature=1e-39"], "temperature=1e-39: must be 0, which takes the likeliest token, or at least 1e-6"),
+    (["prompt=a", "seed=99999999999999999999"], "seed=99999999999999999999: input should be less than 2147483648"),
+    (["prompt=a", "output=."], "output=. must end in .csv or .jsonl"),
+    (["prompt=a", "output=folder.csv"], "output=folder.csv cannot be written: it is a folder"),
+    (["input=none.csv"], "input=none.csv cannot be read: No such file or directory"),
+    ([".csv", ""], "is empty"),
+    ([".csv", "id,question\n1,a\n"], "has no prompt in row 1; column=NAME says which column holds the prompts"),
+    ([".csv", "prompt\na\nb,c\n"], "has more cells than columns in row 2"),
+    ([".csv", 'prompt\n"a\n'], "cannot be read: unexpected end of data"),
+    ([".jsonl", PROMPT], "cannot be read: Expecting property name"),
+    ([".jsonl", '["prompt"]'], "has no JSON object in row 1"),
+    ([".jsonl", '{"prompt": 5}'], "has int for prompt, not text, in row 1"),
+    ([".jsonl", '{"prompt": [{"role": "user", "content": "a"}]}'], "has list for prompt, not text, in row 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_mistakes_are_told_before_the_model_is_loaded(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.csv").mkdir()
+    if words[0].startswith("."):
+        (tmp_path / f"in{words[0]}").write_text(words[1])
+        words = [f"input=in{words[0]}"]
+    with pytest.raises(UserError) as error:
+        generate.generate(settings(Generate, ["checkpoint=nowhere", *words]))
+    assert message in str(error.value)
+
+
+def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkeypatch):
+    """A mark at the beginning, columns that only some rows have; a prompt that is too long ends it after the first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('\ufeff{"prompt": "a few"}\n{"prompt": "words", "id": 2}\n', encoding="utf-8")
+    words = [f"checkpoint={hf_dir}", "max_new_tokens=2", "batch_size=1", "output=out.csv"]
+    generate.generate(settings(Generate, [*words, "input=in.jsonl"]))
+    assert [row["id"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["", "2"]
+    (tmp_path / "in.csv").write_text(f"prompt\nmerged\n{'a few words ' * 20_000}\n", encoding="utf-8-sig")
+    with pytest.raises(UserError, match="are more than the model's context of 64"):
+        generate.generate(settings(Generate, [*words, "input=in.csv"]))
+    assert [row["prompt"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["merged"]
+
+
+def command(cwd, *words, stdin=""):
     return subprocess.run(
         [sys.executable, "-m", "tunix.generate", *words], cwd=cwd, input=stdin, capture_output=True, text=True,
         check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -96,12 +143,12 @@ def test_the_command(hf_dir, tmp_path):
     """CSV in, CSV out with every column; a chat; mistakes with exit code 2 and one line."""
     (tmp_path / "in.csv").write_text('id,question\n1,"a few, words"\n2,merged\n')
     words = [f"checkpoint={hf_dir}", "input=in.csv", "column=question", "output=out.csv", "max_new_tokens=4"]
-    done = generate(tmp_path, *words)
+    done = command(tmp_path, *words)
     assert (done.returncode, done.stderr) == (0, "")
     rows = list(csv.DictReader((tmp_path / "out.csv").open()))
     assert [(row["id"], row["question"]) for row in rows] == [("1", "a few, words"), ("2", "merged")]
     assert all(float(row["log_probability"]) < 0 for row in rows)
-    done = generate(tmp_path, f"checkpoint={hf_dir}", "chat=true", "max_new_tokens=3", stdin="a few\nmerged\n\n")
+    done = command(tmp_path, f"checkpoint={hf_dir}", "chat=true", "max_new_tokens=3", stdin="a few\nmerged\n\n")
     assert done.returncode == 0
     for mistake, message in (
         (["prompt=a", "max_new_tokens=100"], "are more than the model's context of 64"),
@@ -111,7 +158,7 @@ def test_the_command(hf_dir, tmp_path):
         ),
         (["prompt=a", "top_q=1"], "unknown key top_q; did you mean top_p?"),
     ):
-        done = generate(tmp_path, f"checkpoint={hf_dir}", *mistake)
+        done = command(tmp_path, f"checkpoint={hf_dir}", *mistake)
         assert done.returncode == 2
         assert message in done.stderr
         assert done.stderr.count("\n") == 1

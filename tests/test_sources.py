@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -56,6 +57,19 @@ def test_text_files_packed_or_not(tmp_path):
     (tmp_path / "no.bin").write_bytes(b"not read")
     assert documents("data=text", f"data.paths=[{tmp_path}]") == sorted([*TEXTS[:3], "mark"])
     assert documents("data=text", f"data.paths=['{tmp_path}/*.gz']") == [TEXTS[1]]
+
+
+def test_files_of_any_name(tmp_path):
+    """Brackets, which mean something in globs, and bytes that are no UTF-8."""
+    folder = tmp_path / "data[1]"
+    folder.mkdir()
+    for name, text in ((b"x.txt", b"one"), (b"caf\xe9.txt", b"two"), (b"latin\xe9.txt", b"\xe9")):
+        (folder / os.fsdecode(name)).write_bytes(text)
+    assert documents("data=text", f"data.paths=['{folder}/x.txt']") == ["one"]
+    words = ["data=text", f"data.paths=['{folder}']", "data.held_out_fraction=0", "training.seq_len=4"]
+    prepared, _ = prepare_corpus(config(*words))
+    assert prepared["text"].index["left_out_names"] == ["latin?.txt"]
+    assert prepared["text"].index["documents"] == 2
 
 
 def test_csv(tmp_path):
@@ -140,15 +154,43 @@ def test_flat_token_files(tmp_path, byte_tokenizer, name, dtype, head):
     assert (whole.train["tokens"].stream.num_documents, whole.num_held_out) == (1, 0)
 
 
-def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer):
-    path = flat(tmp_path, "a.bin", np.full(1001, 300, np.uint16))
-    words = ["data=tokens", f"data.paths=[{path}]"]
-    with pytest.raises(UserError, match=r"has token 300, the tokenizer has 259; give the tokenizer that made it"):
-        load_corpus(config(*words, byte_tokenizer))
-    with pytest.raises(UserError, match=r"has 2002 bytes, not data.skip_bytes=0 and whole data.dtype=uint32"):
-        load_corpus(config(*words, byte_tokenizer, "data.dtype=uint32"))
+def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
+    many, one = np.full(1000, 5, np.uint16), np.full(300, 5, np.uint16)
+    many[99::100] = one[-1] = 2
+    paths = f"data.paths=[{flat(tmp_path, 'a.bin', many)},{flat(tmp_path, 'one.bin', one)}]"
+    words = ["data=tokens", paths, byte_tokenizer, "data.document_end=2", "data.held_out_fraction=0.1"]
+    corpus = load_corpus(config(*words))
+    (train,) = corpus.train.values()
+    assert (train.stream.num_documents, corpus.num_held_out) == (10, 1)
+    assert corpus.held_out[0]["positions"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "word", "message"),
+    [
+        ("a.bin", np.full(1001, 300, np.uint16), "", "has token 300, the tokenizer has 259; give the tokenizer that made it"),
+        ("a.bin", np.full(1001, 300, np.uint16), "data.dtype=uint32", "has 2002 bytes, not data.skip_bytes=0 and whole data.dtype=uint32"),
+        ("a.bin", np.full(1000, 65535, np.uint16), "data.dtype=uint32", "has token 4294967295, the tokenizer has 259"),
+        ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
+        ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 is no token in data.paths; the tokenizer ends a document with 2"),
+        ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "holds out nothing: no file of data.paths has a second document"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999 data.held_out_fraction=0", "data.document_end=999999 is no token in data.paths"),
+    ],
+)  # fmt: skip
+def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, tokens, word, message):
+    path = flat(tmp_path, name.replace("short", "headed"), tokens)
+    if name == "short.npy":
+        path = path.rename(tmp_path / name)
+        path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError) as error:
+        load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *word.split()))
+    assert message in str(error.value)
+
+
+def test_tokens_need_their_tokenizer(tmp_path):
     with pytest.raises(UserError, match="data.source=tokens needs the tokenizer that made the tokens"):
-        load_corpus(config(*words))
+        load_corpus(config("data=tokens", f"data.paths=[{flat(tmp_path, 'a.bin', np.ones(99, np.uint16))}]"))
 
 
 BAD_ROWS = [
@@ -180,6 +222,21 @@ def test_bad_rows_of_csv(tmp_path):
     assert documents(*words, "data.bad_rows=skip") == ["also", "fine"]
     with pytest.raises(UserError, match=r"line 2, has no column body .* its columns are id, text"):
         documents(*words, "data.columns.text=body")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'id,text\n1,a\n2,"b\n3,c\n4,d\n', r"a.csv, line 3, is not CSV \(unexpected end of data\); close the quotes"),
+        (b'id,text\n1,"a\nb"\n2,"c\n3,"d"\n', r"a.csv, line 4, is not CSV \(',' expected after '\"'\); close the quotes"),
+        (b'id,"text\n1,a\n', r"a.csv, line 1, is not CSV"),
+        (b"text,id,text\na,1,b\n", "a.csv has column text more than once; rename all but one"),
+    ],
+)  # fmt: skip
+def test_csv_that_cannot_be_told_apart_is_refused_whole(tmp_path, data, message):
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        documents("data=csv", f"data.paths=[{tmp_path}]", "data.bad_rows=skip")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])

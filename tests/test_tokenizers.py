@@ -52,8 +52,11 @@ def test_training_one_to_a_path(load, tmp_path):
     path = tmp_path / "new" / "tokenizer.json"
     made = load(f"tokenizer.path={path}", "tokenizer.train=true")
     assert load(f"tokenizer.path={path}").fingerprint == made.fingerprint == load().fingerprint
-    with pytest.raises(UserError, match=r"tokenizer.train=true would write tokenizer.path=.*, which exists"):
-        load(f"tokenizer.path={path}", "tokenizer.train=true")
+    assert load(f"tokenizer.path={path}", "tokenizer.train=true").fingerprint == made.fingerprint  # begun again
+    with pytest.raises(UserError, match=r"would write tokenizer.path=.*, which exists and is another; remove one"):
+        load(f"tokenizer.path={path}", "tokenizer.train=true", "tokenizer.vocab_size=270")
+    with pytest.raises(UserError, match=r"tokenizer.train=false, and tokenizer.path names none; set the path"):
+        load("tokenizer.train=false")
 
 
 def test_tokenizers_from_files(load, tmp_path):

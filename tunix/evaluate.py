@@ -1,6 +1,7 @@
 """Measure a trained model: `python -m tunix.evaluate checkpoint=RUN_DIR|HF_DIR [data=...] [key=value]`."""
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tunix.pretrained import TOKENIZER, load_params, load_pretrained
 from tunix.sampling import Sampling
 from tunix.state import describe
 
+log = logging.getLogger(__name__)
 Numbers = dict[str, float]
 
 
@@ -37,6 +39,8 @@ def evaluate(cmd: Evaluate) -> None:
     output = Path(cmd.output).expanduser()
     if not output.absolute().parent.is_dir():
         raise UserError(f"output={output}: there is no folder {output.parent}")
+    if output.is_dir():
+        raise UserError(f"output={output} is a folder; name a file to write")
     cfg = _config(cmd)
     numbers = METRICS[cmd.metric](cmd, cfg if cmd.split == "held_out" else _without_split(cfg))
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
@@ -123,8 +127,10 @@ def _questions(cmd: Evaluate, cfg: Config) -> tuple[list[Question], Vocabulary]:
     found = [
         question for stream in streams for number in range(len(stream.sizes)) for question in _cut(stream.shard(number))
     ]
+    if without := sum(stream.num_documents for stream in streams) - len(found):
+        log.warning("left out: %d conversations with no token of an answer", without)
     if not found:
-        raise UserError("no conversation is held out; split=all asks all of them")
+        raise UserError("no conversation with an answer is held out; split=all asks all of them")
     count = min(cmd.num_prompts, len(found))
     return [found[index * len(found) // count] for index in range(count)], vocabulary
 
@@ -133,6 +139,8 @@ def _cut(shard: Arrays) -> Iterator[Question]:
     assert shard.answers is not None
     for start, end in zip(shard.starts, [*shard.starts[1:], len(shard.tokens)], strict=True):
         tokens, learnt = shard.tokens[start:end], shard.answers[start:end].astype(int)
+        if not learnt.any():  # empty answers, in a template without an end of the turn
+            continue
         begin = int(np.flatnonzero(np.diff(learnt, prepend=0) == 1)[-1])
         length = int(learnt[begin:].sum())
         yield Question(tokens[:begin].tolist(), tokens[begin : begin + length].tolist())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tunix.config import Config
+from tunix.config import Config, UserError
 from tunix.data.batches import held_out_batches
 from tunix.data.corpus import Corpus
 from tunix.data.tokenizer import bytes_by_token
@@ -25,6 +25,12 @@ class HeldOut:
         everything = held_out_batches(*arguments, list(range(batch_size)))
         num_bytes = bytes_by_token(corpus.tokenizer)[everything["targets"]]
         self.num_bytes = int((num_bytes * everything["loss_mask"]).sum())
+        if self.num_bytes == 0:
+            raise UserError(
+                "the held-out sequences have no text to be predicted: their answers are empty, or none begins within "
+                f"training.seq_len={cfg.training.seq_len} tokens; raise it, hold out more, or set "
+                "data.held_out_fraction=0"
+            )
         self.batches = to_global(held_out_batches(*arguments, local_rows(mesh, batch_size)), mesh)
 
         @jax.jit

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +27,17 @@ def generate(cfg: Generate) -> None:
     if cfg.prompt is None and cfg.input is None:
         _converse(speaker, cfg)
         return
-    for start in range(0, len(rows), cfg.batch_size):
-        part = rows[start : start + cfg.batch_size]
-        for row, answer in zip(
-            part, speaker.answer([_message(row, cfg) for row in part], cfg.seed + start), strict=True
-        ):
-            row["prediction"], row["log_probability"] = speaker.text(answer), sum(answer.log_probabilities)
-    if write:
-        write(rows)
-    else:
+    try:
+        for start in range(0, len(rows), cfg.batch_size):
+            part = rows[start : start + cfg.batch_size]
+            answers = speaker.answer([_message(row, cfg) for row in part], cfg.seed + start)
+            for row, answer in zip(part, answers, strict=True):
+                row["prediction"], row["log_probability"] = speaker.text(answer), sum(answer.log_probabilities)
+    finally:  # what is answered is kept, whatever ends it
+        answered = [row for row in rows if "prediction" in row]
+        if write and answered:
+            write(answered)
+    if not write:
         print(*(row["prediction"] for row in rows), sep="\n" if cfg.input is None else "\n---\n")
 
 
@@ -117,31 +120,51 @@ def _lines() -> Iterator[str]:
 
 def _read(path: Path, column: str) -> list[Row]:
     try:
-        with path.open(newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = READERS.get(path.suffix, _read_text)(file, column)
     except OSError as error:
         raise UserError(f"input={path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise UserError(f"input={path} cannot be read: {error}") from None
-    missing = next((number for number, row in enumerate(rows, 1) if not row.get(column)), None)
-    if missing is not None or not rows:
-        where = "is empty" if not rows else f"has no {column} in row {missing}"
-        raise UserError(f"input={path} {where}; column=NAME says which column holds the prompts")
+    if not rows:
+        raise UserError(f"input={path} is empty")
+    for number, row in enumerate(rows, 1):
+        if problem := _problem(row, column):
+            raise UserError(f"input={path} {problem} in row {number}; column=NAME says which column holds the prompts")
     return rows
+
+
+def _problem(row: Any, column: str) -> str | None:
+    """What keeps a row from being a prompt, if something does."""
+    if not isinstance(row, dict):
+        return "has no JSON object"
+    if None in row:
+        return "has more cells than columns"
+    if not row.get(column):
+        return f"has no {column}"
+    if not isinstance(row[column], str):
+        return f"has {type(row[column]).__name__} for {column}, not text,"
+    return None
 
 
 def _read_text(file: Any, column: str) -> list[Row]:
     return [{column: line.rstrip("\n")} for line in file if line.strip()]
 
 
+def _read_csv(file: Any, column: str) -> list[Row]:
+    csv.field_size_limit(2**31 - 1)
+    return list(csv.DictReader(file, strict=True))
+
+
 READERS = {
-    ".csv": lambda file, column: list(csv.DictReader(file)),
+    ".csv": _read_csv,
     ".jsonl": lambda file, column: [json.loads(line) for line in file if line.strip()],
 }
 
 
 def _write_csv(file: Any, rows: list[Row]) -> None:
-    writer = csv.DictWriter(file, list(rows[0]))
+    columns = dict.fromkeys(name for row in rows for name in row)  # rows of JSON may have others than the first
+    writer = csv.DictWriter(file, list(columns))
     writer.writeheader()
     writer.writerows(rows)
 
@@ -158,9 +181,11 @@ def _writer(path: Path) -> Any:
         raise UserError(f"output={path} must end in {' or '.join(WRITERS)}")
     if not path.absolute().parent.is_dir():
         raise UserError(f"output={path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"output={path} cannot be written: it is {'a folder' if path.is_dir() else 'write-protected'}")
 
     def write(rows: list[Row]) -> None:
-        with path.open("w", newline="") as file:
+        with path.open("w", encoding="utf-8", newline="") as file:
             WRITERS[path.suffix](file, rows)
 
     return write

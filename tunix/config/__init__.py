@@ -7,7 +7,7 @@ string below it; docs/config.md is made from these.
 from pydantic import model_validator
 
 from tunix import layout
-from tunix.config.base import CountOrZero, Flag, Section, UserError
+from tunix.config.base import Flag, Section, Seed, UserError
 from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
 from tunix.config.data import AnyData, Loading, Task, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
@@ -30,7 +30,7 @@ class Config(Section):
     """Runs are grouped under outputs/PROJECT_NAME."""
     run_name: str | None
     """Name shown in reports; null takes the run folder's."""
-    seed: CountOrZero
+    seed: Seed
     """Initial weights, data order and sampling follow from it."""
     dry_run: Flag
     """Print every derived number, start nothing, write nothing."""

@@ -24,11 +24,19 @@ def _regex(pattern: str) -> str:
     return pattern
 
 
+def _temperature(value: float) -> float:
+    if 0 < value < 1e-6:  # logits divided by it are no numbers any more
+        raise ValueError("must be 0, which takes the likeliest token, or at least 1e-6")
+    return value
+
+
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)]
 Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_reject_bool), Field(ge=0, le=1)]
+Seed = Annotated[int, BeforeValidator(_reject_bool), Field(ge=0, lt=2**31)]  # an int32 in compiled programs
+Temperature = Annotated[PositiveOrZero, AfterValidator(_temperature)]
 Flag = Annotated[bool, Field(strict=True)]
 Regex = Annotated[str, AfterValidator(_regex)]
 

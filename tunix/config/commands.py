@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
+from tunix.config.base import Count, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.config.model import MeshShape
 
 
@@ -45,17 +45,17 @@ class Generate(Section):
     """A Jinja file, or the name of one of the tokenizer's templates; null is the tokenizer's own."""
     max_new_tokens: Count
     """Longest answer, in tokens."""
-    temperature: PositiveOrZero
+    temperature: Temperature
     """Logits are divided by it; 0 takes the likeliest token."""
     top_k: Count | None
     """Draw from the k likeliest tokens only."""
-    top_p: Share | None
+    top_p: Annotated[Share, Field(gt=0)] | None
     """Draw from the likeliest tokens that together have this probability."""
     min_p: Share | None
     """Draw from tokens with at least this share of the likeliest one's probability."""
     stop: tuple[str, ...]
     """Tokens that end an answer, beside those that the model names."""
-    seed: CountOrZero
+    seed: Seed
     """What is drawn follows from it."""
     batch_size: Count
     """Prompts answered at one time."""
@@ -91,7 +91,7 @@ class Evaluate(Section):
     """exact_match: answers drawn for each; pass@k is told for k = 1, 2, 4, ... up to this."""
     max_new_tokens: Count
     """exact_match: longest answer, in tokens."""
-    temperature: PositiveOrZero
+    temperature: Temperature
     """exact_match: logits are divided by it; 0 takes the likeliest token."""
     batch_size: Count
     """exact_match: conversations answered at one time."""

@@ -128,7 +128,8 @@ class Tokens(Source):
     """Tokens that exist already: a folder of `python -m tunix.prepare`, or flat files of nanoGPT and OLMo."""
 
     held_out_fraction: Share
-    """Share of the tokens of each flat file, at its end, kept for evaluation; the cut moves to the next document."""
+    """Share of the tokens of each flat file, at its end, kept for evaluation; the cut moves to where a document
+    begins, and a file of one document is not cut."""
 
     source: Literal["tokens"]
     """Where documents come from."""
@@ -200,9 +201,12 @@ class Mixture(Section):
         for where, weights in (("data.weights", self.weights), *((f"stage {s.name}", s.weights) for s in self.stages)):
             if weights.keys() != self.parts.keys():
                 raise ValueError(f"{where} names {_names(weights)}, data.parts are {_names(self.parts)}; name the same")
-            if abs(sum(weights.values()) - 1) > 1e-6:
-                shares = ", ".join(f"{name}: {weight / sum(weights.values()):.4g}" for name, weight in weights.items())
-                raise ValueError(f"{where} add up to {sum(weights.values()):g}, not to 1; scaled: {{{shares}}}")
+            total = sum(weights.values())
+            if total == 0:
+                raise ValueError(f"{where} add up to 0, not to 1; give a part a share")
+            if abs(total - 1) > 1e-6:
+                shares = ", ".join(f"{name}: {weight / total:.4g}" for name, weight in weights.items())
+                raise ValueError(f"{where} add up to {total:g}, not to 1; scaled: {{{shares}}}")
         if unknown := (self.max_epochs or {}).keys() - self.parts.keys():
             raise ValueError(f"data.max_epochs names {_names(unknown)}, data.parts are {_names(self.parts)}")
         return self

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
+from tunix.config.base import Count, CountOrZero, Flag, Positive, Section, Share, Temperature
 
 
 class Checkpoint(Section):
@@ -33,7 +33,7 @@ class Evaluation(Section):
     """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer."""
     sample_tokens: CountOrZero
     """Tokens sampled at the end as the continuation of a held-out document; 0 for none."""
-    sample_temperature: PositiveOrZero
+    sample_temperature: Temperature
     """Sampling temperature; 0 takes the likeliest token."""
 
 

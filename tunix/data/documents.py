@@ -10,6 +10,8 @@ from tunix.data.chat import Message
 from tunix.data.files import Unit
 from tunix.data.sources import SOURCES, Item
 
+ASKING = {"system", "developer", "user", "tool"}  # roles of which nothing is learnt
+
 
 class Document(NamedTuple):
     name: str
@@ -84,7 +86,10 @@ def _messages(value: Any, column: str | None) -> list[Message]:
         raise BadRow(f"has no list of {{role, content}} in column {column}") from None
     if not all(isinstance(message["content"], str) for message in messages):
         raise BadRow(f"has a content in column {column} that is not text")
-    return messages if any(message["role"] == "assistant" for message in messages) else []
+    roles = {message["role"] for message in messages}
+    if "assistant" not in roles and (others := roles - ASKING):
+        raise BadRow(f"has role {min(others)} in column {column} and no assistant, whose turns are the answers")
+    return messages if "assistant" in roles else []
 
 
 def _cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type, ...] = (str,)) -> Any:

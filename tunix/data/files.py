@@ -47,7 +47,8 @@ def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit
     found: dict[Path, Unit] = {}
     endings = (*extensions, *(ending + packed for ending in extensions for packed in PACKED))
     for pattern in paths:
-        matches = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
+        path = Path(pattern).expanduser()  # one that exists is no glob, whatever is in its name
+        matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not matches:
             raise UserError(f"data.paths: {pattern} does not exist")
         for match in matches:

@@ -4,6 +4,7 @@ Training and `python -m tunix.prepare` both come here and find each other's work
 sources' files, of the tokenizer and of the keys that matter.
 """
 
+import filecmp
 import hashlib
 import json
 import logging
@@ -29,11 +30,10 @@ from tunix.data.documents import Document, read_documents
 from tunix.data.files import Unit, find_files
 from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
 from tunix.data.sources import SOURCES
-from tunix.data.stream import Prepared, open_prepared
+from tunix.data.stream import FORMAT, Prepared, open_prepared
 from tunix.data.tokenizer import Vocabulary, bytes_by_token, read, train
 
 log = logging.getLogger(__name__)
-FORMAT = "2"  # of the files; part of their hash
 MOVED = {"paths"}  # keys of a source that may change while its documents stay the same
 
 
@@ -52,24 +52,30 @@ def find_vocabulary(
     """The tokenizer of the config, read or trained on the training documents of all sources."""
     if cfg.path is not None and not cfg.train:
         return read(cfg, task.chat_template)
-    if cfg.path is not None and Path(cfg.path).exists():
-        raise UserError(
-            f"tokenizer.train=true would write tokenizer.path={cfg.path}, which exists; remove one of the two"
-        )
+    if cfg.train is False:
+        raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
     key = _hash(
         FORMAT, cfg.model_dump_json(exclude={"path", "train"}), task.name, *(_identity(*source) for source in sources)
     )
 
+    trained = cache_dir / "tokenizers" / key / "tokenizer.json"
+    path = None if cfg.path is None else Path(cfg.path).expanduser()
+    if path and path.exists() and not (trained.exists() and filecmp.cmp(path, trained, False)):
+        raise UserError(
+            f"tokenizer.train=true would write tokenizer.path={path}, which exists and is another; remove one of the "
+            "two"
+        )
+
     def make(folder: Path) -> None:
         log.info("training a tokenizer of %d tokens", cfg.vocab_size)
         train(cfg, _sample(sources, task, cfg.train_bytes)).save(folder)
 
     folder = stored(cache_dir / "tokenizers", key, make)
-    if cfg.path is not None:
-        Path(cfg.path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "tokenizer.json", cfg.path)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "tokenizer.json", path)
     return read(cfg.model_copy(update={"path": str(folder)}), task.chat_template)
 
 
@@ -182,7 +188,18 @@ def _index(cfg: AnySource, facts: list[dict], folder: Path, vocabulary: Vocabula
             f"all {num_held_out} documents are held out; add documents, or lower "
             f"data.held_out_fraction={cfg.held_out_fraction} (0 holds out none)"
         )
+    if isinstance(cfg, Tokens) and cfg.held_out_fraction > 0 and num_held_out == 0:
+        raise UserError(
+            f"data.held_out_fraction={cfg.held_out_fraction} holds out nothing: no file of data.paths has a second "
+            "document, or too few tokens; raise it, or set it to 0"
+        )
     counts = sum(np.load(folder / each["name"] / "counts.npy") for each in facts)
+    end = cfg.document_end if isinstance(cfg, Tokens) else None
+    if end is not None and (end >= len(counts) or counts[end] == 0):
+        raise UserError(
+            f"data.document_end={end} is no token in data.paths; the tokenizer ends a document with {vocabulary.eos}, "
+            "and null takes each file for one document"
+        )
     sizes = [each["train"]["bytes"] for each in facts]
     size = int(counts @ bytes_by_token(vocabulary.backend)[: len(counts)]) if None in sizes else sum(sizes)
     shares = counts[counts > 0] / counts.sum()

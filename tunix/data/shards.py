@@ -20,7 +20,7 @@ from tunix.data.tokenizer import Vocabulary, read
 
 BATCH_CHARS = 1 << 20  # text that is tokenized at one time
 HASH_BITS = 64
-SCAN = 1 << 24  # tokens of a flat file looked at at one time
+SCAN = 1 << 24  # elements of an array looked at at one time
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class ShardPlan:
 
 def document_hash(name: str) -> int:
     """Where a document stands in a fixed random order that does not depend on the others."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[: HASH_BITS // 8], "big")
+    encoded = name.encode(errors="surrogateescape")  # a file's name may be no UTF-8
+    return int.from_bytes(hashlib.sha256(encoded).digest()[: HASH_BITS // 8], "big")
 
 
 @dataclass
@@ -87,7 +88,9 @@ def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[di
             if part.answers is not None:
                 part.answers.append(np.array(answers, bool))
     facts = {split: part.save(folder, split, dtype) for split, part in parts.items()}
-    counts = np.sum([*_counts(np.load(folder / "train.tokens.npy", mmap_mode="r"), vocabulary.num_tokens)], axis=0)
+    counts = np.zeros(vocabulary.num_tokens, np.int64)
+    for _, block in _blocks(np.load(folder / "train.tokens.npy", mmap_mode="r")):
+        counts += np.bincount(block, minlength=len(counts))
     return {**facts, "left_out": left_out, "left_out_names": examples, "smallest_hash": smallest}, counts
 
 
@@ -100,7 +103,7 @@ def _batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> It
             if isinstance(document, LeftOut):
                 left_out[document.reason] += 1
                 if document.reason != "empty" and len(examples) < 5:
-                    examples.append(document.name)
+                    examples.append(document.name.encode(errors="replace").decode())  # can be shown
                 continue
             batch.append(document)
             content = document.content
@@ -143,22 +146,24 @@ def _scan(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[s
     place = flat_place(cfg, Path(unit.path))
     tokens = flat_tokens(**place)
     counts, ends = np.zeros(vocabulary.num_tokens, np.int64), []
-    for block, found in enumerate(_counts(tokens, vocabulary.num_tokens)):
-        if len(found) > vocabulary.num_tokens:
+    for first, block in _blocks(tokens):
+        least, most = int(block.min()), int(block.max())
+        if least < 0 or most >= len(counts):
             raise UserError(
-                f"data: {unit.path} has token {len(found) - 1}, the tokenizer has {vocabulary.num_tokens}; "
+                f"data: {unit.path} has token {min(least, 0) or most}, the tokenizer has {len(counts)}; "
                 "give the tokenizer that made it, or the right data.dtype and data.skip_bytes"
             )
-        counts += found
+        counts += np.bincount(block, minlength=len(counts))
         if cfg.document_end is not None:
-            here = tokens[block * SCAN : (block + 1) * SCAN]
-            ends.append(np.flatnonzero(here == cfg.document_end) + block * SCAN)
+            ends.append(np.flatnonzero(block == cfg.document_end) + first)
     starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
     starts = starts[starts < len(tokens)]
     cut = len(tokens) - round(cfg.held_out_fraction * len(tokens))
     if cfg.document_end is None:
         starts = np.array([start for start in (0, cut) if start < len(tokens)], np.int64)
-    elif cfg.held_out_fraction > 0 and len(starts) > 1:
+    elif len(starts) <= 1:  # a document is not cut
+        cut = len(tokens)
+    elif cfg.held_out_fraction > 0:
         cut = int(starts[min(int(np.searchsorted(starts, cut)), len(starts) - 1)])
     facts: dict[str, Any] = {"left_out": {}, "left_out_names": [], "smallest_hash": 0}
     for split, first, stop in (("train", 0, cut), ("held_out", cut, len(tokens))):
@@ -175,7 +180,10 @@ def flat_place(cfg: Tokens, path: Path) -> dict[str, Any]:
     """Where the numbers of a file of tokens are."""
     with path.open("rb") as file:
         if file.read(6) == b"\x93NUMPY":
-            array = np.load(path, mmap_mode="r")
+            try:
+                array = np.load(path, mmap_mode="r")
+            except ValueError as error:
+                raise UserError(f"data: {path} is damaged or ends early: {error}") from None
             if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32, np.int32):
                 raise UserError(f"data: {path} holds {array.ndim} dimensions of {array.dtype}, not one of tokens")
             return {"path": str(path), "dtype": str(array.dtype), "offset": array.offset, "count": len(array)}
@@ -189,18 +197,18 @@ def flat_place(cfg: Tokens, path: Path) -> dict[str, Any]:
     return {"path": str(path.absolute()), "dtype": cfg.dtype, "offset": cfg.skip_bytes, "count": size // width}
 
 
-def _counts(tokens: np.ndarray, num_tokens: int) -> Iterator[np.ndarray]:
-    """How often each word occurs, block by block."""
-    for first in range(0, max(1, len(tokens)), SCAN):
-        yield np.bincount(tokens[first : first + SCAN], minlength=num_tokens)
+def _blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Parts of an array that is larger than memory, each with its first index."""
+    for first in range(0, len(array), SCAN):
+        yield first, array[first : first + SCAN]
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name}\0{array.dtype}\0{len(array)}\0".encode())
-        for first in range(0, len(array), SCAN):
-            digest.update(np.ascontiguousarray(array[first : first + SCAN]).data)
+        for _, block in _blocks(array):
+            digest.update(np.ascontiguousarray(block).data)
     return digest.hexdigest()
 
 

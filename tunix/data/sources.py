@@ -119,15 +119,23 @@ def _read_csv(cfg: Csv, unit: Unit) -> Iterator[Item]:
     csv.field_size_limit(2**31 - 1)
     with opened(unit.path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")  # checked row by row
-        table = csv.DictReader(text, delimiter=cfg.delimiter)
-        for number, row in enumerate(table):
-            name, where = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
-            if None in row or None in row.values():
-                yield Item(
-                    name, None, f"does not have the {len(table.fieldnames or ())} columns of the head line", where
-                )
-            else:
-                yield Item(name, row, "", where)
+        table, begin = csv.DictReader(text, delimiter=cfg.delimiter, strict=True), 1
+        try:
+            head = table.fieldnames or ()
+            if twice := [name for name in cfg.columns.model_dump().values() if list(head).count(name) > 1]:
+                raise UserError(f"data: {unit.path} has column {twice[0]} more than once; rename all but one")
+            for number, row in enumerate(table):
+                name, where = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
+                if None in row or None in row.values():
+                    yield Item(name, None, f"does not have the {len(head)} columns of the head line", where)
+                else:
+                    yield Item(name, row, "", where)
+                begin = table.line_num + 1
+        except csv.Error as error:  # where the next row begins is not known: none is skipped
+            raise UserError(
+                f"data: {unit.path}, line {begin}, is not CSV ({error}); close the quotes of its cells, and double "
+                "those within"
+            ) from None
 
 
 def _row_groups(cfg: Parquet, unit_bytes: int) -> list[Unit]:

@@ -1,7 +1,6 @@
 """Tokenized documents on disk, read by memory mapping: any place of any shard at the cost of a page."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from tunix.config import UserError
+from tunix.models.hf import read_json
 
 OPEN_SHARDS = 256  # at one time; each holds up to three file descriptors
+FORMAT = "2"  # of the files; part of their hash
 SPLITS = ("train", "held_out")
 
 
@@ -69,7 +70,14 @@ class Prepared:
 
 
 def open_prepared(folder: Path) -> Prepared:
-    return Prepared(folder, json.loads((folder / "index.json").read_text()))
+    """Raises `UserError` where the index is damaged or of another version."""
+    index = read_json(folder / "index.json")
+    if index.get("format") != FORMAT:
+        raise UserError(
+            f"{folder}/index.json is of format {index.get('format')}, not {FORMAT}; remove the folder and prepare it "
+            "again"
+        )
+    return Prepared(folder, index)
 
 
 def flat_tokens(path: str, dtype: str, offset: int, count: int) -> np.ndarray:

@@ -15,6 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tunix.config import Tokenizer, UserError
 from tunix.data import sentencepiece
 from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.models.hf import read_json
+from tunix.models.hub import why
 
 ROW_MULTIPLE = 128
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # of tokenizers trained here
@@ -89,7 +91,7 @@ def load(path: str, bos: str | None = None, eos: str | None = None, chat_templat
     """The same of a path alone; what is given goes before what the files say."""
     files = _files(path)
     backend = _backend(path, files)
-    about: dict[str, Any] = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
+    about: dict[str, Any] = read_json(files["tokenizer_config.json"]) if _has(files) else {}
     template = _template(files, about, chat_template, "task.chat_template")
     bos = bos or _token(about.get("bos_token")) or _first(backend, (BOS, "<s>"))
     eos = eos or _token(about.get("eos_token")) or _first(backend, (EOS, "</s>", "<|endoftext|>"))
@@ -184,19 +186,24 @@ def _files(path: str) -> dict[str, Path]:
     if place.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
         raise UserError(f"tokenizer.path={path} does not exist")
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    files = {}
-    for name in FILES:
-        try:
-            files[name] = Path(hf_hub_download(path, name))
-        except EntryNotFoundError:
-            continue
-        except Exception as error:  # the network, the name, the right to read it
-            raise UserError(
-                f"tokenizer.path={path} is not a file here and cannot be fetched from the hub: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
+    files: dict[str, Path] = {}
+    unknown: Exception | None = None
+    try:
+        for name in FILES:
+            try:
+                files[name] = Path(hf_hub_download(path, name, local_files_only=unknown is not None))
+            except LocalEntryNotFoundError as error:  # not in the cache, and nobody can say whether the hub has it
+                unknown = error
+            except EntryNotFoundError:
+                continue
+        if unknown and not files:
+            raise unknown
+    except Exception as error:  # the network, the name, the right to read it
+        raise UserError(
+            f"tokenizer.path={path} is not a file here and could not be fetched from the Hugging Face hub: {why(error)}"
+        ) from None
     return files
 
 

@@ -288,6 +288,9 @@ def _layers(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
 
 def _rope(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """RoPE as transformers 5 writes it (`rope_parameters`) or as older versions do."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key), dict | None):
+            raise ValueError(f"{key}={raw[key]} is not a JSON object")
     everywhere = raw.get("rope_parameters") or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
     nearby = {"rope_theta": raw.get("rope_local_base_freq")}
     if FULL in everywhere:

@@ -34,8 +34,12 @@ def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_
     try:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # of many kinds: network, rights, names
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        reason = next((text for kind, text in REASONS.items() if kind in kinds), str(error).strip().splitlines()[0])
         raise UserError(
-            f"{key}={source} is not a folder here and could not be fetched from the Hugging Face hub: {reason}"
+            f"{key}={source} is not a folder here and could not be fetched from the Hugging Face hub: {why(error)}"
         ) from None
+
+
+def why(error: Exception) -> str:
+    """What an error of huggingface_hub means, in a line."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return next((text for kind, text in REASONS.items() if kind in kinds), str(error).strip().splitlines()[0])

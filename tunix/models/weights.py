@@ -22,6 +22,7 @@ from tunix.models.hf import FAMILIES, Family, Name, read_json
 from tunix.models.quantized import stacked_codes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -49,7 +50,7 @@ class TensorFiles:
         return {name: tuple(self._slice(name).get_shape()) for name in self._files}
 
     def dtype(self, name: str) -> str:
-        """`F32`, `BF16` or `F16`, as the files say it."""
+        """One of `FLOATS` where it was checked, as the files say it."""
         return self._slice(name).get_dtype()
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -70,7 +71,10 @@ class TensorFiles:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model; raises `UserError` where there are none, or one of them is missing."""
     if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{folder / INDEX} has no weight_map of tensors and files")
+        names = sorted(set(weight_map.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing)}, named in {INDEX}")
@@ -93,7 +97,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
     matrices that are to be quantized one layer at a time.
 
     Raises:
-        UserError: tensors that are missing, too many, or of another shape: they are named.
+        UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
     """
     family = FAMILIES[cfg.family]
     loaded: dict[str, jax.Array] = {}
@@ -176,6 +180,8 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise UserError(f"{folder}: {name} is {list(shapes[name])}, its config.json says {list(shape)}")
+        if files.dtype(name) not in FLOATS:
+            raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}; dequantize it first")
 
 
 def _some(names: list[str]) -> str:
