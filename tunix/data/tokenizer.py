@@ -112,7 +112,7 @@ def read_backend(folder: Path) -> Backend | None:
 def read_chat(folder: Path, asked: str | None) -> ChatTemplate:
     """The template for answers: `chat_template=asked`, or that of a folder with a tokenizer."""
     files = _files(str(folder))
-    about: dict[str, Any] = json.loads(files["tokenizer_config.json"].read_text()) if _has(files) else {}
+    about: dict[str, Any] = read_json(files["tokenizer_config.json"]) if _has(files) else {}
     template = _template(files, about, asked, "chat_template")
     if template is None:
         raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
