@@ -43,7 +43,8 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
 
     from tunix.compose import compose
     from tunix.mesh import build_layout, build_mesh
-    from tunix.models.hf import FAMILIES, write_config
+    from tunix.models.hf import FAMILIES
+    from tunix.models.hf_config import write_config
     from tunix.models.weights import _shape, named
     from tunix.state import describe
 

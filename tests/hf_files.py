@@ -7,7 +7,7 @@ import jax
 from harness import program
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tunix.models.hf import write_config
+from tunix.models.hf_config import write_config
 from tunix.models.weights import save_weights
 
 WORDS = 300

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 
 import tunix
 from tunix.losses import lm_loss
-from tunix.models.hf import FAMILIES, read_config, write_config
+from tunix.models.hf import FAMILIES
+from tunix.models.hf_config import read_config, write_config
 from tunix.models.weights import save_weights
 from tunix.sampling import Sampling
 

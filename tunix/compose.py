@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from tunix import exits
 from tunix.config import Config, Model, Section, Tokenizer, UserError
 from tunix.mistakes import explained, validated
-from tunix.models import hf, hub
+from tunix.models import hf_config, hub
 from tunix.schema import keys
 
 PACKAGED = Path(__file__).parent / "conf"  # in an installed wheel
@@ -164,7 +164,7 @@ def _fill_from_pretrained(values: dict[Any, Any]) -> None:
 
 
 def _fill_architecture(model: dict[Any, Any], folder: Path) -> None:
-    read = hf.read_config(folder)
+    read = hf_config.read_config(folder)
     family: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "family" / f"{read['family']}.yaml"))
     found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read}), resolve=True)
     for key in sorted(found.keys() - COMMON - {"defaults"}):
@@ -191,7 +191,7 @@ def trained_model(folder: Path, mesh_shape: Any) -> Model:
 def unlike_its_family(cfg: Model) -> str:
     """Why the config.json of its family does not say all of this model; empty where it does."""
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(hf.write_config(cfg)))
+        (Path(name) / "config.json").write_text(json.dumps(hf_config.write_config(cfg)))
         try:
             said = trained_model(Path(name), cfg.mesh_shape)
         except UserError as error:

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from tunix import compose
 from tunix.config import Export, UserError
 from tunix.data.tokenizer import PAD, Vocabulary, load, read_backend, tokenizer_digest
-from tunix.models.hf import FAMILIES, read_json, write_config
+from tunix.models.hf import FAMILIES, read_json
+from tunix.models.hf_config import write_config
 from tunix.models.weights import named, save_weights
 from tunix.pretrained import Pretrained, load_pretrained
 
