@@ -31,8 +31,10 @@ MICROBATCHES = 4
         ("[[8],[fsdp]]", ["training.sharding_strategy=shard_optimizer"]),
         ("[[2,4],[dp,fsdp]]", ["training.sync_gradients_every=2"]),
         ("[[8],[dp]]", ["training.sharding_strategy=no_shard"]),
+        ("[[8],[fsdp]]", ["model.lora.rank=2"]),
+        ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
     ],
-    ids=["fsdp", "zero1", "hybrid", "copies"],
+    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8"],
 )
 def test_derived_is_what_is_compiled(mesh, more):
     """State in bytes, exactly; gathered and reduced bytes to 2 %."""
@@ -61,6 +63,8 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     assert gigabyte("all-reduce", "tp") == 2 * gigabyte("all-gather", "tp")
     assert gigabyte("all-gather", "fsdp") == pytest.approx(0.75 / (2 * kind.network_gb_per_s))  # two in a node
     assert gigabyte("all-reduce", "dp") == pytest.approx(2 * 0.5 / kind.network_gb_per_s)  # alone in its node
+    of_six = seconds(Transfer("all-gather", ("tp",), 10**9), sizes, kind, per_node=6)  # devices 4 and 5, 6 and 7
+    assert of_six == pytest.approx(0.75 / (2 * kind.network_gb_per_s))
 
 
 def test_peaks_are_those_of_the_kinds():

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
-from tunix.flops import flops_per_token
+from tunix.flops import flops_per_token, forward_flops_per_token
 from tunix.layout import DATA_AXES, MESH_AXES, data_shards
-from tunix.mesh import bytes_per_device
+from tunix.mesh import Layout, bytes_per_device
 from tunix.program import Program, assemble
 from tunix.state import Weight
 
-RECOMPUTED = {"none": 0.0, "dots": 0.0, "attention": 1 / 3, "full": 1 / 3}  # of a step's FLOPs, by training.remat
+RECOMPUTED = {"none": 0, "dots": 0, "attention": 1, "full": 1}  # forward passes, by training.remat
 TRAVERSALS = {  # of a ring (Patarasuk and Yuan 2009)
     "all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "collective-permute": 1,
 }  # fmt: skip
@@ -59,12 +59,14 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     training, shards = cfg.training, data_shards(mesh.shape)
     microbatches = training.accumulation(shards)
     tokens = microbatches * training.sequences_per_shard * shards * training.seq_len
-    flops = flops_per_token(cfg.model, program.arch.num_parameters, training.seq_len) * tokens / mesh.size
+    arch, share = program.arch, tokens / mesh.size
+    flops = flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len) * share
+    again = forward_flops_per_token(cfg.model, arch.num_parameters, training.seq_len) * share
     return Costs(
         _held(program, mesh) | {"activations": _activation_bytes(cfg, mesh.shape["tp"])},
         [*_of_weights(program, mesh, microbatches), *_of_activations(cfg, microbatches)],
         flops,
-        flops * (1 + RECOMPUTED[training.remat]),
+        flops + RECOMPUTED[training.remat] * again,
         tokens,
     )
 
@@ -80,7 +82,7 @@ def _held(program: Program, mesh: Mesh | AbstractMesh) -> dict[str, int]:
     layout, in_blocks = program.layout, _gathers_in_blocks(program)
     trained, sharded = jax.tree.leaves(program.arch.trained_weights), layout.strategy.gradients
     gathered = [
-        (weight, _bytes(weight, layout.gathered(weight.equation), layout.use_dtype(weight.equation), mesh))
+        (weight, _bytes(weight, layout.gathered(weight.equation), _use_dtype(weight, layout), mesh))
         for weight in jax.tree.leaves(program.arch.weights)
     ]
     # One block and the next are gathered at a time; the tables stay, and so does their gradient until it is summed.
@@ -124,7 +126,7 @@ def _of_weights(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) 
         whole, split = layout.gathered(equation), "fsdp" in layout.rest(equation, True)
         if split and strategy.params:
             times = 2 * microbatches if _gathers_in_blocks(program) and _is_stacked(weight) else 1
-            size = _bytes(weight, whole, layout.use_dtype(equation), mesh)
+            size = _bytes(weight, whole, _use_dtype(weight, layout), mesh)
             yield Transfer("all-gather", ("fsdp",), times * size)
         elif split and strategy.optimizer and trained:  # the updated weights
             yield Transfer("all-gather", ("fsdp",), _bytes(weight, whole, layout.param, mesh))
@@ -155,7 +157,7 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
     """
     size = math.prod(sizes[axis] for axis in transfer.axes)
     stride = math.prod(sizes[axis] for axis in MESH_AXES[MESH_AXES.index(transfer.axes[-1]) + 1 :])
-    neighbours = max(1, min(size, per_node // stride))
+    neighbours = max(1, math.gcd(stride * size, per_node) // stride)  # where groups and nodes overlap least
     crosses = neighbours < size
     speed = min(kind.link_gb_per_s, neighbours * kind.network_gb_per_s) if crosses else kind.link_gb_per_s
     return TRAVERSALS[transfer.kind] * transfer.num_bytes * (size - 1) / size / (speed * 1e9)
@@ -163,6 +165,11 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
 
 def _gathers_in_blocks(program: Program) -> bool:
     return program.layout.strategy.gathered_for == "block" and program.cfg.training.sync_gradients_every == 1
+
+
+def _use_dtype(weight: Weight, layout: Layout) -> str:
+    """In which a weight is gathered: codes and scales travel as they are."""
+    return weight.dtype if weight.equation.is_quantized else layout.use_dtype(weight.equation)
 
 
 def _is_stacked(weight: Weight) -> bool:
