@@ -105,6 +105,12 @@ def test_ranks_what_fits_and_says_why_not_the_rest(run):
     assert sharded["bytes_per_device"]["optimizer"] < copied["bytes_per_device"]["optimizer"] / 7
 
 
+@pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
+def test_what_muon_adds_is_told_to_be_missing(optimizer, told, run):
+    _, out, _ = run(*SMALL, f"optimizer={optimizer}", "model.mesh_shape=[[8],[fsdp]]", "plan.topology=h200:8")
+    assert ("without what Muon's matrix products move" in out) == told
+
+
 def test_a_cluster_that_is_not_there(run):
     """27 billion parameters on 256 devices, one mesh; no device is made."""
     num_devices = jax.device_count()

@@ -62,7 +62,9 @@ def _xla(q, k, v, segment_ids, window):
     if block < length:
         one_block = _recomputed(one_block)
     arrays = (q, k, v, segment_ids, window)
-    blocks = jax.lax.map(lambda start: one_block(start, *arrays), jnp.arange(0, length, block))  # [T / block, B, block, N, H]
+    blocks = jax.lax.map(
+        lambda start: one_block(start, *arrays), jnp.arange(0, length, block)
+    )  # [T / block, B, block, N, H]
     return blocks.swapaxes(0, 1).reshape(batch, length, heads, dim)
 
 
