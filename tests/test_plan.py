@@ -12,7 +12,7 @@ from PIL import Image
 from tunix.compose import compose
 from tunix.config import UserError
 from tunix.costs import Transfer, derive, seconds
-from tunix.flops import device_kinds, peak_tflops
+from tunix.flops import device_kinds, flops_per_token, forward_flops_per_token, peak_tflops
 from tunix.layout import explicit_sizes, shown
 from tunix.plan import __main__ as plan
 from tunix.plan.choice import decided
@@ -51,6 +51,21 @@ def test_derived_is_what_is_compiled(mesh, more):
         moved = sum(c.num_bytes * c.times for c in found if c.kind in kinds)
         derived = sum(t.num_bytes for t in costs.transfers if t.kind in kinds and any(sizes[a] > 1 for a in t.axes))
         assert derived == pytest.approx(moved, rel=0.02), kinds
+
+
+def test_weights_that_are_not_trained_have_no_gradients_to_count():
+    """Of a tied embedding: all parameters are multiplied."""
+    model, million = compose(SMALL).config.model, 10**6
+    trained, frozen = (flops_per_token(model, million, count, seq_len=32) for count in (million, 0))
+    assert trained == 3 * forward_flops_per_token(model, million, seq_len=32)
+    assert trained - frozen == 2 * million
+
+
+def test_memory_is_derived_where_there_is_no_cudnn():
+    mesh, kernel = "model.mesh_shape=[[8],[fsdp]]", "model.attention=cudnn"
+    cudnn, plain = (compose([*SMALL, mesh, *more]).config for more in ([kernel], []))
+    sizes = explicit_sizes(plain.model.mesh_shape)
+    assert 0 < derive(cudnn, sizes).memory < derive(plain, sizes).memory
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():

@@ -142,7 +142,8 @@ def _kept_per_sequence(program: Program, mesh: Mesh | AbstractMesh) -> int:
     def num_bytes(sequences: int) -> int:
         values = {"micro_batch_size": sequences, "global_batch_size": None, "global_batch_tokens": None}
         alike = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
-        return bytes_per_device(jax.eval_shape(kept, program.abstract["params"], abstract_batch(alike, mesh)))
+        batch = abstract_batch(alike, mesh)  # type: ignore[arg-type]
+        return bytes_per_device(jax.eval_shape(kept, program.abstract["params"], batch))
 
     return num_bytes(2) - num_bytes(1)  # weights are the same in both
 
