@@ -9,10 +9,15 @@ import pytest
 from harness import ROOT
 from installs import cuda_plugin
 
+from tunix.plan.ranking import DERIVED_MARGIN
+
 PROGRAMS = {  # words, and the temporary GiB that the step was recorded to need, rounded up
     "1b on 8": (["model=gemma3_1b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"], 2.45),
+    "0.6b that keeps all": (
+        ["model=qwen3_0_6b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]", "training.remat=none"], 6.4,
+    ),
     "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]"], 3.9),
-}
+}  # fmt: skip
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
@@ -68,7 +73,8 @@ def test_memory(program):
     held = plan["bytes_per_device"]
     recorded = held["weights"] + held["optimizer"] + temporary * 2**30
     assert 0.9 * recorded < held["total"] < recorded
-    assert held["total"] < plan["derived_bytes_per_device"]["total"]  # the estimate is on the safe side
+    derived = plan["derived_bytes_per_device"]["total"]
+    assert held["total"] < derived < DERIVED_MARGIN * held["total"]  # the estimate is on the safe side
 
 
 def test_time_is_predicted_from_the_schedule(program):
@@ -79,7 +85,9 @@ def test_time_is_predicted_from_the_schedule(program):
 
 
 def test_arithmetic_is_that_of_the_model(program):
-    """Counted in the program's products: forward, backward, and forward again by remat=full."""
+    """Counted in the program's products: forward, backward, and forward again by remat=full.
+
+    By remat=none the logits, which are a third of this model, and the scores."""
     plan, _ = program
     model_tflop = plan["predicted"]["mfu"] * plan["predicted"]["step_time_s"] * 989
     assert plan["tflop_per_step_per_device"] == pytest.approx(4 / 3 * model_tflop, rel=0.15)

@@ -12,7 +12,7 @@ from PIL import Image
 from tunix.compose import compose
 from tunix.config import UserError
 from tunix.costs import Transfer, derive, seconds
-from tunix.flops import device_kinds, peak_tflops
+from tunix.flops import device_kinds, flops_per_token, forward_flops_per_token, peak_tflops
 from tunix.layout import explicit_sizes, shown
 from tunix.plan import __main__ as plan
 from tunix.plan.choice import decided
@@ -31,8 +31,10 @@ MICROBATCHES = 4
         ("[[8],[fsdp]]", ["training.sharding_strategy=shard_optimizer"]),
         ("[[2,4],[dp,fsdp]]", ["training.sync_gradients_every=2"]),
         ("[[8],[dp]]", ["training.sharding_strategy=no_shard"]),
+        ("[[8],[fsdp]]", ["model.lora.rank=2"]),
+        ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
     ],
-    ids=["fsdp", "zero1", "hybrid", "copies"],
+    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8"],
 )
 def test_derived_is_what_is_compiled(mesh, more):
     """State in bytes, exactly; gathered and reduced bytes to 2 %."""
@@ -51,6 +53,21 @@ def test_derived_is_what_is_compiled(mesh, more):
         assert derived == pytest.approx(moved, rel=0.02), kinds
 
 
+def test_weights_that_are_not_trained_have_no_gradients_to_count():
+    """Of a tied embedding: all parameters are multiplied."""
+    model, million = compose(SMALL).config.model, 10**6
+    trained, frozen = (flops_per_token(model, million, count, seq_len=32) for count in (million, 0))
+    assert trained == 3 * forward_flops_per_token(model, million, seq_len=32)
+    assert trained - frozen == 2 * million
+
+
+def test_memory_is_derived_where_there_is_no_cudnn():
+    mesh, kernel = "model.mesh_shape=[[8],[fsdp]]", "model.attention=cudnn"
+    cudnn, plain = (compose([*SMALL, mesh, *more]).config for more in ([kernel], []))
+    sizes = explicit_sizes(plain.model.mesh_shape)
+    assert 0 < derive(cudnn, sizes).memory < derive(plain, sizes).memory
+
+
 def test_a_ring_is_as_fast_as_its_slowest_link():
     kind, sizes = device_kinds()["h200"], {"dp": 2, "fsdp": 4, "tp": 4}
 
@@ -61,6 +78,8 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     assert gigabyte("all-reduce", "tp") == 2 * gigabyte("all-gather", "tp")
     assert gigabyte("all-gather", "fsdp") == pytest.approx(0.75 / (2 * kind.network_gb_per_s))  # two in a node
     assert gigabyte("all-reduce", "dp") == pytest.approx(2 * 0.5 / kind.network_gb_per_s)  # alone in its node
+    of_six = seconds(Transfer("all-gather", ("tp",), 10**9), sizes, kind, per_node=6)  # devices 4 and 5, 6 and 7
+    assert of_six == pytest.approx(0.75 / (2 * kind.network_gb_per_s))
 
 
 def test_peaks_are_those_of_the_kinds():
@@ -99,6 +118,12 @@ def test_ranks_what_fits_and_says_why_not_the_rest(run):
         next(e for e in found["fit"] if e["mesh_shape"] == f'[[8],["{axis}"]]') for axis in ("fsdp", "dp")
     )
     assert sharded["bytes_per_device"]["optimizer"] < copied["bytes_per_device"]["optimizer"] / 7
+
+
+@pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
+def test_what_muon_adds_is_told_to_be_missing(optimizer, told, run):
+    _, out, _ = run(*SMALL, f"optimizer={optimizer}", "model.mesh_shape=[[8],[fsdp]]", "plan.topology=h200:8")
+    assert ("without what Muon's matrix products move" in out) == told
 
 
 def test_a_cluster_that_is_not_there(run):

@@ -57,3 +57,33 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
     assert timeline.compute_s == pytest.approx(5 * (MOVED + 1e5))  # the loop's stack is updated in place
     assert timeline.communication_s == pytest.approx(5 * gather_s)
     assert timeline.exposed_s == pytest.approx(5 * exposed_s)
+
+
+CONDITIONAL = """HloModule step, is_scheduled=true
+
+%short (a: f32[10]) -> f32[10] {
+  %a = f32[10]{0} parameter(0)
+  ROOT %b = f32[10]{0} negate(%a)
+}
+
+%long (c: f32[10]) -> f32[10] {
+  %c = f32[10]{0} parameter(0)
+  %d = f32[10]{0} negate(%c)
+  ROOT %e = f32[10]{0} negate(%d)
+}
+
+ENTRY %main (which: pred[], x: f32[10]) -> f32[10] {
+  %which = pred[] parameter(0)
+  %x = f32[10]{0} parameter(1)
+  ROOT %either = f32[10]{0} conditional(%which, %x, %x), BRANCHES
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "written", ["branch_computations={%short, %long}", "true_computation=%long, false_computation=%short"]
+)
+def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
+    hlo = CONDITIONAL.replace("BRANCHES", written)
+    timeline = walk(hlo, [], Speeds(flops_per_s=1.0, bytes_per_s=1.0, collective_s=lambda _: 0.0))
+    assert timeline.compute_s == 2 * (2 * 10 * 4)  # two instructions, each reads and writes ten numbers

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import batch, program
 
+from tunix.losses import make_loss
 from tunix.mesh import bytes_per_device
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -67,6 +68,22 @@ def test_remat_leaves_the_result_unchanged(remat, reference):
     assert_same(
         program("model.mesh_shape=[[4,2],[fsdp,tp]]", f"training.remat={remat}").run(batch(), steps=3), reference
     )
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_scores_of_long_sequences_are_not_kept(remat, reference, monkeypatch):
+    """Of more tokens than a block of queries; the result is the same."""
+    monkeypatch.setattr("tunix.models.attention.QUERY_BLOCK", 4)
+    blocked = program(*ONE, f"training.remat={remat}")
+    assert_same(blocked.run(batch(), steps=3), reference)
+    loss, rows = make_loss(blocked.cfg), {name: leaf[0] for name, leaf in batch().items()}
+
+    def kept(params):
+        return jax.vjp(lambda params: loss(blocked.arch.module(params), rows)[0], params)[1]
+
+    with jax.set_mesh(blocked.mesh):
+        shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(kept, blocked.state["params"]))]
+    assert all(shape[-2:] != (4, 32) for shape in shapes)  # scores of a block
 
 
 def test_moments_are_sharded_like_parameters():

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
-from tunix.flops import flops_per_token
+from tunix.flops import flops_per_token, forward_flops_per_token
 from tunix.layout import DATA_AXES, MESH_AXES, data_shards
-from tunix.mesh import bytes_per_device
-from tunix.program import Program, assemble
-from tunix.state import Weight
+from tunix.mesh import Layout, bytes_per_device
+from tunix.models.attention import QUERY_BLOCK
+from tunix.program import Program, abstract_batch, assemble
+from tunix.state import Weight, describe
 
-RECOMPUTED = {"none": 0.0, "dots": 0.0, "attention": 1 / 3, "full": 1 / 3}  # of a step's FLOPs, by training.remat
+RECOMPUTED = {"none": 0, "dots": 0, "attention": 1, "full": 1}  # forward passes, by training.remat
 TRAVERSALS = {  # of a ring (Patarasuk and Yuan 2009)
     "all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "collective-permute": 1,
 }  # fmt: skip
@@ -50,38 +51,45 @@ def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
     """The costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch."""
     # The program of one sequence per shard serves for all micro batches.
     alike = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
-    program, mesh = _program(alike.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in MESH_AXES))
-    return costs_of(cfg, program, mesh)
+    return _costs(cfg, *_program(alike.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in MESH_AXES)))
 
 
 def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
-    """The same for a program that is assembled already."""
+    """The same for a program that is assembled already, for a mesh that is in use."""
+    return _costs(cfg, program, mesh, _kept_per_sequence(program, mesh))
+
+
+def _costs(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, kept: int) -> Costs:
     training, shards = cfg.training, data_shards(mesh.shape)
     microbatches = training.accumulation(shards)
     tokens = microbatches * training.sequences_per_shard * shards * training.seq_len
-    flops = flops_per_token(cfg.model, program.arch.num_parameters, training.seq_len) * tokens / mesh.size
+    arch, share = program.arch, tokens / mesh.size
+    flops = flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len) * share
+    again = forward_flops_per_token(cfg.model, arch.num_parameters, training.seq_len) * share
     return Costs(
-        _held(program, mesh) | {"activations": _activation_bytes(cfg, mesh.shape["tp"])},
+        _held(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, mesh.shape["tp"], kept)},
         [*_of_weights(program, mesh, microbatches), *_of_activations(cfg, microbatches)],
         flops,
-        flops * (1 + RECOMPUTED[training.remat]),
+        flops + RECOMPUTED[training.remat] * again,
         tokens,
     )
 
 
 @lru_cache(maxsize=1)
-def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh]:
+def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh, int]:
     mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
     with jax.sharding.use_abstract_mesh(mesh):
-        return assemble(Config.model_validate_json(config), mesh), mesh  # type: ignore[arg-type]
+        program = assemble(Config.model_validate_json(config), mesh)  # type: ignore[arg-type]
+        return program, mesh, _kept_per_sequence(program, mesh)
 
 
-def _held(program: Program, mesh: Mesh | AbstractMesh) -> dict[str, int]:
-    layout, in_blocks = program.layout, _gathers_in_blocks(program)
-    trained, sharded = jax.tree.leaves(program.arch.trained_weights), layout.strategy.gradients
+def _held(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> dict[str, int]:
+    layout, arch, in_blocks = program.layout, program.arch, _gathers_in_blocks(program)
+    trained, sharded = jax.tree.leaves(arch.trained_weights), layout.strategy.gradients
+    # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
+    transposed = [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not _is_stacked(weight)]
     gathered = [
-        (weight, _bytes(weight, layout.gathered(weight.equation), layout.use_dtype(weight.equation), mesh))
-        for weight in jax.tree.leaves(program.arch.weights)
+        (weight, _gathered_bytes(weight, layout, mesh)) for weight in [*jax.tree.leaves(arch.weights), *transposed]
     ]
     # One block and the next are gathered at a time; the tables stay, and so does their gradient until it is summed.
     share = {True: 2 / program.cfg.model.num_layers if in_blocks else 1.0, False: 1.0}
@@ -90,28 +98,54 @@ def _held(program: Program, mesh: Mesh | AbstractMesh) -> dict[str, int]:
         for weight in trained
         if not (in_blocks and _is_stacked(weight))
     ]
+    sums = [_bytes(weight, layout.rest(weight.equation, sharded), "float32", mesh) for weight in trained]
+    accumulates = microbatches > 1 and (in_blocks or program.cfg.training.sync_gradients_every > 1)
+    of_one = sum(sums) if in_blocks else sum(own_parts) * jnp.dtype(layout.compute).itemsize // 4
     return {
         "weights": bytes_per_device(program.abstract["params"]),
         "optimizer": bytes_per_device(program.abstract["opt_state"]),
-        "gradients": sum(own_parts)
-        + sum(_bytes(weight, layout.rest(weight.equation, sharded), "float32", mesh) for weight in trained),
+        "gradients": sum(own_parts) + sum(sums) + (of_one if accumulates else 0),
         "gathered": round(sum(share[_is_stacked(weight)] * size for weight, size in gathered)),
     }
 
 
-def _activation_bytes(cfg: Config, tp: int) -> int:
-    """An estimate: what the forward pass keeps for each layer, one layer's inside twice, one chunk's logits."""
+def _activation_bytes(cfg: Config, tp: int, kept: int) -> int:
+    """What the forward pass has `kept` of each sequence, and what is at work: one layer's inside, or a chunk's logits.
+
+    The second part is an estimate.
+    """
     model, training = cfg.model, cfg.training
-    item, tokens = jnp.dtype(training.dtypes["compute"]).itemsize, training.sequences_per_shard * training.seq_len
-    width, heads = model.embed_dim, model.num_heads * model.head_dim / tp
-    keys = 2 * model.num_kv_heads * model.head_dim / min(tp, model.num_kv_heads)
+    item, length = jnp.dtype(training.dtypes["compute"]).itemsize, training.seq_len
+    heads, keys = model.num_heads / tp, 2 * model.num_kv_heads / min(tp, model.num_kv_heads)
     mlp = (3 if model.mlp.startswith("gated") else 2) * model.mlp_dim / tp
-    inside = 6 * width + 2 * heads + keys + mlp
-    products = 2 * width + 2 * heads + keys + mlp
-    kept = {"none": inside, "dots": width + products, "attention": width + heads, "full": width}[training.remat]
-    positions = training.sequences_per_shard * min(training.loss_chunk_size, training.seq_len)
-    logits = 3 * positions * model.vocab_size / tp * 4
-    return round(tokens * item * (model.num_layers * kept + 2 * inside) + logits)
+    inside = 2 * length * item * (6 * model.embed_dim + (2 * heads + keys) * model.head_dim + mlp)
+    if model.attention == "xla":
+        inside += heads * min(length, QUERY_BLOCK) * length * (4 + item)
+    logits = (
+        1.75 * min(training.loss_chunk_size, length) * model.vocab_size / tp * 4
+    )  # float32, and part of their gradient
+    return round(training.sequences_per_shard * (kept + max(inside, logits)))
+
+
+def _kept_per_sequence(program: Program, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes that `training.remat` keeps of a sequence for the backward pass, on one device, as JAX traces it."""
+    cfg = program.cfg
+    # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
+    plain = cfg.model.model_copy(update={"attention": "xla"})
+    arch = describe(plain, program.layout, cfg.training.remat)
+
+    def kept(params, batch):
+        rows = {name: leaf[0] for name, leaf in batch.items()} | {"noise": jnp.zeros((), jnp.int32)}
+        trained = arch.trained(params)
+        return jax.vjp(lambda trained: program.loss_fn(arch.module(arch.whole(trained, params)), rows)[0], trained)[1]
+
+    def num_bytes(sequences: int) -> int:
+        values = {"micro_batch_size": sequences, "global_batch_size": None, "global_batch_tokens": None}
+        alike = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
+        batch = abstract_batch(alike, mesh)  # type: ignore[arg-type]
+        return bytes_per_device(jax.eval_shape(kept, program.abstract["params"], batch))
+
+    return num_bytes(2) - num_bytes(1)  # weights are the same in both
 
 
 def _of_weights(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> Iterator[Transfer]:
@@ -124,7 +158,7 @@ def _of_weights(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) 
         whole, split = layout.gathered(equation), "fsdp" in layout.rest(equation, True)
         if split and strategy.params:
             times = 2 * microbatches if _gathers_in_blocks(program) and _is_stacked(weight) else 1
-            size = _bytes(weight, whole, layout.use_dtype(equation), mesh)
+            size = _bytes(weight, whole, _use_dtype(weight, layout), mesh)
             yield Transfer("all-gather", ("fsdp",), times * size)
         elif split and strategy.optimizer and trained:  # the updated weights
             yield Transfer("all-gather", ("fsdp",), _bytes(weight, whole, layout.param, mesh))
@@ -155,7 +189,7 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
     """
     size = math.prod(sizes[axis] for axis in transfer.axes)
     stride = math.prod(sizes[axis] for axis in MESH_AXES[MESH_AXES.index(transfer.axes[-1]) + 1 :])
-    neighbours = max(1, min(size, per_node // stride))
+    neighbours = max(1, math.gcd(stride * size, per_node) // stride)  # where groups and nodes overlap least
     crosses = neighbours < size
     speed = min(kind.link_gb_per_s, neighbours * kind.network_gb_per_s) if crosses else kind.link_gb_per_s
     return TRAVERSALS[transfer.kind] * transfer.num_bytes * (size - 1) / size / (speed * 1e9)
@@ -163,6 +197,20 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
 
 def _gathers_in_blocks(program: Program) -> bool:
     return program.layout.strategy.gathered_for == "block" and program.cfg.training.sync_gradients_every == 1
+
+
+def _use_dtype(weight: Weight, layout: Layout) -> str:
+    """In which a weight is gathered: codes and scales travel as they are."""
+    return weight.dtype if weight.equation.is_quantized else layout.use_dtype(weight.equation)
+
+
+def _gathered_bytes(weight: Weight, layout: Layout, mesh: Mesh | AbstractMesh) -> int:
+    """As it travels, and for codes the matrix made of them."""
+    spec = layout.gathered(weight.equation)
+    made = weight.size / math.prod(weight.shape) if weight.equation.is_quantized else 0
+    return _bytes(weight, spec, _use_dtype(weight, layout), mesh) + round(
+        made * _bytes(weight, spec, layout.compute, mesh)
+    )
 
 
 def _is_stacked(weight: Weight) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import multihost_utils
@@ -204,10 +203,11 @@ def device_table(mesh: Mesh) -> list[list[str]]:
 
 
 def bytes_per_device(tree: object) -> int:
-    """Bytes that one device holds of a tree of arrays or shapes with shardings."""
+    """Bytes that one device holds of a tree of arrays or shapes with shardings; all, where there is none."""
 
     def size(leaf: jax.Array) -> int:
-        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
+        return math.prod(shape) * leaf.dtype.itemsize
 
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
 

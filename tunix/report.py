@@ -41,7 +41,7 @@ class Sizes:
         return self.flops_per_token * self.tokens_per_step / 1e12
 
 
-def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | None) -> Sizes:
+def derive_sizes(cfg: Config, mesh: Mesh, arch: Architecture, corpus: Corpus | None) -> Sizes:
     """`corpus` is None in a dry run."""
     training = cfg.training
     microbatches = training.accumulation(data_shards(mesh.shape))
@@ -58,7 +58,7 @@ def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | 
         micro_batch,
         batch * training.seq_len,
         min(known) if known else None,
-        flops_per_token(cfg.model, num_parameters, training.seq_len),
+        flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len),
         mesh.size,
     )
 
@@ -123,7 +123,7 @@ def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str,
     if cfg.model.init_from:
         rows["weights from"] = cfg.model.init_from
     if lora.rank:
-        trained = count(arch.trained_weights)
+        trained = arch.num_trained
         rows["trained"] = (
             f"{trained:,} parameters ({trained / arch.num_parameters:.2%}): rank {lora.rank} updates of {lora.targets}"
             + (f", and {lora.train_also} fully" if lora.train_also else "")

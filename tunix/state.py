@@ -67,6 +67,10 @@ class Architecture:
     def num_parameters(self) -> int:
         return count(self.weights)
 
+    @property
+    def num_trained(self) -> int:
+        return count(self.trained_weights)
+
 
 def count(weights: dict[str, Any]) -> int:
     """Parameters in a tree of Weight."""

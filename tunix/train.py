@@ -73,7 +73,7 @@ def run(job: compose.Job) -> Result:
             log.warning("tunix.export will not be able to write this model as a %s: %s", cfg.model.family, why)
         with watchdog.phase("preparing the data", math.inf):
             corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg), "preparing the data")
-        sizes = derive_sizes(cfg, mesh, arch.num_parameters, corpus)
+        sizes = derive_sizes(cfg, mesh, arch, corpus)
         report = start_report(cfg, program, mesh, sizes, corpus)
         log.info("%s", report)
         if corpus is None:

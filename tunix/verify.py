@@ -100,7 +100,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         program = assemble(cfg, mesh)
         check_start(cfg, program.arch)
-        sizes = derive_sizes(cfg, mesh, program.arch.num_parameters, corpus)
+        sizes = derive_sizes(cfg, mesh, program.arch, corpus)
         assert sizes.total_steps is not None
         data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
         state = start_state(cfg, program.arch, program.layout, program.init, mesh)

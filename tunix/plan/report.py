@@ -85,6 +85,8 @@ def _assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
         )
     elif candidates and all(each.compiled is None for each in candidates):
         lines.append("nothing is compiled: temporary memory is an estimate, and all of a schedule's overlap is assumed")
+    if any(not (each.compiled and each.compiled.timeline) and each.cfg.optimizer.name == "muon" for each in candidates):
+        lines.append("derived: without what Muon's matrix products move, hold and compute, which is much: compile")
     return lines
 
 

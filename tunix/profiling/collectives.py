@@ -14,8 +14,8 @@ _INSTRUCTION = re.compile(rf"%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<kind>{'|'.
 _CONTROL = re.compile(r"%?([\w.\-]+) = .+? (?:while|conditional|call)\(")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_CALLED = re.compile(r"(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")  # dtype and dimensions
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
@@ -72,6 +72,11 @@ def computations(hlo: str) -> dict[str, list[str]]:
     return found
 
 
+def branches(line: str) -> list[str]:
+    """The computations of which a conditional runs one."""
+    return [name for found in _BRANCHES.findall(line) for name in re.findall(r"[\w.\-]+", "".join(found))]
+
+
 def _times(computations: dict[str, list[str]]) -> dict[str, int]:
     """How often each computation runs when the program runs once."""
     times: dict[str, int] = defaultdict(int)
@@ -80,8 +85,7 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
         times[name] += factor
         for line in computations.get(name, ()):
             trips = int(found[1]) if " while(" in line and (found := TRIPS.search(line)) else 1
-            branches = _BRANCHES.search(line)
-            for called in _CALLED.findall(line) + (re.findall(r"[\w.\-]+", branches[1]) if branches else []):
+            for called in _CALLED.findall(line) + branches(line):
                 visit(called, factor * trips)
 
     visit("ENTRY", 1)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from tunix.profiling.collectives import ARRAY, KINDS, TRIPS, Collective, array_bytes, computations
+from tunix.profiling.collectives import ARRAY, KINDS, TRIPS, Collective, array_bytes, branches, computations
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
@@ -83,7 +83,9 @@ def walk(hlo: str, found: list[Collective], speeds: Speeds) -> Timeline:
 
     def one(instruction: Instruction, scope: dict[str, Instruction]) -> Timeline:
         """Of an instruction that is no collective."""
-        if instruction.opcode in ("while", "call", "conditional"):
+        if instruction.opcode == "conditional":
+            return max(map(run, branches(instruction.text)), key=lambda branch: branch.step_s).after(Timeline())
+        if instruction.opcode in ("while", "call"):
             trips = TRIPS.search(instruction.text)
             return run(instruction.called).after(Timeline(), int(trips[1]) if trips else 1)
         flops, num_bytes = work(instruction.called) if instruction.opcode == "fusion" else _alone(instruction, scope)
