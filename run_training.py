@@ -26,15 +26,20 @@ def main() -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra's errors are raised, not printed
     args = get_args_parser().parse_intermixed_args()
     flags = [word for word in sys.argv[1:] if word not in args.overrides]
-    sys.argv[1:] = [*flags, *compose.implied(args.overrides)]  # flags anywhere
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
 
     def work() -> int | None:
+        words = compose.searched(args.overrides, args.config_dir, args.config_path and compose.CONF)
+        sys.argv[1:] = [*flags, *compose.implied(words)]  # flags anywhere
+        where = args.config_path, args.config_name or "config"
         if not any(only_hydra):
-            return launch(compose.compose(args.overrides, args.config_path, args.config_name or "config"))
+            return launch(compose.compose(words, *where))
+        if args.cfg == "job" and any(word.startswith("resume=") for word in words):
+            print(compose.to_yaml(compose.compose(words).config), end="")
+            return None
         with explained():
             if args.multirun:
-                compose.check_sweep(args.overrides)
+                compose.check_sweep(words, *where)
             return hydra_main()
 
     return exits.reported(work)
