@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from devices import xla_flags
 from harness import ROOT, RUN, cli, metrics
+from omegaconf import OmegaConf
+
+from tunix.compose import build, compose, to_yaml
 
 
 @pytest.fixture
@@ -74,6 +77,28 @@ def test_a_sweeps_jobs_never_share_a_folder(words, tmp_path):
     assert (sweep / "1" / "checkpoints" / "2").is_dir()
     assert "max_steps: 2" in (sweep / "1" / "config.yaml").read_text()
     assert "seed: 1" in (sweep / "0" / "config.yaml").read_text()
+
+
+def test_a_sweep_goes_on_past_a_point_that_fails(words, tmp_path):
+    """The first diverges, the second meets its time limit."""
+    words = [*words, "--multirun", "hydra.sweep.dir=it", "evaluation.sample_tokens=0", "scheduler=constant"]
+    done = cli(*words, "scheduler.warmup_ratio=0", "training.max_skipped_steps=0", "optimizer=sgd",
+               "optimizer.learning_rate=1e38,1e-3", "training.time_limit_s=1000,0.001", cwd=tmp_path, devices=1)  # fmt: skip
+    told = re.findall(r"sweep job (\d) ended with exit code (\d+)", done.stdout)
+    assert told == [("0", "77"), ("1", "75"), ("3", "75")]
+    assert done.returncode == 77, done.stderr
+    assert metrics(tmp_path / "it" / "2")[-1]["step"] == 6
+
+
+def test_a_sweep_into_a_folder_that_cannot_be_written(words, tmp_path):
+    done = cli(*words, "--multirun", "seed=1,2", "hydra.sweep.dir=/proc/x", cwd=tmp_path, devices=1)
+    assert_refused(done, "the sweep's folder /proc/x cannot be written", tmp_path)
+
+
+def test_cfg_job_of_a_run_that_is_resumed(words, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([*words, "optimizer=lion"]).config))
+    shown = cli("--cfg", "job", f"resume={tmp_path}", "seed=7", cwd=tmp_path).stdout
+    assert compose([f"resume={tmp_path}", "seed=7"]).config == build(OmegaConf.to_container(OmegaConf.create(shown)))
 
 
 def test_a_saved_run_replays(words, tmp_path):

@@ -71,10 +71,11 @@ def implied(overrides: list[str]) -> list[str]:
 
 def searched(overrides: list[str], *folders: str | Path | None) -> list[str]:
     """The overrides, and the folders that groups are looked for in besides; None is no folder."""
-    for folder in filter(None, folders):
-        if not Path(folder).is_dir():
+    asked = [Path(folder) for folder in folders if folder]
+    for folder in asked:
+        if not folder.is_dir():
             raise UserError(f"--config-dir {folder}: there is no such folder")
-    places = ",".join(f"'file://{Path(folder).absolute()}'" for folder in folders if folder)
+    places = ",".join(f"'file://{folder.absolute()}'" for folder in asked)
     word = f"{SEARCH}[{places}]"
     return [*overrides, word] if places and word not in overrides else overrides
 

@@ -51,7 +51,7 @@ def derive_sizes(cfg: Config, mesh: Mesh, num_parameters: int, corpus: Corpus | 
         microbatches,
         micro_batch,
         batch * training.seq_len,
-        last_step(training, batch, corpus and corpus.num_sequences),
+        last_step(training, batch, corpus.num_sequences if corpus else None),
         flops_per_token(cfg.model, num_parameters, training.seq_len),
         mesh.size,
     )
