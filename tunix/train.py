@@ -91,6 +91,7 @@ def run(job: compose.Job) -> Result:
         # Where it is written, and from where it goes on.
         folder, shared = run_folder.open_folder(job)
         with (
+            run_folder.written(folder),
             run_folder.held(folder),
             Checkpoints(folder / "checkpoints", cfg.checkpoint, shared) as checkpoints,
             Metrics(folder, cfg.logging) as metrics,
