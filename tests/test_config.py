@@ -46,6 +46,7 @@ MISTAKES = [
     ("training.max_steps=null", "the run has no end; set one of training.max_steps"),
     ("training.loss_chunk_size=100", "training.loss_chunk_size=100 does not divide training.seq_len=128; nearest: 64 or 128"),
     ("scheduler.warmup_steps=5 scheduler.warmup_tokens=5", "scheduler.warmup_steps and scheduler.warmup_tokens are both set"),
+    ("scheduler=wsd scheduler.warmup_ratio=0.5 scheduler.decay_ratio=0.8", "scheduler.warmup_ratio=0.5 and scheduler.decay_ratio=0.8 are more than the run together"),
     ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),
     ("optimizer.groups=[{param:a}]", "unknown key optimizer.groups.0.param; did you mean optimizer.groups.0.params?"),
     ("optimizer.groups={params:a}", "optimizer.groups={params:a}: expected a list like [a,b]"),

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from tunix import distributed
 from tunix.config import Config, Training
+from tunix.config.optimizer import FALLING_AT_THE_END
 from tunix.costs import costs_of
 from tunix.data.corpus import Corpus
 from tunix.figure import as_text
@@ -153,7 +154,7 @@ def _length(cfg: Config, sizes: Sizes) -> str:
         return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
     steps = sizes.total_steps
     warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.tokens_per_step) for phase in ("warmup", "decay"))
-    tail = f", decay over the last {decay}" if cfg.scheduler.name in ("wsd", "sqrt_decay") else ""
+    tail = f", decay over the last {decay}" if cfg.scheduler.name in FALLING_AT_THE_END else ""
     return (
         f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; "
         f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"

@@ -23,6 +23,7 @@ from tunix.evaluation import HeldOut
 from tunix.flops import peak_tflops
 from tunix.mesh import build_mesh
 from tunix.metrics import Metrics, StepLog, peak_memory_gib
+from tunix.optim import check_phases
 from tunix.plan.choice import decided
 from tunix.pretrained import check_start, keep_files, start_state
 from tunix.profiling.collectives import collectives, summary
@@ -101,6 +102,8 @@ def run(job: compose.Job) -> Result:
             state, start, is_new = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
             trace.starts_after(start.step)
             last = end_of_run(cfg, corpus, data, start, sizes.total_steps)
+            if told := check_phases(cfg.scheduler, last, sizes.tokens_per_step):
+                log.warning("%s", told)
             run_folder.write_record(job, folder, shared, waiting_log)
             keep_files(cfg, corpus.vocabulary, folder)
             log.info("writing to %s", folder)
