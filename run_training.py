@@ -26,18 +26,35 @@ def main() -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra's errors are raised, not printed
     args = get_args_parser().parse_intermixed_args()
     flags = [word for word in sys.argv[1:] if word not in args.overrides]
-    sys.argv[1:] = [*flags, *compose.implied(args.overrides)]  # flags anywhere
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
 
     def work() -> int | None:
+        words = compose.searched(args.overrides, args.config_dir, args.config_path and compose.CONF)
+        sys.argv[1:] = [*flags, *compose.implied(words)]  # flags anywhere
+        where = args.config_path, args.config_name or "config"
         if not any(only_hydra):
-            return launch(compose.compose(args.overrides, args.config_path, args.config_name or "config"))
+            return launch(compose.compose(words, *where))
+        if args.cfg == "job" and any(word.startswith("resume=") for word in words):
+            print(compose.to_yaml(compose.compose(words).config), end="")
+            return None
         with explained():
-            if args.multirun:
-                compose.check_sweep(args.overrides)
-            return hydra_main()
+            return sweep(words, *where) if args.multirun else hydra_main()
 
     return exits.reported(work)
+
+
+def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
+    """Run every point; the first exit code that is not 0."""
+    compose.check_sweep(words, config_dir, config_name)
+    try:
+        hydra_main()
+    except OSError as error:
+        if ends:
+            raise
+        raise UserError(
+            f"the sweep's folder {error.filename} cannot be written ({error.strerror}); choose hydra.sweep.dir=DIR"
+        ) from None
+    return next(filter(None, ends), 0)
 
 
 def launch(job: compose.Job) -> int:
@@ -87,6 +104,7 @@ def write_for_kubernetes(job: compose.Job) -> int:
     return kubernetes.launch(job)
 
 
+ends: list[int] = []  # exit codes of the points of a sweep
 LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes}
 
 
@@ -97,8 +115,21 @@ def hydra_main(composed: DictConfig) -> None:
     print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
     overrides = [str(word) for word in point.overrides.task]
     job = compose.Job(compose.checked(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
-    if code := launch(job):
+    ends.append(0)
+    ends[-1] = code = launch(job)
+    if code and not only_this_point(code):
         sys.exit(code)
+    if code:
+        print(f"sweep job {point.job.num} ended with exit code {code}; the next one begins", flush=True)
+
+
+def only_this_point(code: int) -> bool:
+    """Whether a code says nothing of the other points of a sweep: a loss that is not finite, or the time limit."""
+    if code == exits.STOPPED:
+        from tunix import distributed
+
+        return not distributed.told_to_stop()
+    return code == exits.NOT_FINITE
 
 
 if __name__ == "__main__":

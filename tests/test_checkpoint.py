@@ -12,7 +12,9 @@ from harness import RUN, metrics
 import tunix
 from tunix.compose import compose
 from tunix.config import UserError
+from tunix.data.corpus import load_corpus
 from tunix.data.prepare import find_units
+from tunix.distributed import Stopped
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 
@@ -92,6 +94,40 @@ def test_a_longer_run_goes_on_where_it_ended(run):
     assert tokens == [tokens[0] * n for n in range(1, 9)]
     run(f"resume={folder}")  # nothing is left to do, and that is no error
     assert len(metrics(folder)) == 8
+
+
+@pytest.mark.parametrize("limit", ["training.max_tokens=1024", "training.num_epochs"])
+def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
+    """Four sequences a step until step 3; the sequences that are left are cut into steps of eight."""
+    if limit == "training.num_epochs":
+        cfg = compose([*RUN, "data=text", f"data.paths=['{corpus}']"]).config
+        limit += f"={32.5 / load_corpus(cfg).num_sequences}"
+    first = run("training.max_steps=3")
+    folder = run(f"resume={first}", "training.max_steps=null", limit, "training.micro_batch_size=2")
+    assert [(line["step"], line["tokens"]) for line in metrics(folder)][3:] == [(4, 640), (5, 896)]
+    log = (folder / "train.log").read_text()
+    assert "sample 12 comes after step 3; the last step is 5, not 4" in log
+    assert "nothing is left" not in log
+    run(f"resume={folder}")
+    assert len(metrics(folder)) == 5
+    assert f"nothing is left to train after step 5: {limit}; raise it" in (folder / "train.log").read_text()
+
+
+def test_the_first_checkpoint_can_be_gone_on_with(run):
+    folder = run("checkpoint.save_first=true", "training.max_steps=2")
+    run(f"resume={folder}/checkpoints/0")
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 1, 2]
+    losses(folder)
+    assert steps(folder) == [0, 2]
+
+
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
+    with pytest.raises(Stopped):
+        run("training.max_steps=1", "training.time_limit_s=0.001", "hydra.run.dir=it")
+    assert metrics(Path("it"), "held_out") == []
+    run("resume=it", "training.time_limit_s=null")
+    assert [line["step"] for line in metrics(Path("it"), "held_out")] == [1]
+    assert "after >>>" in Path("it/train.log").read_text()
 
 
 def test_what_is_kept(run):

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from devices import xla_flags
 from harness import ROOT, RUN, cli, metrics
+from omegaconf import OmegaConf
+
+from tunix.compose import build, compose, to_yaml
 
 
 @pytest.fixture
@@ -31,8 +34,9 @@ def assert_refused(done: subprocess.CompletedProcess, message: str, folder: Path
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (['model.mesh_shape=[[3,2],["fsdp","tp"]]', "model.embed_dim=48", "model.mlp_dim=96"], "fsdp=3 x tp=2 needs 6 devices, 8 are visible; legal here: [[4,2]"),
+        (['model.mesh_shape=[[3,2],["fsdp","tp"]]'], "fsdp=3 x tp=2 needs 6 devices, 8 are visible; legal here: [[4,2]"),
         (['model.mesh_shape=[[8,2],["fsdp","tp"]]'], "needs 16 devices, 8 are visible"),
+        (['model.mesh_shape=[[1,8],["fsdp","tp"]]'], "model.num_heads=4 is not divisible by mesh axis tp=8 (nearest tp: 1, 2 or 4); legal here: [[2,4]"),
         (["training.global_batch_size=12"], "training.global_batch_size=12 is not divisible by 8"),
         (["resume=nowhere"], "resume=nowhere: nowhere is not a run's folder"),
         (["training.micro_batchsize=4"], "did you mean training.micro_batch_size?"),
@@ -74,6 +78,28 @@ def test_a_sweeps_jobs_never_share_a_folder(words, tmp_path):
     assert (sweep / "1" / "checkpoints" / "2").is_dir()
     assert "max_steps: 2" in (sweep / "1" / "config.yaml").read_text()
     assert "seed: 1" in (sweep / "0" / "config.yaml").read_text()
+
+
+def test_a_sweep_goes_on_past_a_point_that_fails(words, tmp_path):
+    """The first diverges, the second meets its time limit."""
+    words = [*words, "--multirun", "hydra.sweep.dir=it", "evaluation.sample_tokens=0", "scheduler=constant"]
+    done = cli(*words, "scheduler.warmup_ratio=0", "training.max_skipped_steps=0", "optimizer=sgd",
+               "optimizer.learning_rate=1e38,1e-3", "training.time_limit_s=1000,0.001", cwd=tmp_path, devices=1)  # fmt: skip
+    told = re.findall(r"sweep job (\d) ended with exit code (\d+)", done.stdout)
+    assert told == [("0", "77"), ("1", "75"), ("3", "75")]
+    assert done.returncode == 77, done.stderr
+    assert metrics(tmp_path / "it" / "2")[-1]["step"] == 6
+
+
+def test_a_sweep_into_a_folder_that_cannot_be_written(words, tmp_path):
+    done = cli(*words, "--multirun", "seed=1,2", "hydra.sweep.dir=/proc/x", cwd=tmp_path, devices=1)
+    assert_refused(done, "the sweep's folder /proc/x cannot be written", tmp_path)
+
+
+def test_cfg_job_of_a_run_that_is_resumed(words, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([*words, "optimizer=lion"]).config))
+    shown = cli("--cfg", "job", f"resume={tmp_path}", "seed=7", cwd=tmp_path).stdout
+    assert compose([f"resume={tmp_path}", "seed=7"]).config == build(OmegaConf.to_container(OmegaConf.create(shown)))
 
 
 def test_a_saved_run_replays(words, tmp_path):
@@ -186,6 +212,25 @@ def test_a_read_only_disk(words, small_disk):
         pytest.skip("NOT TESTED: mounting a tmpfs needs root")
     done = cli(*words, cwd=disk, devices=1)
     assert_refused(done, "cannot be written (Read-only file system); choose hydra.run.dir=DIR", disk)
+
+
+@pytest.mark.parametrize(
+    ("left", "way_out"), [(0, "choose hydra.run.dir=DIR"), (8, "make room and go on with resume=")]
+)
+def test_a_disk_that_is_full_at_the_start(left, way_out, words, small_disk):
+    """With so many KiB left there is no place for config.yaml, or for what comes after it; what the line says works."""
+    disk = small_disk("size=1m")
+    if disk is None:
+        pytest.skip("NOT TESTED: mounting a tmpfs needs root")
+    (disk / "filler").write_bytes(b"0" * (2**20 - 1024 * left))
+    words = [*words, "hydra.run.dir=run", "training.max_steps=1", "logging.tensorboard=false"]
+    done = cli(*words, cwd=disk, devices=1)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.fullmatch(r"error: .*cannot be written \(No space left on device\); [^\n]*\n", done.stderr), done.stderr
+    assert way_out in done.stderr
+    (disk / "filler").unlink()
+    again = cli(*(["resume=run"] if left else words), cwd=disk, devices=1)
+    assert again.returncode == 0, again.stderr
 
 
 def test_a_disk_that_fills_up_keeps_the_last_whole_checkpoint(words, small_disk):

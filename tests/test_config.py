@@ -7,7 +7,7 @@ import sys
 import pytest
 from harness import ROOT
 
-from tunix.compose import CONF, compose, to_yaml
+from tunix.compose import CONF, compose, searched, to_yaml
 from tunix.config import UserError
 from tunix.schema import keys
 
@@ -22,8 +22,6 @@ MISTAKES = [
     ("experiment=quick_test", "write +experiment="),
     ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are dp, fsdp, tp"),
     ("model.mesh_shape=[[4,2],[fsdp,fsdp]]", "axis fsdp is named twice"),
-    ("model.mesh_shape=[[1,3],[fsdp,tp]]", "is not divisible by mesh axis tp=3 (nearest tp: 2, 4 or 8)"),
-    ("model.mesh_shape=[[3,1],[fsdp,tp]]", "model.embed_dim=128 is not divisible by mesh axis fsdp=3 (nearest fsdp: 2, 4 or 8)"),
     ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
     ("model.sliding_window=null", "model.sliding_window must be given with model.global_every=6"),
     ("model=llama3_1b model.rope_theta=null", "model.rope_theta must be given with model.positions=rope"),
@@ -48,8 +46,14 @@ MISTAKES = [
     ("training.max_steps=null", "the run has no end; set one of training.max_steps"),
     ("training.loss_chunk_size=100", "training.loss_chunk_size=100 does not divide training.seq_len=128; nearest: 64 or 128"),
     ("scheduler.warmup_steps=5 scheduler.warmup_tokens=5", "scheduler.warmup_steps and scheduler.warmup_tokens are both set"),
+    ("scheduler=wsd scheduler.warmup_ratio=0.5 scheduler.decay_ratio=0.8", "scheduler.warmup_ratio=0.5 and scheduler.decay_ratio=0.8 are more than the run together"),
     ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),
     ("optimizer.groups=[{param:a}]", "unknown key optimizer.groups.0.param; did you mean optimizer.groups.0.params?"),
+    ("optimizer.groups={params:a}", "optimizer.groups={params:a}: expected a list like [a,b]"),
+    ("optimizer=adamw,muon", "optimizer=adamw,muon: --multirun runs each of them; as a list it is optimizer=[adamw,muon]"),
+    ("optimizer=null", "optimizer=null: takes a file of conf/optimizer (adafactor, adamw, lion, muon, sgd); its keys are set by optimizer.KEY"),
+    ("training=5", "training=5: takes a file of conf/training"),
+    ("mesh_shape=[[4,2],[fsdp,tp]]", "takes a file of conf/mesh_shape (auto, fsdp, hsdp, hybrid, tp); shapes go to model.mesh_shape"),
     ("data=text", "data.paths must be given: files, folders or globs"),
     ("data=mixture data.parts={a:{source:text,paths:[x],held_out_fraction:0,extensions:[.txt],decode_errors:skp}} data.weights={a:1}", "data.parts.a.decode_errors=skp: expected one of skip, error, replace; did you mean skip?"),
     ("data=mixture data.parts={a:{source:text}} data.weights={a:1}", "data.parts.a.paths is missing"),
@@ -95,9 +99,9 @@ def test_mistakes(words, message, tmp_path, monkeypatch):
     assert message in str(error.value)
 
 
-def test_mesh_shape_with_quotes_lost_and_kept():
-    lost, kept = (compose([f"model.mesh_shape={s}"]).config for s in ("[[4,1],[fsdp,tp]]", '[[4,1],["fsdp","tp"]]'))
-    assert lost.model.mesh_shape == kept.model.mesh_shape == ((4, 1), ("fsdp", "tp"))
+@pytest.mark.parametrize("shape", ["[[4,1],[fsdp,tp]]", '[[4,1],["fsdp","tp"]]', "'[[4,1],[fsdp,tp]]'"])
+def test_mesh_shape_with_quotes_lost_and_kept(shape):
+    assert compose([f"model.mesh_shape={shape}"]).config.model.mesh_shape == ((4, 1), ("fsdp", "tp"))
 
 
 @pytest.mark.parametrize("shape", [path.stem for path in (CONF / "mesh_shape").glob("*.yaml")])
@@ -155,6 +159,30 @@ def test_resume_applies_overrides_to_the_saved_config(tmp_path):
     job = compose([f"resume={tmp_path}/checkpoints/30"])
     assert (job.run_dir, job.resume_step) == (tmp_path, 30)
     assert job.config.model.mesh_shape == ((1,), ("tp",))
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"), [(["optimizer=adamw"], 0.015), (["optimizer=lion"], 5e-4), (["model=gemma3_270m"], 3e-4)]
+)
+def test_the_rate_of_tiny_is_that_of_its_own_optimizer(words, rate, tmp_path):
+    fresh = compose(words).config
+    assert fresh.optimizer.learning_rate == rate
+    (tmp_path / "config.yaml").write_text(to_yaml(fresh))
+    assert compose([f"resume={tmp_path}"]).config.optimizer.learning_rate == rate
+    assert compose([f"resume={tmp_path}", "optimizer=adamw"]).config.optimizer.learning_rate == 3e-4
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_folder_of_ones_own(fresh, tmp_path):
+    folder = tmp_path / "my conf"
+    (folder / "optimizer").mkdir(parents=True)
+    (folder / "optimizer" / "mine.yaml").write_text("defaults: [lion]\nlearning_rate: 1.0\n")
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([]).config))
+    words = ["optimizer=mine"] if fresh else [f"resume={tmp_path}", "optimizer=mine"]
+    optimizer = compose(searched(words, folder)).config.optimizer
+    assert (optimizer.name, optimizer.learning_rate) == ("lion", 1.0)
+    with pytest.raises(UserError, match="--config-dir nowhere: there is no such folder"):
+        searched([], "nowhere")
 
 
 def test_batch_keys_agree():

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from conftest import write_corpus
 from harness import ROOT
-from omegaconf import OmegaConf
 
-from tunix.compose import compose
+from tunix.compose import command_parser, compose, searched
 from tunix.data.corpus import load_corpus
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -39,6 +38,9 @@ def files(tmp_path, monkeypatch):
     load_corpus(compose([*SHORT, "data=text", "data.paths=[notes]"]).config).tokenizer.save("tokenizer.json")
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
     (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': talk, 'q': 'hi', 'a': text})}\n" * 9)
+    (own,) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / own[0]).parent.mkdir(parents=True)
+    (tmp_path / own[0]).write_text(own[1])
     (tmp_path / "talk.csv").write_text("system_prompt,user_prompt,prediction\n" + f"Be brief,hi,{text}\n" * 9)
     return tmp_path
 
@@ -49,22 +51,17 @@ def test_example(files, command):
     assert program == "tunix.prepare"
     if {"data=hf", "data=parquet"} & {*words}:
         pytest.importorskip("datasets")
-    heavy = [] if any(word.startswith("data=") for word in words) else ["tokenizer=bytes", "dry_run=true"]
-    cfg = compose([*words, *SHORT, *heavy]).config
+    args = command_parser("prepare", "").parse_intermixed_args(words)
+    light = any(word.startswith("data=") and word != "data=web_and_code" for word in words)
+    heavy = [] if light else ["tokenizer=bytes", "dry_run=true"]
+    cfg = compose(searched([*args.overrides, *SHORT, *heavy], args.config_dir)).config
     if not cfg.dry_run:
         corpus = load_corpus(cfg)
         assert corpus.num_sequences > 0
 
 
 def test_the_mixture_of_the_page(files):
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    (files / "conf" / "data").mkdir(parents=True)
-    (files / "conf" / "data" / "web_and_code.yaml").write_text(text)
-    (files / "conf" / "main.yaml").write_text("defaults: [config, override data: web_and_code]\n")
-    OmegaConf.save(
-        {"defaults": ["/config", {"override /data": "web_and_code"}, "_self_"]}, files / "conf" / "main.yaml"
-    )
-    data = compose([], config_dir=files / "conf", config_name="main").config.data
+    data = compose(searched(["data=web_and_code"], "mine")).config.data
     assert list(data.parts) == ["code", "web"]
     assert data.parts["web"].columns.text == "content"
     assert data.stages[0].name == "more code"

@@ -10,7 +10,7 @@ from harness import SMALL, batch, program
 from tunix.compose import compose
 from tunix.config import UserError
 from tunix.mesh import build_layout, build_mesh
-from tunix.optim import make_optimizer, make_schedule, phase_steps
+from tunix.optim import check_phases, make_optimizer, make_schedule, phase_steps
 from tunix.state import describe
 
 CONSTANT = ["scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null"]
@@ -161,6 +161,21 @@ def test_phases_in_steps_tokens_and_ratio():
     assert warmup("scheduler.warmup_steps=7") == 7
     assert warmup("scheduler.warmup_steps=0") == 0
     assert schedule("scheduler=constant", "scheduler.warmup_steps=0")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "told"),
+    [
+        ("scheduler.warmup_steps=50", 50, ""),
+        ("scheduler.warmup_steps=50", 10, "warmup of 50 steps, of 10 in all; set scheduler.warmup_steps"),
+        ("scheduler=wsd scheduler.warmup_tokens=60 scheduler.decay_steps=5", 10, "warmup of 6 and decay of 5 steps, of 10 in all"),
+        ("scheduler=constant scheduler.warmup_steps=6 scheduler.decay_steps=5", 10, ""),
+    ],
+)  # fmt: skip
+def test_a_schedule_longer_than_the_run_is_told_of(words, steps, told):
+    said = check_phases(compose(words.split()).config.scheduler, steps, tokens_per_step=10)
+    assert told in said
+    assert bool(told) == bool(said)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])

@@ -29,6 +29,7 @@ CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[1] / "conf"
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # of distributed
 OUTPUTS = Path("outputs")
 S = TypeVar("S", bound=Section)
+SEARCH = "hydra.searchpath="
 COMMON = {"init_from", "lora", "attention"}  # keys in conf/model/family/common.yaml
 
 
@@ -48,6 +49,8 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
     """Compose, check and resolve a run; raises `UserError` with a line for each mistake."""
     with explained():
         given = {override.key_or_group: override for override in OverridesParser.create().parse_overrides(overrides)}
+        for override in given.values():
+            _check_choice(override)
         if "resume" in given and (value := given["resume"].value()) is not None:
             project = str(given["project_name"].value()) if "project_name" in given else None
             run_dir, step = _resume_point(str(value), project)
@@ -64,6 +67,29 @@ def implied(overrides: list[str]) -> list[str]:
     """The overrides, and the model that `model.init_from` alone stands for."""
     given = {word.split("=")[0] for word in overrides}
     return ["model=pretrained", *overrides] if "model.init_from" in given and "model" not in given else overrides
+
+
+def searched(overrides: list[str], *folders: str | Path | None) -> list[str]:
+    """The overrides, and the folders that groups are looked for in besides; None is no folder."""
+    asked = [Path(folder) for folder in folders if folder]
+    for folder in asked:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder}: there is no such folder")
+    places = ",".join(f"'file://{folder.absolute()}'" for folder in asked)
+    word = f"{SEARCH}[{places}]"
+    return [*overrides, word] if places and word not in overrides else overrides
+
+
+def _check_choice(override: Override) -> None:
+    """Raise `UserError` where a part of the config is given in place of the name of one."""
+    group = override.key_or_group
+    if not (CONF / group).is_dir() or override.is_delete() or override.is_sweep_override():
+        return
+    value: Any = override.value()
+    if not all(isinstance(choice, str) for choice in (value if isinstance(value, list) else [value])):
+        keys = "shapes go to model.mesh_shape" if group == "mesh_shape" else f"its keys are set by {group}.KEY=VALUE"
+        choices = ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+        raise UserError(f"{override.input_line}: takes a file of conf/{group} ({choices}); {keys}")
 
 
 def command_line(section: type[S], work: Callable[[S], None]) -> int:
@@ -89,6 +115,7 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
         f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of one's own, laid out like conf/")
     return parser
 
 
@@ -104,18 +131,19 @@ def settings(section: type[S], words: list[str], more: dict[str, Any] | None = N
 
 def _hydra_compose(overrides: list[str], config_dir: str | Path | None = None, name: str = "config") -> DictConfig:
     GlobalHydra.instance().clear()
-    search = [] if config_dir is None else [f"hydra.searchpath=[file://{CONF}]"]
+    if config_dir is not None and not any(word.startswith(SEARCH) for word in overrides):
+        overrides = searched(overrides, CONF)
     with hydra.initialize_config_dir(str(Path(config_dir or CONF).absolute()), version_base="1.3"):
-        return hydra.compose(name, overrides + search, return_hydra_config=True)
+        return hydra.compose(name, overrides, return_hydra_config=True)
 
 
-def check_sweep(overrides: list[str]) -> None:
+def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> None:
     """Compose and check every point of a grid, so that a mistake in the last one is found before the first runs."""
     if any(override.startswith("hydra/sweeper") for override in overrides):
         return  # only that sweeper knows its points
     parsed = OverridesParser.create().parse_overrides(overrides)
     for point in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]:
-        if compose(list(point)).config.resume:
+        if compose(list(point), config_dir, config_name).config.resume:
             raise UserError("resume goes on with one run; it cannot be part of a sweep")
 
 
@@ -264,7 +292,10 @@ def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
     """The saved config of a run with overrides; a group choice (`optimizer=lion`) replaces that part of it."""
     saved: Any = OmegaConf.load(run_dir / "config.yaml")
     groups = [o for o in given if (CONF / o.key_or_group).is_dir() and isinstance(o.value(), str)]
-    chosen = _hydra_compose([str(o.input_line) for o in groups])
+    search = [str(o.input_line) for o in given if str(o.input_line).startswith(SEARCH)]
+    # Without a choice, the default model would bring settings that the saved one does not train with.
+    neutral = [] if any(o.key_or_group == "training" for o in groups) else ["training=default"]
+    chosen = _hydra_compose([str(o.input_line) for o in groups] + neutral + search)
     for group in (o.key_or_group for o in groups):
         if group == "experiment":
             raise UserError("resume goes on with the saved config; name the keys to change in place of +experiment")

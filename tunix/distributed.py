@@ -108,6 +108,11 @@ def request_stop(reason: str) -> None:
     _stop_signals.append(reason)
 
 
+def told_to_stop() -> bool:
+    """Whether a signal has asked the run to stop, and not its own time limit alone."""
+    return any(reason in signal.Signals.__members__ for reason in _stop_signals)
+
+
 def stop_requested() -> str | None:
     """Why to stop after this step, the same step on every process; None to go on. Ask once a step."""
     if jax.process_count() == 1:

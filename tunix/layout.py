@@ -9,7 +9,10 @@ Letters name the dimensions in einsum equations, shapes and comments everywhere 
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+
+import yaml
 
 MESH_AXES = ("dp", "fsdp", "tp")  # outermost first: neighbours on tp are neighbours in the machine
 DATA_AXES = ("dp", "fsdp")  # these split the batch: one coordinate of them is a data shard
@@ -116,6 +119,9 @@ def parse(value: object) -> MeshShape:
     """`auto`, or sizes and axis names checked for form: known axes, none twice, one -1 at most."""
     if value == "auto":
         return "auto"
+    if isinstance(value, str):  # a list within quotes
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(value)
     pair = list(value) if isinstance(value, list | tuple) else []
     if len(pair) != 2 or not all(isinstance(part, list | tuple) for part in pair):
         raise ValueError(f"expected {TYPE_HINT}")

@@ -62,6 +62,13 @@ def explained(root: type[Section] = Config) -> Iterator[None]:
             raise UserError(
                 f"{first.split('. ')[0]}; write +{re.findall(chr(39) + '(.*?)' + chr(39), first)[0]}=..."
             ) from None
+        if first.startswith("Ambiguous value"):
+            word = re.findall("'(.*)'", first)[0]
+            key, _, values = word.partition("=")
+            raise UserError(f"{word}: --multirun runs each of them; as a list it is {key}=[{values}]") from None
+        if first.startswith("Error merging override "):
+            form = "a list like [a,b]" if "object_type=list" in str(cause) else "a mapping like {a:b}"
+            raise UserError(f"{first.removeprefix('Error merging override ')}: expected {form}") from None
         raise UserError(first) from None
 
 

@@ -10,6 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from tunix.config import Optimizer, Scheduler, UserError
+from tunix.config.optimizer import FALLING_AT_THE_END
 from tunix.models.weights import parameter_name
 
 Schedule = Callable[[jax.Array | int], jax.Array]
@@ -113,6 +114,22 @@ def make_schedule(cfg: Scheduler, peak: float, total_steps: int, tokens_per_step
     rise = optax.linear_schedule(1 / max(1, warmup), 1.0, max(1, warmup - 1))
     factor = optax.join_schedules([rise, shape], [warmup])
     return lambda step: jnp.asarray(peak * factor(step), jnp.float32)
+
+
+def check_phases(cfg: Scheduler, total_steps: int, tokens_per_step: int) -> str:
+    """What a warmup and a decay that do not fit into the run cut off; empty where they fit.
+
+    No error: a trial of a few steps keeps the schedule of the run that it tries.
+    """
+    phases = ("warmup", "decay") if cfg.name in FALLING_AT_THE_END else ("warmup",)
+    steps = {phase: phase_steps(cfg, phase, total_steps, tokens_per_step) for phase in phases}
+    if sum(steps.values()) <= total_steps:
+        return ""
+    told = " and ".join(f"{phase} of {count}" for phase, count in steps.items())
+    return (
+        f"the schedule does not fit into the run: {told} steps, of {total_steps} in all; set scheduler.warmup_steps"
+        + (" and scheduler.decay_steps" if "decay" in steps else "")
+    )
 
 
 def phase_steps(cfg: Scheduler, phase: str, total_steps: int, tokens_per_step: int) -> int:

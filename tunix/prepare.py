@@ -7,20 +7,17 @@ with `data=tokens data.paths=[FOLDER]`. Started again after a kill, finished sha
 import logging
 import sys
 
-from tunix import exits
-from tunix.compose import compose
+from tunix import compose, exits
 
 
 def main() -> int:
     """Exit code of the command line."""
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        print(__doc__)
-        return 0
-    return exits.reported(lambda: prepare(sys.argv[1:]))
+    args = compose.command_parser("prepare", __doc__).parse_intermixed_args()
+    return exits.reported(lambda: prepare(compose.searched(args.overrides, args.config_dir)))
 
 
 def prepare(overrides: list[str]) -> None:
-    config = compose(overrides).config
+    config = compose.compose(overrides).config
     from tunix.data.corpus import load_corpus  # after the config has passed
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)

@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from tunix import distributed
-from tunix.config import Config
+from tunix.config import Config, Training
+from tunix.config.optimizer import FALLING_AT_THE_END
 from tunix.costs import costs_of
 from tunix.data.corpus import Corpus
 from tunix.figure import as_text
@@ -47,20 +48,32 @@ def derive_sizes(cfg: Config, mesh: Mesh, arch: Architecture, corpus: Corpus | N
     microbatches = training.accumulation(data_shards(mesh.shape))
     micro_batch = training.sequences_per_shard * data_shards(mesh.shape)
     batch = microbatches * micro_batch
-    limits = [training.max_steps]
-    if training.max_tokens is not None:
-        limits.append(max(1, training.max_tokens // (batch * training.seq_len)))
-    if training.num_epochs is not None and corpus is not None:
-        limits.append(max(1, math.floor(training.num_epochs * corpus.num_sequences / batch)))
-    known = [limit for limit in limits if limit is not None]
     return Sizes(
         microbatches,
         micro_batch,
         batch * training.seq_len,
-        min(known) if known else None,
+        last_step(training, batch, corpus.num_sequences if corpus else None),
         flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len),
         mesh.size,
     )
+
+
+def last_step(
+    training: Training, batch_size: int, num_sequences: int | None, step: int = 0, next_sample: int = 0
+) -> int | None:
+    """The step at which the first limit is reached, going on from `step` with `batch_size` sequences a step.
+
+    None: only the data will tell, and their `num_sequences` are not known.
+    """
+    samples = []
+    if training.max_tokens is not None:
+        samples.append(training.max_tokens // training.seq_len)
+    if training.num_epochs is not None and num_sequences is not None:
+        samples.append(math.floor(training.num_epochs * num_sequences))
+    limits = [max(1, step + (limit - next_sample) // batch_size) for limit in samples]
+    if training.max_steps is not None:
+        limits.append(training.max_steps)
+    return max(step, min(limits)) if limits else None
 
 
 def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
@@ -141,7 +154,7 @@ def _length(cfg: Config, sizes: Sizes) -> str:
         return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
     steps = sizes.total_steps
     warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.tokens_per_step) for phase in ("warmup", "decay"))
-    tail = f", decay over the last {decay}" if cfg.scheduler.name in ("wsd", "sqrt_decay") else ""
+    tail = f", decay over the last {decay}" if cfg.scheduler.name in FALLING_AT_THE_END else ""
     return (
         f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; "
         f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"

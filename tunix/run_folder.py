@@ -1,5 +1,6 @@
 """A run's folder: claimed by one run, with its config, environment and log."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -45,6 +46,7 @@ def start_logging() -> MemoryHandler:
 
     Warnings of other libraries go to the log file alone.
     """
+    logging.raiseExceptions = False  # a full disk is told of once, by what needs it
     waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
     logging.basicConfig(handlers=[waiting], level=logging.WARNING, force=True)
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -187,6 +189,19 @@ def _comes(path: Path, patience_s: float) -> bool:
     return True
 
 
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """A full disk under the run's folder is the user's to mend: its OSError becomes a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise UserError(
+            f"the run's folder {folder} cannot be written ({error.strerror}); make room and go on with resume={folder}"
+        ) from None
+
+
 def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHandler) -> None:
     """The first files of the folder: config, environment, log, and the link to it."""
     if distributed.is_main() or (not shared and distributed.first_of_host()):
@@ -222,6 +237,10 @@ def _claim_this(job: compose.Job, folder: Path) -> Path:
             file.write(_config_text(job))
     except FileExistsError:
         raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
+    except OSError:
+        with suppress(OSError):
+            (folder / "config.yaml").unlink()  # half of one would hold the folder
+        raise
     return folder
 
 
@@ -232,8 +251,7 @@ def _config_text(job: compose.Job) -> str:
 def write_config(job: compose.Job, folder: Path) -> None:
     """The resolved config, and Hydra's record of how it was made."""
     text = _config_text(job)
-    (folder / "config.yaml.new").write_text(text)
-    os.replace(folder / "config.yaml.new", folder / "config.yaml")
+    _replace(folder / "config.yaml", text)
     if job.hydra is not None:
         (folder / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(job.hydra, folder / ".hydra" / "hydra.yaml")
@@ -245,11 +263,18 @@ def _write_environment(folder: Path) -> None:
     """What the run runs on; a resumed run adds to the list of its beginnings."""
     path = folder / "environment.json"
     if not path.exists():
-        path.write_text(json.dumps(_environment(), indent=1))
+        _replace(path, json.dumps(_environment(), indent=1))
         return
     record = json.loads(path.read_text())
     record.setdefault("resumed", []).append(_environment())
-    path.write_text(json.dumps(record, indent=1))
+    _replace(path, json.dumps(record, indent=1))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the file whole or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 def _link_latest(folder: Path, link: Path) -> None:

@@ -23,12 +23,13 @@ from tunix.evaluation import HeldOut
 from tunix.flops import peak_tflops
 from tunix.mesh import build_mesh
 from tunix.metrics import Metrics, StepLog, peak_memory_gib
+from tunix.optim import check_phases
 from tunix.plan.choice import decided
 from tunix.pretrained import check_start, keep_files, start_state
 from tunix.profiling.collectives import collectives, summary
 from tunix.profiling.trace import CommunicationTrace, check_window
 from tunix.program import assemble
-from tunix.report import derive_sizes, start_report
+from tunix.report import derive_sizes, last_step, start_report
 from tunix.sampling import continue_text
 from tunix.state import Architecture, State
 from tunix.watchdog import Watchdog
@@ -91,15 +92,18 @@ def run(job: compose.Job) -> Result:
         # Where it is written, and from where it goes on.
         folder, shared = run_folder.open_folder(job)
         with (
+            run_folder.written(folder),
             run_folder.held(folder),
             Checkpoints(folder / "checkpoints", cfg.checkpoint, shared) as checkpoints,
             Metrics(folder, cfg.logging) as metrics,
             CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
         ):
             make_state = partial(start_state, cfg, arch, program.layout, program.init, mesh)
-            state, start = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
+            state, start, is_new = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
             trace.starts_after(start.step)
-            last = max(start.step, sizes.total_steps)
+            last = end_of_run(cfg, corpus, data, start, sizes.total_steps)
+            if told := check_phases(cfg.scheduler, last, sizes.tokens_per_step):
+                log.warning("%s", told)
             run_folder.write_record(job, folder, shared, waiting_log)
             keep_files(cfg, corpus.vocabulary, folder)
             log.info("writing to %s", folder)
@@ -109,7 +113,7 @@ def run(job: compose.Job) -> Result:
             metrics.text("report", report, start.step)
             steps = StepLog(metrics, sizes, last, peak_tflops(mesh.devices.flat[0].device_kind))
             evaluation: dict[str, Any] = {}
-            if start.step == 0 and cfg.checkpoint.save_first:
+            if is_new and cfg.checkpoint.save_first:
                 checkpoints.save(state, start, cfg, corpus.tokenizer, None)
 
             # The loop. The next batch travels, and the numbers of the step before are written, while a step runs.
@@ -146,6 +150,9 @@ def run(job: compose.Job) -> Result:
                 if save_now or evaluate_now:
                     steps.restart_clock()
 
+            if held_out and evaluation.get("step") != last:  # the run was stopped before it could be evaluated
+                with watchdog.phase("evaluation"):
+                    evaluation = evaluate(held_out, state, last, metrics)
             with watchdog.phase("closing"):
                 checkpoints.finish()
                 log.info("%s", memory_report(train_step, peak_memory_gib()))
@@ -161,16 +168,31 @@ def run(job: compose.Job) -> Result:
 
 def restore_or_init(
     job: compose.Job, checkpoints: Checkpoints, abstract: State, init, corpus: Corpus, data: TrainBatches
-) -> tuple[State, Position]:
-    """The state to start from: a checkpoint's if the run is resumed and has one, else a new one at step 0."""
+) -> tuple[State, Position, bool]:
+    """The state to start from: a checkpoint's if the run is resumed and has one, else a new one (True) at step 0."""
     fresh = Position(0, 0, data.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
     if job.config.resume:
         restored = checkpoints.restore(job.resume_step, abstract, job.config, fresh)
         if restored:
             log.info("resumed at step %d, sample %d", restored[1].step, restored[1].next_sample)
-            return restored
+            return *restored, False
         log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.folder)
-    return init(), fresh
+    return init(), fresh, True
+
+
+def end_of_run(cfg: Config, corpus: Corpus, data: TrainBatches, start: Position, total_steps: int) -> int:
+    """The last step of a run that goes on from `start`; without a change of batch that is `total_steps`."""
+    last = last_step(cfg.training, data.batch_size, corpus.num_sequences, start.step, start.next_sample) or total_steps
+    if start.next_sample != start.step * data.batch_size:
+        log.warning(
+            "steps so far were not all of %d sequences: sample %d comes after step %d; the last step is %d, not %d",
+            data.batch_size, start.next_sample, start.step, last, total_steps,
+        )  # fmt: skip
+    if last == start.step:
+        limits = {f"training.{key}": getattr(cfg.training, key) for key in ("max_steps", "max_tokens", "num_epochs")}
+        told = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
+        log.warning("nothing is left to train after step %d: %s; raise it to go on", last, told)
+    return last
 
 
 def check_compiler_options(options: dict[str, Any]) -> None:

@@ -168,7 +168,7 @@ def _config(args: argparse.Namespace) -> Config:
     if not args.tolerance >= 0:
         raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
     precision = [] if "training.mixed_precision" in given else ["training.mixed_precision=fp32"]
-    cfg = compose.compose([*precision, *args.overrides]).config
+    cfg = compose.compose(compose.searched([*precision, *args.overrides], args.config_dir)).config
     if who_am_i(cfg.distributed):
         raise UserError("tunix.verify is one process with all devices of its machine; start it without a launcher")
     return cfg

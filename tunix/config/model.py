@@ -194,7 +194,4 @@ class Model(Section):
             raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
         if quantized and self.embed_dim % layout.codes_per_byte(quantized):
             raise ValueError(f"model.embed_dim={self.embed_dim} must be even: model.lora.quantize_base={quantized}")
-        sizes = layout.explicit_sizes(self.mesh_shape)
-        if sizes:
-            layout.check_divides(self.dims, sizes)
         return self

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Regex, Section, Share
 
+FALLING_AT_THE_END = ("wsd", "sqrt_decay")  # schedules with a decay phase
+
 
 class ParameterGroup(Section):
     """Parameters with an optimizer setting of their own. The one class with defaults: lists have no file in conf/."""
@@ -115,6 +117,14 @@ class Scheduler(Section):
         for phase in ("warmup", "decay"):
             if getattr(self, f"{phase}_steps") is not None and getattr(self, f"{phase}_tokens") is not None:
                 raise ValueError(f"scheduler.{phase}_steps and scheduler.{phase}_tokens are both set; keep one")
+        by_ratio = all(
+            getattr(self, f"{phase}_{unit}") is None for phase in ("warmup", "decay") for unit in ("steps", "tokens")
+        )
+        if by_ratio and self.name in FALLING_AT_THE_END and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                f"scheduler.warmup_ratio={self.warmup_ratio:g} and scheduler.decay_ratio={self.decay_ratio:g} "
+                "are more than the run together; their sum may be 1"
+            )
         return self
 
 

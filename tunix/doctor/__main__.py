@@ -145,7 +145,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
 
     def work() -> int:
-        job = compose.compose(args.overrides)
+        job = compose.compose(compose.searched(args.overrides, args.config_dir))
         with _stdout_as_stderr():
             found = examine(job)
         if not found.joined or distributed.is_main():

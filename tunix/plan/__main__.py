@@ -22,15 +22,16 @@ def main() -> int:
     args = parser.parse_intermixed_args()
 
     def work() -> None:
-        cfg = compose.compose(args.overrides).config
+        overrides = compose.searched(args.overrides, args.config_dir)
+        cfg = compose.compose(overrides).config
         cluster = read_topology(cfg.plan.topology)
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
         show = report.as_json if args.json else report.text
-        print(show(ranking, cluster, args.overrides))
+        print(show(ranking, cluster, overrides))
         if not ranking.fit:
             raise UserError(nothing_fits(ranking, cluster))
         if cfg.plan.output is not None:
-            report.save(Path(cfg.plan.output), ranking, cluster, args.overrides)
+            report.save(Path(cfg.plan.output), ranking, cluster, overrides)
 
     return exits.reported(work)
 
