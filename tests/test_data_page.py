@@ -11,7 +11,8 @@ import pytest
 from conftest import write_corpus
 from harness import ROOT
 
-from tunix.compose import command_parser, compose, searched
+from tunix.command import command_parser
+from tunix.compose import compose, searched
 from tunix.data.corpus import load_corpus
 
 PAGE = (ROOT / "docs" / "data.md").read_text()

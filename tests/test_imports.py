@@ -7,8 +7,8 @@ from harness import ROOT
 
 # A module may import from its own row and from rows above it.
 ROWS = [
-    {"layout", "figure"}, {"config"}, {"schema", "exits"}, {"mistakes"}, {"models.hf", "models.hf_config", "models.hub", "data.tokenizer", "data.sentencepiece", "data.chat"}, {"compose", "cluster"}, {"supervisor", "rollcall"}, {"distributed"}, {"mesh", "watchdog"}, {"models", "flops"}, {"data", "losses", "optim"}, {"state"},
-    {"step", "report", "sampling", "program", "costs"}, {"checkpoint", "metrics", "evaluation", "profiling", "plan", "pretrained", "run_folder"}, {"train", "export", "generate", "prepare", "launch", "verify", "doctor"}, {"evaluate"},
+    {"layout", "figure"}, {"config"}, {"schema", "exits"}, {"mistakes"}, {"models.hf", "models.hf_config", "models.hub", "data.tokenizer", "data.sentencepiece", "data.chat"}, {"compose", "cluster"}, {"supervisor", "rollcall", "command"}, {"distributed"}, {"mesh", "watchdog"}, {"models", "flops"}, {"data", "losses", "optim"}, {"state"},
+    {"step", "report", "sampling", "program", "costs"}, {"checkpoint", "metrics", "evaluation", "profiling", "plan", "pretrained", "run_folder", "run_lock"}, {"train", "export", "generate", "prepare", "launch", "verify", "doctor"}, {"evaluate"},
 ]  # fmt: skip
 RANK = {name: row for row, names in enumerate(ROWS) for name in names}
 

@@ -13,7 +13,7 @@ from harness import ROOT
 
 import tunix
 from tunix import generate
-from tunix.compose import settings
+from tunix.command import settings
 from tunix.config import Generate, UserError
 from tunix.models.cache import prefill
 from tunix.sampling import Sampling, choose

@@ -14,7 +14,7 @@ from harness import ROOT, RUN, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
-from tunix import distributed, run_folder
+from tunix import distributed, run_lock
 from tunix.checkpoint import Position, _check_same
 from tunix.compose import compose
 from tunix.config import Config, Section, UserError
@@ -79,9 +79,9 @@ def test_metrics(words):
 
 def test_one_run_at_a_time_writes_into_a_folder(words, monkeypatch):
     folder = tunix.train(words).folder
-    monkeypatch.setattr(run_folder, "HOLDER_S", 0.0)
+    monkeypatch.setattr(run_lock, "HOLDER_S", 0.0)
     before = (folder / "metrics.jsonl").read_text()
-    with run_folder.held(folder), pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
+    with run_lock.held(folder), pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
         tunix.train([f"resume={folder}", "training.max_steps=8"])
     assert (folder / "metrics.jsonl").read_text() == before
     tunix.train([f"resume={folder}", "training.max_steps=7"])  # a lock ends with its process

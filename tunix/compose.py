@@ -1,14 +1,11 @@
 """Command line to `Config`: Hydra composes conf/ and the overrides, mistakes become one line each. Knows no jax."""
 
-import argparse
 import json
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -18,17 +15,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from tunix import exits
-from tunix.config import Config, Model, Section, Tokenizer, UserError
+from tunix.config import Config, Model, Tokenizer, UserError
 from tunix.mistakes import explained, validated
 from tunix.models import hf_config, hub
-from tunix.schema import keys
 
 PACKAGED = Path(__file__).parent / "conf"  # in an installed wheel
 CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[1] / "conf"
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # of distributed
 OUTPUTS = Path("outputs")
-S = TypeVar("S", bound=Section)
 SEARCH = "hydra.searchpath="
 COMMON = {"init_from", "lora", "attention"}  # keys in conf/model/family/common.yaml
 
@@ -90,43 +84,6 @@ def _check_choice(override: Override) -> None:
         keys = "shapes go to model.mesh_shape" if group == "mesh_shape" else f"its keys are set by {group}.KEY=VALUE"
         choices = ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
         raise UserError(f"{override.input_line}: takes a file of conf/{group} ({choices}); {keys}")
-
-
-def command_line(section: type[S], work: Callable[[S], None]) -> int:
-    """`python -m tunix.NAME key=value ...`: exit code 2 and one line on stderr for what the user got wrong.
-
-    A section with `overrides` is given there the words whose keys are not its own.
-    """
-    words, name = sys.argv[1:], section.__name__.lower()
-    if "--help" in words or "-h" in words:
-        print(f"python -m tunix.{name} key=value ...\n\n{section.__doc__}\n")
-        for key, field in keys(section):
-            print(f"  {key:24} {' '.join((field.description or '').split())}")
-        return 0
-    fields = section.model_fields
-    others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
-    own, more = [word for word in words if word not in others], {"overrides": others} if others else {}
-    return exits.reported(lambda: work(settings(section, own, more)))
-
-
-def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Of a command `python -m tunix.NAME` that takes the keys of training, beside flags of its own."""
-    parser = argparse.ArgumentParser(
-        f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder of one's own, laid out like conf/")
-    return parser
-
-
-def settings(section: type[S], words: list[str], more: dict[str, Any] | None = None) -> S:
-    """The section of conf/command, with the words that change it, and `more` keys on top."""
-    with explained(section):
-        GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(CONF / "command"), version_base="1.3"):
-            composed = hydra.compose(section.__name__.lower(), words)
-        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    return validated(section, values | (more or {}))
 
 
 def _hydra_compose(overrides: list[str], config_dir: str | Path | None = None, name: str = "config") -> DictConfig:

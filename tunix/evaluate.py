@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tunix import compose
+from tunix import command, compose
 from tunix.config import Config, Evaluate, UserError
 from tunix.config.data import Mixture
 from tunix.data.corpus import load_corpus, prepare_corpus
@@ -158,4 +158,4 @@ def _without_split(cfg: Config) -> Config:
 METRICS = {"loss": measure_loss, "exact_match": measure_exact_match}
 
 if __name__ == "__main__":
-    sys.exit(compose.command_line(Evaluate, evaluate))
+    sys.exit(command.command_line(Evaluate, evaluate))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tunix import compose
+from tunix import command, compose
 from tunix.config import Export, UserError
 from tunix.data.tokenizer import PAD, Vocabulary, load, read_backend, tokenizer_digest
 from tunix.models.hf import FAMILIES, read_json
@@ -165,4 +165,4 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(compose.command_line(Export, lambda cfg: print(export(cfg))))
+    sys.exit(command.command_line(Export, lambda cfg: print(export(cfg))))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tunix import compose
+from tunix import command
 from tunix.config import Generate, UserError
 from tunix.data.tokenizer import read_chat
 from tunix.models.hf import read_json
@@ -192,4 +192,4 @@ def _writer(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(compose.command_line(Generate, generate))
+    sys.exit(command.command_line(Generate, generate))

@@ -7,12 +7,12 @@ with `data=tokens data.paths=[FOLDER]`. Started again after a kill, finished sha
 import logging
 import sys
 
-from tunix import compose, exits
+from tunix import command, compose, exits
 
 
 def main() -> int:
     """Exit code of the command line."""
-    args = compose.command_parser("prepare", __doc__).parse_intermixed_args()
+    args = command.command_parser("prepare", __doc__).parse_intermixed_args()
     return exits.reported(lambda: prepare(compose.searched(args.overrides, args.config_dir)))
 
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from tunix import distributed
+from tunix.compose import unlike_its_family
 from tunix.config import Config, Training
 from tunix.config.optimizer import FALLING_AT_THE_END
 from tunix.costs import costs_of
@@ -103,6 +104,8 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
         f"{sizes.tflop_per_step:.3f} TFLOP per step",
     }
+    if why := unlike_its_family(cfg.model):
+        rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
     if jax.process_count() > 1:
         rows["processes"] = _processes()
     for letter in sorted(whole_letters(cfg.model.dims, mesh.shape)):

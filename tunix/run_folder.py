@@ -1,18 +1,15 @@
 """A run's folder: claimed by one run, with its config, environment and log."""
 
-import errno
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -26,7 +23,6 @@ from tunix.config import UserError
 
 log = logging.getLogger(__name__)
 PROBE_S = 5.0
-LOCK, HOLDER_S, LEASE_S = ".running", 5.0, 120.0
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -41,8 +37,9 @@ PACKAGES = (
 )
 
 
-def start_logging() -> MemoryHandler:
-    """Log to the terminal at once; what is logged before the run has a folder waits in the handler returned.
+def start_logging(remarks: list[str]) -> MemoryHandler:
+    """Log to the terminal at once, `remarks` first; what is logged before the run has a folder waits in the handler
+    returned.
 
     Warnings of other libraries go to the log file alone.
     """
@@ -59,6 +56,8 @@ def start_logging() -> MemoryHandler:
     if distributed.is_main():
         on_terminal = RichHandler(show_path=False, show_level=False, log_time_format="%X")
         ours.addHandler(on_terminal if sys.stdout.isatty() else logging.StreamHandler(sys.stdout))
+    for remark in remarks:
+        log.warning("%s", remark)
     return waiting
 
 
@@ -98,41 +97,6 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
                 folder.rmdir()
         raise
     return folder, shared
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """One run at a time writes into a folder: process 0 locks a file in it until the run ends, however it ends.
-
-    Raises:
-        UserError: another run holds it still after a while; it is named.
-    """
-    with ExitStack() as stack:
-        distributed.together(lambda: _lock(folder / LOCK, stack) if distributed.is_main() else None, "the run's lock")
-        yield
-
-
-def _lock(path: Path, stack: ExitStack) -> None:
-    file = stack.enter_context(path.open("a+"))
-    here, begun = socket.gethostname(), time.monotonic()
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            holder = path.read_text().strip()
-            # A file server gives up the locks of a host that died after its lease, of 90 s in NFS.
-            if time.monotonic() - begun > (HOLDER_S if holder.endswith(f" on {here}") else LEASE_S):
-                raise UserError(
-                    f"{path.parent} is being written by {holder}; wait for its end, or start a run of its own"
-                ) from None
-            time.sleep(0.5)
-        except OSError as error:
-            log.warning("%s cannot be locked (%s): nothing keeps a second run out", path, error.strerror)
-            return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {here}")
-    file.flush()
 
 
 def _is_shared(folder: Path, asked: bool | str) -> bool:
@@ -187,19 +151,6 @@ def _comes(path: Path, patience_s: float) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-@contextmanager
-def written(folder: Path) -> Iterator[None]:
-    """A full disk under the run's folder is the user's to mend: its OSError becomes a `UserError`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        raise UserError(
-            f"the run's folder {folder} cannot be written ({error.strerror}); make room and go on with resume={folder}"
-        ) from None
 
 
 def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHandler) -> None:

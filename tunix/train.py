@@ -30,6 +30,7 @@ from tunix.profiling.collectives import collectives, summary
 from tunix.profiling.trace import CommunicationTrace, check_window
 from tunix.program import assemble
 from tunix.report import derive_sizes, last_step, start_report
+from tunix.run_lock import held
 from tunix.sampling import continue_text
 from tunix.state import Architecture, State
 from tunix.watchdog import Watchdog
@@ -59,9 +60,7 @@ def run(job: compose.Job) -> Result:
     """
     begun = time.monotonic()
     remarks = distributed.start(job.config.distributed, run_folder.versions() | compose.facts(job.config))
-    waiting_log = run_folder.start_logging()
-    for remark in remarks:
-        log.warning("%s", remark)
+    waiting_log = run_folder.start_logging(remarks)
     cfg = decided(job.config)
     training = cfg.training
     mesh = build_mesh(cfg)
@@ -70,8 +69,6 @@ def run(job: compose.Job) -> Result:
         # What is trained, and on what.
         program = assemble(cfg, mesh)
         arch = program.arch
-        if why := compose.unlike_its_family(cfg.model):
-            log.warning("tunix.export will not be able to write this model as a %s: %s", cfg.model.family, why)
         with watchdog.phase("preparing the data", math.inf):
             corpus = None if cfg.dry_run else distributed.main_first(lambda: load_corpus(cfg), "preparing the data")
         sizes = derive_sizes(cfg, mesh, arch, corpus)
@@ -92,8 +89,7 @@ def run(job: compose.Job) -> Result:
         # Where it is written, and from where it goes on.
         folder, shared = run_folder.open_folder(job)
         with (
-            run_folder.written(folder),
-            run_folder.held(folder),
+            held(folder),
             Checkpoints(folder / "checkpoints", cfg.checkpoint, shared) as checkpoints,
             Metrics(folder, cfg.logging) as metrics,
             CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
@@ -102,8 +98,6 @@ def run(job: compose.Job) -> Result:
             state, start, is_new = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
             trace.starts_after(start.step)
             last = end_of_run(cfg, corpus, data, start, sizes.total_steps)
-            if told := check_phases(cfg.scheduler, last, sizes.tokens_per_step):
-                log.warning("%s", told)
             run_folder.write_record(job, folder, shared, waiting_log)
             keep_files(cfg, corpus.vocabulary, folder)
             log.info("writing to %s", folder)
@@ -138,8 +132,7 @@ def run(job: compose.Job) -> Result:
                     steps.finish()
                 stop_if_not_finite(steps.last, cfg, start, data)
                 if evaluate_now and held_out and not stop:
-                    with watchdog.phase("evaluation"):
-                        evaluation = evaluate(held_out, state, step, metrics)
+                    evaluation = evaluate(held_out, state, step, metrics, watchdog)
                 if save_now:
                     held_out_loss = evaluation.get("loss") if evaluation.get("step") == step else None
                     with watchdog.phase("saving"):
@@ -151,8 +144,7 @@ def run(job: compose.Job) -> Result:
                     steps.restart_clock()
 
             if held_out and evaluation.get("step") != last:  # the run was stopped before it could be evaluated
-                with watchdog.phase("evaluation"):
-                    evaluation = evaluate(held_out, state, last, metrics)
+                evaluation = evaluate(held_out, state, last, metrics, watchdog)
             with watchdog.phase("closing"):
                 checkpoints.finish()
                 log.info("%s", memory_report(train_step, peak_memory_gib()))
@@ -192,6 +184,8 @@ def end_of_run(cfg: Config, corpus: Corpus, data: TrainBatches, start: Position,
         limits = {f"training.{key}": getattr(cfg.training, key) for key in ("max_steps", "max_tokens", "num_epochs")}
         told = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
         log.warning("nothing is left to train after step %d: %s; raise it to go on", last, told)
+    if told := check_phases(cfg.scheduler, last, data.batch_size * cfg.training.seq_len):
+        log.warning("%s", told)
     return last
 
 
@@ -245,8 +239,10 @@ def evaluation_due(cfg: Config, step: int, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
 
 
-def evaluate(held_out: HeldOut, state: State, step: int, metrics: Metrics) -> dict[str, Any]:
-    record = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
+def evaluate(held_out: HeldOut, state: State, step: int, metrics: Metrics, watchdog: Watchdog) -> dict[str, Any]:
+    """The held-out line of metrics.jsonl after `step`, written and logged."""
+    with watchdog.phase("evaluation"):
+        record = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
     metrics.write(record, "held_out")
     log.info("step %d  held out: loss %.4f, %.4f bits per byte", step, record["loss"], record["bits_per_byte"])
     return record

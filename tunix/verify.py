@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from tunix import compose, exits
+from tunix import command, compose, exits
 from tunix.cluster import who_am_i
 from tunix.config import Config, UserError
 from tunix.data.batches import TrainBatches
@@ -150,7 +150,7 @@ def _read_meshes(text: str) -> list[Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = compose.command_parser("verify", __doc__)
+    parser = command.command_parser("verify", __doc__)
     parser.add_argument(
         "--meshes", help='list of them, the first is the reference: [[[8],["fsdp"]],[[2,4],["dp","tp"]]]'
     )

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 import jax
 from rich.console import Console
 
-from tunix import compose, distributed, exits
+from tunix import command, compose, distributed, exits
 from tunix.config import UserError
 from tunix.doctor import environment, machine, together
 from tunix.doctor.findings import Finding
@@ -140,7 +140,7 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 def main() -> int:
     """Exit code of the command line."""
-    parser = compose.command_parser("doctor", __doc__)
+    parser = command.command_parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
     args = parser.parse_intermixed_args()
 

@@ -8,7 +8,7 @@ Ranked by tokens per second; with model.mesh_shape, that mesh alone. Exit code 2
 import sys
 from pathlib import Path
 
-from tunix import compose, exits
+from tunix import command, compose, exits
 from tunix.config import UserError
 from tunix.plan import report
 from tunix.plan.cluster import read_topology
@@ -17,7 +17,7 @@ from tunix.plan.ranking import nothing_fits, rank
 
 def main() -> int:
     """Exit code of the command line."""
-    parser = compose.command_parser("plan", __doc__)
+    parser = command.command_parser("plan", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     args = parser.parse_intermixed_args()
 
