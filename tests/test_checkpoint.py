@@ -217,6 +217,21 @@ def test_a_changed_corpus_is_refused(run, tmp_path):
     assert len(metrics(folder)) == 6
 
 
+def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
+    """With the tokenizer of the checkpoint, though the corpus would give another; and given once."""
+    corpus = write_corpus(tmp_path / "corpus")
+    folder = run(corpus=corpus)
+    for path in corpus.glob("*.txt"):
+        path.write_text(path.read_text()[::-1])
+    with pytest.raises(
+        UserError, match="the tokenizer .* is not the checkpoint's .* loading.allow_changed_data=true goes on"
+    ):
+        run(f"resume={folder}")
+    run(f"resume={folder}", "loading.allow_changed_data=true", "training.max_steps=7")
+    assert [line["step"] for line in metrics(folder)][6:] == [7]
+    assert "allow_changed_data: false" in (folder / "config.yaml").read_text()
+
+
 def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run):
     folder = run()
     shutil.rmtree(folder / "checkpoints")

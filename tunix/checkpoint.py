@@ -250,9 +250,13 @@ def _check_same(config: Config, saved: dict[str, Any], position: Position, now: 
                 "leave it as it was or start a new run"
             )
     if now.tokenizer != position.tokenizer:
+        way_out = "its tokens mean another text; set tokenizer.path to the old one"
+        if config.tokenizer.path is None:
+            way_out = (
+                "the corpus it is trained on has changed; loading.allow_changed_data=true goes on with the old one"
+            )
         raise UserError(
-            f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); "
-            "its tokens mean another text"
+            f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); {way_out}"
         )
     if now.data != position.data:
         change = f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "

@@ -49,6 +49,8 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
             project = str(given["project_name"].value()) if "project_name" in given else None
             run_dir, step = _resume_point(str(value), project)
             composed = _compose_saved(run_dir, list(given.values()))
+            if composed.loading.allow_changed_data and composed.tokenizer.path is None:
+                composed.tokenizer.path = str(run_dir.absolute() / "tokenizer")  # not one of the changed corpus
             return Job(checked(composed, fresh=False), overrides, run_dir, run_dir_is_explicit=True, resume_step=step)
         composed = _hydra_compose(implied(overrides), config_dir, config_name)
         hydra_node = OmegaConf.create({"hydra": OmegaConf.to_container(composed.hydra, resolve=False)})
@@ -205,9 +207,12 @@ def build(values: dict[Any, Any]) -> Config:
 def to_yaml(config: Config) -> str:
     """The resolved config as it is saved in the run's folder; `--config-path RUN_DIR` replays it.
 
-    Which process of which run this was is left out: another job continues from it.
+    Which process of which run this was is left out: another job continues from it. So is the leave to go on with
+    other data, which is given once.
     """
-    return OmegaConf.to_yaml(OmegaConf.create(_of_all_processes(config)))
+    tree = _of_all_processes(config)
+    tree["loading"]["allow_changed_data"] = False
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def facts(config: Config) -> dict[str, Any]:
