@@ -45,7 +45,9 @@ def main() -> int:
 
 def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
     """Run every point; the first exit code that is not 0."""
-    compose.check_sweep(words, config_dir, config_name)
+    first = compose.check_sweep(words, config_dir, config_name)
+    if first and first.config.launcher.name == "local" and (code := watched_over(first)) is not None:
+        return code
     try:
         hydra_main()
     except OSError as error:
@@ -62,10 +64,17 @@ def launch(job: compose.Job) -> int:
     return LAUNCHERS[job.config.launcher.name](job)
 
 
-def train(job: compose.Job) -> int:
+def watched_over(job: compose.Job) -> int | None:
+    """Exit code of this command line, run in a child; None in the child, and for a run of one process."""
     identity = who_am_i(job.config.distributed)
-    if identity and not supervisor.is_child():
-        return supervisor.supervise(identity, job.config.distributed.heartbeat_timeout_s)
+    if identity is None or supervisor.is_child():
+        return None
+    return supervisor.supervise(identity, job.config.distributed.heartbeat_timeout_s)
+
+
+def train(job: compose.Job) -> int:
+    if (ended := watched_over(job)) is not None:
+        return ended
     exits.stop_before_it_began()
 
     from tunix import distributed  # jax starts here, after the config has passed
@@ -83,7 +92,7 @@ def train(job: compose.Job) -> int:
     except NotFinite as error:
         code, why = exits.NOT_FINITE, str(error)
     except Exception as error:
-        if not identity:
+        if not who_am_i(job.config.distributed):
             raise
         code, why = distributed.blame(error)
     if code:

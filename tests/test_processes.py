@@ -108,6 +108,17 @@ def test_elastic(words, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+def test_a_sweep(words, tmp_path):
+    """Each point once, one after the other."""
+    words = [word for word in words if not word.startswith("hydra.run.dir")]
+    sweep = ["--multirun", "training.max_steps=1,2", "hydra.sweep.dir=sweep", "model.mesh_shape=[[-1],[dp]]"]
+    with Processes(*words, *sweep, folder=tmp_path, count=2) as run:
+        ends = run.ends()
+    assert [end.code for end in ends] == [0, 0], ends[0].stderr
+    assert ends[0].stdout.count("sweep job") == 2
+    assert [len(metrics(tmp_path / "sweep" / point)) for point in "01"] == [1, 2]
+
+
 def test_different_configs_and_code_are_refused(words, tmp_path):
     other = tmp_path / "other"
     for name in ("tunix", "conf", "run_training.py"):

@@ -96,14 +96,19 @@ def _hydra_compose(overrides: list[str], config_dir: str | Path | None = None, n
         return hydra.compose(name, overrides, return_hydra_config=True)
 
 
-def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> None:
-    """Compose and check every point of a grid, so that a mistake in the last one is found before the first runs."""
+def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> Job | None:
+    """Compose and check every point of a grid, so that a mistake in the last one is found before the first runs.
+
+    Returns the first point; None where another sweeper chooses them.
+    """
     if any(override.startswith("hydra/sweeper") for override in overrides):
-        return  # only that sweeper knows its points
+        return None
     parsed = OverridesParser.create().parse_overrides(overrides)
-    for point in BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]:
-        if compose(list(point), config_dir, config_name).config.resume:
-            raise UserError("resume goes on with one run; it cannot be part of a sweep")
+    points = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
+    jobs = [compose(list(point), config_dir, config_name) for point in points]
+    if any(job.config.resume for job in jobs):
+        raise UserError("resume goes on with one run; it cannot be part of a sweep")
+    return jobs[0]
 
 
 def job_of(config: Config) -> Job:
