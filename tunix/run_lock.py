@@ -14,7 +14,9 @@ from tunix import distributed
 from tunix.config import UserError
 
 log = logging.getLogger(__name__)
-LOCK, HOLDER_S, LEASE_S = ".running", 5.0, 120.0
+LOCK = ".running"
+# Patience with a holder on this host; and with one on another, which may be dead and not forgotten by the file server.
+HOLDER_S, LEASE_S = 5.0, 300.0
 
 
 @contextmanager
@@ -38,16 +40,22 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, stack: ExitStack) -> None:
-    file = stack.enter_context(path.open("a+"))
-    here, begun = socket.gethostname(), time.monotonic()
+    try:
+        file = stack.enter_context(path.open("a+"))
+    except OSError as error:
+        raise UserError(f"the run's folder {path.parent} cannot be written ({error.strerror})") from None
+    here, begun = socket.gethostname(), None
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
             holder = path.read_text().strip()
-            # A file server gives up the locks of a host that died after its lease, of 90 s in NFS.
-            if time.monotonic() - begun > (HOLDER_S if holder.endswith(f" on {here}") else LEASE_S):
+            patience = HOLDER_S if holder.endswith(f" on {here}") else LEASE_S
+            if begun is None:
+                begun = time.monotonic()
+                log.warning("%s is being written by %s; waiting %.0f s for its end", path.parent, holder, patience)
+            if time.monotonic() - begun > patience:
                 raise UserError(
                     f"{path.parent} is being written by {holder}; wait for its end, or start a run of its own"
                 ) from None
