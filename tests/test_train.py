@@ -273,7 +273,7 @@ def read_by_every_source(tmp_path: Path) -> list[list[str]]:
     rows = [{"text": f"text {n} " * 40, "q": f"{n}?", "a": f"{n}! " * 40, "s": "Short."} for n in range(8)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
-    np.full(2000, 9, np.uint16).tofile(tmp_path / "a.bin")
+    np.resize([*[9] * 99, 3], 2000).astype(np.uint16).tofile(tmp_path / "a.bin")
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello " * 40}]
     (tmp_path / "b.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 8 + "not json")
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
