@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -132,11 +133,15 @@ def test_nodes_meet():
     port, found = free_port(), []
     run = {"rdzv_id": "job", "nnodes": 3, "nprocs": 2}
     threads = [threading.Thread(target=lambda: found.append(meet("127.0.0.1", port, 3, run, 10))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    stranger = socket.create_connection(("127.0.0.1", port))  # someone else knocks
+    threads[0].start()
+    stranger = None
+    while stranger is None and threads[0].is_alive():  # until node 0 listens
+        with suppress(ConnectionRefusedError):
+            stranger = socket.create_connection(("127.0.0.1", port))  # someone else knocks
     stranger.sendall(b"GET / HTTP/1.1\r\n")
     stranger.close()
+    for thread in threads[1:]:
+        thread.start()
     for thread in threads:
         thread.join()
     assert sorted(found) == [0, 1, 2]
