@@ -95,7 +95,7 @@ def test_elastic(words, tmp_path):
         run.started[1].send_signal(signal.SIGTERM)  # before a first step that is not step 1
         ends = run.ends()
         assert [end.code for end in ends] == [75] * 2, ends[0].stderr
-        assert "SIGTERM: saved after step 3" in ends[0].stdout
+        assert re.search(r"SIGTERM: saved after step [345];", ends[0].stdout)
         assert "4 sequences = 2 microbatch(es) x 2 data shard(s)" in ends[0].stdout
     with Processes("resume=run", "training.max_steps=6", folder=tmp_path, count=3) as run:
         ends = run.ends()
