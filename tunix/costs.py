@@ -18,6 +18,7 @@ from tunix.program import Program, abstract_batch, assemble
 from tunix.state import Weight, describe
 
 RECOMPUTED = {"none": 0, "dots": 0, "attention": 1, "full": 1}  # forward passes, by training.remat
+BATCH = {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens"}  # of training
 TRAVERSALS = {  # of a ring (Patarasuk and Yuan 2009)
     "all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "collective-permute": 1,
 }  # fmt: skip
@@ -75,12 +76,19 @@ def _costs(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, kept: int) 
     )
 
 
+_kept: dict[tuple, int] = {}
+
+
 @lru_cache(maxsize=1)
 def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh, int]:
     mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
     with jax.sharding.use_abstract_mesh(mesh):
-        program = assemble(Config.model_validate_json(config), mesh)  # type: ignore[arg-type]
-        return program, mesh, _kept_per_sequence(program, mesh)
+        cfg = Config.model_validate_json(config)
+        program = assemble(cfg, mesh)  # type: ignore[arg-type]
+        key = cfg.model.model_dump_json(exclude={"mesh_shape"}), cfg.training.model_dump_json(exclude=BATCH), sizes[-1]
+        if key not in _kept:  # data shards each have their own sequences: only tp changes what is kept of one
+            _kept[key] = _kept_per_sequence(program, mesh)
+        return program, mesh, _kept[key]
 
 
 def _held(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> dict[str, int]:
