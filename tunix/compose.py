@@ -1,7 +1,5 @@
 """Command line to `Config`: Hydra composes conf/ and the overrides, mistakes become one line each. Knows no jax."""
 
-import json
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,44 +148,45 @@ def _fill_from_pretrained(values: dict[Any, Any]) -> None:
     """
     model, tokenizer = values["model"], values["tokenizer"]
     folder = hub.find(str(model["init_from"]))
-    _fill_architecture(model, folder)
+    _fill_architecture(model, hf_config.read_config(folder), f"{folder}/config.json")
     if tokenizer["path"] is None:
         tokenizer["path"] = str(folder)
 
 
-def _fill_architecture(model: dict[Any, Any], folder: Path) -> None:
-    read = hf_config.read_config(folder)
+def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
     family: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "family" / f"{read['family']}.yaml"))
     found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read}), resolve=True)
     for key in sorted(found.keys() - COMMON - {"defaults"}):
         given = model.get(key)
         if given is not None and given != found[key]:
-            raise UserError(f"model.{key}={given}, but {folder}/config.json says {found[key]}; leave it out")
+            raise UserError(f"model.{key}={given}, but {where} says {found[key]}; leave it out")
         model[key] = found[key]
 
 
 def trained_model(folder: Path, mesh_shape: Any) -> Model:
     """The model of a run's folder, or of one of Hugging Face's, on another mesh."""
-    if (folder / "config.yaml").is_file():
-        values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml").model)
-    else:
-        common, pretrained = (
-            OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml")
-        )
-        values = OmegaConf.to_container(OmegaConf.merge(pretrained, common))
-        del values["defaults"]
-        _fill_architecture(values, folder)
+    if not (folder / "config.yaml").is_file():
+        return _described(hf_config.read_config(folder), f"{folder}/config.json", mesh_shape)
+    values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml").model)
+    return validated(Model, values | {"mesh_shape": mesh_shape}, "model")
+
+
+def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
+    """The model that a config.json describes."""
+    common, pretrained = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
+    values: Any = OmegaConf.to_container(OmegaConf.merge(pretrained, common))
+    del values["defaults"]
+    _fill_architecture(values, read, where)
     return validated(Model, values | {"mesh_shape": mesh_shape}, "model")
 
 
 def unlike_its_family(cfg: Model) -> str:
     """Why the config.json of its family does not say all of this model; empty where it does."""
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(hf_config.write_config(cfg)))
-        try:
-            said = trained_model(Path(name), cfg.mesh_shape)
-        except UserError as error:
-            return str(error).replace(f"{name}/", "its ")
+    try:
+        where = "its config.json"
+        said = _described(hf_config.understood(hf_config.write_config(cfg), where), where, cfg.mesh_shape)
+    except UserError as error:
+        return str(error)
     other = [
         key
         for key in sorted(Model.model_fields.keys() - COMMON - {"mesh_shape"})

@@ -52,15 +52,13 @@ def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
     """The costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch."""
     # The program of one sequence per shard serves for all micro batches.
     alike = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
-    return _costs(cfg, *_program(alike.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in MESH_AXES)))
+    program, mesh = _program(alike.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in MESH_AXES))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return costs_of(cfg, program, mesh)
 
 
 def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     """The same for a program that is assembled already, for a mesh that is in use."""
-    return _costs(cfg, program, mesh, _kept_per_sequence(program, mesh))
-
-
-def _costs(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, kept: int) -> Costs:
     training, shards = cfg.training, data_shards(mesh.shape)
     microbatches = training.accumulation(shards)
     tokens = microbatches * training.sequences_per_shard * shards * training.seq_len
@@ -68,7 +66,7 @@ def _costs(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, kept: int) 
     flops = flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len) * share
     again = forward_flops_per_token(cfg.model, arch.num_parameters, training.seq_len) * share
     return Costs(
-        _held(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, mesh.shape["tp"], kept)},
+        _held(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, program, mesh)},
         [*_of_weights(program, mesh, microbatches), *_of_activations(cfg, microbatches)],
         flops,
         flops + RECOMPUTED[training.remat] * again,
@@ -76,19 +74,11 @@ def _costs(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, kept: int) 
     )
 
 
-_kept: dict[tuple, int] = {}
-
-
 @lru_cache(maxsize=1)
-def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh, int]:
+def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh]:
     mesh = AbstractMesh(sizes, MESH_AXES, axis_types=(AxisType.Explicit,) * len(MESH_AXES))
     with jax.sharding.use_abstract_mesh(mesh):
-        cfg = Config.model_validate_json(config)
-        program = assemble(cfg, mesh)  # type: ignore[arg-type]
-        key = cfg.model.model_dump_json(exclude={"mesh_shape"}), cfg.training.model_dump_json(exclude=BATCH), sizes[-1]
-        if key not in _kept:  # data shards each have their own sequences: only tp changes what is kept of one
-            _kept[key] = _kept_per_sequence(program, mesh)
-        return program, mesh, _kept[key]
+        return assemble(Config.model_validate_json(config), mesh), mesh  # type: ignore[arg-type]
 
 
 def _held(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> dict[str, int]:
@@ -117,27 +107,33 @@ def _held(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> dic
     }
 
 
-def _activation_bytes(cfg: Config, tp: int, kept: int) -> int:
-    """What the forward pass has `kept` of each sequence, and what is at work: one layer's inside, or a chunk's logits.
+def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> int:
+    """What the forward pass keeps of each sequence, and what is at work: one layer's inside, or a chunk's logits.
 
     The second part is an estimate.
     """
-    model, training = cfg.model, cfg.training
+    model, training, tp = cfg.model, cfg.training, mesh.shape["tp"]
     item, length = jnp.dtype(training.dtypes["compute"]).itemsize, training.seq_len
     heads, keys = model.num_heads / tp, 2 * model.num_kv_heads / min(tp, model.num_kv_heads)
     mlp = (3 if model.mlp.startswith("gated") else 2) * model.mlp_dim / tp
     inside = 2 * length * item * (6 * model.embed_dim + (2 * heads + keys) * model.head_dim + mlp)
     if model.attention == "xla":
         inside += heads * min(length, QUERY_BLOCK) * length * (4 + item)
-    logits = (
-        1.75 * min(training.loss_chunk_size, length) * model.vocab_size / tp * 4
-    )  # float32, and part of their gradient
-    return round(training.sequences_per_shard * (kept + max(inside, logits)))
+    positions = min(training.loss_chunk_size, length)
+    logits = 1.75 * positions * model.vocab_size / tp * 4  # float32, and part of their gradient
+    return round(training.sequences_per_shard * (_kept_per_sequence(program, mesh) + max(inside, logits)))
+
+
+_kept: dict[tuple[str, str, int], int] = {}
 
 
 def _kept_per_sequence(program: Program, mesh: Mesh | AbstractMesh) -> int:
     """Bytes that `training.remat` keeps of a sequence for the backward pass, on one device, as JAX traces it."""
     cfg = program.cfg
+    config = cfg.model.model_dump_json(exclude={"mesh_shape"}), cfg.training.model_dump_json(exclude=BATCH)
+    key = (*config, mesh.shape["tp"])  # each data shard has its own sequences: dp and fsdp change nothing of one
+    if key in _kept:
+        return _kept[key]
     # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
     plain = cfg.model.model_copy(update={"attention": "xla"})
     arch = describe(plain, program.layout, cfg.training.remat)
@@ -153,7 +149,8 @@ def _kept_per_sequence(program: Program, mesh: Mesh | AbstractMesh) -> int:
         batch = abstract_batch(alike, mesh)  # type: ignore[arg-type]
         return bytes_per_device(jax.eval_shape(kept, program.abstract["params"], batch))
 
-    return num_bytes(2) - num_bytes(1)  # weights are the same in both
+    _kept[key] = num_bytes(2) - num_bytes(1)  # weights are the same in both
+    return _kept[key]
 
 
 def _of_weights(program: Program, mesh: Mesh | AbstractMesh, microbatches: int) -> Iterator[Transfer]:

@@ -179,8 +179,8 @@ def resolve(
             )
         named = {axis: num_devices // fixed if size == -1 else size for axis, size in named.items()}
     elif fixed > num_devices or (fixed < num_devices and not allow_idle):
-        idle = ", or distributed.allow_idle_devices=true to leave the rest idle"
-        idle = idle if fixed < num_devices and which == "visible" else ""
+        can_idle = fixed < num_devices and which == "visible"
+        idle = ", or distributed.allow_idle_devices=true to leave the rest idle" if can_idle else ""
         raise ValueError(
             f"model.mesh_shape {product} needs {fixed} devices, {num_devices} are {which}; "
             f"{_nearest(named, num_devices, dims)}{idle}"

@@ -36,8 +36,8 @@ def launch(job: compose.Job) -> int:
             "launcher=slurm: there is no sbatch on the PATH; submit on a login node of the cluster, "
             "or launcher.dry_run=true writes the script alone"
         )
-    elsewhere = slurm.dry_run or slurm.container_image or slurm.train_script is None
-    if not elsewhere and not Path(slurm.train_script or "").is_file():
+    is_here = not (slurm.dry_run or slurm.container_image)
+    if is_here and slurm.train_script and not Path(slurm.train_script).is_file():
         raise UserError(f"launcher.train_script={slurm.train_script} is not a file here")
     with submission.folder(job) as folder, ExitStack() as written:
         text = script(job.config, slurm, folder, job.resume_step)

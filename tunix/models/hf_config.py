@@ -51,35 +51,39 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: no config.json, or one with a key or value that is not understood: it is named.
     """
-    raw = read_json(folder / "config.json")
+    return understood(read_json(folder / "config.json"), f"{folder}/config.json")
+
+
+def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
+    """The same of a config.json that is read already; `where` it stands is for messages."""
     if isinstance(raw.get("text_config"), dict):  # a model that also sees: its decoder
         raw = {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
     if "auto_map" in raw:
-        raise UserError(f"{folder}/config.json: auto_map asks for code of the model's own, which is never run")
+        raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
     kind = raw.get("model_type")
     name = next((name for name, family in FAMILIES.items() if family.model_type == kind), None)
     if name is None:
         known = ", ".join(family.model_type for family in FAMILIES.values())
-        raise UserError(f"{folder}/config.json: model_type={kind} is not understood; understood are {known}")
+        raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}")
     family = FAMILIES[name]
-    understood = {*family.keys.values(), *family.fixed, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS}
+    keys = {*family.keys.values(), *family.fixed, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS}
     for key, value in raw.items():
-        if key not in understood:
-            raise UserError(f"{folder}/config.json: {key}={value} is not understood for model_type={kind}")
+        if key not in keys:
+            raise UserError(f"{where}: {key}={value} is not understood for model_type={kind}")
         if key in family.fixed and value not in family.fixed[key]:
             usual = " or ".join(map(str, family.fixed[key]))
-            raise UserError(f"{folder}/config.json: {key}={value} is not supported; it must be {usual}")
+            raise UserError(f"{where}: {key}={value} is not supported; it must be {usual}")
     raw = family.absent | raw
     missing = [key for key in family.keys.values() if key not in raw]
     if missing:
-        raise UserError(f"{folder}/config.json: {', '.join(missing)} is missing")
+        raise UserError(f"{where}: {', '.join(missing)} is missing")
     values = {ours: raw[theirs] for ours, theirs in family.keys.items()}
     try:
         values |= _layers(raw, values["num_layers"])
         if ROPE_KEYS & family.absent.keys():
             values |= _rope(raw, values)
     except ValueError as error:
-        raise UserError(f"{folder}/config.json: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     return {"family": name} | _derived(values)
 
 
