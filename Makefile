@@ -24,9 +24,9 @@ faults: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m docs.config_reference
 
-# The tiny models of tests/parity and what transformers says of them; with a Python that has torch and transformers.
+# The tiny models of tests/models/parity and what transformers says of them; with a Python that has torch and transformers.
 parity:
-	$(or $(TRANSFORMERS_PYTHON),$(PYTHON)) tests/parity/make.py
+	$(or $(TRANSFORMERS_PYTHON),$(PYTHON)) tests/models/parity/make.py
 
 .venv/installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit("tunix needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.compose import compose
+from tunix.cli.compose import compose
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.packing import Sequences
 from tunix.data.stream import Arrays, Prepared, Stream
-from tunix.mesh import build_mesh
+from tunix.training.program import build_mesh
 
 SEQ_LEN = 2048
 CORPUS = ["data=jsonl", f"training.seq_len={SEQ_LEN}"]

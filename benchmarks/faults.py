@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import write_corpus
-from harness import PAIR, ROOT, metrics
-from processes import Processes
+from support.harness import PAIR, ROOT, metrics
+from support.processes import Processes
 
 PAGE, MARK = ROOT / "docs" / "reliability.md", "<!-- written by make faults -->\n"
 HEARTBEAT_S, STEP_DEADLINE_S, PHASE_DEADLINE_S = 10, 10, 20
@@ -69,7 +69,7 @@ def hurt(event: Event, words: list[str], folder: Path) -> tuple[float, list[int 
     """Seconds from the event until no process is left, and the exit codes."""
     fault = f"{event.rank} {event.what} {event.place} {PLACES[event.place]}"
     more = DEADLINES if event.what == "hang" else []
-    with Processes(*words, *more, folder=folder, count=2, script="tests/faulty.py", FAULT=fault) as run:
+    with Processes(*words, *more, folder=folder, count=2, script="tests/support/faulty.py", FAULT=fault) as run:
         sessions, started = [process.pid for process in run.started], time.time()
         while left(sessions) and time.time() < started + 180:
             time.sleep(0.02)

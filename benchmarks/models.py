@@ -41,12 +41,13 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
     import ml_dtypes
     from safetensors.numpy import save_file
 
-    from tunix.compose import compose
-    from tunix.mesh import build_layout, build_mesh
-    from tunix.models.hf import FAMILIES
-    from tunix.models.hf_config import write_config
-    from tunix.models.weights import _shape, named
-    from tunix.state import describe
+    from tunix.cli.compose import compose
+    from tunix.hf.config_json import write_config
+    from tunix.hf.names import FAMILIES
+    from tunix.hf.weights import _shape
+    from tunix.models.paths import named
+    from tunix.training.program import build_layout, build_mesh
+    from tunix.training.state import describe
 
     cfg = compose([*LLAMA, *words]).config
     mesh, rng = build_mesh(cfg), np.random.default_rng(0)
@@ -78,7 +79,7 @@ def load(folder: str) -> dict:
 
 def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
     import tunix
-    from tunix.sampling import Sampling
+    from tunix.inference.sampling import Sampling
 
     model = tunix.load_pretrained(folder)
     tokens = (np.arange(int(batch) * int(prompt)) * 7919 % 32000).reshape(int(batch), int(prompt)).tolist()

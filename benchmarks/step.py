@@ -12,17 +12,17 @@ import tempfile
 import time
 from pathlib import Path
 
-import harness
 import jax
+from support import harness
 
 import tunix
 from benchmarks import minimal
-from tunix.checkpoint import Checkpoints
-from tunix.compose import compose
+from tunix.cli.compose import compose
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus
-from tunix.mesh import build_mesh
-from tunix.metrics import Metrics
+from tunix.run.checkpoint import Checkpoints
+from tunix.run.metrics import Metrics
+from tunix.training.program import build_mesh
 
 STEPS, ROUNDS, WARMUP = 60, 3, 10
 QUIET = ["evaluation.sample_tokens=0", "evaluation.num_sequences=16", "evaluation.every_steps=null"]

@@ -4,9 +4,10 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from tunix.compose import CONF, compose
+from tunix.cli.compose import compose
+from tunix.cli.keys import sections, tag
 from tunix.config import Config, Section
-from tunix.schema import sections, tag
+from tunix.config.base import CONF
 
 HEAD = """# Config keys
 

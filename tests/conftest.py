@@ -2,7 +2,7 @@
 
 import os
 
-from devices import xla_flags
+from support.devices import xla_flags
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -54,6 +54,6 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def hf_dir(tmp_path_factory) -> Path:
     """Read by all tests, changed by none."""
-    from hf_files import write_hf_dir
+    from support.hf_files import write_hf_dir
 
     return write_hf_dir(tmp_path_factory.mktemp("hf"))

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from conftest import write_corpus
-from harness import ROOT
+from support.harness import ROOT
 
-from tunix.command import command_parser
-from tunix.compose import compose, searched
+from tunix.cli.command import command_parser
+from tunix.cli.compose import compose, searched
 from tunix.data.corpus import load_corpus
 
 PAGE = (ROOT / "docs" / "data.md").read_text()

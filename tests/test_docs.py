@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from harness import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from support.harness import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
@@ -41,6 +41,6 @@ def test_overrides_are_read(page):
 def test_the_map_names_every_module():
     readme = (ROOT / "README.md").read_text()
     for path in Path(ROOT / "tunix").iterdir():
-        if path.name not in ("__init__.py", "__pycache__"):
+        if path.name not in ("__init__.py", "__main__.py", "__pycache__"):
             name = f"tunix/{path.name}{'/' if path.is_dir() else ''}"
             assert f"`{name}`" in readme, name

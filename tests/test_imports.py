@@ -3,43 +3,48 @@
 import ast
 
 import pytest
-from harness import ROOT
+from support.harness import ROOT
 
-# A module may import from its own row and from rows above it.
-ROWS = [
-    {"layout", "figure"}, {"config"}, {"schema", "exits"}, {"mistakes"}, {"models.hf", "models.hf_config", "models.hub", "data.tokenizer", "data.sentencepiece", "data.chat"}, {"compose", "cluster"}, {"supervisor", "rollcall", "command"}, {"distributed"}, {"mesh", "watchdog"}, {"models", "flops"}, {"data", "losses", "optim"}, {"state"},
-    {"step", "report", "sampling", "program", "costs"}, {"checkpoint", "metrics", "evaluation", "profiling", "plan", "pretrained", "run_folder", "run_lock"}, {"train", "export", "generate", "prepare", "launch", "verify", "doctor"}, {"evaluate"},
-]  # fmt: skip
-RANK = {name: row for row, names in enumerate(ROWS) for name in names}
+# From the ground up. Code in one of these imports only from those before it and from itself.
+ORDER = (
+    "base", "sharding", "config", "processes", "models", "hf", "tokenizer", "cli", "data", "training", "costs", "run",
+    "inference",  # subjects end here; what follows are commands, and the program
+    "plan", "launch", "doctor", "trainer", "prepare", "verify", "generate", "evaluate", "export", "__init__", "__main__",
+)  # fmt: skip
 
 
 def imports(path):
+    """Places in `ORDER` that a file imports from."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "tunix":
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tunix."):
-            inner = node.module.removeprefix("tunix.")
-            yield from (row_of(f"{inner}.{alias.name}") for alias in node.names)
-
-
-def row_of(name):
-    """The name that a module's row goes by: its own, or its package's."""
-    own = ".".join(name.split(".")[:2])
-    return own if own in RANK else name.split(".")[0]
+            yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("tunix."))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tunix").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_downward(path):
-    here = row_of(".".join(path.relative_to(ROOT / "tunix").with_suffix("").parts))
-    if here == "__init__":
-        return
-    assert here in RANK, f"give tunix/{here} a row"
-    assert all(RANK[there] <= RANK[here] for there in imports(path)), f"{path.name} imports upward"
+    here = path.relative_to(ROOT / "tunix").with_suffix("").parts[0]
+    assert here in ORDER, f"give tunix/{here} a place"
+    for there in imports(path):
+        assert there == here or ORDER.index(there) < ORDER.index(here), f"{path} imports upward, from tunix.{there}"
 
 
-@pytest.mark.parametrize(
-    "name", ["layout", "exits", "config", "compose", "cluster", "supervisor", "rollcall", "launch.__main__"]
-)
+def test_no_two_files_share_a_name():
+    names = [path.stem for path in (ROOT / "tunix").rglob("*.py") if not path.stem.startswith("__")]
+    same = {name for name in names if names.count(name) > 1}
+    assert not same, same
+
+
+JAX_FREE = (
+    "sharding.dims", "sharding.mesh_shape", "config", "hf.names", "hf.config_json", "hf.hub", "cli.compose", "cli.command",
+    "processes.identity", "processes.rollcall", "processes.supervisor", "processes.exits", "launch.__main__", "__main__",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JAX_FREE)
 def test_config_knows_no_jax(name):
     """A typo is answered in a second: nothing that imports jax is in the way."""
     import subprocess

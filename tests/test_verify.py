@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from devices import QUICK
-from harness import ROOT, RUN
+from support.devices import QUICK
+from support.harness import ROOT, RUN
 
 from tunix import verify
-from tunix.compose import compose
+from tunix.cli.compose import compose
 
 TWO = '--meshes=[[[8],["fsdp"]],[[2,2,2],["dp","fsdp","tp"]]]'
 

@@ -1,17 +1,42 @@
 """tunix: one command trains language models with JAX, on whatever devices there are.
 
-`tunix.train(config_or_overrides)` runs without the command line:
-`tunix.train(["model=tiny", "training.max_steps=20"])`. `tunix.load_pretrained(DIR_OR_RUN, dtype="float32")` gives a
-model: called with tokens [B, T] int32, it gives logits [B, T, V] float32.
+`tunix.train(["model=tiny", "training.max_steps=20"])` runs without the command line.
+`tunix.load_pretrained(DIR_OR_RUN)` returns a model, which maps tokens [B, T] int32 to logits [B, T, V] float32.
 """
 
-import importlib
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tunix.config import Config
+    from tunix.inference.pretrained import Pretrained
+    from tunix.trainer import Result
+
+# Imports stand inside the functions: jax takes seconds to import, and a typo in a config should not wait for it.
 
 
-def __getattr__(name: str) -> Any:
-    if name == "train":  # imported when asked for: jax takes seconds, a typo in a config should not
-        return importlib.import_module("tunix.train")
-    if name == "load_pretrained":
-        return importlib.import_module("tunix.pretrained").load_pretrained
-    raise AttributeError(f"module 'tunix' has no attribute {name!r}")
+def train(config_or_overrides: "Config | list[str]") -> "Result":
+    """Train as a checked config says, or as the words of a command line say.
+
+    Raises:
+        UserError: the run cannot be done.
+    """
+    from tunix.cli import compose
+    from tunix.trainer import run
+
+    if isinstance(config_or_overrides, list):
+        return run(compose.compose(config_or_overrides))
+    return run(compose.job_of(config_or_overrides))
+
+
+def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ((1,), ("tp",))) -> "Pretrained":
+    """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a Hugging Face folder, or of an ID on the hub.
+
+    Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
+
+    Raises:
+        UserError: a source that is neither, or that is not understood: the message names what.
+    """
+    from tunix.inference import pretrained
+
+    return pretrained.load_pretrained(source, dtype, mesh_shape)

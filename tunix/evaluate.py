@@ -4,10 +4,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import grain
 import jax
@@ -15,20 +13,22 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tunix import command, compose
-from tunix.config import Config, Evaluate, UserError
+from tunix.base.errors import UserError
+from tunix.cli import command, compose
+from tunix.config import Config, Evaluate
 from tunix.config.data import Mixture
 from tunix.data.corpus import load_corpus, prepare_corpus
-from tunix.data.stream import Arrays
-from tunix.data.tokenizer import Vocabulary, special_tokens
-from tunix.evaluation import HeldOut
+from tunix.data.questions import Question, _cut
 from tunix.generate import stop_ids
-from tunix.losses import make_loss
-from tunix.mesh import build_layout, build_mesh
-from tunix.models.hub import find
-from tunix.pretrained import TOKENIZER, load_params, load_pretrained
-from tunix.sampling import Sampling
-from tunix.state import describe
+from tunix.hf.hub import find
+from tunix.inference.pretrained import load_params, load_pretrained
+from tunix.inference.sampling import Sampling
+from tunix.run.run_folder import TOKENIZER
+from tunix.tokenizer.vocabulary import Vocabulary, special_tokens
+from tunix.training.held_out import HeldOut
+from tunix.training.losses import make_loss
+from tunix.training.program import build_layout, build_mesh
+from tunix.training.state import describe
 
 log = logging.getLogger(__name__)
 Numbers = dict[str, float]
@@ -80,13 +80,6 @@ def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
         return HeldOut(cfg, corpus, arch, make_loss(cfg), mesh).evaluate(params)
 
 
-class Question(NamedTuple):
-    """A conversation as token ids, cut before its last answer."""
-
-    prompt: list[int]
-    answer: list[int]  # with the end of its turn
-
-
 def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
     """The share of last answers given word for word, but for white space around them; and pass@k."""
     if cfg.task.name != "sft":
@@ -133,17 +126,6 @@ def _questions(cmd: Evaluate, cfg: Config) -> tuple[list[Question], Vocabulary]:
         raise UserError("no conversation with an answer is held out; split=all asks all of them")
     count = min(cmd.num_prompts, len(found))
     return [found[index * len(found) // count] for index in range(count)], vocabulary
-
-
-def _cut(shard: Arrays) -> Iterator[Question]:
-    assert shard.answers is not None
-    for start, end in zip(shard.starts, [*shard.starts[1:], len(shard.tokens)], strict=True):
-        tokens, learnt = shard.tokens[start:end], shard.answers[start:end].astype(int)
-        if not learnt.any():  # empty answers, in a template without an end of the turn
-            continue
-        begin = int(np.flatnonzero(np.diff(learnt, prepend=0) == 1)[-1])
-        length = int(learnt[begin:].sum())
-        yield Question(tokens[:begin].tolist(), tokens[begin : begin + length].tolist())
 
 
 def _without_split(cfg: Config) -> Config:

@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tunix import command, compose
-from tunix.config import Export, UserError
-from tunix.data.tokenizer import PAD, Vocabulary, load, read_backend, tokenizer_digest
-from tunix.models.hf import FAMILIES, read_json
-from tunix.models.hf_config import write_config
-from tunix.models.weights import named, save_weights
-from tunix.pretrained import Pretrained, load_pretrained
+from tunix.base.disk import read_json
+from tunix.base.errors import UserError
+from tunix.cli import architecture, command
+from tunix.config import Export
+from tunix.hf.config_json import write_config
+from tunix.hf.names import FAMILIES
+from tunix.hf.weights import save_weights
+from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.models.paths import named
+from tunix.tokenizer.vocabulary import PAD, Vocabulary, load, read_backend, tokenizer_digest
 
 ABOUT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -57,7 +60,7 @@ def export(cfg: Export) -> str:
 
 
 def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
-    if why := compose.unlike_its_family(model.cfg):
+    if why := architecture.unlike_its_family(model.cfg):
         raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {why}")
     model = model.merged()
     size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tunix import command
-from tunix.config import Generate, UserError
-from tunix.data.tokenizer import read_chat
-from tunix.models.hf import read_json
-from tunix.pretrained import Pretrained, load_pretrained
-from tunix.sampling import Answer, Sampling
+from tunix.base.disk import read_json
+from tunix.base.errors import UserError
+from tunix.cli import command
+from tunix.config import Generate
+from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.inference.sampling import Answer, Sampling
+from tunix.tokenizer.vocabulary import read_chat
 
 Row = dict[str, Any]
 

@@ -7,7 +7,8 @@ with `data=tokens data.paths=[FOLDER]`. Started again after a kill, finished sha
 import logging
 import sys
 
-from tunix import command, compose, exits
+from tunix.cli import command, compose
+from tunix.processes import exits
 
 
 def main() -> int:

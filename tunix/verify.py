@@ -18,17 +18,19 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from tunix import command, compose, exits
-from tunix.cluster import who_am_i
-from tunix.config import Config, UserError
+from tunix.base.errors import UserError
+from tunix.cli import command, compose
+from tunix.config import Config
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
-from tunix.layout import DATA_AXES, MESH_AXES, check_divides, meshes, shown
-from tunix.mesh import axis_sizes, build_mesh
-from tunix.pretrained import check_start, start_state
-from tunix.program import assemble
-from tunix.report import derive_sizes
-from tunix.train import check_compiler_options, compile_step
+from tunix.processes import exits
+from tunix.processes.identity import who_am_i
+from tunix.sharding.dims import DATA_AXES, MESH_AXES
+from tunix.sharding.mesh_shape import check_divides, meshes, resolve, shown
+from tunix.trainer import check_compiler_options, compile_step
+from tunix.training.program import assemble, build_mesh
+from tunix.training.sizes import derive_sizes
+from tunix.training.start import check_start, start_state
 
 COMPARED = ("loss", "grad_norm")
 FAKE_DEVICES = 8
@@ -72,14 +74,14 @@ def choose_meshes(cfg: Config, sequences: int) -> list[dict[str, int]]:
 def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
     try:
         check_divides(cfg.model.dims, sizes)
-    except ValueError:
+    except UserError:
         return False
     return sequences % (cfg.training.sequences_per_shard * math.prod(sizes[axis] for axis in DATA_AXES)) == 0
 
 
 def _global_batch(cfg: Config) -> int:
     """Sequences of a step of this config on the devices that are visible."""
-    sizes = axis_sizes(cfg.model, jax.device_count(), cfg.distributed.allow_idle_devices)
+    sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
     shards = math.prod(sizes[axis] for axis in DATA_AXES)
     return cfg.training.accumulation(shards) * cfg.training.sequences_per_shard * shards
 

@@ -6,8 +6,7 @@ string below it; docs/config.md is made from these.
 
 from pydantic import model_validator
 
-from tunix import layout
-from tunix.config.base import Flag, Section, Seed, UserError
+from tunix.config.base import Flag, Section, Seed
 from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
 from tunix.config.data import AnyData, Loading, Task, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
@@ -15,11 +14,12 @@ from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.optimizer import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.training import Training
+from tunix.sharding import mesh_shape
 
 __all__ = [
     "PROJECTIONS", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export", "Generate",
     "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Optimizer", "ParameterGroup", "Plan", "Profile",
-    "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training", "UserError",
+    "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training",
 ]  # fmt: skip
 
 
@@ -79,9 +79,9 @@ class Config(Section):
                 f"training.seq_len={self.training.seq_len} is more than "
                 f"model.context_length={self.model.context_length}"
             )
-        sizes = layout.explicit_sizes(self.model.mesh_shape)
+        sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
         if not isinstance(self.launcher, Local):
-            sizes = layout.resolve(
+            sizes = mesh_shape.resolve(
                 self.model.mesh_shape,
                 self.launcher.num_devices,
                 self.model.dims,
@@ -89,5 +89,5 @@ class Config(Section):
                 self.launcher.which_devices,
             )
         if sizes and self.training.micro_batch_size != "auto":
-            self.training.accumulation(layout.data_shards(sizes))
+            self.training.accumulation(mesh_shape.data_shards(sizes))
         return self

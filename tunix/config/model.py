@@ -5,10 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from tunix import layout
 from tunix.config.base import Count, CountOrZero, Flag, Positive, Regex, Section
+from tunix.sharding import mesh_shape
+from tunix.sharding.dims import codes_per_byte, weights_per_scale
 
-MeshShape = Annotated[Any, AfterValidator(layout.parse)]
+MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
 
 
 class RopeUnscaled(Section):
@@ -159,8 +160,8 @@ class Model(Section):
             "r": self.lora.rank,
         }  # fmt: skip
         if self.lora.quantize_base is not None:
-            dims["C"] = self.embed_dim // layout.codes_per_byte(self.lora.quantize_base)
-            dims["E"] = self.embed_dim // layout.weights_per_scale(self.embed_dim)
+            dims["C"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
+            dims["E"] = self.embed_dim // weights_per_scale(self.embed_dim)
         return dims
 
     def windows(self, length: int) -> list[int]:
@@ -192,6 +193,6 @@ class Model(Section):
         quantized = self.lora.quantize_base
         if quantized and not self.lora.rank:
             raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
-        if quantized and self.embed_dim % layout.codes_per_byte(quantized):
+        if quantized and self.embed_dim % codes_per_byte(quantized):
             raise ValueError(f"model.embed_dim={self.embed_dim} must be even: model.lora.quantize_base={quantized}")
         return self

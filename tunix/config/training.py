@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, UserError
+from tunix.base.errors import UserError
+from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
 
 Dtype = Literal["float32", "bfloat16"]
 

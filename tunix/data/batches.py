@@ -8,12 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import Config, UserError
+from tunix.base.errors import UserError
+from tunix.config import Config
 from tunix.config.data import Mixture
 from tunix.data.mixture import SampleOrder, stage_table, stages
 from tunix.data.packing import Example, Sequences
-from tunix.layout import data_shards
-from tunix.mesh import local_rows, to_global
+from tunix.sharding.arrays import local_rows, to_global
+from tunix.sharding.mesh_shape import data_shards
 
 
 class TrainBatches:

@@ -8,13 +8,14 @@ from pathlib import Path
 import grain
 from tokenizers import Tokenizer as Backend
 
-from tunix.config import Config, UserError
+from tunix.base.errors import UserError
+from tunix.config import Config
 from tunix.config.data import AnySource, Mixture, Tokens
 from tunix.data.files import Unit
 from tunix.data.packing import Sequences
-from tunix.data.prepare import find_units, find_vocabulary, prepare
 from tunix.data.stream import Prepared, open_prepared
-from tunix.data.tokenizer import Vocabulary, check_fits, read
+from tunix.data.tokenize import find_units, find_vocabulary, prepare
+from tunix.tokenizer.vocabulary import Vocabulary, check_fits, read
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tunix.config import Task, UserError
+from tunix.base.errors import UserError
+from tunix.config import Task
 from tunix.config.data import AnySource, Columns, Rows
-from tunix.data.chat import Message
 from tunix.data.files import Unit
 from tunix.data.sources import SOURCES, Item
+from tunix.tokenizer.chat import Message
 
 ASKING = {"system", "developer", "user", "tool"}  # roles of which nothing is learnt
 

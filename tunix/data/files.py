@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
-from tunix.config import UserError
+from tunix.base.errors import UserError
 
 if sys.version_info >= (3, 14):
     from compression import zstd

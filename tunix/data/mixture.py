@@ -8,10 +8,10 @@ from itertools import pairwise
 import grain
 from rich.table import Table
 
-from tunix.config import UserError
+from tunix.base.errors import UserError
+from tunix.base.tables import as_text
 from tunix.config.data import Mixture
 from tunix.data.packing import Sequences
-from tunix.figure import as_text
 
 PRECISION = 10**6  # shares are whole millionths
 

@@ -8,7 +8,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from tunix.data.cache import stored
+from tunix.data.disk_cache import stored
 from tunix.data.stream import Arrays, Stream
 
 Example = dict[str, np.ndarray]  # tokens targets positions segment_ids: [T] int32; loss_mask: [T] float32

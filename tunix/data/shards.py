@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from tunix.config import Task, Tokenizer, UserError
+from tunix.base.errors import UserError
+from tunix.config import Task, Tokenizer
 from tunix.config.data import AnySource, Tokens
 from tunix.data.documents import Document, LeftOut, read_documents
 from tunix.data.files import Unit
 from tunix.data.stream import SPLITS, flat_tokens
-from tunix.data.tokenizer import Vocabulary, read
+from tunix.tokenizer.vocabulary import Vocabulary, read
 
 BATCH_CHARS = 1 << 20  # text that is tokenized at one time
 HASH_BITS = 64

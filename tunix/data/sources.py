@@ -13,17 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.config import UserError
-from tunix.config.data import (
-    Csv,
-    HuggingFace,
-    Jsonl,
-    Parquet,
-    PythonDocstrings,
-    PythonStdlib,
-    Synthetic,
-    TextFiles,
-)
+from tunix.base.errors import UserError
+from tunix.config.data import Csv, HuggingFace, Jsonl, Parquet, PythonDocstrings, PythonStdlib, Synthetic, TextFiles
 from tunix.data.docstrings import module_name, questions
 from tunix.data.files import Unit, find_files, line_number, opened, split, whole_file
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.config import UserError
-from tunix.models.hf import read_json
+from tunix.base.disk import read_json
+from tunix.base.errors import UserError
 
 OPEN_SHARDS = 256  # at one time; each holds up to three file descriptors
 FORMAT = "2"  # of the files; part of their hash

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field
 import jax
 from rich.console import Console
 
-from tunix import command, compose, distributed, exits
-from tunix.config import UserError
-from tunix.doctor import environment, machine, together
+from tunix.base.errors import UserError
+from tunix.cli import command, compose
+from tunix.doctor import machine, software, together
 from tunix.doctor.findings import Finding
-from tunix.mesh import build_mesh
-from tunix.rollcall import Absent
+from tunix.processes import exits, joining, peers
+from tunix.processes.rollcall import Absent
+from tunix.training.program import build_mesh
 
 START_S, TOGETHER_S = 30, 90  # for all processes to come, and for all that they do together
 MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "error": "[red]error  [/]"}
@@ -53,25 +54,23 @@ class Diagnosis:
 
 def examine(job: compose.Job) -> Diagnosis:
     """Join the other processes, look, and tell each other."""
-    mine = [*environment.versions(), *environment.variables(os.environ), *environment.xla_flags(os.environ)]
+    mine = [*software.versions(), *software.variables(os.environ), *software.xla_flags(os.environ)]
     soon = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
     try:
-        distributed.start(soon, {})  # differences are told below, all of them
+        joining.start(soon, {})  # differences are told below, all of them
     except (UserError, Absent) as error:
         return Diagnosis([socket.gethostname()], [[*mine, Finding("processes", "error", str(error))]], joined=False)
     mine += machine.examine(job)
-    with distributed.deadline(
-        TOGETHER_S, "the processes did not all answer (a collective hangs, or a process has died)"
-    ):
+    with peers.deadline(TOGETHER_S, "the processes did not all answer (a collective hangs, or a process has died)"):
         return _together(job, mine)
 
 
 def _together(job: compose.Job, mine: list[Finding]) -> Diagnosis:
-    hosts = distributed.hosts()
-    everyone = [json.loads(text) for text in distributed.gather(json.dumps([*map(asdict, mine)]), "findings")]
+    hosts = peers.hosts()
+    everyone = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, mine)]), "findings")]
     found = Diagnosis(hosts, [[Finding(**each) for each in one] for one in everyone])
     facts = {
-        **{name: environment.installed(name) for name in environment.SHOWN},
+        **{name: software.installed(name) for name in software.SHOWN},
         "Python": platform.python_version(),
         "kind of device": jax.local_devices()[0].device_kind,
         "number of devices": str(jax.local_device_count()),
@@ -91,7 +90,7 @@ def _together(job: compose.Job, mine: list[Finding]) -> Diagnosis:
 def _nccl_of_all() -> set[str]:
     """Names of NCCL's variables that one of the processes has."""
     mine = [name for name in os.environ if name.startswith("NCCL_")]
-    return {name for text in distributed.gather(json.dumps(mine), "variables") for name in json.loads(text)}
+    return {name for text in peers.gather(json.dumps(mine), "variables") for name in json.loads(text)}
 
 
 def show(found: Diagnosis) -> None:
@@ -148,7 +147,7 @@ def main() -> int:
         job = compose.compose(compose.searched(args.overrides, args.config_dir))
         with _stdout_as_stderr():
             found = examine(job)
-        if not found.joined or distributed.is_main():
+        if not found.joined or peers.is_main():
             print(record(found)) if args.json else show(found)
         return int(not found.is_fit)
 

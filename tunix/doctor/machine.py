@@ -11,14 +11,13 @@ from pathlib import Path
 import jax
 import psutil
 
-from tunix import distributed
-from tunix.cluster import FIRST_PORT, NUM_PORTS
-from tunix.compose import Job
-from tunix.config import UserError
+from tunix.base.errors import UserError
+from tunix.cli.compose import Job
+from tunix.costs.devices import kind_named
 from tunix.doctor.findings import Finding, Status
-from tunix.flops import kind_named
-from tunix.mesh import build_mesh
-from tunix.program import assemble
+from tunix.processes import peers
+from tunix.processes.identity import FIRST_PORT, NUM_PORTS
+from tunix.training.program import assemble, build_mesh
 
 GIB = 2**30
 DRIVERS = {"12": 525, "13": 580}  # oldest driver for a CUDA version; docs.nvidia.com/deploy/cuda-compatibility
@@ -101,7 +100,7 @@ def _names() -> Iterator[Finding]:
 
 def _room(job: Job) -> Iterator[Finding]:
     """Memory and disk, beside what the configured run keeps there."""
-    cfg, neighbours = job.config, distributed.hosts().count(socket.gethostname())
+    cfg, neighbours = job.config, peers.hosts().count(socket.gethostname())
     try:
         mesh = build_mesh(cfg)
     except UserError as error:

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix import distributed
-from tunix.compose import Job
-from tunix.config import UserError
-from tunix.costs import Transfer, seconds
+from tunix.base.errors import UserError
+from tunix.cli.compose import Job
+from tunix.costs.communication import BUS_FACTORS
+from tunix.costs.derived import Transfer, seconds
+from tunix.costs.devices import kind_named
 from tunix.doctor.findings import Finding, Status
 from tunix.doctor.machine import existing
-from tunix.flops import kind_named
-from tunix.profiling.communication import BUS_FACTORS
-from tunix.run_folder import blind_to
+from tunix.processes import peers
+from tunix.processes.shared_disk import blind_to
 
 SKEW_S, SLOW = 1.0, 1.5  # clocks apart; times the median, or the prediction
 PAYLOAD_MIB = {"cpu": 4, "gpu": 256}  # of the whole array that a group gathers or reduces
@@ -49,7 +49,7 @@ class Link:
 
 def compare(job: Job, facts: dict[str, Any]) -> Iterator[Finding]:
     """Differences between processes; called by all of them, found by all of them."""
-    said = [json.loads(text) for text in distributed.gather(json.dumps(facts), "facts")]
+    said = [json.loads(text) for text in peers.gather(json.dumps(facts), "facts")]
     for key in facts:
         ranks: dict[str, list[int]] = {}
         for rank, other in enumerate(said):
@@ -66,8 +66,8 @@ def _shown(numbers: list[int]) -> str:
 
 
 def _clocks() -> Finding:
-    distributed.barrier("clocks", 60)
-    times = [float(text) for text in distributed.gather(repr(time.time()), "clocks")]
+    peers.barrier("clocks", 60)
+    times = [float(text) for text in peers.gather(repr(time.time()), "clocks")]
     apart = max(times) - min(times)
     if apart <= SKEW_S:
         return Finding("clocks", "ok", f"at most {apart:.3f} s apart")
@@ -77,7 +77,7 @@ def _clocks() -> Finding:
 
 def _files(folder: Path, must: bool) -> Finding:
     """Whether all processes see a file that process 0 makes, and whether they must."""
-    where = Path(distributed.agree(str(folder), "probe folder"))
+    where = Path(peers.agree(str(folder), "probe folder"))
     try:
         blind = blind_to(where)
     except UserError as error:
@@ -95,7 +95,7 @@ def slow_processes() -> Iterator[Finding]:
     x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), jax.local_devices()[0])
     product = jax.jit(lambda x: x @ x)
     mine = _time(lambda: product(x))
-    times = [float(text) for text in distributed.gather(repr(mine), "times")]
+    times = [float(text) for text in peers.gather(repr(mine), "times")]
     middle = float(np.median(times))
     slowest = int(np.argmax(times))
     status: Status = "warning" if times[slowest] > SLOW * middle else "ok"
@@ -123,7 +123,7 @@ def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
         )
     )  # fmt: skip
     mine = _time(lambda: move(x))
-    times = [float(text) for text in distributed.gather(repr(mine), "times")]
+    times = [float(text) for text in peers.gather(repr(mine), "times")]
     middle, slowest = float(np.median(times)), int(np.argmax(times))
     kind = kind_named(mesh.devices.flat[0].device_kind)
     predicted = seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
@@ -137,7 +137,7 @@ def _time(work: Callable[[], jax.Array]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(work())
     once = max(1e-6, time.perf_counter() - began)
-    calls = int(distributed.agree(str(min(20, max(3, math.floor(SECONDS / once)))), "calls"))
+    calls = int(peers.agree(str(min(20, max(3, math.floor(SECONDS / once)))), "calls"))
     times = []
     for _ in range(calls):
         began = time.perf_counter()

@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from tunix import exits
-from tunix.launch import accelerate, processes
+from tunix.launch import accelerate, children
 from tunix.launch.nodes import Asked, this_node
+from tunix.processes import exits
 
 EPILOG = """
 MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK are read from the environment where no flag is given; RANK is the first
@@ -27,8 +27,8 @@ def main(words: list[str]) -> int:
         if flags.accelerate_config:
             from_file = accelerate.read(flags.accelerate_config)
             asked, environment = asked.or_else_file(from_file.asked, environment), environment | from_file.environment
-        command = processes.command(flags.script, flags.arguments, flags.module, flags.no_python)
-        return processes.run(this_node(asked, environment), command, environment, flags.log_dir, flags.grace_s)
+        command = children.command(flags.script, flags.arguments, flags.module, flags.no_python)
+        return children.run(this_node(asked, environment), command, environment, flags.log_dir, flags.grace_s)
 
     try:
         return exits.reported(work)

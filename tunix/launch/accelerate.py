@@ -6,7 +6,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tunix.config import UserError
+from tunix.base.errors import UserError
 from tunix.launch.nodes import Asked
 
 

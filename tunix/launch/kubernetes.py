@@ -11,9 +11,11 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from tunix import compose, exits
-from tunix.config import Config, Kubernetes, Local, UserError
+from tunix.base.errors import UserError
+from tunix.cli import compose
+from tunix.config import Config, Kubernetes, Local
 from tunix.launch import submission
+from tunix.processes import exits
 
 JOB, CONTAINER = "workers", "trainer"
 FOR_GOOD = [exits.USER_ERROR, exits.NOT_FINITE]  # starting again changes nothing

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from tunix.config import UserError
+from tunix.base.errors import UserError
 from tunix.launch import rendezvous
 
 Environment = Mapping[str, str]

@@ -8,8 +8,8 @@ import socket
 import time
 from typing import Any
 
-from tunix.config import UserError
-from tunix.rollcall import read, write
+from tunix.base.errors import UserError
+from tunix.processes.rollcall import read, write
 
 JOIN_TIMEOUT_S = 300.0
 

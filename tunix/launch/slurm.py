@@ -9,10 +9,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tunix import compose, exits
-from tunix.cluster import FIRST_PORT, NUM_PORTS
-from tunix.config import Config, Slurm, UserError
+from tunix.base.errors import UserError
+from tunix.cli import compose
+from tunix.config import Config, Slurm
 from tunix.launch import submission
+from tunix.processes import exits
+from tunix.processes.identity import FIRST_PORT, NUM_PORTS
 
 RUN_TRAINING = Path(__file__).parents[2] / "run_training.py"
 GOING = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STAGE_OUT", "SIGNALING"}

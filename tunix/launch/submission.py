@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tunix import compose, run_folder
-from tunix.cluster import who_am_i
-from tunix.config import Local, UserError
+from tunix.base.errors import UserError
+from tunix.cli import compose
+from tunix.config import Local
+from tunix.processes.identity import who_am_i
+from tunix.run import run_folder
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tunix.mesh import Layout
+from tunix.sharding.layout import Layout
 
 QUERY_BLOCK = 512  # queries, at most, whose scores exist at one time, with the plain kernel
 

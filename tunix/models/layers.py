@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.config import PROJECTIONS, Model
-from tunix.layout import Equation
-from tunix.mesh import Layout
 from tunix.models.quantized import dequantize, quantize
+from tunix.sharding.dims import Equation
+from tunix.sharding.layout import Layout
 
 
 class Bias(nnx.Module):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import reshard
 
 from tunix.config import Lora
-from tunix.mesh import Layout
 from tunix.models.quantized import dequantize
+from tunix.sharding.layout import Layout
 
 
 def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: Layout) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, auto_axes
 
-from tunix.config import Model, UserError
-from tunix.layout import Equation, codes_per_byte, weights_per_scale
-from tunix.mesh import Layout
+from tunix.base.errors import UserError
+from tunix.config import Model
+from tunix.sharding.dims import Equation, codes_per_byte, weights_per_scale
+from tunix.sharding.layout import Layout
 
 STORED = {"int8": ("int8", "bfloat16"), "nf4": ("uint8", "bfloat16")}  # dtypes of codes and scales
 

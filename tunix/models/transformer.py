@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import Model
-from tunix.mesh import Layout
 from tunix.models.attention import causal
 from tunix.models.layers import NORMS, Einsum, Embedding, LearnedPositions, unchanged
 from tunix.models.positions import Rope, apply_rope, layer_rope
+from tunix.sharding.layout import Layout
 
 
 def _all_but_gathered_weights(primitive, *_, **params) -> bool:

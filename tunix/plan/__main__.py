@@ -8,11 +8,12 @@ Ranked by tokens per second; with model.mesh_shape, that mesh alone. Exit code 2
 import sys
 from pathlib import Path
 
-from tunix import command, compose, exits
-from tunix.config import UserError
-from tunix.plan import report
-from tunix.plan.cluster import read_topology
+from tunix.base.errors import UserError
+from tunix.cli import command, compose
+from tunix.plan import text
 from tunix.plan.ranking import nothing_fits, rank
+from tunix.plan.topology import read_topology
+from tunix.processes import exits
 
 
 def main() -> int:
@@ -26,12 +27,12 @@ def main() -> int:
         cfg = compose.compose(overrides).config
         cluster = read_topology(cfg.plan.topology)
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
-        show = report.as_json if args.json else report.text
+        show = text.as_json if args.json else text.text
         print(show(ranking, cluster, overrides))
         if not ranking.fit:
             raise UserError(nothing_fits(ranking, cluster))
         if cfg.plan.output is not None:
-            report.save(Path(cfg.plan.output), ranking, cluster, overrides)
+            text.save(Path(cfg.plan.output), ranking, cluster, overrides)
 
     return exits.reported(work)
 

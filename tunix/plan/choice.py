@@ -7,13 +7,13 @@ import socket
 
 import jax
 
-from tunix import distributed
-from tunix.config import Config, UserError
-from tunix.flops import kind_named
-from tunix.layout import shown
-from tunix.mesh import axis_sizes
-from tunix.plan.cluster import Cluster, read_topology
+from tunix.base.errors import UserError
+from tunix.config import Config
+from tunix.costs.devices import kind_named
 from tunix.plan.ranking import GIB, nothing_fits, on_mesh, rank
+from tunix.plan.topology import Cluster, read_topology
+from tunix.processes import peers
+from tunix.sharding.mesh_shape import resolve, shown
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,12 @@ def decided(cfg: Config) -> Config:
     if not chooses_mesh and cfg.training.micro_batch_size != "auto":
         return cfg
     cluster, answer = _cluster(cfg), {}
-    if distributed.is_main():
+    if peers.is_main():
         try:
             answer = _choose(cfg if chooses_mesh else _with_mesh(cfg), cluster)
         except UserError as error:
             answer = {"mistake": str(error)}
-    answer = json.loads(distributed.agree(json.dumps(answer), "choosing a mesh"))
+    answer = json.loads(peers.agree(json.dumps(answer), "choosing a mesh"))
     if "mistake" in answer:
         raise UserError(answer["mistake"])
     log.info("%s", answer["told"])
@@ -55,7 +55,9 @@ def _choose(cfg: Config, cluster: Cluster) -> dict:
 
 
 def _with_mesh(cfg: Config) -> Config:
-    return on_mesh(cfg, axis_sizes(cfg.model, jax.device_count(), cfg.distributed.allow_idle_devices))
+    return on_mesh(
+        cfg, resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
+    )
 
 
 def _cluster(cfg: Config) -> Cluster:
@@ -64,6 +66,6 @@ def _cluster(cfg: Config) -> Cluster:
     num_devices = jax.device_count()
     if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
         num_devices = math.prod(cfg.model.mesh_shape[0])  # others are left idle, if that is allowed
-    num_nodes = len(set(distributed.gather(socket.gethostname(), "choosing a mesh")))
+    num_nodes = len(set(peers.gather(socket.gethostname(), "choosing a mesh")))
     per_node = max(1, num_devices // num_nodes)
     return Cluster(kind, num_devices // per_node, per_node)

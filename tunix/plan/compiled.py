@@ -21,14 +21,13 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from tunix import compose
+from tunix.cli import compose
 from tunix.config import Config, DeviceKind
-from tunix.costs import Transfer, seconds
-from tunix.mesh import build_mesh
-from tunix.plan.cluster import Cluster
-from tunix.profiling.collectives import Collective, collectives
-from tunix.profiling.schedule import Speeds, Timeline, walk
-from tunix.program import abstract_batch, assemble
+from tunix.costs.derived import Transfer, seconds
+from tunix.costs.hlo import Collective, collectives
+from tunix.costs.schedule import Speeds, Timeline, walk
+from tunix.plan.topology import Cluster
+from tunix.training.program import abstract_batch, assemble, build_mesh
 
 HBM_SHARE = 0.8  # of the memory's bandwidth: what everything but matrix products is assumed to reach
 WORKERS = 2  # compiles at a time: each takes about one core, and 2 GB

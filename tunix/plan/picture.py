@@ -1,9 +1,9 @@
 """A plan as a picture: memory of each mesh against what a device may use, and where the time of its step goes."""
 
-from tunix.figure import INK, PALE, Bar, Panel, draw
-from tunix.layout import shown
-from tunix.plan.cluster import Cluster
+from tunix.costs.figure import INK, PALE, Bar, Panel, draw
 from tunix.plan.ranking import GIB, Candidate, Ranking
+from tunix.plan.topology import Cluster
+from tunix.sharding.mesh_shape import shown
 
 MEMORY = {"weights": "#2a6f97", "optimizer": "#61a5c2", "gradients": "#e9c46a", "temporary": "#c9d6df"}
 TIME = {"arithmetic": "#2a6f97", "hidden communication": "#c9d6df", "exposed communication": "#d1495b"}

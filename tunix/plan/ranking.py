@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tunix import compose
-from tunix.config import Config, UserError
-from tunix.costs import Costs, derive, seconds
-from tunix.layout import check_divides, data_shards, meshes, shown
-from tunix.mesh import axis_sizes
-from tunix.plan.cluster import Cluster
+from tunix.base.errors import UserError
+from tunix.cli import compose
+from tunix.config import Config
+from tunix.costs.derived import Costs, derive, seconds
 from tunix.plan.compiled import Compiled, compile_all
+from tunix.plan.topology import Cluster
+from tunix.sharding.mesh_shape import check_divides, data_shards, meshes, resolve, shown
 
 GIB = 2**30
 PRODUCTS_SHARE = 0.8  # of a step's arithmetic that matrix products take, where nothing is compiled
@@ -120,7 +120,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         try:
             check_divides(cfg.model.dims, sizes)
             candidates.append(_derived(cfg, sizes, cluster, limit))
-        except ValueError as error:  # UserError is one
+        except UserError as error:
             refused[shown(sizes)] = str(error)
     chosen = _to_compile(candidates, cfg.plan.num_compiled, limit)
     for place, candidate in _compiled(cfg, [candidates[place] for place in chosen], cluster, limit, progress):
@@ -137,7 +137,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
 def _asked(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
     if cfg.model.mesh_shape == "auto":
         return list(meshes(cluster.num_devices))
-    return [axis_sizes(cfg.model, cluster.num_devices, False, "in plan.topology")]
+    return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.model.dims, False, "in plan.topology")]
 
 
 def on_mesh(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None = None) -> Config:

@@ -1,0 +1,276 @@
+"""The command line as a user meets it: real processes, exit codes, what is on the terminal and on the disk."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from support.devices import xla_flags
+from support.harness import ROOT, RUN, cli, metrics
+
+from tunix.cli.compose import build, compose, to_yaml
+
+
+@pytest.fixture
+def words(corpus) -> list[str]:
+    return [*RUN, "data=text", f"data.paths=['{corpus}']"]
+
+
+def assert_refused(done: subprocess.CompletedProcess, message: str, folder: Path) -> None:
+    """Exit code 2, one message, no traceback, nothing written."""
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert re.fullmatch(r"error: [^\n]*\n", done.stderr), done.stderr
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (['model.mesh_shape=[[3,2],["fsdp","tp"]]'], "fsdp=3 x tp=2 needs 6 devices, 8 are visible; legal here: [[4,2]"),
+        (['model.mesh_shape=[[8,2],["fsdp","tp"]]'], "needs 16 devices, 8 are visible"),
+        (['model.mesh_shape=[[1,8],["fsdp","tp"]]'], "model.num_heads=4 is not divisible by mesh axis tp=8 (nearest tp: 1, 2 or 4); legal here: [[2,4]"),
+        (["training.global_batch_size=12"], "training.global_batch_size=12 is not divisible by 8"),
+        (["resume=nowhere"], "resume=nowhere: nowhere is not a run's folder"),
+        (["training.micro_batchsize=4"], "did you mean training.micro_batch_size?"),
+        (["data.paths=[/nowhere]"], "data.paths: /nowhere does not exist"),
+        (["--multirun", "training.seq_len=abc,def"], "training.seq_len=abc: expected a whole number"),
+        (["--cfg", "job", "modl=1"], "unknown key modl; did you mean model?"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_wrong_input(more, message, words, tmp_path):
+    assert_refused(cli(*words, *more, cwd=tmp_path), message, tmp_path)
+
+
+def test_cfg_job_shows_everything(tmp_path):
+    shown = cli("--cfg", "job", cwd=tmp_path).stdout
+    for text in ("sharding_strategy: full_shard", "mesh_shape: auto", "learning_rate: 0.015", "decode_errors: skip"):
+        assert text in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_info(tmp_path):
+    shown = cli("--help", cwd=tmp_path).stdout
+    assert "gemma3_1b" in shown
+    assert "docs/config.md" in shown
+    assert (
+        "model: tiny" in cli("--info", "defaults", cwd=tmp_path).stdout
+        or "tiny" in cli("--info", "defaults", cwd=tmp_path).stdout
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweeps_jobs_never_share_a_folder(words, tmp_path):
+    done = cli(
+        *words, "--multirun", "training.max_steps=1,2", "evaluation.sample_tokens=0", "seed=1", cwd=tmp_path, devices=1
+    )
+    assert done.returncode == 0, done.stderr
+    (sweep,) = (tmp_path / "outputs" / "tunix" / "multirun").glob("*/*")
+    assert [len(metrics(sweep / job)) for job in ("0", "1")] == [1, 2]
+    assert (sweep / "1" / "checkpoints" / "2").is_dir()
+    assert "max_steps: 2" in (sweep / "1" / "config.yaml").read_text()
+    assert "seed: 1" in (sweep / "0" / "config.yaml").read_text()
+
+
+def test_a_sweep_goes_on_past_a_point_that_fails(words, tmp_path):
+    """The first diverges, the second meets its time limit."""
+    words = [*words, "--multirun", "hydra.sweep.dir=it", "evaluation.sample_tokens=0", "scheduler=constant"]
+    done = cli(*words, "scheduler.warmup_ratio=0", "training.max_skipped_steps=0", "optimizer=sgd",
+               "optimizer.learning_rate=1e38,1e-3", "training.time_limit_s=1000,0.001", cwd=tmp_path, devices=1)  # fmt: skip
+    told = re.findall(r"sweep job (\d) ended with exit code (\d+)", done.stdout)
+    assert told == [("0", "77"), ("1", "75"), ("3", "75")]
+    assert done.returncode == 77, done.stderr
+    assert metrics(tmp_path / "it" / "2")[-1]["step"] == 6
+
+
+def test_a_sweep_into_a_folder_that_cannot_be_written(words, tmp_path):
+    done = cli(*words, "--multirun", "seed=1,2", "hydra.sweep.dir=/proc/x", cwd=tmp_path, devices=1)
+    assert_refused(done, "the sweep's folder /proc/x cannot be written", tmp_path)
+
+
+def test_cfg_job_of_a_run_that_is_resumed(words, tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([*words, "optimizer=lion"]).config))
+    shown = cli("--cfg", "job", f"resume={tmp_path}", "seed=7", cwd=tmp_path).stdout
+    assert compose([f"resume={tmp_path}", "seed=7"]).config == build(OmegaConf.to_container(OmegaConf.create(shown)))
+
+
+def test_a_saved_run_replays(words, tmp_path):
+    cli(*words, "hydra.run.dir=first", "training.max_steps=2", cwd=tmp_path, devices=1)
+    again = cli(
+        "--config-path",
+        str(tmp_path / "first"),
+        "--config-name",
+        "config",
+        "hydra.run.dir=again",
+        cwd=tmp_path,
+        devices=1,
+    )
+    assert again.returncode == 0, again.stderr
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("first", "again")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_quick_test(tmp_path):
+    done = cli("+experiment=quick_test", cwd=tmp_path, devices=1)
+    assert done.returncode == 0, done.stderr
+    assert "step 20/20" in done.stdout
+    assert "after >>>" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_default_job_learns(tmp_path):
+    """`python run_training.py` and nothing else: held-out bits per byte at least 35 % below the unigram entropy."""
+    done = cli(cwd=tmp_path, devices=1, timeout=900, optimized=True)
+    assert done.returncode == 0, done.stderr
+    below = re.search(
+        r"held out: ([\d.]+) bits per byte; unigram entropy of the corpus: ([\d.]+); ([\d.]+) % below", done.stdout
+    )
+    assert below is not None
+    assert float(below[3]) >= 35
+    assert float(below[1]) <= 0.65 * float(below[2]) + 0.001
+    assert (tmp_path / "outputs" / "tunix" / "latest" / "checkpoints").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", range(2))
+def test_kill_9_at_a_random_moment_and_resume(attempt, words, tmp_path):
+    """Killed as often as it takes, the run comes to the digits of one that was never touched."""
+    words = [*words, "training.max_steps=40", "checkpoint.save_every_steps=2", "evaluation.every_steps=10", "logging.every_steps=100",
+             "evaluation.sample_tokens=0"]  # fmt: skip
+    cli(*words, "hydra.run.dir=whole", cwd=tmp_path, devices=2)
+    expected = {line["step"]: line["loss"] for line in metrics(tmp_path / "whole")}
+    assert len(expected) == 40
+    rng, folder, kills = random.Random(attempt), tmp_path / "part", 0
+    first = [*words, "hydra.run.dir=part"]
+    while True:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "run_training.py"), *(["resume=part"] if (folder / "config.yaml").exists() else first)], cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "XLA_FLAGS": xla_flags(2)},
+        )  # fmt: skip
+        if kills < 3:
+            wait_for_step(folder, process, kills * 8 + rng.randint(1, 8))
+            time.sleep(rng.random() * 0.2)
+            process.send_signal(signal.SIGKILL)
+        output = process.communicate()[0].decode()
+        kills += 1
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, output
+    found: dict[int, float] = {}
+    for line in metrics(folder):
+        assert found.setdefault(line["step"], line["loss"]) == line["loss"]
+    assert found == expected
+    assert kills >= 3
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
+    while process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in complete_lines(folder)):
+            return
+        time.sleep(0.01)
+
+
+def complete_lines(folder: Path) -> list[dict]:
+    try:
+        return metrics(folder)
+    except ValueError:  # the last line is being written
+        return []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a tmpfs of some MiB; None where this user may not."""
+    mounted = []
+
+    def mount(options: str) -> Path | None:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
+        ).returncode:
+            return None
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_a_read_only_disk(words, small_disk):
+    disk = small_disk("ro,size=1m")
+    if disk is None:
+        pytest.skip("NOT TESTED: mounting a tmpfs needs root")
+    done = cli(*words, cwd=disk, devices=1)
+    assert_refused(done, "cannot be written (Read-only file system); choose hydra.run.dir=DIR", disk)
+
+
+@pytest.mark.parametrize(
+    ("left", "way_out"), [(0, "choose hydra.run.dir=DIR"), (8, "make room and go on with resume=")]
+)
+def test_a_disk_that_is_full_at_the_start(left, way_out, words, small_disk):
+    """With so many KiB left there is no place for config.yaml, or for what comes after it; what the line says works."""
+    disk = small_disk("size=1m")
+    if disk is None:
+        pytest.skip("NOT TESTED: mounting a tmpfs needs root")
+    (disk / "filler").write_bytes(b"0" * (2**20 - 1024 * left))
+    words = [*words, "hydra.run.dir=run", "training.max_steps=1", "logging.tensorboard=false"]
+    done = cli(*words, cwd=disk, devices=1)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.fullmatch(r"error: .*cannot be written \(No space left on device\); [^\n]*\n", done.stderr), done.stderr
+    assert way_out in done.stderr
+    (disk / "filler").unlink()
+    again = cli(*(["resume=run"] if left else words), cwd=disk, devices=1)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_disk_that_fills_up_keeps_the_last_whole_checkpoint(words, small_disk):
+    disk = small_disk("size=5m")
+    if disk is None:
+        pytest.skip("NOT TESTED: mounting a tmpfs needs root")
+    words = [
+        *words,
+        "model.mlp_dim=512",
+        "training.max_steps=12",
+        "checkpoint.save_every_steps=1",
+        "checkpoint.max_to_keep=9",
+        "hydra.run.dir=run",
+    ]
+    done = cli(*words, cwd=disk, devices=1)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "a checkpoint could not be written to" in done.stderr
+    assert f"resume={disk}/run" in done.stderr
+    whole = [int(step) for step in re.search(r"whole checkpoints: ([\d, ]+)", done.stderr)[1].split(", ")]
+    for step in whole[:-1]:
+        shutil.rmtree(disk / "run" / "checkpoints" / str(step))  # make room
+    resumed = cli(
+        "resume=run",
+        "checkpoint.max_to_keep=1",
+        "checkpoint.keep_best=false",
+        "checkpoint.save_every_steps=null",
+        cwd=disk,
+        devices=1,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed at step {whole[-1]}" in resumed.stdout
+    assert metrics(disk / "run")[-1]["step"] == 12
+
+
+def test_a_stop_signal_before_the_run_began_ends_it_wherever_it_is():
+    """Also in a callback whose exceptions Python ignores, as JAX has one in the garbage collector."""
+    code = (
+        "import gc, os, signal; from tunix import exits; exits.stop_before_it_began(); "
+        "gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGTERM)); gc.collect(); print('went on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "SIGTERM before the run began: nothing to save\n")

@@ -1,0 +1,93 @@
+"""The GPU's own program of a step, compiled for clusters that are not there: it moves and holds what it should."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support.harness import ROOT
+from support.installs import cuda_plugin
+
+from tunix.plan.ranking import DERIVED_MARGIN
+
+PROGRAMS = {  # words, and the temporary GiB that the step was recorded to need, rounded up
+    "1b on 8": (["model=gemma3_1b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"], 2.45),
+    "0.6b that keeps all": (
+        ["model=qwen3_0_6b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]", "training.remat=none"], 6.4,
+    ),
+    "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]"], 3.9),
+}  # fmt: skip
+GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
+
+
+@pytest.fixture(scope="module")
+def plans(cache_dir) -> dict[str, dict]:
+    """What `python -m tunix.plan --json` says of each program, compiled two at a time."""
+    path = os.pathsep.join(filter(None, [cuda_plugin(cache_dir), os.environ.get("PYTHONPATH")]))
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "tunix.plan", *words, "plan.output=null", "--json"],
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name, (words, _) in PROGRAMS.items()
+    }  # fmt: skip
+    said = {name: process.communicate(timeout=300) for name, process in running.items()}
+    for name, (_, error) in said.items():
+        assert running[name].returncode == 0, error
+    return {name: json.loads(out)["fit"][0] for name, (out, _) in said.items()}
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request, plans) -> tuple[dict, float]:
+    found = plans[request.param]
+    assert found["source"] == "compiled", found["not_compiled"]
+    return found, PROGRAMS[request.param][1]
+
+
+def test_weights_and_gradients_move_as_theory_says(program):
+    plan, _ = program
+    for kinds in (GATHERED, REDUCED):
+        moved = sum(
+            each["num_bytes"] for each in plan["collectives"] if each["kind"] in kinds and each["axes"] != ["tp"]
+        )
+        derived = sum(
+            size for name, size in plan["derived_bytes_moved"].items() if name.startswith(kinds) and "fsdp" in name
+        )
+        assert moved == pytest.approx(derived, rel=0.02), kinds
+
+
+def test_nothing_else_moves(program):
+    """The embedding's lookup and its gradient are the usual source of an all-to-all."""
+    plan, _ = program
+    assert {each["kind"] for each in plan["collectives"]} <= {*GATHERED, *REDUCED}
+
+
+def test_weights_travel_in_the_dtype_of_products(program):
+    plan, _ = program
+    assert {each["dtype"] for each in plan["collectives"] if each["kind"] in GATHERED} == {"bf16"}
+
+
+def test_memory(program):
+    plan, temporary = program
+    held = plan["bytes_per_device"]
+    recorded = held["weights"] + held["optimizer"] + temporary * 2**30
+    assert 0.9 * recorded < held["total"] < recorded
+    derived = plan["derived_bytes_per_device"]["total"]
+    assert held["total"] < derived < DERIVED_MARGIN * held["total"]  # the estimate is on the safe side
+
+
+def test_time_is_predicted_from_the_schedule(program):
+    predicted = program[0]["predicted"]
+    assert 0 < predicted["exposed_communication_s"] < predicted["communication_s"]
+    assert predicted["step_time_s"] == predicted["compute_s"] + predicted["exposed_communication_s"]
+    assert 0 < predicted["mfu"] < 0.7
+
+
+def test_arithmetic_is_that_of_the_model(program):
+    """Counted in the program's products: forward, backward, and forward again by remat=full.
+
+    By remat=none the logits, which are a third of this model, and the scores."""
+    plan, _ = program
+    model_tflop = plan["predicted"]["mfu"] * plan["predicted"]["step_time_s"] * 989
+    assert plan["tflop_per_step_per_device"] == pytest.approx(4 / 3 * model_tflop, rel=0.15)

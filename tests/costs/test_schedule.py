@@ -1,0 +1,89 @@
+"""Time read off a program's schedule: what stands between a collective's start and its done hides it."""
+
+import pytest
+
+from tunix.costs.hlo import collectives
+from tunix.costs.schedule import Speeds, walk
+
+HLO = """HloModule step, is_scheduled=true
+
+%product (a: bf16[64,128], b: bf16[128,32]) -> bf16[64,32] {
+  %a = bf16[64,128]{1,0} parameter(0)
+  %b = bf16[128,32]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[64,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%update (stack: f32[9,100], row: f32[1,100], at: s32[]) -> f32[9,100] {
+  %stack = f32[9,100]{1,0} parameter(0)
+  %row = f32[1,100]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %written = f32[9,100]{1,0} dynamic-update-slice(%stack, %row, %at, %zero)
+}
+
+%body (state: (s32[], f32[9,100])) -> (s32[], f32[9,100]) {
+  %state = (s32[], f32[9,100]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  %stack.1 = f32[9,100]{1,0} get-tuple-element(%state), index=1
+  %w = bf16[64,64]{1,0} constant(0)
+  %v = bf16[128,32]{1,0} constant(0)
+  %gather-start = (bf16[64,64]{1,0}, bf16[64,128]{1,0}) all-gather-start(%w), replica_groups=[1,2]<=[2], dimensions={1}
+  %row.1 = f32[1,100]{1,0} constant(0)
+  %kept = f32[9,100]{1,0} fusion(%stack.1, %row.1, %n), kind=kLoop, calls=%update
+  %gather-done = bf16[64,128]{1,0} all-gather-done(%gather-start)
+  %y = bf16[64,32]{1,0} fusion(%gather-done, %v), kind=kCustom, calls=%product
+  ROOT %next = (s32[], f32[9,100]{1,0}) tuple(%n, %kept)
+}
+
+%condition (state.1: (s32[], f32[9,100])) -> pred[] {
+  %state.1 = (s32[], f32[9,100]{1,0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (start: (s32[], f32[9,100])) -> (s32[], f32[9,100]) {
+  %start = (s32[], f32[9,100]{1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[9,100]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+PRODUCT, MOVED = 2 * 64 * 128 * 32, 2 * 100 * 4 + 4  # FLOPs; bytes: one row read, one written, and its number
+
+
+@pytest.mark.parametrize(("gather_s", "exposed_s"), [(MOVED / 2, 0), (MOVED + 3, 3)], ids=["hidden", "partly exposed"])
+def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
+    found = collectives(HLO)
+    assert [each.times for each in found] == [5]
+    timeline = walk(HLO, found, Speeds(flops_per_s=PRODUCT / 1e5, bytes_per_s=1.0, collective_s=lambda _: gather_s))
+    assert timeline.flops == 5 * PRODUCT
+    assert timeline.compute_s == pytest.approx(5 * (MOVED + 1e5))  # the loop's stack is updated in place
+    assert timeline.communication_s == pytest.approx(5 * gather_s)
+    assert timeline.exposed_s == pytest.approx(5 * exposed_s)
+
+
+CONDITIONAL = """HloModule step, is_scheduled=true
+
+%short (a: f32[10]) -> f32[10] {
+  %a = f32[10]{0} parameter(0)
+  ROOT %b = f32[10]{0} negate(%a)
+}
+
+%long (c: f32[10]) -> f32[10] {
+  %c = f32[10]{0} parameter(0)
+  %d = f32[10]{0} negate(%c)
+  ROOT %e = f32[10]{0} negate(%d)
+}
+
+ENTRY %main (which: pred[], x: f32[10]) -> f32[10] {
+  %which = pred[] parameter(0)
+  %x = f32[10]{0} parameter(1)
+  ROOT %either = f32[10]{0} conditional(%which, %x, %x), BRANCHES
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "written", ["branch_computations={%short, %long}", "true_computation=%long, false_computation=%short"]
+)
+def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
+    hlo = CONDITIONAL.replace("BRANCHES", written)
+    timeline = walk(hlo, [], Speeds(flops_per_s=1.0, bytes_per_s=1.0, collective_s=lambda _: 0.0))
+    assert timeline.compute_s == 2 * (2 * 10 * 4)  # two instructions, each reads and writes ten numbers

@@ -1,0 +1,224 @@
+"""Conversations: from rows to turns, from turns to text by the tokenizer's template, and a loss on answers alone."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.harness import RUN, SMALL, metrics
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.data.corpus import load_corpus
+from tunix.data.docstrings import questions
+from tunix.data.documents import read_documents
+from tunix.data.tokenize import find_units
+from tunix.evaluate import _questions
+from tunix.tokenizer.chat import PLAIN, ChatTemplate
+from tunix.training.held_out import HeldOut
+from tunix.training.program import build_mesh
+
+GEMMA = (  # as the tokenizer_config.json of gemma-3-it has it, for texts
+    "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n"
+    "    {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}\n    {%- set loop_messages = messages[1:] -%}\n"
+    "{%- else -%}\n    {%- set first_user_prefix = '' -%}\n    {%- set loop_messages = messages -%}\n{%- endif -%}\n"
+    "{%- for message in loop_messages -%}\n"
+    "    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}\n"
+    "        {{ raise_exception('Conversation roles must alternate user/assistant') }}\n    {%- endif -%}\n"
+    "    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}\n"
+    "    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else '') }}\n"
+    "    {{- message['content'] | trim -}}\n    {{ '<end_of_turn>\n' }}\n{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}\n    {{ '<start_of_turn>model\n' }}\n{%- endif -%}\n"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and 2 + 2?"}, {"role": "assistant", "content": " 4 "},
+]  # fmt: skip
+
+
+def template(source):
+    return ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
+
+
+@pytest.mark.parametrize("source", [PLAIN, GEMMA])
+def test_segments_make_the_whole_and_answers_end_their_turn(source):
+    pieces = template(source).segments(TALK)
+    assert "".join(text for text, _ in pieces) == template(source).render(TALK)
+    assert [answer for _, answer in pieces] == [False, True, False, True]
+    assert pieces[0][0].startswith("<bos>")
+
+
+def test_gemmas_template():
+    assert template(GEMMA).segments(TALK) == [
+        ("<bos><start_of_turn>user\nBe brief.\n\n1 + 1?<end_of_turn>\n<start_of_turn>model\n", False),
+        ("2<end_of_turn>\n", True),
+        ("<start_of_turn>user\nand 2 + 2?<end_of_turn>\n<start_of_turn>model\n", False),
+        ("4<end_of_turn>\n", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (GEMMA, "refuses a conversation: Conversation roles must alternate"),
+        ("{% for", "task.chat_template: "),
+        ("{{ messages | length }}", "does not begin with the text before the answer"),
+        ("{{ ''.__class__.__mro__ }}", "refuses a conversation: access to attribute '__class__'"),
+    ],
+)
+def test_templates_that_do_not_work(source, message):
+    with pytest.raises(UserError, match=message):
+        template(source).segments([TALK[1], *TALK[1:]])
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The same 40 conversations in the forms that are read."""
+    turns = [(f"Be {n % 3}.", f"what is {n}?", f"it is {n * 7}" * (1 + n % 3)) for n in range(40)]
+    names = ("system_prompt", "user_prompt", "prediction")
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([names, *turns])
+    messages = [
+        [{"role": r, "content": c} for r, c in zip(("system", "user", "assistant"), t, strict=True)] for t in turns
+    ]
+    rows = [
+        {"messages": m, "as_text": json.dumps(m), **dict(zip(names, t, strict=True))}
+        for m, t in zip(messages, turns, strict=True)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+FORMS = {
+    "csv of three columns": ["data=conversations_csv", "data.paths=[a.csv]"],
+    "messages": ["data=jsonl", "data.paths=[a.jsonl]"],
+    "messages as text": ["data=jsonl", "data.paths=[a.jsonl]", "data.columns.messages=as_text"],
+    "prompt and completion": [
+        "data=jsonl", "data.paths=[a.jsonl]", "data.columns.prompt=user_prompt", "data.columns.completion=prediction",
+        "data.columns.system=system_prompt",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "pad"])
+def test_every_form_gives_the_same_conversations_and_learns_the_answers(files, monkeypatch, packing):
+    monkeypatch.chdir(files)
+    found = []
+    for words in FORMS.values():
+        cfg = compose(
+            [
+                *SMALL,
+                "task=sft",
+                *words,
+                "data.held_out_fraction=0",
+                f"loading.packing={packing}",
+                "tokenizer.train_bytes=500",
+                "training.seq_len=64",
+            ]
+        ).config
+        corpus = load_corpus(cfg)
+        (packed,) = corpus.train.values()
+        shard = packed.stream.shard(0)
+        texts, answers = [], []
+        for start, end in zip(shard.starts, [*shard.starts[1:], len(shard.tokens)], strict=True):
+            tokens, learnt = shard.tokens[start:end], shard.answers[start:end]
+            texts.append(corpus.tokenizer.decode(tokens, skip_special_tokens=False))
+            answers.append(corpus.tokenizer.decode(tokens[learnt], skip_special_tokens=False))
+        found.append(sorted(zip(texts, answers, strict=True)))
+        learnt = [row["targets"][row["loss_mask"] > 0] for row in map(packed.__getitem__, range(len(packed)))]
+        total = sum(map(len, learnt))
+        assert total == shard.answers.sum() if packing != "concat" else total <= shard.answers.sum()
+        assert 0 < total < packed.num_tokens / 1.5
+    assert all(each == found[0] for each in found)
+    for number in range(40):
+        answer = f"it is {number * 7}" * (1 + number % 3) + "<eos>"
+        text = f"<bos>system:\nBe {number % 3}.\nuser:\nwhat is {number}?\nassistant:\n{answer}"
+        assert (text, answer) in found[0]
+
+
+def test_rows_without_a_conversation(tmp_path):
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    bad = [
+        {"messages": 5},
+        {"messages": [{"role": "user"}]},
+        {"messages": "no json"},
+        {"messages": [{"role": "user", "content": [1]}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]},
+    ]
+    words = [
+        *SMALL,
+        "task=sft",
+        "data=jsonl",
+        f"data.paths=[{tmp_path}/a.jsonl]",
+        "data.held_out_fraction=0",
+        "training.seq_len=8",
+    ]
+    for row in bad:
+        (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+        with pytest.raises(UserError, match=r"line 2, (holds int|has no list|has a content|has role gpt)"):
+            load_corpus(compose(words).config)
+    (tmp_path / "a.jsonl").write_text(
+        f"{json.dumps(good)}\n" * 9 + '{"messages": [{"role": "user", "content": "unanswered"}]}\n'
+    )
+    assert load_corpus(compose(words).config).train["jsonl"].stream.num_documents == 9
+    with pytest.raises(UserError, match="task=sft needs conversations: rows of jsonl, csv, parquet or hf"):
+        load_corpus(compose([*SMALL, "task=sft"]).config)
+
+
+def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path, caplog):
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ""}]} for n in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+                                        "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
+    words = [*SMALL, "task=sft", "data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", "data.held_out_fraction=0.5",
+             "training.seq_len=8", "training.loss_chunk_size=8", f"task.chat_template={tmp_path}/own.jinja"]  # fmt: skip
+    cfg = compose(words).config
+    with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
+        HeldOut(cfg, load_corpus(cfg), None, None, build_mesh(cfg))
+    with pytest.raises(UserError, match="no conversation with an answer is held out"):
+        _questions(SimpleNamespace(split="held_out"), cfg)
+    assert "conversations with no token of an answer" in caplog.text
+
+
+def test_docstrings_are_questions_with_answers():
+    cfg = compose(["task=sft", "data=python_docstrings"]).config
+    units = [unit for unit in find_units(cfg.data, cfg.loading) if unit.name in ("bisect.py", "json/__init__.py")]
+    found = {name: content for unit in units for name, content in read_documents(cfg.data, cfg.task, unit)}
+    assert {"bisect.insort_right", "bisect.bisect_left", "json.dumps", "json.load"} <= found.keys()
+    assert found["json.dumps"] == [
+        {"role": "user", "content": "What does json.dumps do?"},
+        {"role": "assistant", "content": json.dumps.__doc__.splitlines()[0]},
+    ]
+    (said,) = questions(b"class A:\n  def f():\n    'Says\\nmore.'\n  def _g():\n    'Hidden.'\ndef h(): pass", "m")
+    assert said == {"name": "m.A.f", "question": "What does m.A.f do?", "answer": "Says"}
+    with pytest.raises(SyntaxError):
+        list(questions(b"print 1", "m"))
+
+
+def test_a_tokenizer_without_a_template_and_a_template_of_ones_own(files, monkeypatch):
+    monkeypatch.chdir(files)
+    words = [*SMALL, "task=sft", *FORMS["messages"], "training.seq_len=64"]
+    made = load_corpus(compose(words).config)
+    made.tokenizer.save("tokenizer.json")
+    with pytest.raises(UserError, match="the tokenizer has no chat template; set task.chat_template to a Jinja file"):
+        load_corpus(compose([*words, "tokenizer.path=tokenizer.json"]).config)
+    (files / "own.jinja").write_text(PLAIN.replace("{{ bos_token }}", "{{ bos_token }}OWN "))
+    own = load_corpus(compose([*words, "tokenizer.path=tokenizer.json", "task.chat_template=own.jinja"]).config)
+    assert "OWN system:" in own.tokenizer.decode(own.train["jsonl"].stream.shard(0).tokens)
+    assert own.fingerprint != made.fingerprint
+    with pytest.raises(UserError, match=r"task.chat_template=none.jinja cannot be read"):
+        load_corpus(compose([*words, "task.chat_template=none.jinja"]).config)
+
+
+@pytest.mark.slow
+def test_a_run_learns_the_answers(files, monkeypatch):
+    monkeypatch.chdir(files)
+    words = [*RUN, "task=sft", *FORMS["messages"], "loading.packing=best_fit", "data.held_out_fraction=0.1"]
+    result = tunix.train([*words, "training.max_steps=20", "evaluation.every_steps=null", "evaluation.sample_tokens=0"])
+    lines = metrics(result.folder)
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert np.isfinite(result.held_out["bits_per_byte"])

@@ -1,0 +1,153 @@
+"""Several sources in one run: shares, stages, caps; each source's own samples in its own order, none lost or repeated."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import write_corpus
+from data.test_packing import sequences
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.harness import RUN, SMALL, metrics
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.data.batches import TrainBatches
+from tunix.data.mixture import SampleOrder, Stage, drawn
+
+shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)
+
+
+@given(shares, st.integers(0, 10**9))
+def test_counts_are_within_one_of_the_shares_and_grow_by_one(shares, count):
+    now, then = drawn(count, shares), drawn(count + 1, shares)
+    assert sum(now) == count
+    assert sorted(b - a for a, b in zip(now, then, strict=True)) == [0] * (len(shares) - 1) + [1]
+    assert all(abs(each - count * share / sum(shares)) < len(shares) for each, share in zip(now, shares, strict=True))
+    assert all(each == 0 for each, share in zip(now, shares, strict=True) if share == 0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.tuples(*[st.integers(0, 9)] * 3).filter(any)), min_size=1, max_size=4))
+@settings(max_examples=50)
+def test_every_part_is_read_in_order_through_all_stages(lengths_and_shares):
+    """Sample by sample, each part's own numbers are 0, 1, 2, ...: a stage goes on where the one before has stopped."""
+    firsts = np.cumsum([0, *(length for length, _ in lengths_and_shares)])
+    order = SampleOrder(
+        [Stage("s", int(first), share) for first, (_, share) in zip(firsts, lengths_and_shares, strict=False)]
+    )
+    seen = [0, 0, 0]
+    for sample in range(firsts[-1] + 20):
+        assert order.drawn(sample) == seen
+        part, number = order[sample]
+        assert number == seen[part]
+        seen[part] += 1
+
+
+def mixture(tmp_path, *words):
+    """Three folders of text of different sizes, the words of a config that mixes them."""
+    parts = []
+    for name, (documents, length) in {"short": (60, 20), "long": (20, 400), "rare": (12, 60)}.items():
+        folder = write_corpus(tmp_path / name, documents, length, seed=len(name))
+        parts.append(
+            f"{name}: {{source: text, held_out_fraction: 0.05, decode_errors: skip, extensions: [.txt], paths: ['{folder}']}}"
+        )
+    return [
+        "data=mixture",
+        f"data.parts={{{', '.join(parts)}}}",
+        "data.weights={short: 0.5, long: 0.3, rare: 0.2}",
+        *words,
+    ]
+
+
+def batches(tmp_path, *words):
+    from tunix.data.corpus import load_corpus
+
+    cfg = compose([*SMALL, *mixture(tmp_path, *words)]).config
+    corpus = load_corpus(cfg)
+    mesh = SimpleNamespace(shape={"dp": 1, "fsdp": 4, "tp": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)))
+        return corpus, TrainBatches(corpus.train, cfg, mesh, cfg.training.accumulation(4))
+
+
+@pytest.mark.parametrize("unit", ["token", "sample", "document"])
+@pytest.mark.parametrize("packing", ["concat", "best_fit", "pad"])
+def test_shares_are_of_the_unit_asked_for(tmp_path, unit, packing):
+    corpus, data = batches(tmp_path, f"data.weight_unit={unit}", f"loading.packing={packing}")
+    counts = dict(zip(data.parts, data.order.drawn(10_000), strict=True))
+    each = {
+        "sample": dict.fromkeys(counts, 1.0),
+        "token": {name: part.num_tokens / len(part) for name, part in corpus.train.items()},
+        "document": {name: part.stream.num_documents / len(part) for name, part in corpus.train.items()},
+    }[unit]
+    total = sum(counts[name] * each[name] for name in counts)
+    found = {name: counts[name] * each[name] / total for name in counts}
+    assert found == pytest.approx({"short": 0.5, "long": 0.3, "rare": 0.2}, abs=2e-3)
+    assert corpus.num_held_out >= 3
+    assert len(corpus.held_out) > 0
+
+
+def test_samples_come_from_their_sources(tmp_path):
+    """A sample of the mixture is the source's own sample, each once an epoch."""
+    _, data = batches(tmp_path, "data.weights={short: 0, long: 0, rare: 1}")
+    size = len(data.parts["rare"])
+    first_epoch = {bytes(data.samples[number]["tokens"]) for number in range(size)}
+    assert first_epoch == {bytes(data.parts["rare"][number]["tokens"]) for number in range(size)}
+
+
+STAGES = "data.stages=[{name: more, from_step: 10, weights: {short: 0, long: 1, rare: 0}}, {name: last, from_tokens: 4096, weights: {short: 0.5, long: 0.5, rare: 0}}]"
+
+
+def test_stages_and_caps_and_the_table(tmp_path):
+    _, data = batches(tmp_path, STAGES, "data.max_epochs={rare: 2}")
+    assert [stage.first_sample for stage in data.order.stages] == [0, 40, 128]
+    before, after = data.order.drawn(40), data.order.drawn(128)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [0, 88, 0]
+    table = data.stages(40)
+    for text in ("stage", "from step", "from token", "start", "more", "last", "rare: samples (epochs)", "4,096"):
+        assert text in table
+    assert sum(data.source_tokens(128).values()) == 128 * 32
+    _, data = batches(tmp_path, "data.max_epochs={rare: 2}")
+    data.stages(10)
+    with pytest.raises(
+        UserError, match=r"data.max_epochs: the run would read rare [\d.]+ times, more than 2; lower its weight"
+    ):
+        data.stages(1000)
+
+
+def test_stages_out_of_order(tmp_path):
+    with pytest.raises(UserError, match="stage last begins at sample 128, not after stage more"):
+        batches(tmp_path, STAGES.replace("from_step: 10", "from_step: 40"))
+
+
+@pytest.mark.slow
+def test_a_run_counts_what_each_source_gave_and_goes_on_with_the_mixture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*RUN, *mixture(tmp_path), "model.mesh_shape=[[8],[fsdp]]", "evaluation.sample_tokens=0"]
+    folder = tunix.train([*words, "hydra.run.dir=run"]).folder
+    lines = metrics(folder)
+    for line in lines:
+        assert line["tokens"] == sum(line[f"tokens_{name}"] for name in ("short", "long", "rare"))
+    assert "stages of the mixture" in (folder / "train.log").read_text()
+    saved = json.loads((folder / "checkpoints" / "6" / "run" / "metadata").read_text())
+    assert saved["position"]["source_tokens"]["rare"] == lines[-1]["tokens_rare"]
+    tunix.train(["resume=run/checkpoints/3"])
+    assert [line["loss"] for line in metrics(folder)][6:] == [line["loss"] for line in lines[3:]]
+    changed = ["resume=run", "data.weights={short: 0.2, long: 0.6, rare: 0.2}", "training.max_steps=7"]
+    with pytest.raises(UserError, match="loading.allow_changed_data=true goes on with it all the same"):
+        tunix.train(changed)
+    assert tunix.train([*changed, "loading.allow_changed_data=true"]).train["step"] == 7
+    assert "going on at sample 48 of the new ones" in (folder / "train.log").read_text()
+
+
+def test_a_part_without_a_sequence_is_named(tmp_path, cache_dir):
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "a.txt").write_text("a")
+    part = f"{{tiny: {{source: text, held_out_fraction: 0, decode_errors: skip, extensions: [.txt], paths: ['{tmp_path}/nothing']}}}}"
+    from tunix.data.corpus import load_corpus
+
+    with pytest.raises(UserError, match="data: tiny has 3 tokens, which make 0 sequences"):
+        load_corpus(compose([*SMALL, "data=mixture", f"data.parts={part}", "data.weights={tiny: 1}"]).config)
+    assert len(sequences([3], 32, "concat", cache_dir)) == 0

@@ -1,0 +1,199 @@
+"""Sequences made of documents, and an order that depends on nothing but the seed and the sample number."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.harness import SMALL
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.data.batches import TrainBatches, held_out_batches
+from tunix.data.corpus import load_corpus
+from tunix.data.packing import Sequences
+from tunix.data.stream import Arrays, Stream
+from tunix.training.program import build_mesh
+
+PACKINGS = ["concat", "best_fit", "pad"]
+
+
+def stream(lengths, num_shards=1, answers=False) -> Stream:
+    """Documents of these lengths in some shards; token k of the whole is k, so that samples can be told apart."""
+    shards, first = [], 0
+    for part in np.array_split(np.array(lengths, np.int64), num_shards):
+        tokens = np.arange(first, first + part.sum(), dtype=np.uint32)
+        shards.append(Arrays(tokens, np.cumsum(part) - part, tokens % 3 == 0 if answers else None))
+        first += part.sum()
+    sizes = [(len(shard.tokens), len(shard.starts)) for shard in shards]
+    return Stream(sizes, shards.__getitem__, f"{hash((tuple(lengths), num_shards)):x}")
+
+
+def sequences(lengths, seq_len, packing, cache_dir, **options) -> Sequences:
+    return Sequences(stream(lengths, **options), seq_len, packing, cache_dir / "packing_tests")
+
+
+lengths_of_documents = st.lists(st.integers(2, 40), min_size=1, max_size=12)
+
+
+@given(lengths_of_documents, st.integers(2, 24))
+@settings(max_examples=60, deadline=None)
+def test_concat(cache_dir, lengths, seq_len):
+    """Every token once and in order; positions restart with each document; no target crosses into the next one."""
+    packed = sequences(lengths, seq_len, "concat", cache_dir)
+    document, starts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    assert len(packed) == (sum(lengths) - 1) // seq_len
+    for index in range(len(packed)):
+        row = packed[index]
+        where = np.arange(index * seq_len, (index + 1) * seq_len)
+        assert (row["tokens"] == where).all()
+        assert (row["targets"] == where + 1).all()
+        assert (row["loss_mask"] == (document[where] == document[where + 1])).all()
+        same = row["segment_ids"][:, None] == row["segment_ids"]
+        assert (same == (document[where][:, None] == document[where])).all()
+        assert row["segment_ids"].min() == 1
+        begins = np.array([max(index * seq_len, starts[d]) for d in document[where]])
+        assert (row["positions"] == where - begins).all()
+
+
+@given(lengths_of_documents, st.integers(2, 24), st.sampled_from(["best_fit", "pad"]), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_documents_stay_whole(cache_dir, lengths, seq_len, packing, num_shards):
+    """Each token of a document is predicted once, in one piece unless the document is longer than a sequence."""
+    packed = sequences(lengths, seq_len, packing, cache_dir, num_shards=num_shards)
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    predicted, pieces = [], []
+    for row in map(packed.__getitem__, range(len(packed))):
+        real = row["segment_ids"] > 0
+        assert (row["loss_mask"] == real).all()
+        assert not row["tokens"][~real].any()
+        assert (np.diff(row["segment_ids"][real]) >= 0).all()
+        for segment in range(1, row["segment_ids"].max() + 1):
+            here = row["segment_ids"] == segment
+            assert (row["targets"][here] == row["tokens"][here] + 1).all()
+            assert (row["positions"][here] == np.arange(here.sum())).all()
+            assert len(set(document[row["tokens"][here]])) == 1
+            assert document[row["targets"][here][-1]] == document[row["tokens"][here][0]]
+            pieces.append(int(here.sum()))
+            predicted += row["targets"][here].tolist()
+        assert packing == "best_fit" or row["segment_ids"].max() == 1
+    first_tokens = set((np.cumsum(lengths) - lengths).tolist())
+    assert sorted(predicted) == [token for token in range(sum(lengths)) if token not in first_tokens]
+    assert len(pieces) == sum(-(-(length - 1) // seq_len) for length in lengths)
+    assert packed.num_tokens == len(predicted)
+    if packing == "best_fit":  # first-fit and best-fit decreasing need at most 11/9 of the fewest, and one
+        assert len(packed) <= 11 / 9 * -(-len(predicted) // seq_len) + num_shards + len(lengths) / 2
+
+
+def test_best_fit_fills_up_what_it_can(cache_dir):
+    packed = sequences([7, 5, 4, 3, 3, 2], 6, "best_fit", cache_dir)  # 6, 4, 3, 2, 2, 1 predictions
+    assert [int(packed[i]["segment_ids"].max()) for i in range(len(packed))] == [1, 2, 3]
+    assert packed.utilisation == 1
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_only_answers_are_learnt(cache_dir, packing):
+    """Token k is part of an answer where 3 divides k: the mask is 1 where such a token is the target."""
+    packed = sequences([9, 30, 5], 8, packing, cache_dir, answers=True)
+    for row in map(packed.__getitem__, range(len(packed))):
+        learnt = row["loss_mask"] > 0
+        assert (row["targets"][learnt] % 3 == 0).all()
+        inside = row["segment_ids"] > 0
+        assert packing == "concat" or (learnt == (inside & (row["targets"] % 3 == 0))).all()
+
+
+@pytest.mark.slow
+def test_best_fit_on_the_default_corpus():
+    """No document of at most T + 1 tokens is cut, and 97 % of what the model reads is no padding."""
+    corpus = load_corpus(compose(["loading.packing=best_fit", "training.seq_len=1024"]).config)
+    (packed,) = corpus.train.values()
+    assert packed.utilisation >= 0.97
+    rows = [packed[index]["segment_ids"] for index in range(0, len(packed), 50)]
+    assert np.mean([(row > 0).mean() for row in rows]) >= 0.97
+    assert "best_fit" in corpus.summary
+
+
+def batches(packed, cfg, rows=None) -> TrainBatches:
+    """Batches as one of several processes reads them: `rows` of each microbatch."""
+    mesh = SimpleNamespace(shape={"dp": 1, "fsdp": 4, "tp": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)) if rows is None else rows(n))
+        return TrainBatches({"it": packed}, cfg, mesh, cfg.training.accumulation(4))
+
+
+@given(
+    lengths=st.lists(st.integers(5, 60), min_size=8, max_size=20), processes=st.sampled_from([1, 2, 4]),
+    accumulation=st.sampled_from([1, 2, 3]), seed=st.integers(0, 3), packing=st.sampled_from(PACKINGS),
+    workers=st.sampled_from([1, 3]), num_shards=st.integers(1, 3),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_no_sample_is_lost_or_repeated(cache_dir, lengths, processes, accumulation, seed, packing, workers, num_shards):
+    """Over processes, workers, accumulation, epochs and ragged sizes: together the processes read each sample once an
+    epoch, in an order that is the same for all of these."""
+    words = [f"training.gradient_accumulation_steps={accumulation}", f"loading.read_threads={workers}", f"seed={seed}"]
+    cfg = compose([*SMALL, "training.seq_len=4", *words]).config
+    packed = sequences(lengths, 4, packing, cache_dir, num_shards=num_shards)
+    whole = batches(packed, cfg)
+    count = len(packed)
+    if count < whole.batch_size:
+        return
+    parts = [
+        batches(packed, cfg, lambda n, p=p: list(range(p * n // processes, (p + 1) * n // processes)))
+        for p in range(processes)
+    ]
+    steps = -(-2 * count // whole.batch_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tunix.data.batches.to_global", lambda batch, mesh: batch)
+        read = [list(part.iterate(0, steps)) for part in parts]
+    first_tokens = []
+    for step in range(steps):
+        together = np.concatenate([part[step]["tokens"] for part in read], axis=1)
+        assert (together == whole.read(step * whole.batch_size)["tokens"]).all()
+        first_tokens += together[:, :, 0].reshape(-1).tolist()
+    epochs = first_tokens[:count], first_tokens[count : 2 * count]
+    expected = sorted(int(packed[index]["tokens"][0]) for index in range(count))
+    assert all(sorted(epoch) == expected for epoch in epochs)
+    assert count < 6 or epochs[0] != epochs[1]  # shuffled anew
+
+
+def test_order_does_not_depend_on_accumulation_or_mesh(cache_dir):
+    packed = sequences([50] * 20, 8, "concat", cache_dir)
+    orders = []
+    for words in (
+        ["training.micro_batch_size=1", "training.gradient_accumulation_steps=4"],
+        ["training.micro_batch_size=4"],
+    ):
+        data = batches(packed, compose([*SMALL, "training.seq_len=8", *words]).config)
+        orders.append(np.concatenate([data.read(start)["tokens"][:, :, 0].reshape(-1) for start in range(0, 64, 16)]))
+    assert (orders[0] == orders[1]).all()
+
+
+def test_iteration_starts_anywhere(cache_dir):
+    cfg = compose([*SMALL, "training.seq_len=8", "model.mesh_shape=[[8],[fsdp]]"]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        data = TrainBatches({"it": sequences([50] * 20, 8, "concat", cache_dir)}, cfg, mesh, 1)
+        far = 10**8 * data.batch_size
+        for found, start in zip(
+            data.iterate(far, 3), range(far, far + 3 * data.batch_size, data.batch_size), strict=True
+        ):
+            assert (np.asarray(found["tokens"]) == data.read(start)["tokens"]).all()
+        assert list(data.iterate(far, 0)) == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 64])
+def test_the_held_out_set_is_the_same_for_every_batch_size(cache_dir, batch_size):
+    packed = sequences([50] * 20, 8, "concat", cache_dir)
+    found = held_out_batches(packed, 10, batch_size, list(range(batch_size)))
+    real = found["loss_mask"].sum(-1) > 0
+    assert real.sum() == 10
+    first = found["tokens"][..., 0][real]
+    assert first.tolist() == [index * len(packed) // 10 * 8 for index in range(10)]
+
+
+def test_a_corpus_smaller_than_one_batch(cache_dir):
+    cfg = compose([*SMALL, "training.global_batch_size=512", "model.mesh_shape=[[4],[fsdp]]"]).config
+    with pytest.raises(UserError, match="one step needs 512; add data or make the batch or seq_len smaller"):
+        batches(sequences([50] * 20, 32, "concat", cache_dir), cfg)

@@ -1,0 +1,195 @@
+"""A corpus is tokenized once, by all cores, to the same bytes, and goes on where a kill has left it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import write_corpus
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.harness import ROOT, SMALL
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.data.batches import TrainBatches
+from tunix.data.corpus import load_corpus, prepare_corpus
+from tunix.data.shards import document_hash
+from tunix.tokenizer.vocabulary import bytes_by_token
+from tunix.training.program import build_mesh
+
+
+def text_config(folder, *overrides):
+    return compose([*SMALL, "data=text", f"data.paths=['{folder}']", *overrides]).config
+
+
+def prepared(cfg):
+    (found,) = prepare_corpus(cfg)[0].values()
+    return found
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def prepare(*words: str, cwd) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tunix.prepare", *words]
+    return subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+def test_a_changed_document_changes_the_fingerprint(tmp_path):
+    folder = write_corpus(tmp_path / "c", 8)
+    before = load_corpus(text_config(folder)).fingerprint
+    assert load_corpus(text_config(folder)).fingerprint == before
+    (folder / "003.txt").write_text("something else\n")
+    assert load_corpus(text_config(folder)).fingerprint != before
+
+
+def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path):
+    """Files are recognised without being read; what they become is recognised by content."""
+    found = [prepared(text_config(write_corpus(tmp_path / name, 8))) for name in ("a", "b")]
+    assert found[0].folder != found[1].folder
+    assert found[0].fingerprint == found[1].fingerprint
+
+
+@given(st.lists(st.text("abc/.0123", min_size=1), min_size=30, unique=True), st.floats(0.05, 0.9))
+@settings(deadline=None)
+def test_a_document_stays_on_its_side_whatever_else_there_is(names, fraction):
+    held_out = {name for name in names if document_hash(name) < int(fraction * 2**64)}
+    assert all((name in held_out) == (document_hash(name) < int(fraction * 2**64)) for name in names[: len(names) // 2])
+
+
+def test_documents_are_held_out_by_file(corpus):
+    index = prepared(text_config(corpus, "data.held_out_fraction=0.25")).index
+    train, held_out = (sum(shard[split]["documents"] for shard in index["shards"]) for split in ("train", "held_out"))
+    assert train + held_out == 60
+    assert 5 <= held_out <= 25
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 10**6])
+def test_at_least_one_document_is_held_out(tmp_path, shard_bytes):
+    folder = write_corpus(tmp_path / "c", 6)
+    loaded = load_corpus(text_config(folder, "data.held_out_fraction=0.0001", f"loading.shard_bytes={shard_bytes}"))
+    assert loaded.num_held_out == 1
+    assert loaded.train["text"].stream.num_documents == 5
+
+
+def test_unigram_entropy_is_the_streams_own(corpus):
+    loaded = load_corpus(text_config(corpus))
+    stream = loaded.train["text"].stream
+    counts = np.bincount(stream.shard(0).tokens)
+    shares = counts[counts > 0] / counts.sum()
+    size = (counts * bytes_by_token(loaded.tokenizer)[: len(counts)]).sum()
+    assert loaded.unigram_bits_per_byte == pytest.approx(-(shares * np.log2(shares)).sum() * counts.sum() / size)
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="loading.cache_dir: cannot write"):
+        load_corpus(text_config(corpus, f"loading.cache_dir={tmp_path}/file/cache"))
+
+
+@pytest.mark.slow
+def test_two_runs_give_the_same_bytes_with_any_number_of_processes(corpus, tmp_path):
+    words = [*SMALL, "data=text", f"data.paths=['{corpus}']", "loading.shard_bytes=9000"]
+    found = []
+    for processes in (1, 2):
+        done = prepare(
+            *words, f"loading.cache_dir={tmp_path}/{processes}", f"loading.prepare_processes={processes}", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(contents(tmp_path / str(processes)))
+        assert len(list((tmp_path / str(processes)).glob("tokens/*/0000*"))) >= 4
+    assert found[0] == found[1]
+    assert "fingerprint" in done.stdout
+
+
+@pytest.mark.slow
+def test_after_a_kill_finished_shards_are_not_made_again(tmp_path):
+    """Killed at a moment when some shards are done; also the workers end. The result is that of an undisturbed run."""
+    data = ["data=synthetic", "data.num_documents=1200", "data.mean_document_bytes=3000", "tokenizer=bytes"]
+    words = [*SMALL, *data, "tokenizer.vocab_size=259", "loading.shard_bytes=200_000", "loading.prepare_processes=2"]
+    command = [sys.executable, "-m", "tunix.prepare", *words, f"loading.cache_dir={tmp_path}/killed"]
+    running = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 100
+    while (
+        len(done := sorted((tmp_path / "killed").glob("tokens/*/000*/facts.json"))) < 3 and time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(running.pid)], capture_output=True, text=True).stdout
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert 3 <= len(done) < 18
+    (folder,) = (tmp_path / "killed" / "tokens").iterdir()
+    assert not (folder / "index.json").exists()
+    times = {path: path.stat().st_mtime_ns for path in done}
+    again = prepare(*words, f"loading.cache_dir={tmp_path}/killed", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in done} == times
+    assert f"of {len(list(folder.glob('000*')))} shards are there already" in again.stdout
+    whole = prepare(*words, f"loading.cache_dir={tmp_path}/whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    theirs = contents(tmp_path / "whole")
+    assert {name: data for name, data in contents(tmp_path / "killed").items() if ".making" not in name} == theirs
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in children.split())
+
+
+def test_a_prepared_folder_is_a_source(corpus, tmp_path):
+    made = text_config(corpus)
+    folder = prepared(made).folder
+    words = [*SMALL, "data=tokens", f"data.paths=['{folder}']"]
+    again = load_corpus(compose(words).config)
+    assert again.fingerprint == load_corpus(made).fingerprint
+    assert again.tokenizer.to_str() == load_corpus(made).tokenizer.to_str()
+    other = prepare_corpus(
+        compose([*SMALL, "tokenizer.vocab_size=259", "data=synthetic", "data.num_documents=3"]).config
+    )[1]
+    other.save(tmp_path / "other")
+    with pytest.raises(UserError, match=r"was made with another tokenizer \(300 tokens\) than tokenizer.path=.* \(259"):
+        load_corpus(compose([*words, f"tokenizer.path={tmp_path}/other"]).config)
+    with pytest.raises(UserError, match="was not made for task=sft"):
+        load_corpus(compose([*words, "task=sft"]).config)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [("{", "index.json cannot be read"), ("[]", "is not a JSON object"), ("{}", "is of format None, not 2; remove the folder")],
+)  # fmt: skip
+def test_an_index_that_is_damaged_is_named(corpus, tmp_path, written, message):
+    cfg = text_config(corpus, f"loading.cache_dir={tmp_path}")
+    (prepared(cfg).folder / "index.json").write_text(written)
+    with pytest.raises(UserError, match=message):
+        prepare_corpus(cfg)
+
+
+def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
+    """What is open stays readable; what is not is named."""
+    cfg = text_config(
+        corpus, f"loading.cache_dir={tmp_path}", "loading.shard_bytes=9000", "model.mesh_shape=[[8],[fsdp]]"
+    )
+    found = prepared(cfg)
+    data = TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1)
+    tokens = found.folder / found.index["shards"][1]["name"] / "train.tokens.npy"
+    data_bytes = tokens.read_bytes()
+    tokens.write_bytes(data_bytes[:-10])
+    with pytest.raises(UserError, match=r"cannot read the tokens in .*train.tokens.npy: .*; the folder was changed"):
+        list(data.iterate(0, 60))
+    tokens.unlink()
+    with pytest.raises(UserError, match=r"cannot read the tokens in .*train.tokens.npy: No such file or directory"):
+        list(data.iterate(0, 60))
+
+
+def test_mistakes_end_with_code_2_and_one_line(tmp_path):
+    done = prepare("data=text", "data.paths=[nowhere]", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: data.paths: nowhere does not exist\n")
+
+
+def test_an_index_says_what_there_is(corpus):
+    index = json.loads((prepared(text_config(corpus)).folder / "index.json").read_text())
+    assert index["tokens"] == sum(shard["train"]["tokens"] for shard in index["shards"])
+    assert index["bytes_per_token"] == index["bytes"] / index["tokens"]
+    assert {"fingerprint", "documents", "left_out", "vocab_size"} <= index.keys()

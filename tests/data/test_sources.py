@@ -1,0 +1,298 @@
+"""Every source gives its documents; what cannot be read is told, or left out and counted."""
+
+import csv
+import gzip
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import write_corpus
+from support.harness import SMALL
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.data.corpus import load_corpus, prepare_corpus
+from tunix.data.documents import Document, read_documents
+from tunix.data.files import zstd
+from tunix.data.tokenize import find_units
+
+TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
+TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]
+
+
+def config(*words):
+    return compose([*TINY, *words]).config
+
+
+def documents(*words) -> list[str]:
+    """Contents of all training and held-out documents."""
+    cfg = config(*words)
+    units = find_units(cfg.data, cfg.loading)
+    found = [each for unit in units for each in read_documents(cfg.data, cfg.task, unit)]
+    return sorted(each.content for each in found if isinstance(each, Document))
+
+
+def write(path, data: bytes):
+    pack = {".gz": gzip.compress, ".zst": zstd.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(data))
+    return path
+
+
+def as_jsonl(rows) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize("unit_bytes", [1, 64, 777, 10**6])
+def test_jsonl_is_read_whole_however_it_is_cut(tmp_path, name, unit_bytes):
+    write(tmp_path / name, as_jsonl({"text": text} for text in TEXTS))
+    assert documents("data=jsonl", f"data.paths=[{tmp_path}]", f"loading.shard_bytes={unit_bytes}") == sorted(TEXTS)
+
+
+def test_text_files_packed_or_not(tmp_path):
+    for number, ending in enumerate([".txt", ".txt.gz", ".md.zst"]):
+        write(tmp_path / f"{number}{ending}", TEXTS[number].encode())
+    (tmp_path / "with_mark.txt").write_bytes(b"\xef\xbb\xbfmark")
+    (tmp_path / "no.bin").write_bytes(b"not read")
+    assert documents("data=text", f"data.paths=[{tmp_path}]") == sorted([*TEXTS[:3], "mark"])
+    assert documents("data=text", f"data.paths=['{tmp_path}/*.gz']") == [TEXTS[1]]
+
+
+def test_files_of_any_name(tmp_path):
+    """Brackets, which mean something in globs, and bytes that are no UTF-8."""
+    folder = tmp_path / "data[1]"
+    folder.mkdir()
+    for name, text in ((b"x.txt", b"one"), (b"caf\xe9.txt", b"two"), (b"latin\xe9.txt", b"\xe9")):
+        (folder / os.fsdecode(name)).write_bytes(text)
+    assert documents("data=text", f"data.paths=['{folder}/x.txt']") == ["one"]
+    words = ["data=text", f"data.paths=['{folder}']", "data.held_out_fraction=0", "training.seq_len=4"]
+    prepared, _ = prepare_corpus(config(*words))
+    assert prepared["text"].index["left_out_names"] == ["latin?.txt"]
+    assert prepared["text"].index["documents"] == 2
+
+
+def test_csv(tmp_path):
+    rows = [*TEXTS, 'quotes " and\nlines, commas']
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=";")
+        writer.writerows([["id", "body"], *enumerate(rows)])
+    words = ["data=csv", f"data.paths=[{tmp_path}]", "data.delimiter=';'", "data.columns.text=body"]
+    assert documents(*words) == sorted(rows)
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"id": range(40), "text": TEXTS}), tmp_path / "a.parquet", row_group_size=7)
+    words = ["data=parquet", f"data.paths=[{tmp_path}]"]
+    assert documents(*words) == sorted(TEXTS)
+    with pytest.raises(UserError, match=r"row 0 of row group .*, has no column body .*; its columns are id, text"):
+        documents(*words, "data.columns.text=body")
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"a.parquet cannot be read as Parquet"):
+        documents(*words)
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_hf(tmp_path, streaming):
+    pytest.importorskip("datasets")
+    file = write(tmp_path / "a.jsonl", as_jsonl({"text": text} for text in TEXTS))
+    words = ["data=hf", "data.path=json", f"data.data_files=[{file}]", f"data.streaming={streaming}"]
+    assert documents(*words, "loading.shard_bytes=500") == sorted(TEXTS)
+    with pytest.raises(UserError, match=r"data.path=json: .*[Ss]plit"):
+        documents(*words, "data.split=other")
+
+
+def test_synthetic_documents_do_not_depend_on_the_shards():
+    words = ["data=synthetic", "data.num_documents=30", "data.mean_document_bytes=200"]
+    one = documents(*words)
+    assert one == documents(*words, "loading.shard_bytes=1000")
+    assert 100 < np.mean([len(text) for text in one]) < 400
+
+
+def flat(tmp_path, name: str, tokens: np.ndarray, head: bytes = b""):
+    path = tmp_path / name
+    if name.endswith("headed.npy"):
+        np.save(path, tokens)
+    else:
+        path.write_bytes(head + tokens.tobytes())
+    return path
+
+
+@pytest.fixture
+def byte_tokenizer(tmp_path):
+    cfg = config("data=synthetic", "data.num_documents=2")
+    _, vocabulary = prepare_corpus(cfg)
+    vocabulary.save(tmp_path / "tokenizer")
+    return f"tokenizer.path={tmp_path}/tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head"),
+    [("a.bin", "uint16", b""), ("a.bin", "uint32", b""), ("a.bin", "uint16", b"\0" * 1024), ("a.npy", "uint16", b""),
+     ("headed.npy", "uint16", b"")],
+)  # fmt: skip
+def test_flat_token_files(tmp_path, byte_tokenizer, name, dtype, head):
+    tokens = (np.arange(1000) % 200 + 3).astype(dtype)
+    tokens[99::100] = 2  # ten documents
+    path = flat(tmp_path, name, tokens, head)
+    words = [
+        "data=tokens",
+        f"data.paths=[{path}]",
+        f"data.dtype={dtype}",
+        f"data.skip_bytes={len(head)}",
+        byte_tokenizer,
+    ]
+    corpus = load_corpus(config(*words, "data.document_end=2", "data.held_out_fraction=0.2"))
+    (packed,) = corpus.train.values()
+    assert (packed.stream.num_documents, packed.stream.num_tokens, corpus.num_held_out) == (8, 800, 2)
+    assert (packed[3]["tokens"] == tokens[48:64]).all()
+    assert (corpus.held_out[0]["tokens"] == tokens[800:816]).all()
+    whole = load_corpus(config(*words, "data.held_out_fraction=0"))
+    assert (whole.train["tokens"].stream.num_documents, whole.num_held_out) == (1, 0)
+
+
+def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
+    many, one = np.full(1000, 5, np.uint16), np.full(300, 5, np.uint16)
+    many[99::100] = one[-1] = 2
+    paths = f"data.paths=[{flat(tmp_path, 'a.bin', many)},{flat(tmp_path, 'one.bin', one)}]"
+    words = ["data=tokens", paths, byte_tokenizer, "data.document_end=2", "data.held_out_fraction=0.1"]
+    corpus = load_corpus(config(*words))
+    (train,) = corpus.train.values()
+    assert (train.stream.num_documents, corpus.num_held_out) == (10, 1)
+    assert corpus.held_out[0]["positions"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "word", "message"),
+    [
+        ("a.bin", np.full(1001, 300, np.uint16), "", "has token 300, the tokenizer has 259; give the tokenizer that made it"),
+        ("a.bin", np.full(1001, 300, np.uint16), "data.dtype=uint32", "has 2002 bytes, not data.skip_bytes=0 and whole data.dtype=uint32"),
+        ("a.bin", np.full(1000, 65535, np.uint16), "data.dtype=uint32", "has token 4294967295, the tokenizer has 259"),
+        ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
+        ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 is no token in data.paths; the tokenizer ends a document with 2"),
+        ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "holds out nothing: no file of data.paths has a second document"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999 data.held_out_fraction=0", "data.document_end=999999 is no token in data.paths"),
+    ],
+)  # fmt: skip
+def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, tokens, word, message):
+    path = flat(tmp_path, name.replace("short", "headed"), tokens)
+    if name == "short.npy":
+        path = path.rename(tmp_path / name)
+        path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError) as error:
+        load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *word.split()))
+    assert message in str(error.value)
+
+
+def test_tokens_need_their_tokenizer(tmp_path):
+    with pytest.raises(UserError, match="data.source=tokens needs the tokenizer that made the tokens"):
+        load_corpus(config("data=tokens", f"data.paths=[{flat(tmp_path, 'a.bin', np.ones(99, np.uint16))}]"))
+
+
+BAD_ROWS = [
+    (b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2, is not JSON"),
+    (b'{"text": "a"}\n\n["text"]\n', r"a.jsonl, line 3, is not a JSON object"),
+    (b'{"text": "a"}\n{"body": "b", "id": 1}\n', r"line 2, has no column text \(data.columns.text\); its columns are body, id"),
+    (b'{"text": "a"}\n{"text": 5}\n', r"line 2, holds int in column text, not text"),
+    (b'{"text": "a"}\n{"text": "caf\xe9"}\n', r"line 2, is not JSON"),
+    (b'{"text": "a"}\n{"text": "\\ud800"}\n', r"line 2, is not UTF-8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "message"), BAD_ROWS)
+def test_bad_rows_are_refused_with_file_and_line_or_counted(tmp_path, data, message, caplog):
+    write(tmp_path / "a.jsonl", data + as_jsonl({"text": text} for text in TEXTS))
+    words = ["data=jsonl", f"data.paths=[{tmp_path}]"]
+    with pytest.raises(UserError, match=message + ".*; data.bad_rows=skip leaves such rows out and counts them"):
+        load_corpus(config(*words))
+    prepared, _ = prepare_corpus(config(*words, "data.bad_rows=skip"))
+    assert prepared["jsonl"].index["left_out"] == {"bad row": 1}
+    assert "jsonl: left out: 1 bad row (a.jsonl@" in caplog.text
+
+
+def test_bad_rows_of_csv(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"id,text\n1,fine\n2\n3,caf\xe9\n4,also\n")
+    words = ["data=csv", f"data.paths=[{tmp_path}]"]
+    with pytest.raises(UserError, match=r"a.csv, line 3, does not have the 2 columns of the head line"):
+        documents(*words)
+    assert documents(*words, "data.bad_rows=skip") == ["also", "fine"]
+    with pytest.raises(UserError, match=r"line 2, has no column body .* its columns are id, text"):
+        documents(*words, "data.columns.text=body")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'id,text\n1,a\n2,"b\n3,c\n4,d\n', r"a.csv, line 3, is not CSV \(unexpected end of data\); close the quotes"),
+        (b'id,text\n1,"a\nb"\n2,"c\n3,"d"\n', r"a.csv, line 4, is not CSV \(',' expected after '\"'\); close the quotes"),
+        (b'id,"text\n1,a\n', r"a.csv, line 1, is not CSV"),
+        (b"text,id,text\na,1,b\n", "a.csv has column text more than once; rename all but one"),
+    ],
+)  # fmt: skip
+def test_csv_that_cannot_be_told_apart_is_refused_whole(tmp_path, data, message):
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        documents("data=csv", f"data.paths=[{tmp_path}]", "data.bad_rows=skip")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_source_that_ends_early_is_named(tmp_path, name):
+    path = write(tmp_path / name, as_jsonl({"text": text * 500} for text in TEXTS))
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(UserError, match=rf"{name} is damaged or ends early"):
+        documents("data=jsonl", f"data.paths=[{path}]")
+
+
+def test_empty_documents_are_counted_and_long_ones_are_whole(tmp_path):
+    write(tmp_path / "a.jsonl", as_jsonl([{"text": ""}, {"text": None}, {"text": "x" * 3_000_000}, {"text": "short"}]))
+    words = ["data=jsonl", f"data.paths=[{tmp_path}]", "data.held_out_fraction=0", "loading.packing=best_fit"]
+    corpus = load_corpus(config(*words))
+    prepared, _ = prepare_corpus(config(*words))
+    assert prepared["jsonl"].index["left_out"] == {"empty": 2}
+    assert corpus.train["jsonl"].stream.num_tokens == 3_000_000 + 5 + 4  # a word a byte, bos and eos
+
+
+def test_a_packed_folder_of_mixed_encodings(tmp_path, caplog):
+    write_corpus(tmp_path, 4)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "utf16.txt").write_bytes("text".encode("utf-16"))
+    words = ["data=text", f"data.paths=[{tmp_path}]"]
+    load_corpus(config(*words))
+    assert "text: left out: 2 not UTF-8 (" in caplog.text
+    assert "caf\ufffd" in documents(*words, "data.decode_errors=replace")
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "message"),
+    [
+        ({}, [], "no file that ends in .txt, .md, .py (data.extensions)"),
+        ({"a.txt": b"", "b.txt": b""}, [], "no document with text in it (2 empty, 0 not UTF-8, 0 bad row)"),
+        ({"a.txt": b"\xff\xfe"}, [], "no document with text in it (0 empty, 1 not UTF-8, 0 bad row)"),
+        (
+            {"a.txt": b"\xff\xfe", "b.txt": b"b"},
+            ["data.decode_errors=error"],
+            "a.txt is not UTF-8 (byte 0); data.decode_errors=skip",
+        ),
+        ({"a.txt": b"alone"}, [], "all 1 documents are held out"),
+        ({"a.txt": b"alone"}, ["data.held_out_fraction=0"], "which make 0 sequences of training.seq_len=16"),
+        ({"a.json": b"{}"}, [], "no file that ends in"),
+    ],
+)
+def test_corpora_that_cannot_be_used(files, words, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        load_corpus(config("data=text", f"data.paths=[{tmp_path}]", *words))
+    assert message in str(error.value)
+
+
+def test_missing_paths_are_named(tmp_path):
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        documents("data=text", f"data.paths=[{tmp_path}/nowhere]")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "target")
+    with pytest.raises(UserError, match="no file that ends in"):  # a dangling link is no file
+        documents("data=text", f"data.paths=[{tmp_path}]")

@@ -1,0 +1,218 @@
+"""`python -m tunix.doctor` finds what would make training fail, and says whose it is."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import pytest
+from support.devices import xla_flags
+from support.harness import ROOT, SMALL
+from support.processes import Processes
+
+from tunix.cli.compose import compose
+from tunix.doctor import __main__ as doctor
+from tunix.doctor import machine, software, together
+from tunix.doctor.findings import Finding
+
+
+def of(check: str, found) -> list[tuple[str, str]]:
+    return [(each.status, each.says) for each in found if each.check == check]
+
+
+def test_two_processes(tmp_path):
+    """Fit: files, clocks and links are looked at; then nothing is left behind."""
+    mesh = "model.mesh_shape=[[2,2],[fsdp,tp]]"
+    with Processes(*SMALL, mesh, "--json", folder=tmp_path, count=2, devices=2, module="tunix.doctor") as processes:
+        ends = processes.ends(60)
+    assert [end.code for end in ends] == [0, 0], ends[0].stdout + ends[0].stderr
+    assert ends[1].stdout == ""
+    found = json.loads(ends[0].stdout)
+    assert found["fit"] is True
+    assert len(found["hosts"]) == 2
+    assert {(link["axis"], link["collective"]) for link in found["links"]} == {
+        (axis, collective) for axis in ("fsdp", "tp") for collective in ("all-reduce", "all-gather")
+    }
+    assert all(link["bus_gb_per_s"] > 0 and link["group_size"] == 2 for link in found["links"])
+    says = {each["check"]: each["says"] for each in found["findings"]}
+    assert "is seen by 2 process(es)" in says["files"]
+    assert "apart" in says["clocks"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr.0", "stderr.1", "stdout.0", "stdout.1"]
+
+
+@pytest.mark.slow
+def test_processes_that_differ(tmp_path):
+    """Each has its own finding, the difference is one between them, and all end with 1."""
+    flags = xla_flags(1)
+    env = {"NCCL_PROTO": "LL", "XLA_FLAGS": f"{flags} --xla_gpu_enable_latency_hidding_scheduler=true"}
+    one = Processes(
+        *SMALL, folder=tmp_path, count=2, module="tunix.doctor", own=["", "checkpoint.max_to_keep=1"], **env
+    )
+    with one as processes:
+        ends = processes.ends(60)
+    assert [end.code for end in ends] == [1, 1], ends[0].stderr
+    out = " ".join(ends[0].stdout.split())
+    assert (
+        "--xla_gpu_enable_latency_hidding_scheduler=true (did you mean --xla_gpu_enable_latency_hiding_scheduler?)"
+        in out
+    )
+    assert f"process 1 ({socket.gethostname()}): " in out
+    assert out.endswith("2 process(es): not fit to train, 1 errors")
+
+
+def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NCCL_P2P_DISBLE", "1")
+    monkeypatch.setattr(sys, "argv", ["tunix.doctor", *SMALL, "model.mesh_shape=[[8],[fsdp]]"])
+    monkeypatch.setitem(together.PAYLOAD_MIB, "cpu", 1)
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    assert "warning variables        NCCL_P2P_DISBLE=1: nothing reads this name; did you mean NCCL_P2P_DISABLE?" in out
+    assert "all-gather over fsdp (8 devices, " in out
+    assert out.endswith("1 process(es): fit to train\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["training.seq_length=4"], 2, "did you mean training.seq_len?"),
+        (["model.mesh_shape=[[16],[fsdp]]"], 1, "fsdp=16 needs 16 devices"),
+        (["distributed.coordinator_address=nowhere.invalid:1", "distributed.num_processes=2", "distributed.process_id=1"],
+         1, "host nowhere.invalid is unknown here"),
+    ],
+    ids=["key", "mesh", "coordinator"],
+)  # fmt: skip
+def test_wrong_input(more, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tunix.doctor", *SMALL, *more])
+    monkeypatch.setattr(software, "_ask_xla", lambda _: None)
+    assert doctor.main() == code
+    out, error = capsys.readouterr()
+    assert message in (error if code == 2 else out)
+
+
+def test_google_tunix_is_found(tmp_path, monkeypatch):
+    info = tmp_path / "google_tunix-0.1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: google-tunix\nVersion: 0.1.5\n")
+    assert [status for status, _ in of("versions", software.versions())] == ["ok"]
+    monkeypatch.syspath_prepend(tmp_path)
+    [_, (status, says)] = of("versions", software.versions())
+    assert status == "error"
+    assert says.startswith("google-tunix 0.1.5: it has a package called tunix too")
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ({"jax": "0.11.1", "jaxlib": "0.11.1", "flax": "0.12.8"}, "jax 0.11.1 with flax 0.12.8: "),
+        ({"jax": "0.11.1", "jaxlib": "0.10.2", "flax": "0.12.9"}, "jax 0.11.1 with jaxlib 0.10.2: "),
+        ({"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.1"}, "jax-cuda13-plugin 0.10.1 with jaxlib 0.10.2: "),
+        ({"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2", "jax-cuda12-plugin": "0.10.2"}, "two CUDA plugins"),
+        ({"jax": "0.9.0", "jaxlib": "0.9.0"}, "tunix needs jax 0.10.2 or newer"),
+    ],
+)  # fmt: skip
+def test_versions_that_do_not_work_together(installed, message):
+    [(first, _), (status, says)] = of("versions", software.versions(installed.get))
+    assert (first, status) == ("ok", "error")
+    assert message in says
+
+
+def test_flags_that_kill_are_taken_out():
+    given = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_dump_too=/tmp --nonsense"}
+    found = of("XLA_FLAGS", software.xla_flags(given))
+    assert (
+        "error",
+        "XLA does not know --xla_dump_too=/tmp (did you mean --xla_dump_to?); it would abort every process",
+    ) in found
+    assert given["XLA_FLAGS"].split()[0] == "--xla_force_host_platform_device_count=2"
+    assert "xla_dump_too" not in given["XLA_FLAGS"]
+
+
+def test_a_flag_with_a_wrong_value():
+    """Named beside the unknown ones."""
+    flags = "--xla_dump_too=/tmp --xla_force_host_platform_device_count=abc"
+    says = [text for status, text in of("XLA_FLAGS", software.xla_flags({**os.environ, "XLA_FLAGS": flags}))]
+    assert says[0].startswith("XLA cannot read the value of --xla_force_host_platform_device_count=abc; it would abort")
+    assert says[1].startswith("XLA does not know --xla_dump_too=/tmp (did you mean --xla_dump_to?)")
+
+
+def test_a_platform_that_is_not_here(tmp_path):
+    """Told in a line by the doctor and by a run, with the variable that asks for it."""
+    for words, code in ((["-m", "tunix.doctor"], 1), ([str(ROOT / "run_training.py")], 2)):
+        done = subprocess.run(
+            [sys.executable, *words, "model=tiny"], cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "JAX_PLATFORMS": "rocm", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert "JAX_PLATFORMS=rocm: JAX finds no device" in " ".join((done.stdout + done.stderr).split())
+        assert "Traceback" not in done.stderr
+
+
+def test_names_of_variables():
+    given = {
+        "TUNIX_CACHE_DIRS": "a",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_ALGO": "Ring",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
+        "NCCLX": "",
+    }
+    assert of("variables", software.variables(given)) == [
+        ("warning", "TUNIX_CACHE_DIRS=a: nothing reads this name; did you mean TUNIX_CACHE_DIR?"),
+        ("warning", "NCCL_IB_DISABLE=1: nodes talk over TCP in place of InfiniBand"),
+        ("ok", "NCCL_ALGO=Ring, NCCL_IB_DISABLE=1, XLA_PYTHON_CLIENT_MEM_FRACTION=.9"),
+    ]  # fmt: skip
+
+
+def test_what_is_short(tmp_path, monkeypatch):
+    """A full disk, little memory, few open files, a small /dev/shm: for a model of 16 GB with its moments."""
+    job = compose(
+        ["model=gemma3_1b", "model.mesh_shape=[[8],[fsdp]]", "training.seq_len=128", f"hydra.run.dir={tmp_path}/a/b"]
+    )
+    gib, Space, Memory = 2**30, namedtuple("Space", "free"), namedtuple("Memory", "available")
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda path: Space(30 * gib if "shm" not in str(path) else gib / 16)
+    )
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: Memory(2 * gib))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 4096))
+    found = list(machine.examine(job))
+    assert [status for status, _ in of("host memory", found)] == ["error"]
+    assert [status for status, _ in of("open files", found)] == ["warning"]
+    assert [status for status, _ in of("shared memory", found)] == ["warning"]
+    [(status, says)] = of("disk", found)
+    assert status == "warning"
+    assert f"30.0 GiB free in {tmp_path}; " in says
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Space(10 * gib))
+    assert of("disk", machine.examine(job))[0][0] == "error"
+
+
+def test_differences_between_processes(tmp_path, monkeypatch):
+    """Two processes as `gather` would hear them: another flax, a clock an hour late, a folder of its own, a slow link."""
+    answers = iter([['{"flax": "0.12.8"}', '{"flax": "0.12.9"}'], [repr(time.time()), repr(time.time() - 3600)]])
+    monkeypatch.setattr(together.distributed, "gather", lambda text, name: next(answers))
+    monkeypatch.setattr(together.distributed, "agree", lambda text, name: text)
+    monkeypatch.setattr(together, "blind_to", lambda folder: [1])
+    found = list(
+        together.compare(
+            compose([f"hydra.run.dir={tmp_path}", "distributed.shared_filesystem=true"]), {"flax": "0.12.8"}
+        )
+    )
+    assert of("same everywhere", found) == [("error", "flax differs: 0.12.8 on processes 0; 0.12.9 on processes 1")]
+    [(status, says)] = of("clocks", found)
+    assert status == "warning"
+    assert says.startswith("3600.0 s apart")
+    [(status, says)] = of("files", found)
+    assert status == "error"
+    assert "not seen by processes 1; put hydra.run.dir on a disk that all processes share" in says
+    fast = together.Link("tp", 2, "all-reduce", 2**22, 0.01, 1, 0.011, 5.0, 0.008)
+    slow = together.Link("dp", 2, "all-reduce", 2**22, 0.10, 3, 0.400, 0.5, 0.020)
+    assert list(together.judge([fast, slow])) == [
+        Finding("bandwidth", "ok", "all-reduce over tp (2 devices, 4 MiB): 5 GB/s on the bus"),
+        Finding("bandwidth", "warning", "all-reduce over dp (2 devices, 4 MiB): 0.5 GB/s on the bus; "
+                "the groups of process 3 take 4.0 x as long; 5.0 x what its links allow"),
+        Finding("bandwidth", "ok", "the slowest axis is dp"),
+    ]  # fmt: skip

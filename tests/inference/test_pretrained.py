@@ -1,0 +1,230 @@
+"""Models in from Hugging Face's files, trained, and out again; what is refused on the way, and by what name."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.harness import ROOT, metrics
+from support.hf_files import TEMPLATE, WORDS
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.config import Export
+from tunix.export import export
+from tunix.models.paths import named
+from tunix.tokenizer.vocabulary import read
+
+PARITY = ROOT / "tests" / "models" / "parity"
+
+
+@pytest.fixture
+def copy(hf_dir, tmp_path):
+    return shutil.copytree(hf_dir, tmp_path / "copy")
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def change_tensors(folder, change):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def first(folder):
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def truncated(folder):
+    first(folder).write_bytes(first(folder).read_bytes()[:-100])
+
+
+def pickled(folder):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04}q\x00.")
+
+
+def without_norm(folder):
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        tensors.pop("model.norm.weight", None)
+        save_file(tensors, path)
+
+
+BAD = {
+    "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+    "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are gemma3_text, llama"),
+    "unknown key": (lambda folder: change_config(folder, num_experts=8), "num_experts=8 is not understood for model_type=llama"),
+    "unsupported value": (lambda folder: change_config(folder, mlp_bias=True), "mlp_bias=True is not supported; it must be False"),
+    "remote code": (lambda folder: change_config(folder, auto_map={"AutoModel": "m.M"}), "auto_map asks for code of the model's own, which is never run"),
+    "unknown rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "longrope"}), "rope_type=longrope is not understood"),
+    "unknown key of rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale": 2}), "rope_type=yarn: mscale=2 is not understood"),
+    "a list for a rope": (lambda folder: change_config(folder, rope_scaling=["linear"]), "rope_scaling=['linear'] is not a JSON object"),
+    "incomplete rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "linear"}), "rope_type=linear needs factor"),
+    "a size left out": (lambda folder: change_config(folder, hidden_size=...), "hidden_size is missing"),
+    "odd layers": (lambda folder: change_config(folder, layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types="),
+    "missing tensor": (without_norm, "lacks model.norm.weight"),
+    "extra tensor": (lambda folder: change_tensors(folder, lambda t: t.update(extra=np.ones(1, np.float32))), "has extra, which a llama"),
+    "wrong shape": (lambda folder: change_config(folder, intermediate_size=80), "mlp.down_proj.weight is [32, 64], its config.json says [32, 80]"),
+    "truncated": (truncated, "is truncated or not a safetensors file"),
+    "quantized": (lambda folder: change_tensors(folder, lambda t: t.update({name: value.astype(np.int8) for name, value in t.items()})), " holds I8, not F64, F32, F16, BF16; dequantize it first"),
+    "a list for a map": (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": []}'), "model.safetensors.index.json has no weight_map of tensors and files"),
+    "a file missing": (lambda folder: first(folder).unlink(), "lacks model-00001-of-"),
+    "pickles": (pickled, "has its weights as pickles (pytorch_model.bin), which can run code and are not read"),
+    "no weights": (lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")], "has no model.safetensors"),
+    "a list for a tokenizer's config": (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json is not a JSON object"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has neither a tokenizer.json nor a tokenizer.model; name another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_refused(name, copy, corpus, tmp_path, monkeypatch):
+    """By `model.init_from`, with one line, before anything is written."""
+    spoil, message = BAD[name]
+    spoil(copy)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        tunix.train([f"model.init_from={copy}", *TRAINING, f"data.paths=[{corpus}]"])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "outputs").exists()
+
+
+TRAINING = [
+    "data=text", "training.seq_len=32", "training.loss_chunk_size=32", "training.micro_batch_size=1", "training.max_steps=3",
+    "training.mixed_precision=fp32", "evaluation.num_sequences=8", "evaluation.sample_tokens=0", "logging.every_steps=1",
+    "hydra.run.dir=run", "model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true",
+]  # fmt: skip
+
+
+def test_keys_that_contradict_the_files(hf_dir):
+    with pytest.raises(UserError, match=r"model.context_length=131072, but .*config.json says 64; leave it out"):
+        compose(["model=llama3_1b", f"model.init_from={hf_dir}", "training.seq_len=64"])
+    with pytest.raises(UserError, match="model.num_layers=5, but"):
+        compose([f"model.init_from={hf_dir}", "model.num_layers=5"])
+
+
+def test_the_folders_tokenizer_is_used_unless_one_is_given(hf_dir, copy):
+    tokenizer = compose(
+        [f"model.init_from={hf_dir}", "training.seq_len=64", "training.loss_chunk_size=64"]
+    ).config.tokenizer
+    assert tokenizer.path == str(hf_dir)
+    vocabulary = read(tokenizer)
+    assert (vocabulary.bos_token, vocabulary.eos_token, vocabulary.chat_template) == ("<bos>", "<eos>", TEMPLATE)
+    other = [f"tokenizer.path={copy}/tokenizer.json", "training.seq_len=64", "training.loss_chunk_size=64"]
+    assert compose([f"model.init_from={hf_dir}", *other]).config.tokenizer.path == str(copy / "tokenizer.json")
+
+
+def tensors_of(folder):
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatch):
+    """The base stays bit-identical, updates learn, merged equals unmerged, and the files are whole."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"model.init_from={hf_dir}", *TRAINING, f"data.paths=[{corpus}]"]
+    result = tunix.train([*words, "training.max_steps=12", "model.lora.rank=4", "model.lora.dropout=0.1",
+                          "model.lora.targets='attention|mlp.up'", "optimizer.learning_rate=3e-2"])  # fmt: skip
+    losses = [line["loss"] for line in metrics(result.folder)]
+    assert losses[-1] < losses[0] - 0.1
+    before, after = tunix.load_pretrained(hf_dir), tunix.load_pretrained(result.folder)
+    trained = dict(named(after.params))
+    for name, weight in named(before.params):
+        assert np.array_equal(np.asarray(weight), np.asarray(trained[name])), name
+    assert sorted({name.split(".")[2] for name in trained if ".lora." in name}) == ["k", "o", "q", "up", "v"]
+    tokens = np.random.default_rng(0).integers(0, WORDS, (2, 16))
+    np.testing.assert_allclose(after.merged()(tokens), after(tokens), atol=1e-5)
+    assert np.abs(np.asarray(after(tokens) - before(tokens))).max() > 1e-3
+
+    settings = {"checkpoint": str(result.folder), "dtype": "float32", "shard_gb": 5.0}
+    export(Export(**settings, output="merged", merge_lora=True))
+    export(Export(**settings, output="adapter", merge_lora=False))
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    }  # fmt: skip
+    np.testing.assert_allclose(tunix.load_pretrained("merged")(tokens), after(tokens), atol=1e-5)
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.self_attn.q_proj"
+    a, b = (adapter[f"{prefix}.lora_{x}.weight"].astype(np.float32) for x in "AB")
+    update = (b @ a) * about["lora_alpha"] / about["r"]
+    total = dict(named(after.merged().params))["blocks.attention.q.w"][1] - trained["blocks.attention.q.w"][1]
+    np.testing.assert_allclose(np.asarray(total).reshape(32, -1).T, update, atol=1e-5)
+
+
+def test_out_as_it_came_in(hf_dir, tmp_path):
+    """Several files in, several files out: every bit the same."""
+    export(Export(checkpoint=str(hf_dir), output=str(tmp_path / "out"), dtype=None, merge_lora=False, shard_gb=3e-5))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    before, after = tensors_of(hf_dir), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name].view(np.uint16), after[name].view(np.uint16)) for name in before)
+    with pytest.raises(UserError, match="exists already"):
+        export(Export(checkpoint=str(hf_dir), output=str(tmp_path / "out"), dtype=None, merge_lora=False, shard_gb=1))
+
+
+def test_full_training_of_a_pretrained_model_goes_on_after_a_resume(hf_dir, corpus, tmp_path, monkeypatch):
+    """Also where the folder that it came from is gone."""
+    monkeypatch.chdir(tmp_path)
+    source = shutil.copytree(hf_dir, tmp_path / "source")
+    words = [f"model.init_from={source}", *TRAINING, f"data.paths=[{corpus}]"]
+    whole = tunix.train([*words, "hydra.run.dir=whole"])
+    tunix.train([*words, "hydra.run.dir=parts", "training.max_steps=2", "scheduler.warmup_steps=0"])
+    shutil.move(source / "tokenizer.json", tmp_path / "tokenizer.json")
+    shutil.rmtree(source)
+    resumed = tunix.train(["resume=parts", "training.max_steps=3", f"tokenizer.path={tmp_path}/tokenizer.json"])
+    assert resumed.train["step"] == whole.train["step"] == 3
+    assert metrics(whole.folder)[0]["loss"] == metrics(resumed.folder)[0]["loss"]
+
+
+@pytest.mark.parametrize("mesh", ["[[1],[fsdp]]", "[[4,2],[fsdp,tp]]"])
+def test_a_process_holds_its_slices_and_at_most_one_tensor_more(mesh, tmp_path):
+    """Anonymous memory of a process while it loads 96 MB in several files, above the arrays that it ends with."""
+    code = f"""
+import threading, time, numpy as np, jax
+from safetensors.numpy import save_file
+import sys; sys.path.insert(0, {str(ROOT / "tests")!r})
+from support.harness import program
+from tunix.models.weights import load_weights, save_weights
+from pathlib import Path
+small = program("model=llama3_1b", "model.vocab_size=2048", "model.embed_dim=512", "model.mlp_dim=2048", "model.num_layers=6",
+    "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64", "model.tied_head=true", "model.global_every=1",
+    "model.sliding_window=null", "model.mesh_shape={mesh}", "distributed.allow_idle_devices=true")
+folder = Path({str(tmp_path)!r})
+from tunix.mesh import build_layout
+with jax.set_mesh(small.mesh):
+    save_weights(folder, small.state["params"], small.cfg.model, small.arch.weights, "float32", shard_gb=0.02)
+    small.state = None
+    def held():
+        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+    begin, peak, going = held(), 0, True
+    def watch():
+        global peak
+        while going:
+            peak = max(peak, held()); time.sleep(0.0005)
+    thread = threading.Thread(target=watch); thread.start()
+    params = load_weights(folder, small.cfg.model, small.arch.weights, build_layout(small.cfg, small.mesh), small.mesh)
+    jax.block_until_ready(params)
+    going = False; thread.join()
+share = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+print(share, largest, peak - begin)
+"""
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT,
+                          env={**os.environ, **env})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    share, largest, peak = map(int, done.stdout.split()[-3:])
+    assert peak < share + largest + 8e6, (share, largest, peak)

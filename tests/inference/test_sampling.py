@@ -1,0 +1,165 @@
+"""What is drawn follows the model's distribution, and does not depend on who else is answered."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.harness import ROOT
+
+import tunix
+from tunix import generate
+from tunix.base.errors import UserError
+from tunix.cli.command import settings
+from tunix.config import Generate
+from tunix.inference.cache import prefill
+from tunix.inference.sampling import Sampling, choose
+
+PARITY = ROOT / "tests" / "models" / "parity"
+PROMPTS = [[5, 9, 11], [7] * 20, [3]]
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return tunix.load_pretrained(PARITY / "gemma3")
+
+
+def test_frequencies_are_those_of_the_softmax():
+    """Chi-square of 20,000 draws over 12 tokens, at the 0.1 % level (31.26 for 11 degrees of freedom)."""
+    logits = np.random.default_rng(0).normal(size=12).astype(np.float32)
+    drawn = choose(jnp.tile(logits, (20_000, 1)), jax.random.key(1), Sampling(1, temperature=0.7))
+    shares = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    wanted = shares * 20_000
+    assert (((np.bincount(drawn, minlength=12) - wanted) ** 2) / wanted).sum() < 31.26
+
+
+@pytest.mark.parametrize(
+    ("filters", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.7}, {0, 1}),  # 0.5 + 0.25 is the first sum above
+        ({"top_p": 0.5}, {0}),
+        ({"min_p": 0.3}, {0, 1}),
+        ({"min_p": 0.2}, {0, 1, 2}),
+        ({"top_k": 3, "top_p": 0.9}, {0, 1, 2}),
+    ],
+)
+def test_filters(filters, allowed):
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.0625, 0.0625]))
+    drawn = choose(jnp.tile(logits, (2000, 1)), jax.random.key(0), Sampling(1, **filters))
+    assert set(np.asarray(drawn).tolist()) == allowed
+
+
+def test_an_answer_depends_on_its_prompt_and_the_seed_alone(gemma):
+    how = Sampling(max_new_tokens=6, temperature=1.5)
+    together = gemma.sample(PROMPTS, how, seed=3)
+    assert together == gemma.sample(PROMPTS, how, seed=3)
+    assert together != gemma.sample(PROMPTS, how, seed=4)
+    assert gemma.sample([PROMPTS[0], [1], [2]], how, seed=3)[0].tokens == together[0].tokens
+
+
+def test_log_probabilities_are_the_models(gemma):
+    answer = gemma.sample([PROMPTS[0]], Sampling(max_new_tokens=6, temperature=2.0, top_k=5))[0]
+    logits = np.asarray(gemma(np.array([PROMPTS[0] + answer.tokens])), np.float64)[0]
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = [log_probabilities[2 + place, token] for place, token in enumerate(answer.tokens)]
+    np.testing.assert_allclose(answer.log_probabilities, wanted, atol=1e-4)
+
+
+def test_a_stop_id_ends_one_answer_and_not_the_others(gemma):
+    free = gemma.sample(PROMPTS, Sampling(max_new_tokens=8, temperature=0.0))
+    stop = free[0].tokens[3]
+    stopped = gemma.sample(PROMPTS, Sampling(max_new_tokens=8, temperature=0.0, stop=(stop,)))
+    place = free[0].tokens.index(stop)
+    assert (stopped[0].tokens, stopped[0].stopped) == (free[0].tokens[: place + 1], True)
+    for before, after in zip(free[1:], stopped[1:], strict=True):
+        assert after.tokens == before.tokens[: len(after.tokens)]
+
+
+def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
+    with jax.set_mesh(gemma.mesh):
+        model = gemma.arch.module(gemma.sampler.params | {"blocks": gemma.sampler.params["blocks"][0]})
+        tokens, first = gemma.rows(np.ones((2, 16), np.int32)), gemma.rows(np.zeros(2, np.int32))
+        _, cache = jax.eval_shape(lambda: prefill(model, gemma.sampler.params["blocks"], tokens, first, 40))
+    assert [keys.shape[1] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
+
+
+PROMPT = '{"prompt": "a few", '
+MISTAKES = [
+    (["prompt=a", "top_p=0"], "top_p=0: input should be greater than 0"),
+    (["prompt=a", "temperature=1e-39"], "temperature=1e-39: must be 0, which takes the likeliest token, or at least 1e-6"),
+    (["prompt=a", "seed=99999999999999999999"], "seed=99999999999999999999: input should be less than 2147483648"),
+    (["prompt=a", "output=."], "output=. must end in .csv or .jsonl"),
+    (["prompt=a", "output=folder.csv"], "output=folder.csv cannot be written: it is a folder"),
+    (["input=none.csv"], "input=none.csv cannot be read: No such file or directory"),
+    ([".csv", ""], "is empty"),
+    ([".csv", "id,question\n1,a\n"], "has no prompt in row 1; column=NAME says which column holds the prompts"),
+    ([".csv", "prompt\na\nb,c\n"], "has more cells than columns in row 2"),
+    ([".csv", 'prompt\n"a\n'], "cannot be read: unexpected end of data"),
+    ([".jsonl", PROMPT], "cannot be read: Expecting property name"),
+    ([".jsonl", '["prompt"]'], "has no JSON object in row 1"),
+    ([".jsonl", '{"prompt": 5}'], "has int for prompt, not text, in row 1"),
+    ([".jsonl", '{"prompt": [{"role": "user", "content": "a"}]}'], "has list for prompt, not text, in row 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_mistakes_are_told_before_the_model_is_loaded(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.csv").mkdir()
+    if words[0].startswith("."):
+        (tmp_path / f"in{words[0]}").write_text(words[1])
+        words = [f"input=in{words[0]}"]
+    with pytest.raises(UserError) as error:
+        generate.generate(settings(Generate, ["checkpoint=nowhere", *words]))
+    assert message in str(error.value)
+
+
+def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkeypatch):
+    """A mark at the beginning, columns that only some rows have; a prompt that is too long ends it after the first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('\ufeff{"prompt": "a few"}\n{"prompt": "words", "id": 2}\n', encoding="utf-8")
+    words = [f"checkpoint={hf_dir}", "max_new_tokens=2", "batch_size=1", "output=out.csv"]
+    generate.generate(settings(Generate, [*words, "input=in.jsonl"]))
+    assert [row["id"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["", "2"]
+    (tmp_path / "in.csv").write_text(f"prompt\nmerged\n{'a few words ' * 20_000}\n", encoding="utf-8-sig")
+    with pytest.raises(UserError, match="are more than the model's context of 64"):
+        generate.generate(settings(Generate, [*words, "input=in.csv"]))
+    assert [row["prompt"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["merged"]
+
+
+def command(cwd, *words, stdin=""):
+    return subprocess.run(
+        [sys.executable, "-m", "tunix.generate", *words], cwd=cwd, input=stdin, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command(hf_dir, tmp_path):
+    """CSV in, CSV out with every column; a chat; mistakes with exit code 2 and one line."""
+    (tmp_path / "in.csv").write_text('id,question\n1,"a few, words"\n2,merged\n')
+    words = [f"checkpoint={hf_dir}", "input=in.csv", "column=question", "output=out.csv", "max_new_tokens=4"]
+    done = command(tmp_path, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = list(csv.DictReader((tmp_path / "out.csv").open()))
+    assert [(row["id"], row["question"]) for row in rows] == [("1", "a few, words"), ("2", "merged")]
+    assert all(float(row["log_probability"]) < 0 for row in rows)
+    done = command(tmp_path, f"checkpoint={hf_dir}", "chat=true", "max_new_tokens=3", stdin="a few\nmerged\n\n")
+    assert done.returncode == 0
+    for mistake, message in (
+        (["prompt=a", "max_new_tokens=100"], "are more than the model's context of 64"),
+        (
+            ["prompt=a", "chat=true", "chat_template=none"],
+            "chat_template=none cannot be read: No such file or directory; the tokenizer has default",
+        ),
+        (["prompt=a", "top_q=1"], "unknown key top_q; did you mean top_p?"),
+    ):
+        done = command(tmp_path, f"checkpoint={hf_dir}", *mistake)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1

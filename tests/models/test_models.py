@@ -1,0 +1,119 @@
+"""The decoder: the sizes of its families, and who attends to whom. What it computes is in test_parity.py."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from support.harness import batch, program
+
+from tunix.cli.compose import compose
+from tunix.config.base import CONF
+from tunix.models.attention import attend
+from tunix.training.program import build_layout, build_mesh
+from tunix.training.state import describe
+
+SIZES = {
+    "gemma3_270m": 268_098_176, "gemma3_1b": 999_885_952, "gemma3_4b": 3_880_263_168, "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304, "llama3_1b": 1_235_814_400, "llama3_3b": 3_212_749_824, "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496, "llama3_405b": 405_853_388_800, "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976, "qwen3_4b": 4_022_468_096, "qwen3_8b": 8_190_735_360, "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264, "olmo2_1b": 1_484_916_736, "olmo2_7b": 7_298_617_344, "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936, "gpt2_124m": 124_439_808, "gpt2_355m": 354_823_168, "gpt2_774m": 774_030_080,
+    "gpt2_1_5b": 1_557_611_200,
+}  # fmt: skip
+
+
+def test_every_size_is_counted():
+    own = {"tiny", "pretrained"}
+    assert {path.stem for path in (CONF / "model").glob("*.yaml")} - own == set(SIZES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameters_of_each_size(size):
+    """As published, and as transformers counts them."""
+    cfg = compose([f"model={size}", "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        assert describe(cfg.model, build_layout(cfg, mesh)).num_parameters == SIZES[size]
+
+
+def small_logits(one, tokens, **more):
+    with jax.set_mesh(one.mesh):
+        return np.asarray(
+            jax.jit(lambda params, *args: one.arch.module(params)(*args))(one.state["params"], tokens, *more.values())
+        )
+
+
+def test_packed_documents_do_not_see_one_another():
+    """Logits of two documents in one row are those of each in a row of its own, and do not move with the other."""
+    one = program("model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true")
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, 320, (1, 12)), rng.integers(0, 320, (1, 20))
+    packed = np.concatenate([first, second], 1)
+    segments = np.array([[1] * 12 + [2] * 20])
+    positions = np.array([[*range(12), *range(20)]])
+    together = small_logits(one, packed, positions=positions, segments=segments)
+    np.testing.assert_allclose(together[:, :12], small_logits(one, first), atol=1e-5)
+    np.testing.assert_allclose(together[:, 12:], small_logits(one, second), atol=1e-5)
+    apart = small_logits(one, packed)
+    assert np.abs(apart[:, 12:] - together[:, 12:]).max() > 1e-3  # without the ids they do
+
+
+def attend_alone(q, k, v, segments, window):
+    cfg = compose(["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        layout = build_layout(cfg, mesh)
+        letters = ("BTNH", "BTKH", "BTKH", "BT")
+        laid_out = [
+            jax.device_put(x, layout.activation(dims)) for x, dims in zip((q, k, v, segments), letters, strict=True)
+        ]
+        return np.asarray(jax.jit(lambda *args: attend(*args, layout=layout, kernel="xla"))(*laid_out, window))
+
+
+def reference_attention(q, k, v, segments, window):
+    """The definition, one query at a time."""
+    out = np.zeros_like(q)
+    batches, length, heads, _ = q.shape
+    group = heads // k.shape[2]
+    for b in range(batches):
+        for n in range(heads):
+            for t in range(length):
+                seen = [s for s in range(t + 1) if t - s < window and segments[b, s] == segments[b, t]]
+                scores = np.array([q[b, t, n] @ k[b, s, n // group] for s in seen])
+                weights = np.exp(scores - scores.max())
+                out[b, t, n] = (weights / weights.sum()) @ np.stack([v[b, s, n // group] for s in seen])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("length", "window"), [(24, 24), (24, 5), (24, 1), (1030, 40)]
+)  # the last in blocks of queries
+def test_attention_is_causal_local_and_within_the_document(length, window):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, length, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    segments = np.sort(rng.integers(0, 3, (1, length)))
+    found = attend_alone(q, k, v, segments, np.int32(window))
+    np.testing.assert_allclose(found, reference_attention(q, k, v, segments, window), atol=2e-5)
+
+
+def test_whole_logits_never_exist():
+    """No array of the program is as large as [B, T, V]; with one chunk there is one."""
+
+    def largest(chunk: int) -> int:
+        sizes = ("model.vocab_size=4096", "model.embed_dim=16", f"training.loss_chunk_size={chunk}")
+        text = program("model.mesh_shape=[[8],[fsdp]]", *sizes).compile(batch(sequences=8)).as_text()
+        return max(int(np.prod([int(d) for d in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]", text))
+
+    whole = 1 * 32 * 4096  # of one device
+    assert largest(32) >= whole
+    assert largest(8) < whole
+
+
+def test_chunks_leave_the_loss_unchanged():
+    losses = [
+        program("model.mesh_shape=[[4,2],[fsdp,tp]]", f"training.loss_chunk_size={n}").run(batch())[1] for n in (8, 64)
+    ]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-6)
+    assert losses[0]["grad_norm"] == pytest.approx(losses[1]["grad_norm"], rel=1e-5)

@@ -1,0 +1,93 @@
+"""Tiny random models of each family say what transformers says of them. `make parity` makes them and its answers."""
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.harness import ROOT
+
+import tunix
+from tunix.hf.config_json import read_config, write_config
+from tunix.hf.names import FAMILIES
+from tunix.hf.weights import save_weights
+from tunix.inference.sampling import Sampling
+from tunix.training.losses import lm_loss
+
+PARITY = ROOT / "tests" / "models" / "parity"
+MODELS = sorted(path.parent.name for path in PARITY.glob("*/config.json"))
+MESHES = {"one": ((1,), ("tp",)), "2x2": ((2, 2), ("fsdp", "tp"))}
+
+
+@pytest.fixture(scope="module", params=[(name, mesh) for name in MODELS for mesh in MESHES], ids=lambda p: "-".join(p))
+def case(request):
+    """A model on a mesh, and what is expected of it."""
+    name, mesh = request.param
+    return tunix.load_pretrained(PARITY / name, mesh_shape=MESHES[mesh]), load_file(
+        PARITY / name / "expected.safetensors"
+    )
+
+
+def test_every_family_has_a_model():
+    assert {read_config(PARITY / name)["family"] for name in MODELS} == set(FAMILIES)
+
+
+def test_logits(case):
+    """Windows shorter and longer than the sequence, shared heads, odd vocabularies, tied and untied heads."""
+    model, expected = case
+    np.testing.assert_allclose(np.asarray(model(expected["tokens"])), expected["logits"], atol=1e-4)
+
+
+def test_padded_rows_and_packed_documents(case):
+    model, expected = case
+    rows = [model.rows(expected[name]) for name in ("tokens", "positions", "segments")]
+    with jax.set_mesh(model.mesh):
+        logits = jax.jit(lambda params, *rows: model.arch.module(params)(*rows))(model.params, *rows)
+    np.testing.assert_allclose(np.asarray(logits), expected["packed_logits"], atol=1e-4)
+    padded = np.pad(expected["tokens"][:, :20], ((0, 1), (0, 5)))
+    np.testing.assert_allclose(np.asarray(model(padded))[:2, :20], expected["logits"][:, :20], atol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=list(MESHES))
+def test_gradients(mesh, tmp_path):
+    """Of the summed loss, under the files' names; Qwen 3: norms of queries and keys, shared heads, a tied head."""
+    model, expected = (
+        tunix.load_pretrained(PARITY / "qwen3", mesh_shape=mesh),
+        load_file(PARITY / "qwen3/expected.safetensors"),
+    )
+    tokens = expected["tokens"]
+    batch = {
+        "tokens": tokens, "targets": np.roll(tokens, -1, 1), "positions": np.tile(np.arange(24, dtype=np.int32), (2, 1)),
+        "segment_ids": np.zeros_like(tokens), "loss_mask": np.ones(tokens.shape, np.float32),
+    }  # fmt: skip
+    batch["loss_mask"][:, -1] = 0
+    loss = partial(lm_loss, chunk_size=24, z_loss=0.0)
+    with jax.set_mesh(model.mesh):
+        rows = {name: model.rows(leaf) for name, leaf in batch.items()}
+        grad = jax.jit(jax.grad(lambda params: loss(model.arch.module(params), rows)[0]))(model.params)
+    save_weights(tmp_path, grad, model.cfg, model.arch.weights, "float32", shard_gb=5)
+    for name, gradient in load_file(tmp_path / "model.safetensors").items():
+        np.testing.assert_allclose(gradient, expected[f"gradient.{name}"], atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_config_go_out_as_they_came(name, tmp_path):
+    model = tunix.load_pretrained(PARITY / name, mesh_shape=MESHES["2x2"])
+    save_weights(tmp_path, model.params, model.cfg, model.arch.weights, "bfloat16", shard_gb=5)
+    before, after = load_file(PARITY / name / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert before.keys() == after.keys()
+    for tensor, value in before.items():
+        assert value.dtype == after[tensor].dtype
+        assert np.array_equal(value.view(np.uint16), after[tensor].view(np.uint16)), tensor
+    (tmp_path / "config.json").write_text(json.dumps(write_config(model.cfg)))
+    assert read_config(tmp_path) == read_config(PARITY / name)
+
+
+def test_greedy_generation(case):
+    """Token for token, after prompts of unequal length answered together."""
+    model, expected = case
+    whole = [expected[f"greedy_{number}"].tolist() for number in range(3)]
+    answers = model.sample([words[:-16] for words in whole], Sampling(max_new_tokens=16, temperature=0.0))
+    assert [answer.tokens for answer in answers] == [words[-16:] for words in whole]

@@ -1,0 +1,252 @@
+"""`python -m tunix.plan`: what is derived is what the compiled step holds and moves; what cannot be is refused."""
+
+import json
+import re
+import sys
+
+import jax
+import pytest
+from PIL import Image
+from support.harness import SMALL, batch, program
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.costs.derived import Transfer, derive, seconds
+from tunix.costs.devices import device_kinds, peak_tflops
+from tunix.costs.hlo import collectives
+from tunix.models.flops import flops_per_token, forward_flops_per_token
+from tunix.plan import __main__ as plan
+from tunix.plan.choice import decided
+from tunix.plan.compiled import backend
+from tunix.plan.ranking import _to_compile, micro_batch_sizes, rank
+from tunix.plan.topology import read_topology
+from tunix.sharding.mesh_shape import explicit_sizes, shown
+
+MICROBATCHES = 4
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("[[8],[fsdp]]", []),
+        ("[[8],[fsdp]]", ["training.sharding_strategy=shard_optimizer"]),
+        ("[[2,4],[dp,fsdp]]", ["training.sync_gradients_every=2"]),
+        ("[[8],[dp]]", ["training.sharding_strategy=no_shard"]),
+        ("[[8],[fsdp]]", ["model.lora.rank=2"]),
+        ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
+    ],
+    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8"],
+)
+def test_derived_is_what_is_compiled(mesh, more):
+    """State in bytes, exactly; gathered and reduced bytes to 2 %."""
+    step = program(f"model.mesh_shape={mesh}", f"training.gradient_accumulation_steps={MICROBATCHES}", *more)
+    rows = batch(32, MICROBATCHES)
+    compiled = step.compile(rows)
+    costs = derive(step.cfg, explicit_sizes(step.cfg.model.mesh_shape))
+    given = sum(leaf.nbytes for leaf in rows.values()) // 8 + 8  # the batch, and two counters
+    held = costs.num_bytes["weights"] + costs.num_bytes["optimizer"]
+    assert held + given == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
+    found = [c for c in collectives(compiled.as_text()) if c.group_size > 1]
+    sizes = dict(step.mesh.shape)
+    for kinds in (("all-gather",), ("all-reduce", "reduce-scatter")):
+        moved = sum(c.num_bytes * c.times for c in found if c.kind in kinds)
+        derived = sum(t.num_bytes for t in costs.transfers if t.kind in kinds and any(sizes[a] > 1 for a in t.axes))
+        assert derived == pytest.approx(moved, rel=0.02), kinds
+
+
+def test_weights_that_are_not_trained_have_no_gradients_to_count():
+    """Of a tied embedding: all parameters are multiplied."""
+    model, million = compose(SMALL).config.model, 10**6
+    trained, frozen = (flops_per_token(model, million, count, seq_len=32) for count in (million, 0))
+    assert trained == 3 * forward_flops_per_token(model, million, seq_len=32)
+    assert trained - frozen == 2 * million
+
+
+def test_memory_is_derived_where_there_is_no_cudnn():
+    mesh, kernel = "model.mesh_shape=[[8],[fsdp]]", "model.attention=cudnn"
+    cudnn, plain = (compose([*SMALL, mesh, *more]).config for more in ([kernel], []))
+    sizes = explicit_sizes(plain.model.mesh_shape)
+    assert 0 < derive(cudnn, sizes).memory < derive(plain, sizes).memory
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    kind, sizes = device_kinds()["h200"], {"dp": 2, "fsdp": 4, "tp": 4}
+
+    def gigabyte(kind_of_transfer: str, *axes: str) -> float:
+        return seconds(Transfer(kind_of_transfer, axes, 10**9), sizes, kind, per_node=8)
+
+    assert gigabyte("all-gather", "tp") == pytest.approx(0.75 / kind.link_gb_per_s)
+    assert gigabyte("all-reduce", "tp") == 2 * gigabyte("all-gather", "tp")
+    assert gigabyte("all-gather", "fsdp") == pytest.approx(0.75 / (2 * kind.network_gb_per_s))  # two in a node
+    assert gigabyte("all-reduce", "dp") == pytest.approx(2 * 0.5 / kind.network_gb_per_s)  # alone in its node
+    of_six = seconds(Transfer("all-gather", ("tp",), 10**9), sizes, kind, per_node=6)  # devices 4 and 5, 6 and 7
+    assert of_six == pytest.approx(0.75 / (2 * kind.network_gb_per_s))
+
+
+def test_peaks_are_those_of_the_kinds():
+    assert peak_tflops("NVIDIA H100 80GB HBM3") == device_kinds()["h100"].peak_tflops
+    assert peak_tflops("NVIDIA H100 PCIe") == device_kinds()["h100_pcie"].peak_tflops
+    assert peak_tflops("cpu") is None
+
+
+AUTO = [*SMALL, "training.micro_batch_size=auto", "training.global_batch_size=64"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """The command, in an empty folder; nothing is compiled unless asked for."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        compiled = [] if "plan.num_compiled" in " ".join(words) else ["plan.num_compiled=0"]
+        monkeypatch.setattr(sys, "argv", ["tunix.plan", *compiled, *words])
+        code = plan.main()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_ranks_what_fits_and_says_why_not_the_rest(run):
+    code, out, _ = run(*SMALL, "plan.topology=h200:2x4", "--json")
+    assert code == 0
+    found = json.loads(out)
+    speeds = [each["predicted"]["tokens_per_s"] for each in found["fit"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert "model.num_heads=4 is not divisible by mesh axis tp=8" in found["refused"]['[[8],["tp"]]']
+    assert len(found["fit"]) + len(found["refused"]) == 10  # ways to write 8 as a product of three
+    assert f"model.mesh_shape={found['fit'][0]['mesh_shape']}" in found["command"]
+    sharded, copied = (
+        next(e for e in found["fit"] if e["mesh_shape"] == f'[[8],["{axis}"]]') for axis in ("fsdp", "dp")
+    )
+    assert sharded["bytes_per_device"]["optimizer"] < copied["bytes_per_device"]["optimizer"] / 7
+
+
+@pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
+def test_what_muon_adds_is_told_to_be_missing(optimizer, told, run):
+    _, out, _ = run(*SMALL, f"optimizer={optimizer}", "model.mesh_shape=[[8],[fsdp]]", "plan.topology=h200:8")
+    assert ("without what Muon's matrix products move" in out) == told
+
+
+def test_a_cluster_that_is_not_there(run):
+    """27 billion parameters on 256 devices, one mesh; no device is made."""
+    num_devices = jax.device_count()
+    code, out, _ = run("model=gemma3_27b", "plan.topology=h200:32x8", 'model.mesh_shape=[[64,4],["fsdp","tp"]]')
+    assert code == 0
+    assert "32 x 8 H200: derived, compiled and predicted, not measured" in out
+    assert out.splitlines()[-1] == 'python run_training.py model=gemma3_27b \'model.mesh_shape=[[64,4],["fsdp","tp"]]\''
+    assert jax.device_count() == num_devices
+
+
+def test_one_compile_is_for_the_fastest():
+    """Not for the mesh of least memory."""
+    ranking = rank(compose([*AUTO, "plan.num_compiled=0"]).config, read_topology("h200:8"))
+    candidates = [*reversed(ranking.fit)]
+    (place,) = _to_compile(candidates, 1, ranking.limit)
+    assert candidates[place].tokens_per_s == max(each.tokens_per_s for each in candidates)
+
+
+def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
+    """The other compiler, an automatic micro batch that shrinks until it fits, and the files that are left behind.
+
+    With the plugin: test_gpu_program.py.
+    """
+    if backend() == "gpu":
+        pytest.skip("the CUDA plugin is installed here")
+    words = [*AUTO, "plan.num_compiled=1", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"]
+    code, out, told = run(*words, "plan.memory_share=6e-6")
+    assert code == 0
+    assert told.count("compiled in") == 2
+    assert "JAX's CUDA plugin is not installed" in out
+    folder = tmp_path / "outputs" / "plan"
+    assert (folder / "plan.txt").read_text() == out
+    found = json.loads((folder / "plan.json").read_text())
+    (best,) = found["fit"]
+    assert best["source"] == "compiled by CPU"
+    assert {each["kind"] for each in best["collectives"]} <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert best["bytes_per_device"]["total"] < found["limit_bytes"]
+    assert best["micro_batch_size"] == 2
+    width, height = Image.open(folder / "plan.png").size
+    assert width > height > 100
+
+
+def test_what_does_not_compile_is_told(run):
+    words = ["plan.num_compiled=1", "model.mesh_shape=[[8],[fsdp]]", "++training.compiler_options={xla_no_such: true}"]
+    code, out, _ = run(*SMALL, *words)
+    assert code == 0
+    assert '[[8],["fsdp"]] is not compiled: ' in out
+    assert "xla_no_such" in out
+
+
+def test_the_largest_micro_batch_that_fits(run):
+    """In an eighth of the memory, a smaller one."""
+    mesh = "model.mesh_shape=[[8],[fsdp]]"
+    found = []
+    for share in (0.75, 1e-5):
+        code, out, _ = run(*AUTO, mesh, f"plan.memory_share={share}", "--json")
+        assert code == 0
+        best = json.loads(out)["fit"][0]
+        assert f"training.micro_batch_size={best['micro_batch_size']} " in json.loads(out)["command"]
+        found.append(best["micro_batch_size"])
+    assert found[0] == 8  # all of the batch on each of eight shards
+    assert found[1] in (1, 2, 4)
+
+
+def test_a_run_takes_what_plan_would():
+    cfg = compose([*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0"]).config
+    ours = decided(cfg)
+    assert ours.training.micro_batch_size in micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
+    ranking = rank(cfg, read_topology("h200:8"))
+    assert shown(ranking.fit[0].sizes) == shown(explicit_sizes(ours.model.mesh_shape))
+    kept = decided(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
+    assert explicit_sizes(kept.model.mesh_shape) == {"dp": 4, "fsdp": 1, "tp": 2}
+    assert kept.training.micro_batch_size == 16
+    untouched = compose(SMALL).config
+    assert decided(untouched) is untouched
+
+
+def test_a_run_that_fits_nowhere():
+    cfg = compose([*AUTO, "plan.memory_share=1e-9", "plan.num_compiled=0"]).config
+    with pytest.raises(UserError, match=r"fits on no mesh of this run's devices: .* needs .* more than the 0.0 GiB"):
+        decided(cfg)
+
+
+def test_what_would_make_it_fit(run):
+    """Weights and optimizer of 405 billion parameters: 4.4 TiB."""
+    code, out, error = run("model=llama3_405b", "plan.topology=h200:8")
+    assert code == 2
+    assert "[[8],[" in out
+    assert re.search(r"more devices \((\d+) hold weights and optimizer alone\)", error)[1] == "44"
+    assert "optimizer=lion" in error
+
+
+def test_a_kind_of_ones_own(run, tmp_path):
+    own = tmp_path / "toaster.yaml"
+    own.write_text(json.dumps(device_kinds()["h100"].model_dump() | {"name": "Toaster"}))
+    code, out, _ = run(*SMALL, f"plan.topology={own}:2", "model.mesh_shape=[[2],[fsdp]]", "--json")
+    assert code == 0
+    assert json.loads(out)["device"]["name"] == "Toaster"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan.topology=h200"], "plan.topology=h200: expected KIND:GPUS or KIND:NODESxGPUS like h200:8"),
+        (["plan.topology=h200:4x"], "plan.topology=h200:4x: expected KIND:GPUS"),
+        (["plan.topology=h200:0"], "plan.topology=h200:0: expected KIND:GPUS"),
+        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml; did you mean h200?"),
+        (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
+        (["plan.topologie=h200:8"], "did you mean plan.topology?"),
+        (["plan.memory_share=2"], "plan.memory_share=2: input should be less than or equal to 1"),
+        (["training.seq_length=4"], "did you mean training.seq_len?"),
+        (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
+        (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),
+        (["model=llama3_405b", "plan.topology=l40s:8", "model.mesh_shape=[[8],[fsdp]]"], "the model fits on no mesh of plan.topology: [[8],[\"fsdp\"]] needs"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_wrong_input(words, message, run):
+    code, _, error = run("plan.topology=h200:8", *words) if "plan.topology" not in " ".join(words) else run(*words)
+    assert code == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,136 @@
+"""Who am I: every launcher's environment, and what is wrong with some."""
+
+import pytest
+from jax._src.clusters import ClusterEnv
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.processes.identity import Identity, who_am_i
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "4(x4)", "SLURM_NODEID": "1",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}  # fmt: skip
+
+
+def identity(environment: dict[str, str], *overrides: str) -> Identity | None:
+    return who_am_i(compose(list(overrides)).config.distributed, environment)
+
+
+@pytest.fixture(autouse=True)
+def no_scontrol(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+
+def test_alone():
+    assert identity({}) is None
+    assert identity({"MASTER_ADDR": "here", "MASTER_PORT": "29500"}) is None  # accelerate with one process
+    assert identity({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8"}) is None  # the batch shell
+    for environment in (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert identity(environment) is None
+
+
+def test_torchrun():
+    assert identity(TORCHRUN) == Identity("RANK and WORLD_SIZE", "a:29501", 4, 3, (1,))
+    assert identity(TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}).local_device_ids is None  # one per node takes all
+    assert identity(TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5"}).local_device_ids is None  # the launcher hid the others
+    assert identity(TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5"}).local_device_ids == (1,)
+
+
+def test_slurm():
+    assert identity(SLURM) == Identity("Slurm", "gpu07:61441", 16, 5, (1,))
+    per_node = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "3"}
+    assert identity(per_node).local_device_ids is None
+    assert identity(SLURM | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:77"}).coordinator_address == "10.0.0.1:77"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu-a01,gpu-b[01-02]", "gpu-a01"), ("rack[1-2]n[3-4]", "rack1n3"), ("n[1-2,7]-ib,m1", "n1-ib"), ("n07", "n07")],
+)
+def test_the_first_of_a_list_of_nodes(nodes, first):
+    assert identity(SLURM | {"SLURM_STEP_NODELIST": nodes}).coordinator_address == f"{first}:61441"
+
+
+def test_an_ipv6_address_is_in_brackets():
+    for host in ("::1", "[::1]"):
+        assert identity(TORCHRUN | {"MASTER_ADDR": host}).coordinator_address == "[::1]:29501"
+
+
+def test_open_mpi():
+    found = identity(MPI)
+    assert (found.source, found.num_processes, found.process_id, found.local_device_ids) == ("Open MPI", 2, 1, (1,))
+    host, port = found.coordinator_address.split(":")
+    assert host == "10.96.0.1"
+    assert 61440 <= int(port) < 65536
+
+
+def test_keys_win_over_the_environment():
+    words = ["distributed.coordinator_address=b:1", "distributed.num_processes=2", "distributed.process_id=1"]
+    assert identity(TORCHRUN, *words) == Identity("distributed.*", "b:1", 2, 1)
+    assert identity(TORCHRUN, words[0]).coordinator_address == "b:1"
+    assert identity(TORCHRUN, words[0]).process_id == 3
+    assert identity(TORCHRUN, "distributed.local_device_ids=[0,2]").local_device_ids == (0, 2)
+    assert identity(TORCHRUN | SLURM | MPI).source == "RANK and WORLD_SIZE"
+    assert identity(SLURM | MPI).source == "Slurm"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words", "said"),
+    [
+        (TORCHRUN | {"RANK": "4"}, [], "process 4 of 4"),
+        (TORCHRUN | {"WORLD_SIZE": "four"}, [], "WORLD_SIZE=four"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, [], "MASTER_ADDR and MASTER_PORT must be set too"),
+        (TORCHRUN | {"MASTER_PORT": "65535"}, [], "MASTER_PORT=65535"),
+        (
+            {},
+            ["distributed.num_processes=2"],
+            "distributed.coordinator_address and distributed.process_id must be set too",
+        ),
+        ({k: v for k, v in MPI.items() if "uri" not in k}, [], "set distributed.coordinator_address=HOST:PORT"),
+        (TORCHRUN, ["distributed.coordinator_address=nohost"], "must be HOST:PORT"),
+        ({}, ["distributed.local_device_ids=[0]"], "this one is alone: CUDA_VISIBLE_DEVICES does"),
+    ],
+)
+def test_contradictions(environment, words, said):
+    with pytest.raises(UserError) as error:
+        identity(environment, *words)
+    assert said in str(error.value)
+
+
+def test_jax_detectors_come_last(monkeypatch):
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [])  # to which every subclass adds itself
+
+    class Pods(ClusterEnv):
+        name = "pods"
+
+        is_env_present = classmethod(lambda cls: True)
+        get_coordinator_address = classmethod(lambda cls, timeout_secs, override_coordinator_port: "pod-0:55527")
+        get_process_count = classmethod(lambda cls: 4)
+        get_process_id = classmethod(lambda cls: 3)
+
+    pod = {"JOB_COMPLETION_INDEX": "3"}
+    assert identity(pod) == Identity("JAX's detector pods", "pod-0:55527", 4, 3)
+    assert identity(pod | TORCHRUN).source == "RANK and WORLD_SIZE"
+    assert identity({}) is None
+    monkeypatch.setattr(Pods, "get_process_count", classmethod(lambda cls: 1 / 0))
+    with pytest.raises(UserError, match=r"detector of this cluster failed: division by zero; set distributed.coordi"):
+        identity(pod)
+
+
+def test_a_pod_without_the_package_of_kubernetes_is_told(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.warns(UserWarning, match="kubernetes"):
+        assert identity({"JOB_COMPLETION_INDEX": "0"}) is None

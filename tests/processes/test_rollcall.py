@@ -1,0 +1,124 @@
+"""What does not fit is said before JAX's runtime starts, on every process, in words."""
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tunix.base.errors import UserError
+from tunix.launch.nodes import free_port
+from tunix.processes import rollcall
+from tunix.processes.identity import Identity
+from tunix.processes.rollcall import Absent, roll_call
+
+
+def called(*who: tuple[int, int, dict], timeout_s: float = 5) -> list[object]:
+    """What each of these processes (number, of how many, its facts) hears."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def come(process: int, count: int, facts: dict) -> object:
+        try:
+            return roll_call(Identity("torchrun", address, count, process), facts, timeout_s)
+        except (UserError, Absent) as error:
+            return error
+
+    with ThreadPoolExecutor(len(who)) as threads:
+        return list(threads.map(come, *zip(*who, strict=True)))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(rollcall, "LATE_S", 0.5)
+
+
+def test_all_come():
+    assert called(*((n, 3, {"seed": 1}) for n in (2, 0, 1))) == [[], [], []]
+
+
+def test_who_differs_is_named_with_every_key():
+    """Also to a process that is itself like process 0."""
+    same = {"seed": 0, "jax": "0.10.2", "code of tunix": "a"}
+    heard = called((0, 3, same), (1, 3, same), (2, 3, same | {"jax": "0.11.2", "code of tunix": "b"}))
+    assert {type(error) for error in heard} == {UserError}
+    assert len(set(map(str, heard))) == 1
+    assert "code of tunix is a on process 0 (" in str(heard[0])
+    assert "jax is 0.10.2 on process 0 (" in str(heard[0])
+    assert "and 0.11.2 on process 2 (" in str(heard[0])
+    assert "seed" not in str(heard[0])
+
+
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [
+        ([(0, 2), (1, 2), (1, 2)], None),  # all are there: the third finds nobody, or is told
+        ([(0, 3), (1, 3), (1, 3)], "two processes have the number 1: one on "),
+        ([(0, 2), (1, 3), (2, 3)], "the number of processes is 2 on process 0 ("),
+        ([(0, 3), (1, 2)], "the number of processes is 3 on process 0 ("),
+    ],
+)
+def test_numbers_that_do_not_fit(who, said):
+    heard = called(*((process, count, {}) for process, count in who), timeout_s=2)
+    if said is None:
+        assert sorted(type(what).__name__ for what in heard) == ["UserError", "list", "list"]
+        return
+    assert all(isinstance(what, UserError) for what in heard), heard
+    assert sum(said in str(what) for what in heard) >= 2
+
+
+def test_two_of_number_0():
+    heard = called((0, 2, {}), (0, 2, {}), timeout_s=1)
+    assert {type(what) for what in heard} == {UserError, Absent}
+    assert any("cannot be used (Address already in use); set distributed." in str(what) for what in heard)
+
+
+def test_who_did_not_come_is_named():
+    heard = called((0, 4, {}), (2, 4, {}), timeout_s=1)
+    assert {type(what) for what in heard} == {Absent}
+    host = socket.gethostname()
+    assert f"processes [1, 3] of 4 did not come, only 0 ({host}), 2 ({host})" in str(heard[1])
+
+
+def test_clocks_that_are_apart(monkeypatch):
+    here = iter([1000.0, 1090.0])  # of process 1 when it comes, then of process 0
+    monkeypatch.setattr(
+        rollcall, "time", type("", (), {"time": lambda: next(here), "monotonic": time.monotonic, "sleep": time.sleep})
+    )
+    heard = called((0, 2, {}), (1, 2, {}))
+    assert heard[0] == heard[1]
+    assert "is 90 s ahead of that of" in heard[0][0]
+
+
+def test_a_stranger_on_the_port():
+    port = free_port()
+    with ThreadPoolExecutor(1) as threads:
+        zero = threads.submit(roll_call, Identity("torchrun", f"127.0.0.1:{port}", 2, 0), {}, 5)
+        for _ in range(50):
+            try:
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(b'{"GET": 1}\n')
+                break
+            except OSError:
+                time.sleep(0.05)
+        assert roll_call(Identity("torchrun", f"127.0.0.1:{port}", 2, 1), {}, 5) == zero.result() == []
+
+
+def test_an_unknown_host_is_named_at_once():
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="host no-such-host.invalid is unknown here"):
+        roll_call(Identity("torchrun", "no-such-host.invalid:1234", 2, 1), {}, 60)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} cannot be used"):
+            roll_call(Identity("torchrun", f"localhost:{port}", 2, 0), {}, 60)
+
+
+def test_process_0_never_comes():
+    with pytest.raises(UserError, match=r"no answer \(.*is process 0 running"):
+        roll_call(Identity("torchrun", f"localhost:{free_port()}", 2, 1), {}, 1)

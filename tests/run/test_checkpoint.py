@@ -1,0 +1,248 @@
+"""A resumed run is the unbroken run; a checkpoint that cannot be used is named; what is kept is what was asked for."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_corpus
+from support.harness import RUN, metrics
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.data.corpus import load_corpus
+from tunix.data.tokenize import find_units
+from tunix.processes.stopping import Stopped
+
+MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
+
+
+@pytest.fixture
+def run(tmp_path, corpus, monkeypatch):
+    """Train a small model in a folder of its own; returns the run's folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, corpus=corpus):
+        words = (
+            words
+            if any(word.startswith("resume=") for word in words)
+            else (*RUN, "data=text", f"data.paths=['{corpus}']", MESH, *words)
+        )
+        return tunix.train(list(words)).folder
+
+    return run
+
+
+def losses(folder) -> dict[int, float]:
+    """Loss of each step; a step that was run twice must have come to the same."""
+    found: dict[int, float] = {}
+    for line in metrics(folder):
+        assert found.setdefault(line["step"], line["loss"]) == line["loss"], (
+            f"step {line['step']} differs when run again"
+        )
+    return found
+
+
+def steps(folder) -> list[int]:
+    return sorted(int(name) for name in os.listdir(folder / "checkpoints") if name.isdigit())
+
+
+def test_resume_on_the_same_mesh_is_bit_identical(run):
+    whole = run("hydra.run.dir=whole")
+    part = run("hydra.run.dir=part", "training.max_steps=6", "checkpoint.max_to_keep=9")
+    shutil.rmtree(part / "checkpoints" / "6")
+    run(f"resume={part}")
+    assert losses(part) == losses(whole)
+    assert [line["step"] for line in metrics(part)] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+    held_out = [[line["loss"] for line in metrics(folder, "held_out") if line["step"] == 6] for folder in (part, whole)]
+    assert held_out[0][0] == held_out[0][1] == held_out[1][0]
+
+
+@pytest.mark.parametrize("mesh", ["[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]", "[[2,4],[fsdp,tp]]"])
+def test_resume_on_another_mesh_sees_the_same_data(run, mesh):
+    part = run("training.global_batch_size=8")
+    expected = [losses(part)[step] for step in (4, 5, 6)]
+    shutil.rmtree(part / "checkpoints" / "6")
+    run(f"resume={part}", f"model.mesh_shape={mesh}")
+    again = [line["loss"] for line in metrics(part)][6:]
+    np.testing.assert_allclose(again, expected, rtol=1e-5)
+
+
+def test_resume_under_another_strategy(run):
+    folder = run("training.sharding_strategy=no_shard")
+    shutil.rmtree(folder / "checkpoints" / "6")
+    run(f"resume={folder}", "training.sharding_strategy=full_shard")
+    by_step = [line["loss"] for line in metrics(folder)]
+    np.testing.assert_allclose(by_step[6:], by_step[3:6], rtol=1e-5)
+
+
+def test_a_chosen_step_puts_newer_ones_aside(run):
+    folder = run()
+    run(f"resume={folder}/checkpoints/3", "training.max_steps=5")
+    assert steps(folder) == [3, 5]
+    (aside,) = folder.glob("checkpoints_put_aside_*")
+    assert os.listdir(aside) == ["6"]
+
+
+def test_a_longer_run_goes_on_where_it_ended(run):
+    folder = run()
+    run(f"resume={folder}", "training.max_steps=8")
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 9))
+    tokens = [line["tokens"] for line in metrics(folder)]
+    assert tokens == [tokens[0] * n for n in range(1, 9)]
+    run(f"resume={folder}")  # nothing is left to do, and that is no error
+    assert len(metrics(folder)) == 8
+
+
+@pytest.mark.parametrize("limit", ["training.max_tokens=1024", "training.num_epochs"])
+def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
+    """Four sequences a step until step 3; the sequences that are left are cut into steps of eight."""
+    if limit == "training.num_epochs":
+        cfg = compose([*RUN, "data=text", f"data.paths=['{corpus}']"]).config
+        limit += f"={32.5 / load_corpus(cfg).num_sequences}"
+    first = run("training.max_steps=3")
+    folder = run(f"resume={first}", "training.max_steps=null", limit, "training.micro_batch_size=2")
+    assert [(line["step"], line["tokens"]) for line in metrics(folder)][3:] == [(4, 640), (5, 896)]
+    log = (folder / "train.log").read_text()
+    assert "sample 12 comes after step 3; the last step is 5, not 4" in log
+    assert "nothing is left" not in log
+    run(f"resume={folder}")
+    assert len(metrics(folder)) == 5
+    assert f"nothing is left to train after step 5: {limit}; raise it" in (folder / "train.log").read_text()
+
+
+def test_the_first_checkpoint_can_be_gone_on_with(run):
+    folder = run("checkpoint.save_first=true", "training.max_steps=2")
+    run(f"resume={folder}/checkpoints/0")
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 1, 2]
+    losses(folder)
+    assert steps(folder) == [0, 2]
+
+
+def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
+    with pytest.raises(Stopped):
+        run("training.max_steps=1", "training.time_limit_s=0.001", "hydra.run.dir=it")
+    assert metrics(Path("it"), "held_out") == []
+    run("resume=it", "training.time_limit_s=null")
+    assert [line["step"] for line in metrics(Path("it"), "held_out")] == [1]
+    assert "after >>>" in Path("it/train.log").read_text()
+
+
+def test_what_is_kept(run):
+    folder = run(
+        "training.max_steps=8", "checkpoint.save_every_steps=1", "checkpoint.max_to_keep=2", "checkpoint.keep_every_steps=3",
+        "checkpoint.save_first=true", "evaluation.every_steps=1",
+    )  # fmt: skip
+    held_out = {line["step"]: line["loss"] for line in metrics(folder, "held_out")}
+    best = min(held_out, key=held_out.get)
+    assert steps(folder) == sorted({0, 3, 6, 7, 8, best})
+    bare = run("checkpoint.save_every_steps=null", "checkpoint.keep_best=false")
+    assert steps(bare) == [6]
+    waited = run("checkpoint.async=false", "checkpoint.max_to_keep=1", "checkpoint.keep_best=false")
+    assert steps(waited) == [6]
+
+
+def test_the_best_is_kept_also_after_a_resume(run):
+    """Overfitting on purpose: a huge rate makes the later checkpoints worse."""
+    words = [
+        "checkpoint.save_every_steps=1",
+        "evaluation.every_steps=1",
+        "checkpoint.max_to_keep=1",
+        "scheduler=constant",
+    ]
+    folder = run(*words, "training.max_steps=3", "scheduler.warmup_ratio=0")
+    run(f"resume={folder}", "training.max_steps=6", "optimizer.learning_rate=3")
+    held_out = {line["step"]: line["loss"] for line in metrics(folder, "held_out")}
+    best = min(held_out, key=held_out.get)
+    assert best <= 3
+    assert steps(folder) == [best, 6]
+
+
+def tear(folder) -> None:
+    """Cut the array data of a checkpoint short, as a disk may."""
+    files = [path for path in (folder / "state").rglob("d/*") if path.is_file()]
+    for path in files:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 2)
+
+
+def test_a_torn_newest_checkpoint_is_passed_over_loudly(run, capsys):
+    folder = run("checkpoint.max_to_keep=9")
+    tear(folder / "checkpoints" / "6")
+    run(f"resume={folder}")
+    assert "CHECKPOINT OF STEP 6 IS DAMAGED, taking the one before" in (folder / "train.log").read_text()
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+    losses(folder)
+    assert steps(folder) == [3, 6]
+
+
+def test_checkpoints_that_cannot_be_used_are_named(run):
+    folder = run("checkpoint.max_to_keep=9")
+    with pytest.raises(UserError, match="has no checkpoint of step 4; it has 3, 6"):
+        run(f"resume={folder}/checkpoints/4")
+    for words, message in [
+        (["model.num_layers=4"], "model.num_layers=4, but the checkpoint was made with 3"),
+        (["model.rope_theta=5e5"], "model.rope_theta=500000.0, but the checkpoint was made with 1000000.0"),
+        (["optimizer=lion"], "optimizer.name=lion, but the checkpoint was made with adamw"),
+        (["training.seq_len=16"], "training.seq_len=16, but the checkpoint was made with 32"),
+        (["training.param_dtype=bfloat16"], "training.param_dtype=bfloat16, but the checkpoint was made with float32"),
+        (["seed=1"], "seed=1, but the checkpoint was made with 0"),
+        (["tokenizer.vocab_size=280"], "the tokenizer .* is not the checkpoint's"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run(f"resume={folder}", *words)
+    config = (folder / "config.yaml").read_text()
+    assert "num_layers: 3" in config
+    assert len((folder / "train.log").read_text().splitlines()) < 60
+    tear(folder / "checkpoints" / "6")
+    with pytest.raises(UserError, match="the checkpoint of step 6 .* is damaged"):
+        run(f"resume={folder}/checkpoints/6")
+    tear(folder / "checkpoints" / "3")
+    with pytest.raises(UserError, match=r"all checkpoints in .* are damaged \(3, 6\)"):
+        run(f"resume={folder}")
+
+
+def test_a_changed_corpus_is_refused(run, tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    folder = run("tokenizer.train_bytes=1", corpus=corpus)  # the tokenizer sees the first document only
+    cfg = compose(["data=text", f"data.paths=['{corpus}']"]).config
+    last = find_units(cfg.data, cfg.loading)[-1]
+    Path(last.path).write_text(Path(last.path).read_text()[::-1])
+    with pytest.raises(
+        UserError, match="the training data .* are not the checkpoint's .*; sample 24 of one is not sample 24"
+    ):
+        run(f"resume={folder}")
+    assert len(metrics(folder)) == 6
+
+
+def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
+    """With the tokenizer of the checkpoint, though the corpus would give another; and given once."""
+    corpus = write_corpus(tmp_path / "corpus")
+    folder = run(corpus=corpus)
+    for path in corpus.glob("*.txt"):
+        path.write_text(path.read_text()[::-1])
+    with pytest.raises(
+        UserError, match="the tokenizer .* is not the checkpoint's .* loading.allow_changed_data=true goes on"
+    ):
+        run(f"resume={folder}")
+    run(f"resume={folder}", "loading.allow_changed_data=true", "training.max_steps=7")
+    assert [line["step"] for line in metrics(folder)][6:] == [7]
+    assert "allow_changed_data: false" in (folder / "config.yaml").read_text()
+
+
+def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run):
+    folder = run()
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+    run(f"resume={folder}")
+    assert "starting at step 0" in (folder / "train.log").read_text()
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6] * 2
+    losses(folder)
+
+
+def test_resume_latest(run):
+    folder = run()
+    run("resume=latest", "training.max_steps=7")
+    assert [line["step"] for line in metrics(folder)][-1] == 7

@@ -1,0 +1,105 @@
+"""Mesh shapes: what is read, what is refused, and what is proposed in its place."""
+
+import pytest
+
+from tunix.sharding.dims import Equation
+from tunix.sharding.mesh_shape import check_divides, parse, resolve
+
+DIMS = {"D": 64, "F": 128, "N": 8, "K": 2, "V": 256, "H": 8}
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "sizes"),
+    [
+        ("auto", 8, (1, 8, 1)),
+        (((8,), ("fsdp",)), 8, (1, 8, 1)),
+        (((4, 2), ("fsdp", "tp")), 8, (1, 4, 2)),
+        (((2, 4), ("tp", "fsdp")), 8, (1, 4, 2)),  # any order, same mesh
+        (((2, 2, 2), ("tp", "dp", "fsdp")), 8, (2, 2, 2)),
+        (((-1, 2), ("fsdp", "tp")), 8, (1, 4, 2)),
+        (((2, -1), ("dp", "fsdp")), 8, (2, 4, 1)),
+        (((1, 8), ("fsdp", "tp")), 8, (1, 1, 8)),  # 2 key/value heads on tp=8: replicated
+        ("auto", 1, (1, 1, 1)),
+    ],
+)
+def test_resolve(shape, devices, sizes):
+    assert tuple(resolve(shape, devices, DIMS, allow_idle=False)[axis] for axis in ("dp", "fsdp", "tp")) == sizes
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "message"),
+    [
+        (
+            ((3, 2), ("fsdp", "tp")),
+            8,
+            'fsdp=3 x tp=2 needs 6 devices, 8 are visible; legal here: [[4,2],["fsdp","tp"]]',
+        ),
+        (((3, 2), ("fsdp", "tp")), 8, "distributed.allow_idle_devices=true"),
+        (
+            ((8, 2), ("fsdp", "tp")),
+            4,
+            'needs 16 devices, 4 are visible; legal here: [[2,2],["fsdp","tp"]], [[4,1],["fsdp","tp"]]',
+        ),
+        (((-1, 3), ("fsdp", "tp")), 8, "3 does not divide the 8 devices that are visible"),
+        (
+            ((1, 16), ("fsdp", "tp")),
+            16,
+            "model.num_heads=8 is not divisible by mesh axis tp=16 (nearest tp: 2, 4 or 8)",
+        ),
+        (
+            ((128,), ("fsdp",)),
+            128,
+            "model.embed_dim=64 is not divisible by mesh axis fsdp=128 (nearest fsdp: 16, 32 or 64)",
+        ),
+    ],
+)
+def test_resolve_refuses(shape, devices, message):
+    with pytest.raises(ValueError) as error:
+        resolve(shape, devices, DIMS, allow_idle=False)
+    assert message in str(error.value)
+
+
+def test_proposed_shapes_are_legal():
+    with pytest.raises(ValueError) as error:
+        resolve(((5, 1), ("fsdp", "tp")), 8, DIMS, allow_idle=False)
+    proposed = str(error.value).split("legal here: ")[1].split(", or distributed")[0].replace(" or ", ", ").split(", ")
+    for shape in proposed:
+        assert resolve(parse(eval(shape)), 8, DIMS, allow_idle=False)
+
+
+def test_idle_devices_only_when_asked_for():
+    assert resolve(((3,), ("dp",)), 8, DIMS, allow_idle=True)["dp"] == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[4, 2], ["fsdp", "foo"]], "unknown axis 'foo'; axes are dp, fsdp, tp"),
+        ([[4, 2], ["fsdp", "tpp"]], "did you mean tp?"),
+        ([[4, 2], ["fsdp", "fsdp"]], "axis fsdp is named twice"),
+        ([[4], ["fsdp", "tp"]], "1 sizes for 2 axes"),
+        ([[0], ["fsdp"]], "size fsdp=0"),
+        ([[True], ["fsdp"]], "size fsdp=True"),
+        ([[-1, -1], ["fsdp", "tp"]], "only one axis can fill"),
+        ([[], []], "0 sizes for 0 axes"),
+        ("all", "expected [[sizes], [axis names]]"),
+        (8, "expected [[sizes], [axis names]]"),
+    ],
+)
+def test_parse_refuses(value, message):
+    with pytest.raises(ValueError) as error:
+        parse(value)
+    assert message in str(error.value)
+
+
+def test_key_value_heads_that_neither_divide_nor_are_divided():
+    with pytest.raises(ValueError, match="model.num_kv_heads=6"):
+        check_divides(DIMS | {"N": 12, "K": 6}, {"dp": 1, "fsdp": 1, "tp": 4})
+
+
+def test_equation():
+    product = Equation("BTNH,NHD->BTD")
+    assert (product.w, product.summed, product.batch, product.is_vector) == ("NHD", "NH", "BT", False)
+    assert (product.stacked().w, product.stacked().summed, product.stacked().batch) == ("LNHD", "NH", "BT")
+    norm = Equation("BTNH,H->BTNH")
+    assert (norm.summed, norm.batch, norm.is_vector, norm.stacked().is_vector) == ("", "BTN", True, True)

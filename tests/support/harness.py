@@ -1,0 +1,118 @@
+"""A model small enough to compile in seconds, and the pieces of a run around it, as `tunix.train.run` puts them together."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from support.devices import xla_flags
+
+from tunix.cli.compose import compose
+from tunix.config import Config
+from tunix.sharding.arrays import to_global
+from tunix.training.program import assemble, build_mesh
+from tunix.training.state import Architecture, init_state
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "model.vocab_size=320", "model.embed_dim=32", "model.mlp_dim=64", "model.num_layers=3", "model.global_every=3",
+    "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8", "model.sliding_window=8",
+    "training.seq_len=32", "training.loss_chunk_size=16", "training.micro_batch_size=1", "training.mixed_precision=fp32",
+    "tokenizer.vocab_size=300",
+]  # fmt: skip
+RUN = [  # and for whole runs
+    *SMALL, "training.max_steps=6", "evaluation.num_sequences=8", "evaluation.every_steps=3",
+    "evaluation.sample_tokens=3", "checkpoint.save_every_steps=3", "logging.every_steps=1",
+]  # fmt: skip
+PAIR = [  # and for two processes of one device: each collective waits until the other process gets a core
+    *RUN, "model.num_layers=1", "model.global_every=1", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
+    "evaluation.num_sequences=2", "evaluation.sample_tokens=0", "hydra.run.dir=run",
+]  # fmt: skip
+
+
+@dataclass
+class Program:
+    """A train step with the state it starts from."""
+
+    cfg: Config
+    mesh: jax.sharding.Mesh
+    arch: Architecture
+    state: Any
+    step: Any  # not compiled
+
+    def compile(self, batch: dict[str, np.ndarray]):
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self.step, donate_argnums=0).lower(self.state, to_global(batch, self.mesh)).compile()
+
+    def run(self, batch: dict[str, np.ndarray], steps: int = 2) -> list[dict[str, float]]:
+        """Metrics of some steps on one batch; the state is left after them."""
+        with jax.set_mesh(self.mesh):
+            step, data, out = self.compile(batch), to_global(batch, self.mesh), []
+            for _ in range(steps):
+                self.state, metrics = step(self.state, data)
+                out.append({name: float(value) for name, value in metrics.items()})
+        return out
+
+
+def program(*overrides: str, fresh: bool = False) -> Program:
+    """With `fresh`, the initial state is made on this mesh, as a run makes it."""
+    cfg = compose([*SMALL, *overrides]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        built = assemble(cfg, mesh)
+        step = built.step(100, 1000)
+        if fresh:
+            state = init_state(built.init, mesh, cfg.seed)
+        else:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract)
+            state = jax.tree.map(jax.device_put, _initial(built.init, mesh, cfg), shardings)
+    return Program(cfg, mesh, built.arch, state, step)
+
+
+_initial_states: dict[str, Any] = {}
+
+
+def _initial(init, mesh, cfg: Config) -> Any:
+    """Initial state on the host. It is the same on every mesh (a test of its own holds that), so it is made once."""
+    key = repr((cfg.model.dims, cfg.model.lora, cfg.optimizer, cfg.training.dtypes["param"], cfg.seed))
+    if key not in _initial_states:
+        _initial_states[key] = jax.tree.map(np.asarray, init_state(init, mesh, cfg.seed))
+    return _initial_states[key]
+
+
+def batch(
+    sequences: int = 16, microbatches: int = 1, length: int = 32, vocab: int = 320, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Random packed sequences [A, B, T]: several documents each, a third of the targets masked."""
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, vocab, (sequences, length + 1)).astype(np.int32)
+    segments = np.sort(rng.integers(1, 4, (sequences, length)), axis=1).astype(np.int32)
+    positions = np.stack(
+        [np.concatenate([np.arange(n) for n in np.unique(row, return_counts=True)[1]]) for row in segments]
+    )
+    leaves = {
+        "tokens": text[:, :-1], "targets": text[:, 1:], "positions": positions.astype(np.int32), "segment_ids": segments,
+        "loss_mask": (rng.random((sequences, length)) > 0.3).astype(np.float32),
+    }  # fmt: skip
+    return {name: np.ascontiguousarray(leaf.reshape(microbatches, -1, length)) for name, leaf in leaves.items()}
+
+
+def cli(
+    *words: str, cwd: Path, devices: int = 8, timeout: float = 300, optimized: bool = False
+) -> subprocess.CompletedProcess:
+    """`python run_training.py ...` in a folder of its own, as a user starts it."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "run_training.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, "XLA_FLAGS": xla_flags(devices, optimized=optimized)}, check=False,
+    )  # fmt: skip
+
+
+def metrics(folder: Path, split: str | None = None) -> list[dict[str, Any]]:
+    """Lines of a run's metrics.jsonl: of training, or of an evaluation split."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("split") == split]

@@ -1,0 +1,96 @@
+"""Several real processes of one run on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.devices import xla_flags
+from support.harness import ROOT, metrics
+
+
+@dataclass
+class End:
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Processes:
+    """`count` processes with `devices` fake devices each; their output goes to files in `folder`."""
+
+    def __init__(
+        self, *words: str, folder: Path, count: int, devices: int = 1, script: str = "run_training.py",
+        own: list[str] | None = None, roots: list[Path] | None = None, module: str | None = None, **env: str,
+    ):  # fmt: skip
+        """`own` has one word more for each process, `roots` the code of each; `module` runs in place of the script."""
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        self.started = []
+        for rank in range(count):
+            identity = {"coordinator_address": f"localhost:{port}", "num_processes": count, "process_id": rank}
+            who = [f"distributed.{key}={value}" for key, value in identity.items()]
+            mine = [own[rank]] if own and own[rank] else []
+            root = roots[rank] if roots else ROOT
+            program = ["-m", module] if module else [str(root / script)]
+            with (folder / f"stdout.{rank}").open("w") as out, (folder / f"stderr.{rank}").open("w") as err:
+                process = subprocess.Popen(
+                    [sys.executable, *program, *words, *who, *mine],
+                    cwd=folder, stdout=out, stderr=err, start_new_session=True,
+                    env={**os.environ, "XLA_FLAGS": xla_flags(devices), "PYTHONPATH": str(root), **env},
+                )  # fmt: skip
+            self.started.append(process)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def ends(self, timeout: float = 300) -> list[End]:
+        """Wait for all to end."""
+        deadline = time.monotonic() + timeout
+        for process in self.started:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        return [
+            End(
+                process.returncode,
+                (self.folder / f"stdout.{rank}").read_text(),
+                (self.folder / f"stderr.{rank}").read_text(),
+            )
+            for rank, process in enumerate(self.started)
+        ]
+
+    def child(self, rank: int) -> int:
+        """The process that trains; its parent watches over it."""
+        return int(
+            Path(f"/proc/{self.started[rank].pid}/task/{self.started[rank].pid}/children").read_text().split()[0]
+        )
+
+    def wait_for_text(self, text: str, timeout: float = 120) -> None:
+        """Until process 0 has said it."""
+        deadline = time.monotonic() + timeout
+        while text not in (self.folder / "stdout.0").read_text():
+            assert time.monotonic() < deadline, (self.folder / "stderr.0").read_text()
+            time.sleep(0.05)
+
+    def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and all(process.poll() is None for process in self.started):
+            try:
+                if any(line["step"] >= step for line in metrics(run)):
+                    return
+            except (OSError, ValueError):  # no file yet, or a line being written
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"step {step} never came: {(self.folder / 'stderr.0').read_text()}")

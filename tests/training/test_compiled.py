@@ -1,0 +1,97 @@
+"""What the compiled step moves between devices is what its strategy promises."""
+
+import jax
+import pytest
+from support.harness import batch, program
+
+from tunix.costs.hlo import collectives
+
+MICROBATCHES = 4
+
+
+def moved(*overrides: str) -> dict[str, float]:
+    """Bytes that one step gathers and reduces, as multiples of the float32 parameters (norm scales apart)."""
+    step = program(f"training.gradient_accumulation_steps={MICROBATCHES}", *overrides)
+    matrices = [
+        leaf.nbytes for path, leaf in jax.tree.leaves_with_path(step.state["params"]) if path[-1].key != "scale"
+    ]
+    table = step.state["params"]["embedding"]["table"].nbytes
+    compiled = step.compile(batch(32, MICROBATCHES))
+    found = [c for c in collectives(compiled.as_text()) if c.group_size > 1]
+
+    def total(*kinds: str) -> float:
+        return sum(c.num_bytes * c.times for c in found if c.kind in kinds) / sum(matrices)
+
+    return {
+        "gathered": total("all-gather"),
+        "reduced": total("all-reduce", "reduce-scatter"),
+        "other": total("all-to-all", "collective-permute"),
+        "table": table / sum(matrices),
+        "temporary": compiled.memory_analysis().temp_size_in_bytes,
+        "arguments": compiled.memory_analysis().argument_size_in_bytes,
+    }
+
+
+FSDP = "model.mesh_shape=[[8],[fsdp]]"
+NORMS = 0.02  # norm scales and scalars come on top
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sync", "gathered", "reduced"),
+    [
+        # Blocks forward and backward in each microbatch; XLA lifts the table, the same for all of them, out of the loop.
+        ("full_shard", 1, None, MICROBATCHES),
+        ("full_shard", 2, 1, MICROBATCHES / 2),
+        ("full_shard", 4, 1, 1),
+        ("shard_grad_op", 1, 1, MICROBATCHES),
+        ("shard_grad_op", 4, 1, 1),
+        ("shard_optimizer", 1, 1, MICROBATCHES),  # the updated parameters are gathered
+        ("shard_optimizer", 4, 1, 1),
+        ("no_shard", 1, 0, MICROBATCHES),
+        ("no_shard", 4, 0, 1),
+    ],
+)
+def test_bytes_of_collectives(strategy, sync, gathered, reduced):
+    found = moved(FSDP, f"training.sharding_strategy={strategy}", f"training.sync_gradients_every={sync}")
+    if gathered is None:
+        gathered = 2 * MICROBATCHES * (1 - found["table"]) + found["table"]
+    assert found["gathered"] == pytest.approx(gathered, rel=NORMS)
+    assert found["reduced"] == pytest.approx(reduced, rel=NORMS)
+    assert found["other"] == 0
+
+
+def test_fewer_reductions_cost_memory():
+    each, once = moved(FSDP), moved(FSDP, "training.sync_gradients_every=4")
+    assert once["temporary"] > 1.3 * each["temporary"]
+    assert once["arguments"] == each["arguments"]
+
+
+def test_strategies_order_by_bytes_per_device():
+    sizes = [
+        moved(FSDP, f"training.sharding_strategy={s}")["arguments"]
+        for s in ("full_shard", "shard_optimizer", "no_shard")
+    ]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert moved(FSDP, "training.sharding_strategy=shard_grad_op")["temporary"] > moved(FSDP)["temporary"]
+
+
+def test_replicas_reduce_only_their_shards():
+    """HSDP: gradients are summed inside a replica first, so that replicas exchange one shard."""
+    step = program("model.mesh_shape=[[2,4],[dp,fsdp]]", "training.gradient_accumulation_steps=1")
+    found = [c for c in collectives(step.compile(batch(8)).as_text()) if c.kind == "all-reduce"]
+    matrices = sum(
+        leaf.nbytes for path, leaf in jax.tree.leaves_with_path(step.state["params"]) if path[-1].key != "scale"
+    )
+    inside = sum(c.num_bytes * c.times for c in found if c.group_size == 4)
+    between = sum(c.num_bytes * c.times for c in found if c.group_size == 2)
+    assert inside == pytest.approx(matrices, rel=NORMS)
+    assert between == pytest.approx(matrices / 4, rel=NORMS)
+
+
+@pytest.mark.parametrize("mesh", ["[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]", "[[8],[tp]]"])
+def test_compiling_is_quiet(mesh, capfd):
+    """XLA says when it cannot lay an array out and copies it whole; it has no reason to."""
+    wide = ["model.num_heads=8", "model.head_dim=4"]
+    step = program(f"model.mesh_shape={mesh}", *wide, fresh=True)
+    step.compile(batch(16))
+    assert "nvoluntary full rematerialization" not in capfd.readouterr().err

@@ -1,0 +1,187 @@
+"""Update rules are optax's, schedules have the shapes they are named after, groups do what they say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.harness import SMALL, batch, program
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.training.optim import check_phases, make_optimizer, make_schedule, phase_steps
+from tunix.training.program import build_layout, build_mesh
+from tunix.training.state import describe
+
+CONSTANT = ["scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null"]
+
+
+@pytest.fixture(scope="module")
+def weights():
+    cfg = compose([*SMALL, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        return describe(cfg.model, build_layout(cfg, mesh)).weights
+
+
+def random_tree(weights, seed: int):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda weight: jnp.asarray(rng.normal(size=weight.shape), jnp.float32), weights)
+
+
+def moved(weights, *words: str, steps: int = 2):
+    """Parameters before and after some steps at the peak rate, with random gradients."""
+    cfg = compose(list(words)).config
+    tx = make_optimizer(cfg.optimizer, weights, None)
+    before = params = random_tree(weights, 0)
+    state = tx.init(params)
+    for step in range(steps):
+        direction, state = tx.update(random_tree(weights, step + 1), state, params)
+        params = jax.tree.map(lambda p, d: p - cfg.optimizer.learning_rate * d, params, direction)
+    return before, params
+
+
+REFERENCES = {
+    "adamw": lambda rate, matrices: optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=matrices),
+    "lion": lambda rate, matrices: optax.lion(rate, 0.9, 0.98, weight_decay=0.5, mask=matrices),
+    "sgd": lambda rate, matrices: optax.sgd(rate, 0.9, nesterov=True),
+    "adafactor": lambda rate, matrices: optax.adafactor(rate),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_steps_are_optaxs(name, weights):
+    before, after = moved(weights, f"optimizer={name}", "optimizer.learning_rate=0.01")
+    matrices = jax.tree.map(lambda weight: not weight.equation.is_vector, weights)
+    reference, expected = REFERENCES[name](0.01, matrices), before
+    state = reference.init(before)
+    for step in range(2):
+        updates, state = reference.update(random_tree(weights, step + 1), state, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, expected)
+
+
+def test_muon_moves_matrices_along_orthogonal_directions(weights):
+    """Each layer's matrix [fan-in, fan-out] is its own, whatever its dimensions; embeddings and norms are AdamW's."""
+    before, after = moved(
+        weights, "optimizer=muon", "optimizer.learning_rate=0.01", "optimizer.weight_decay=0", steps=1
+    )
+    change = jax.tree.map(lambda a, b: np.asarray(a - b), after, before)
+    attention, mlp = change["blocks"]["attention"], change["blocks"]["mlp"]
+    queries, outputs = attention["q"]["w"].reshape(3, 32, 32), attention["o"]["w"].reshape(3, 32, 32)
+    for stack in (queries, outputs, mlp["down"]["w"], mlp["up"]["w"]):
+        for matrix in stack:
+            singular = np.linalg.svd(matrix, compute_uv=False)
+            assert singular.max() / singular[-3] < 2.5  # those of a random square matrix span more than 20
+    for adams in (
+        change["embedding"]["table"],
+        change["blocks"]["pre_mlp"]["scale"],
+    ):  # its first step goes by sign alone
+        np.testing.assert_allclose(np.abs(adams), np.abs(adams).max(), rtol=1e-3)
+
+
+def test_no_decay_on_vectors(weights):
+    decayed, plain = (moved(weights, f"optimizer.weight_decay={w}")[1] for w in (0.5, 0))
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), decayed, plain)
+    assert same == jax.tree.map(lambda weight: weight.equation.is_vector, weights)
+
+
+def test_groups_set_decay_and_rate_of_what_they_match(weights):
+    groups = (
+        "optimizer.groups=[{params:'mlp[.]up',weight_decay:0},{params:embedding,learning_rate:0.001},"
+        "{params:mlp,weight_decay:2},{params:final_norm,weight_decay:1}]"
+    )
+    base = ["optimizer.learning_rate=0.01", "optimizer.weight_decay=1"]
+    before, plain = moved(weights, *base, steps=1)
+    _, grouped = moved(weights, *base, groups, steps=1)
+
+    def change(after, *path: str):
+        old = before
+        for key in path:
+            old, after = old[key], after[key]
+        return np.asarray(old), np.asarray(after - old)
+
+    mlp = ("blocks", "mlp")
+    old, up = change(grouped, *mlp, "up", "w")
+    np.testing.assert_allclose(up, change(plain, *mlp, "up", "w")[1] + 0.01 * old, atol=1e-6)  # decay 0, not 1
+    old, down = change(grouped, *mlp, "down", "w")
+    np.testing.assert_allclose(down, change(plain, *mlp, "down", "w")[1] - 0.01 * old, atol=1e-6)  # decay 2, not 1
+    np.testing.assert_allclose(
+        change(grouped, "embedding", "table")[1], change(plain, "embedding", "table")[1] / 10, atol=1e-6
+    )
+    old, norm = change(grouped, "final_norm", "scale")
+    np.testing.assert_allclose(
+        norm, change(plain, "final_norm", "scale")[1] - 0.01 * old, atol=1e-6
+    )  # asked for: vectors too
+    np.testing.assert_array_equal(grouped["blocks"]["attention"]["q"]["w"], plain["blocks"]["attention"]["q"]["w"])
+
+
+@pytest.mark.parametrize("groups", ["[{params:nothing}]", "[{params:mlp},{params:'mlp[.]up'}]"])
+def test_a_group_that_matches_nothing_is_an_error(groups, weights):
+    cfg = compose([f"optimizer.groups={groups}"]).config.optimizer
+    with pytest.raises(
+        UserError, match=r"matches no parameter that an earlier group left; parameters are blocks.attention"
+    ):
+        make_optimizer(cfg, weights, None)
+
+
+def schedule(*overrides: str, steps: int = 100) -> np.ndarray:
+    cfg = compose(list(overrides)).config.scheduler
+    rate = make_schedule(cfg, 2.0, steps, tokens_per_step=10)
+    return np.array([float(rate(jnp.asarray(step))) for step in range(steps)]) / 2.0
+
+
+def test_schedules():
+    warm = ["scheduler.warmup_steps=10"]
+    for name in ("warmup_cosine", "warmup_linear", "constant", "wsd", "inverse_sqrt", "sqrt_decay"):
+        rates = schedule(f"scheduler={name}", *warm)
+        np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6, err_msg=name)
+        assert (np.diff(rates[10:]) <= 1e-6).all(), name
+    share = np.arange(90) / 90
+    np.testing.assert_allclose(
+        schedule("scheduler=warmup_cosine", *warm)[10:], 0.1 + 0.9 * (1 + np.cos(np.pi * share)) / 2, rtol=1e-5
+    )
+    np.testing.assert_allclose(schedule("scheduler=warmup_linear", *warm)[10:], 1 - share, atol=1e-6)
+    np.testing.assert_allclose(schedule("scheduler=constant", *warm)[10:], 1)
+    np.testing.assert_allclose(
+        schedule("scheduler=inverse_sqrt", *warm)[10:], np.sqrt(10 / np.arange(10, 100)), rtol=1e-6
+    )
+    falling = np.arange(20) / 20
+    wsd, root = (schedule(f"scheduler={name}", *warm, "scheduler.decay_steps=20") for name in ("wsd", "sqrt_decay"))
+    np.testing.assert_allclose(wsd[10:], np.concatenate([np.ones(70), 1 - falling]), atol=1e-6)
+    np.testing.assert_allclose(root[10:], np.concatenate([np.ones(70), 1 - np.sqrt(falling)]), atol=1e-6)
+
+
+def test_phases_in_steps_tokens_and_ratio():
+    def warmup(*words: str) -> int:
+        return phase_steps(compose(list(words)).config.scheduler, "warmup", 200, tokens_per_step=10)
+
+    assert warmup("scheduler.warmup_ratio=0.1") == 20
+    assert warmup("scheduler.warmup_tokens=500") == 50
+    assert warmup("scheduler.warmup_steps=7") == 7
+    assert warmup("scheduler.warmup_steps=0") == 0
+    assert schedule("scheduler=constant", "scheduler.warmup_steps=0")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "told"),
+    [
+        ("scheduler.warmup_steps=50", 50, ""),
+        ("scheduler.warmup_steps=50", 10, "warmup of 50 steps, of 10 in all; set scheduler.warmup_steps"),
+        ("scheduler=wsd scheduler.warmup_tokens=60 scheduler.decay_steps=5", 10, "warmup of 6 and decay of 5 steps, of 10 in all"),
+        ("scheduler=constant scheduler.warmup_steps=6 scheduler.decay_steps=5", 10, ""),
+    ],
+)  # fmt: skip
+def test_a_schedule_longer_than_the_run_is_told_of(words, steps, told):
+    said = check_phases(compose(words.split()).config.scheduler, steps, tokens_per_step=10)
+    assert told in said
+    assert bool(told) == bool(said)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
+def test_every_optimizer_gives_the_same_on_every_mesh(name):
+    words = [f"optimizer={name}", "optimizer.learning_rate=1e-3", *CONSTANT]
+    one = program("model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *words).run(batch(), steps=3)
+    many = program("model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]", *words).run(batch(), steps=3)
+    np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], rtol=2e-5)
+    assert one[2]["loss"] < one[0]["loss"]

@@ -1,0 +1,70 @@
+"""Architectures out of config.json files."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tunix.base.errors import UserError
+from tunix.cli.mistakes import validated
+from tunix.config import Model
+from tunix.config.base import CONF
+from tunix.hf import config_json, hub
+
+COMMON = {"init_from", "lora", "attention"}  # keys in conf/model/family/common.yaml
+
+
+def _fill_from_pretrained(values: dict[Any, Any]) -> None:
+    """Set what the folder of `model.init_from` decides: the architecture, and the tokenizer unless one is given.
+
+    Raises:
+        UserError: a key of the model that contradicts config.json.
+    """
+    model, tokenizer = values["model"], values["tokenizer"]
+    folder = hub.find(str(model["init_from"]))
+    _fill_architecture(model, config_json.read_config(folder), f"{folder}/config.json")
+    if tokenizer["path"] is None:
+        tokenizer["path"] = str(folder)
+
+
+def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
+    family: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "family" / f"{read['family']}.yaml"))
+    found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read}), resolve=True)
+    for key in sorted(found.keys() - COMMON - {"defaults"}):
+        given = model.get(key)
+        if given is not None and given != found[key]:
+            raise UserError(f"model.{key}={given}, but {where} says {found[key]}; leave it out")
+        model[key] = found[key]
+
+
+def trained_model(folder: Path, mesh_shape: Any) -> Model:
+    """The model of a run's folder, or of one of Hugging Face's, on another mesh."""
+    if not (folder / "config.yaml").is_file():
+        return _described(config_json.read_config(folder), f"{folder}/config.json", mesh_shape)
+    values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml").model)
+    return validated(Model, values | {"mesh_shape": mesh_shape}, "model")
+
+
+def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
+    """The model that a config.json describes."""
+    common, pretrained = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
+    values: Any = OmegaConf.to_container(OmegaConf.merge(pretrained, common))
+    del values["defaults"]
+    _fill_architecture(values, read, where)
+    return validated(Model, values | {"mesh_shape": mesh_shape}, "model")
+
+
+def unlike_its_family(cfg: Model) -> str:
+    """Why the config.json of its family does not say all of this model; empty where it does."""
+    try:
+        where = "its config.json"
+        said = _described(config_json.understood(config_json.write_config(cfg), where), where, cfg.mesh_shape)
+    except UserError as error:
+        return str(error)
+    other = [
+        key
+        for key in sorted(Model.model_fields.keys() - COMMON - {"mesh_shape"})
+        if getattr(cfg, key) != getattr(said, key)
+        and not (key == "global_every" and cfg.windows(cfg.context_length) == said.windows(cfg.context_length))
+    ]
+    return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(said, key)})" for key in other)

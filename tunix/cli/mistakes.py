@@ -1,0 +1,138 @@
+"""What Hydra, OmegaConf and pydantic say of a mistake, as one line with the key, the value and the way out."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from tunix.base.errors import UserError, did_you_mean
+from tunix.cli.keys import keys, tag, variants
+from tunix.config import Config, ParameterGroup, Section
+
+S = TypeVar("S", bound=Section)
+
+
+def validated(section: type[S], values: dict[Any, Any], *above: str) -> S:
+    """A section of plain `values`, whose key is `above`; raises `UserError` with a line for each mistake."""
+    try:
+        return section.model_validate(values)
+    except ValidationError as errors:
+        lines = (_explain({**error, "loc": (*above, *error["loc"])}) for error in errors.errors())
+        raise UserError("\n".join(dict.fromkeys(lines))) from None
+
+
+@contextmanager
+def explained(root: type[Section] = Config) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf say of a mistake into one `UserError` line; `root` has the legal keys."""
+    try:
+        yield
+    except MissingConfigException as error:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        options = list(error.options or [])
+        if not group:
+            raise UserError(f"{error}".splitlines()[0]) from None
+        raise UserError(
+            f"{group}={choice}: conf/{group} has no such file; "
+            f"choose from {', '.join(options)}{did_you_mean(choice, options)}"
+        ) from None
+    except OverrideParseException as error:
+        said = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
+        hint = "values with special characters need quotes within quotes: \"key='<a b>'\""
+        override = str(error.override).replace("\n", "\\n")
+        raise UserError(f"cannot read {override}: {said[-1]}; {hint}") from None
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        fields = dict(reversed([*keys(root)]))  # of keys that several variants have, the first
+        known = key if key in fields else f"data.{key.rpartition('.')[2]}"  # of a part of a mixture
+        description = fields[known].description
+        raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        cause: Any = error.__cause__
+        unknown = getattr(cause, "full_key", None) if "not in struct" in str(cause) else None
+        first = str(error).splitlines()[0] if str(error) else repr(cause)
+        if unknown:
+            parent: Any = getattr(cause, "parent_node", None) or {}
+            variant = variants().get(parent.get("name") or parent.get("source"))
+            raise UserError(unknown_key(unknown, variant, root)) from None
+        if "No match in the defaults list" in first:
+            raise UserError(
+                f"{first.split('. ')[0]}; write +{re.findall(chr(39) + '(.*?)' + chr(39), first)[0]}=..."
+            ) from None
+        if first.startswith("Ambiguous value"):
+            word = re.findall("'(.*)'", first)[0]
+            key, _, values = word.partition("=")
+            raise UserError(f"{word}: --multirun runs each of them; as a list it is {key}=[{values}]") from None
+        if first.startswith("Error merging override "):
+            form = "a list like [a,b]" if "object_type=list" in str(cause) else "a mapping like {a:b}"
+            raise UserError(f"{first.removeprefix('Error merging override ')}: expected {form}") from None
+        raise UserError(first) from None
+
+
+EXPECTED = {  # in place of pydantic's words
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+    "tuple_type": "expected a list like [a,b]",
+    "too_short": "give at least one",
+}
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One line for one pydantic error: the key, the value, the way out."""
+    path, variant = [str(part) for part in error["loc"]], None
+    for place, part in enumerate(path):  # pydantic names the member of a union in the path
+        if place and (variant := variants().get(part)):
+            del path[place]
+            break
+    if path[:2] == ["data", "parts"] and len(path) > 3:  # data.parts.NAME.SOURCE.KEY
+        variant = variants().get(path.pop(3))
+    key, value, kind = ".".join(path), error["input"], error["type"]
+    message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))
+    if kind == "extra_forbidden":
+        return unknown_key(key, variant)
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind in ("literal_error", "union_tag_invalid"):
+        context = error["ctx"]
+        choices = re.findall(r"'([^']*)'", context.get("expected") or context["expected_tags"])
+        if kind == "union_tag_invalid":
+            key, value = f"{key}.{context['discriminator'].strip(chr(39))}", context["tag"]
+        return f"{key}={value}: expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+    if isinstance(value, dict | BaseModel):  # a check across keys: its message names them
+        return message
+    return f"{key}={value}: {message[0].lower()}{message[1:]}"
+
+
+def unknown_key(key: str, variant: type[Section] | None = None, root: type[Section] = Config) -> str:
+    """The line for a key that does not exist, with the legal key nearest to it."""
+    legal = [name for name, _ in keys(root)]
+    head, _, leaf = key.rpartition(".")
+    if variant and leaf in variant.model_fields:  # it has the key, the member chosen until now has not
+        return f"{head} is changed as a whole by ++{head}={{...}}"
+    if variant and key in legal:  # of another member of the union
+        return f"unknown key {key}: {head}={tag(variant)} has none; its keys are {', '.join(variant.model_fields)}"
+    if head.startswith("optimizer.groups."):
+        legal = [f"{head}.{name}" for name in ParameterGroup.model_fields]
+    leaves = {name.rpartition(".")[2]: name for name in legal}
+    here = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == head}
+    whole = {name: name for name in [*legal, *root.model_fields]}
+    guesses = [
+        (leaf, leaves, 1.0),
+        (leaf, here, 0.6),
+        (leaf, leaves, 0.7),
+        *([] if head and here else [(key, whole, 0.6)]),
+    ]
+    for word, choices, cutoff in guesses:
+        if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
+            return f"unknown key {key}; did you mean {choices[near[0]]}?"
+    listed = "docs/config.md lists all keys" if root is Config else f"keys are {', '.join(legal)}"
+    return f"unknown key {key}; {listed}"

@@ -1,0 +1,72 @@
+"""Tables as text, and pictures of horizontal bars, each of stacked parts."""
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+ROW, LABEL, BARS = 26, 250, 430  # pixels: a row's height; widths of labels and of the longest bar
+INK, PALE, LIMIT = "#222222", "#8a8a8a", "#b02a37"
+
+
+@dataclass(frozen=True)
+class Bar:
+    parts: dict[str, float]  # lengths, in the order in which they are drawn
+    words: str
+    mark: float | None = None  # where a line crosses it
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars one below the other, to one scale."""
+
+    title: str
+    colours: dict[str, str]  # of the parts
+    bars: list[Bar]
+    limit: float | None = None  # where a line crosses all of them
+    notes: dict[str, str] = field(default_factory=dict)  # more for the legend, with their colours
+
+
+def draw(title: str, labels: list[tuple[str, str]], panels: list[Panel]) -> bytes:
+    """A PNG of panels beside one another; `labels` are texts and colours of the rows that they share."""
+    font = ImageFont.load_default(13)
+    panel_width = BARS + 30 + round(max(font.getlength(bar.words) for panel in panels for bar in panel.bars))
+    image = Image.new("RGB", (LABEL + len(panels) * panel_width, ROW * (len(labels) + 4)), "white")
+    canvas = ImageDraw.Draw(image)
+    canvas.text((10, 8), title, INK, ImageFont.load_default(16))
+    for place, (label, ink) in enumerate(labels):
+        canvas.text((10, ROW * (place + 3) + 5), label, ink, font)
+    for place, panel in enumerate(panels):
+        _draw(canvas, font, panel, LABEL + place * panel_width)
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _draw(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> None:
+    canvas.text((left, ROW + 8), panel.title, INK, font)
+    at = left
+    for name, colour in (panel.colours | panel.notes).items():
+        canvas.rectangle((at, 2 * ROW + 8, at + 11, 2 * ROW + 19), colour)
+        canvas.text((at + 16, 2 * ROW + 5), name, INK, font)
+        at += 26 + round(canvas.textlength(name, font))
+    longest = max([panel.limit or 0.0, *(max(sum(bar.parts.values()), bar.mark or 0.0) for bar in panel.bars)])
+    if panel.limit:
+        longest = min(longest, 2 * panel.limit)  # what is far too large would leave no room for the rest
+    scale = (BARS - 10) / longest if longest else 0.0
+    for place, bar in enumerate(panel.bars):
+        top, start = ROW * (place + 3), float(left)
+        for name, length in bar.parts.items():
+            end = min(start + scale * length, left + BARS - 10)
+            canvas.rectangle((start, top + 4, end, top + ROW - 6), panel.colours[name])
+            start = end
+        canvas.text((start + 6, top + 5), bar.words, INK, font)
+        if bar.mark is not None:
+            _line(canvas, left + scale * bar.mark, top, top + ROW - 2, INK)
+    if panel.limit:
+        _line(canvas, left + scale * panel.limit, 3 * ROW, ROW * (len(panel.bars) + 3), LIMIT)
+
+
+def _line(canvas: ImageDraw.ImageDraw, x: float, top: int, bottom: int, colour: str) -> None:
+    canvas.line((x, top, x, bottom), colour, 2)

@@ -1,0 +1,184 @@
+"""Hugging Face's names, one entry per family: the keys of config.json and the tensors in the files. Knows no jax.
+
+To add a family: its values in conf/model/family/, an entry in `FAMILIES`, its name in `config.Model.family`, and a tiny
+model of it in tests/parity/make.py.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Name:
+    """Where a weight stands in the files.
+
+    `dims` are its dimensions there in the letters of layout.py: a matrix "NH,D" has num_heads * head_dim rows. Where
+    one tensor holds several weights side by side along its last dimension, the weight is part `part` of `parts`.
+    """
+
+    tensor: str  # {} is the number of the layer
+    dims: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """How Hugging Face writes one family. Dimensions and switches are keys of our model section."""
+
+    model_type: str
+    architecture: str  # class in transformers
+    names: dict[str, Name]  # parameter -> tensor
+    keys: dict[str, str]  # our key -> key of config.json
+    fixed: dict[str, tuple]  # key of config.json -> values that our parts can serve, the usual one first
+    absent: dict[str, Any] = field(default_factory=dict)  # what config.json means by leaving a key out
+    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of tensor names that other classes and versions write
+    ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights of the decoder
+
+
+LLAMA_NAMES = {
+    "embedding.table": Name("model.embed_tokens.weight", "V,D"),
+    "blocks.pre_attention.scale": Name("model.layers.{}.input_layernorm.weight", "D"),
+    "blocks.attention.q.w": Name("model.layers.{}.self_attn.q_proj.weight", "NH,D"),
+    "blocks.attention.k.w": Name("model.layers.{}.self_attn.k_proj.weight", "KH,D"),
+    "blocks.attention.v.w": Name("model.layers.{}.self_attn.v_proj.weight", "KH,D"),
+    "blocks.attention.o.w": Name("model.layers.{}.self_attn.o_proj.weight", "D,NH"),
+    "blocks.pre_mlp.scale": Name("model.layers.{}.post_attention_layernorm.weight", "D"),
+    "blocks.mlp.gate.w": Name("model.layers.{}.mlp.gate_proj.weight", "F,D"),
+    "blocks.mlp.up.w": Name("model.layers.{}.mlp.up_proj.weight", "F,D"),
+    "blocks.mlp.down.w": Name("model.layers.{}.mlp.down_proj.weight", "D,F"),
+    "final_norm.scale": Name("model.norm.weight", "D"),
+    "head.table": Name("lm_head.weight", "V,D"),
+}
+LLAMA_KEYS = {
+    "vocab_size": "vocab_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "context_length": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}  # fmt: skip
+LLAMA_ABSENT = {
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4,
+    "num_key_value_heads": None, "head_dim": None,
+}  # fmt: skip
+
+
+def qk_norm(*dims: str) -> dict[str, Name]:
+    return {
+        f"blocks.attention.{x}_norm.scale": Name(f"model.layers.{{}}.self_attn.{x}_norm.weight", letters)
+        for x, letters in zip("qk", dims, strict=True)
+    }
+
+
+def renamed(names: dict[str, Name], **tensors: str) -> dict[str, Name]:
+    """The same dimensions under other names; a norm that is not there is left out."""
+    norms = {f"blocks.{norm}.scale": Name(f"model.layers.{{}}.{name}.weight", "D") for norm, name in tensors.items()}
+    return {path: name for path, name in names.items() if not re.match(r"blocks\.(pre|post)", path)} | norms
+
+
+def gpt2_names() -> dict[str, Name]:
+    def linear(path: str, tensor: str, inner: str, outer: str, part: int = 0, parts: int = 1) -> dict[str, Name]:
+        return {
+            f"blocks.{path}.w": Name(f"transformer.h.{{}}.{tensor}.weight", f"{inner},{outer}", part, parts),
+            f"blocks.{path}.bias.b": Name(f"transformer.h.{{}}.{tensor}.bias", outer, part, parts),
+        }
+
+    def norm(path: str, tensor: str) -> dict[str, Name]:
+        return {
+            f"{path}.scale": Name(f"transformer.{tensor}.weight", "D"),
+            f"{path}.bias.b": Name(f"transformer.{tensor}.bias", "D"),
+        }
+
+    return {
+        "embedding.table": Name("transformer.wte.weight", "V,D"),
+        "positions.table": Name("transformer.wpe.weight", "P,D"),
+        **norm("blocks.pre_attention", "h.{}.ln_1"),
+        **linear("attention.q", "attn.c_attn", "D", "NH", 0, 3),
+        **linear("attention.k", "attn.c_attn", "D", "KH", 1, 3),
+        **linear("attention.v", "attn.c_attn", "D", "KH", 2, 3),
+        **linear("attention.o", "attn.c_proj", "NH", "D"),
+        **norm("blocks.pre_mlp", "h.{}.ln_2"),
+        **linear("mlp.up", "mlp.c_fc", "D", "F"),
+        **linear("mlp.down", "mlp.c_proj", "F", "D"),
+        **norm("final_norm", "ln_f"),
+        "head.table": Name("lm_head.weight", "V,D"),
+    }
+
+
+FAMILIES = {
+    "gemma3": Family(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        names=renamed(
+            LLAMA_NAMES,
+            pre_attention="input_layernorm",
+            post_attention="post_attention_layernorm",
+            pre_mlp="pre_feedforward_layernorm",
+            post_mlp="post_feedforward_layernorm",
+        )
+        | qk_norm("H", "H"),
+        keys=LLAMA_KEYS | {"query_scale": "query_pre_attn_scalar", "sliding_window": "sliding_window"},
+        fixed={
+            "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+            "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+        absent={
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        },
+        renamed=(("language_model.", ""), ("model.language_model.", "model.")),  # of the models that also see
+        ignored=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    ),
+    "llama": Family(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        names=LLAMA_NAMES,
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        absent=LLAMA_ABSENT,
+    ),
+    "qwen3": Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        names=LLAMA_NAMES | qk_norm("H", "H"),
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
+        absent=LLAMA_ABSENT | {"max_position_embeddings": 32768, "head_dim": 128},
+    ),
+    "olmo2": Family(
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        names=renamed(
+            LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
+        )
+        | qk_norm("NH", "KH"),
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
+        absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5},
+    ),
+    "gpt2": Family(
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        names=gpt2_names(),
+        keys={
+            "vocab_size": "vocab_size", "embed_dim": "n_embd", "mlp_dim": "n_inner", "num_layers": "n_layer",
+            "num_heads": "n_head", "context_length": "n_positions", "norm_eps": "layer_norm_epsilon",
+            "tied_head": "tie_word_embeddings",
+        },
+        fixed={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False, True),
+            "add_cross_attention": (False,),
+        },
+        absent={
+            "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
+            "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+        },
+        renamed=(("wte.", "transformer.wte."), ("wpe.", "transformer.wpe."), ("h.", "transformer.h."),
+                 ("ln_f.", "transformer.ln_f.")),
+        ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)$",),  # causal masks
+    ),
+}  # fmt: skip

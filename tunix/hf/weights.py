@@ -1,0 +1,290 @@
+"""Weights between safetensors files under Hugging Face's names and sharded arrays, a slice at a time."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from tunix.base.disk import read_json
+from tunix.base.errors import UserError
+from tunix.config import Model
+from tunix.hf.names import FAMILIES, Family, Name
+from tunix.models.paths import named, parameter_name
+from tunix.models.quantized import stacked_codes
+from tunix.sharding.dims import Equation
+from tunix.sharding.layout import Layout
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class TensorFiles:
+    """The tensors of a model's folder under the names of its family's table; a context."""
+
+    def __init__(self, folder: Path, family: Family):
+        self.folder, self.family, self._open = folder, family, ExitStack()
+        self._files: dict[str, tuple[Any, str]] = {}  # our name of the tensor -> file, and its name there
+
+    def __enter__(self) -> "TensorFiles":
+        for path in weight_files(self.folder):
+            try:
+                file = self._open.enter_context(safe_open(path, framework="np"))
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
+            self._files |= {self._canonical(name): (file, name) for name in file.keys()}  # noqa: SIM118
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self._slice(name).get_shape()) for name in self._files}
+
+    def dtype(self, name: str) -> str:
+        """One of `FLOATS` where it was checked, as the files say it."""
+        return self._slice(name).get_dtype()
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor; nothing else of it is read."""
+        return self._slice(name)[index]
+
+    def _slice(self, name: str) -> Any:
+        file, stored = self._files[name]
+        return file.get_slice(stored)
+
+    def _canonical(self, name: str) -> str:
+        for old, new in self.family.renamed:
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model; raises `UserError` where there are none, or one of them is missing."""
+    if (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{folder / INDEX} has no weight_map of tensors and files")
+        names = sorted(set(weight_map.values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"{folder} lacks {', '.join(missing)}, named in {INDEX}")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{folder} has its weights as pickles ({', '.join(pickles[:3])}), which can run code and are not read; "
+            "save them as safetensors"
+        )
+    raise UserError(f"{folder} has no {SINGLE} and no {INDEX}")
+
+
+def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh) -> dict[str, Any]:
+    """Parameters [..] laid out at rest, with None for those that files do not have: low-rank updates.
+
+    `weights` is the tree of `state.Weight`. Each process reads the slices that its devices hold and nothing else, of
+    matrices that are to be quantized one layer at a time.
+
+    Raises:
+        UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
+    """
+    family = FAMILIES[cfg.family]
+    loaded: dict[str, jax.Array] = {}
+    with TensorFiles(folder, family) as files:
+        _check(files, cfg, weights)
+
+        def load(path: str, equation: Equation, dtype: Any, layers: range) -> jax.Array:
+            """Some layers of a parameter."""
+            sizes = cfg.dims | {"L": len(layers)}
+
+            def shard(index: Any) -> np.ndarray:
+                ranges = {
+                    letter: part.indices(sizes[letter])[:2] for letter, part in zip(equation.w, index, strict=True)
+                }
+                return _read(files, family.names[path], cfg, equation, ranges, layers, dtype)
+
+            shape, sharding = tuple(sizes[letter] for letter in equation.w), NamedSharding(mesh, layout.rest(equation))
+            array = jax.make_array_from_callback(shape, sharding, shard)
+            return jax.block_until_ready(array)  # the host's copy is gone before the next is made
+
+        try:
+            for path, weight in _in_files(weights, family):
+                layers = range(cfg.num_layers)
+                if weight.equation.is_quantized:
+                    equation = weight.equation.dequantized()
+                    matrices = (load(path, equation, "float32", layers[n : n + 1]) for n in layers)
+                    loaded[path], loaded[f"{path}_scale"] = stacked_codes(matrices, equation, cfg, layout)
+                else:
+                    loaded[path] = load(path, weight.equation, weight.dtype, layers)
+        except SafetensorError as error:
+            raise UserError(f"{folder}: {error}") from None
+    return jax.tree.map_with_path(lambda path, _: loaded.get(parameter_name(path)), weights)
+
+
+def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Any]]:
+    """Parameters that have a name in the family's table: all but low-rank updates and scales."""
+    return [(path, weight) for path, weight in named(weights) if path in family.names]
+
+
+def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
+    """Raise what `load_weights` would of names and shapes, having read only the heads of the files."""
+    with TensorFiles(folder, FAMILIES[cfg.family]) as files:
+        _check(files, cfg, weights)
+
+
+def _shape(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of the tensor in the files."""
+    *first, last = (math.prod(dims[letter] for letter in group) for group in name.dims.split(","))
+    return (*first, last * name.parts)
+
+
+def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
+    """Raise `UserError` for tensors that these parameters lack, do not need, or need in another shape."""
+    shapes, folder = files.shapes, files.folder
+    names = [files.family.names[path] for path, _ in _in_files(weights, files.family)]
+    wanted = {
+        tensor: _shape(name, cfg.dims)
+        for name in names
+        for tensor in map(name.tensor.format, range(cfg.num_layers if "{}" in name.tensor else 1))
+    }
+    ignored = [*files.family.ignored, r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
+    missing = sorted(wanted.keys() - shapes.keys())
+    extra = sorted(
+        name for name in shapes.keys() - wanted.keys() if not any(re.match(pattern, name) for pattern in ignored)
+    )
+    if missing:
+        raise UserError(f"{folder} lacks {_some(missing)}")
+    if extra:
+        raise UserError(f"{folder} has {_some(extra)}, which a {cfg.family} of its config.json does not have")
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise UserError(f"{folder}: {name} is {list(shapes[name])}, its config.json says {list(shape)}")
+        if files.dtype(name) not in FLOATS:
+            raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}; dequantize it first")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _read(
+    files: TensorFiles, name: Name, cfg: Model, equation: Equation, ranges: Mapping[str, tuple[int, int]],
+    layers: range, dtype: Any,
+) -> np.ndarray:  # fmt: skip
+    """The part of a parameter in these ranges of its dimensions, of L those among `layers`."""
+    ours = equation.w
+    shape = [ranges[letter][1] - ranges[letter][0] for letter in ours]
+    where, unpacked = _slices(name, cfg.dims, ranges)
+    letters = name.dims.replace(",", "")
+    order = [letters.index(letter) for letter in ours.removeprefix("L")]
+
+    # Some rows at a time: a transposing copy that stays in the CPU's cache takes a third of the time.
+    step = max(1, 64 // math.prod(unpacked[1:-1]))
+
+    def fill(target: np.ndarray, tensor: str) -> None:
+        source, target = files.read(tensor, where).reshape(unpacked), target.transpose(np.argsort(order))
+        for row in range(0, unpacked[0], step):
+            target[row : row + step] = source[row : row + step]
+
+    read = np.empty(shape, jnp.dtype(dtype))
+    if not ours.startswith("L"):
+        fill(read, name.tensor)
+    else:
+        for place, layer in enumerate(layers[slice(*ranges["L"])]):
+            fill(read[place], name.tensor.format(layer))
+    return read
+
+
+def _slices(
+    name: Name, dims: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]
+) -> tuple[tuple[slice, ...], list[int]]:
+    """The slice of a tensor in the files that holds these ranges of our dimensions, and its shape letter by letter."""
+    where, unpacked = [], []
+    for group in name.dims.split(","):
+        inner = math.prod(dims[letter] for letter in group[1:])
+        assert all(ranges[letter] == (0, dims[letter]) for letter in group[1:]), f"{group} is split within"
+        begin = name.part * dims[group[0]] * inner if group == name.dims.split(",")[-1] else 0
+        first, last = ranges[group[0]]
+        where.append(slice(begin + first * inner, begin + last * inner))
+        unpacked += [last - first, *(dims[letter] for letter in group[1:])]
+    return tuple(where), unpacked
+
+
+def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
+    """Write `params` as safetensors of at most `shard_gb` GB each, with an index if there are several; returns bytes.
+
+    The host holds one file's tensors at a time.
+    """
+    tensors = _tensors(params, cfg, weights)
+    size = sum(math.prod(shape) for _, shape, _ in tensors) * jnp.dtype(dtype).itemsize
+    files: list[list[Any]] = [[]]
+    room = shard_gb * 1e9
+    for tensor in tensors:
+        bytes_ = math.prod(tensor[1]) * jnp.dtype(dtype).itemsize
+        if files[-1] and bytes_ > room:
+            files.append([])
+            room = shard_gb * 1e9
+        files[-1].append(tensor)
+        room -= bytes_
+    names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+    if len(files) == 1:
+        names = [SINGLE]
+    else:
+        weight_map = {tensor: file for file, part in zip(names, files, strict=True) for tensor, _, _ in part}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    for file, part in zip(names, files, strict=True):
+        save_file({name: make(dtype) for name, _, make in part}, folder / file, metadata={"format": "pt"})
+    return size
+
+
+def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+    """Name, shape and maker of each tensor in the files, in the order of the layers."""
+    family = FAMILIES[cfg.family]
+    found: dict[str, list[Any]] = {}
+    held = dict(named(params))
+    for path, weight in named(weights):
+        name = family.names[path]
+        for layer in range(cfg.num_layers) if "{}" in name.tensor else [None]:
+            found.setdefault(name.tensor.format(layer), []).append((layer, name, held[path], weight))
+
+    def maker(parts):
+        def make(dtype):
+            pieces = [
+                _packed(name, leaf, weight, layer).astype(jnp.dtype(dtype)) for layer, name, leaf, weight in parts
+            ]
+            return np.ascontiguousarray(np.concatenate(pieces, -1))
+
+        return make
+
+    for parts in found.values():
+        parts.sort(key=lambda part: part[1].part)
+    return [(tensor, _shape(parts[0][1], cfg.dims), maker(parts)) for tensor, parts in _by_layer(found)]
+
+
+def _by_layer(found: Mapping[str, list]) -> Iterator[tuple[str, list]]:
+    yield from sorted(found.items(), key=lambda item: -1 if item[1][0][0] is None else item[1][0][0])
+
+
+def _packed(name: Name, leaf: jax.Array, weight, layer: int | None) -> np.ndarray:
+    """One layer of a parameter as the files have it."""
+    value = np.asarray(leaf if layer is None else leaf[layer])
+    ours = weight.equation.w.removeprefix("L")
+    letters = name.dims.replace(",", "")
+    sizes = dict(zip(ours, value.shape, strict=True))
+    shape = [math.prod(sizes[letter] for letter in group) for group in name.dims.split(",")]
+    return value.transpose([ours.index(letter) for letter in letters]).reshape(shape)

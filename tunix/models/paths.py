@@ -1,0 +1,16 @@
+"""Names of parameters in a tree."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+def named(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The leaves of a tree under their names, like `blocks.attention.q.w`."""
+    return [(parameter_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def parameter_name(path: Any) -> str:
+    """`blocks.attention.q.w`, of a path in a tree of parameters."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,0 +1,162 @@
+"""Processes of one run: joining them, agreement between them, and leaving them so that none is left waiting."""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import jax
+from jax._src import distributed as runtime  # its key-value store has no public name
+
+from tunix.base.errors import UserError
+from tunix.processes import exits
+from tunix.processes.rollcall import Absent
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+# Words in the runtime's errors that mean a lost peer.
+LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
+NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; who dies meanwhile is noticed by other means
+_gathers = count()  # numbers them, alike on all processes, which call them in one order
+
+
+def is_main() -> bool:
+    """Whether this process writes what is written once: logs, metrics, the run's folder."""
+    return jax.process_index() == 0
+
+
+def agree(text: str, name: str) -> str:
+    """What process 0 says, on every process."""
+    return gather(text if is_main() else "", name)[0]
+
+
+def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
+    """What each process says, in order of processes; `name` stands in the error of one that waits in vain."""
+    if jax.process_count() == 1:
+        return [text]
+    key = f"tunix/gather/{next(_gathers)}"
+    _store().key_value_set(f"{key}/{jax.process_index():06}", text)
+    barrier(f"{name}, {key}", timeout_s)
+    return [said for _, said in sorted(_store().key_value_dir_get(f"{key}/"))]
+
+
+@cache
+def hosts() -> list[str]:
+    """The host of each process."""
+    return gather(socket.gethostname(), "hosts")
+
+
+def first_of_host() -> bool:
+    """Whether this process writes what each host keeps for itself."""
+    return hosts().index(socket.gethostname()) == jax.process_index()
+
+
+def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
+    """`work()` on every process at once; a `UserError` of one is raised on all."""
+    result, mistake = None, ""
+    try:
+        result = work()
+    except UserError as error:
+        mistake = str(error) or "failed"
+    mistakes = [said for said in gather(mistake, name, timeout_s) if said]
+    if mistakes:
+        raise UserError(mistakes[0])
+    return cast(T, result)
+
+
+def main_first(work: Callable[[], T], name: str) -> T:
+    """`work()` on process 0, then on the first process of every other host, then on the rest: what it leaves on a disk
+    is written by one of those who share that disk, and found by the others. A `UserError` of one is raised on all."""
+    first = first_of_host()
+    turn = 0 if is_main() else 1 if first else 2
+    result: T | None = None
+    for now in range(3 if jax.process_count() > 1 else 1):
+        if now == turn:
+            result = together(work, name, NO_LIMIT_S)
+        else:
+            together(lambda: None, name, NO_LIMIT_S)
+    return cast(T, result)
+
+
+def barrier(name: str, timeout_s: float = 600) -> None:
+    """Wait for every process to come here; RuntimeError naming the barrier after `timeout_s`."""
+    if jax.process_count() > 1:
+        _store().wait_at_barrier(f"tunix: {name}", round(1000 * timeout_s))
+
+
+def publish(key: str, value: str) -> None:
+    """Tell the other processes; they read it with `published`. Nothing if the coordinator is gone."""
+    if jax.process_count() > 1:
+        try:
+            _store().key_value_set(f"tunix/{key}", value, allow_overwrite=True)
+        except RuntimeError:
+            log.warning("the coordinator does not answer")
+
+
+def published(folder: str) -> dict[str, str]:
+    """What processes have published as FOLDER/..., by the rest of the key."""
+    if jax.process_count() == 1:
+        return {}
+    try:
+        found = _store().key_value_dir_get(f"tunix/{folder}/")
+    except RuntimeError:
+        return {}
+    return {key.rsplit("/", 1)[1]: value for key, value in found}
+
+
+@contextmanager
+def deadline(seconds: float, what: str) -> Iterator[None]:
+    """End this process with exit code 76 if the block takes longer: `what` says what did not happen."""
+
+    def end() -> None:
+        print(f"error: {what} within {seconds:g} s", file=sys.stderr, flush=True)
+        os._exit(exits.PEER)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def blame(error: Exception) -> tuple[int, str]:
+    """Exit code and reason of an error among several processes: a peer's, or this process's own with its traceback."""
+    if isinstance(error, Absent):
+        return exits.PEER, str(error)
+    time.sleep(2)  # a peer that failed has said so by now
+    for rank, text in published("failed").items():
+        failure = json.loads(text)
+        return exits.PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
+    line = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if any(word in str(error) for word in LOST_PEER):
+        return exits.PEER, f"another process died or cannot be reached: {line}"
+    traceback.print_exception(error)
+    return 1, line
+
+
+def leave(code: int, why: str) -> None:
+    """End this process with `code` without waiting for the others, after telling them why. Returns if it is alone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    if jax.distributed.is_initialized():
+        publish(f"failed/{jax.process_index()}", json.dumps({"code": code, "why": why, "host": socket.gethostname()}))
+        if is_main():
+            time.sleep(3)  # with this process the coordinator goes, and the runtime would abort who has not heard
+        os._exit(code)
+
+
+def _store() -> Any:
+    """Small texts that all processes share, kept by process 0."""
+    return runtime.global_state.client

@@ -1,0 +1,56 @@
+"""Stopping early: signals and time limits, after the same step on every process."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import jax
+from jax.experimental import multihost_utils
+
+_stop_signals: list[str] = []
+_polls = count(1)
+
+
+class Stopped(Exception):
+    """Asked to stop (SIGTERM, SIGUSR1, time limit), and everything is saved; exit code 75."""
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 ask the run to save and stop. After `start`, which would replace the handlers."""
+    _stop_signals.clear()
+    # With several processes SIGTERM stays with JAX: it makes all of them stop after the same step.
+    numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # only the main thread may
+    before = {n: signal.signal(n, lambda n, _: request_stop(signal.Signals(n).name)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def request_stop(reason: str) -> None:
+    """Ask all processes to save and stop; safe in a signal handler."""
+    if not _stop_signals and jax.process_count() > 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    _stop_signals.append(reason)
+
+
+def told_to_stop() -> bool:
+    """Whether a signal has asked the run to stop, and not its own time limit alone."""
+    return any(reason in signal.Signals.__members__ for reason in _stop_signals)
+
+
+def stop_requested() -> str | None:
+    """Why to stop after this step, the same step on every process; None to go on. Ask once a step."""
+    if jax.process_count() == 1:
+        return _stop_signals[0] if _stop_signals else None
+    # JAX stops at a number that has not been asked for yet: a signal before the first step names 1, whatever the step.
+    if multihost_utils.reached_preemption_sync_point(next(_polls)):
+        return _stop_signals[0] if _stop_signals else "SIGTERM"
+    return None

@@ -1,0 +1,130 @@
+"""Nothing hangs in silence: a thread that ends the process when a peer has failed, or when nothing moves any more."""
+
+import faulthandler
+import json
+import logging
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from tunix.config import Distributed
+from tunix.processes import exits, peers
+
+log = logging.getLogger(__name__)
+POLL_S = 1.0
+PUBLISH_S = 5.0
+OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.NOT_FINITE)  # of a peer, that are this process's too
+
+
+class Watchdog:
+    """Knows what the main thread is in, since when, and how long that may take.
+
+    `phase` surrounds what takes its own time: saving, an evaluation, reading. Compiling belongs to the start, which has
+    the deadline of a phase. Everything between two `step` calls is a step, with a deadline of `step_deadline_factor`
+    times the median step.
+    """
+
+    def __init__(self, cfg: Distributed):
+        self.cfg, self.steps = cfg, deque[float](maxlen=50)
+        self.doing, self.number, self.since, self.limit = "starting", 0, time.monotonic(), float(cfg.phase_deadline_s)
+        self.begun = self.since
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+
+    def step(self, number: int) -> None:
+        """Step `number` begins."""
+        now = time.monotonic()
+        if self.doing == "a step":
+            self.steps.append(now - self.begun)
+        median = statistics.median(self.steps) if self.steps else float("inf")  # the first may load libraries
+        limit = max(self.cfg.step_deadline_s, self.cfg.step_deadline_factor * median)
+        self.doing, self.number, self.begun, self.since = "a step", number, now, now
+        self.limit = min(limit, self.cfg.phase_deadline_s)
+
+    @contextmanager
+    def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
+        """What is done inside is `name`, and may take `limit_s`, or else `phase_deadline_s`."""
+        before = self.doing, self.limit
+        limit = self.cfg.phase_deadline_s if limit_s is None else limit_s
+        self.doing, self.since, self.limit = name, time.monotonic(), limit
+        try:
+            yield
+        finally:
+            self.doing, self.limit = before
+            self.since = time.monotonic()
+
+    def _watch(self) -> None:
+        told = 0.0
+        while not self.ended.wait(POLL_S):
+            now = time.monotonic()
+            if now - told > PUBLISH_S:
+                told = now
+                self._publish()
+            for rank, failure in peers.published("failed").items():
+                if int(rank) != jax.process_index():
+                    self._follow(int(rank), json.loads(failure))
+            if now - self.since > self.limit:
+                self._expire(now - self.since)
+
+    def _publish(self) -> None:
+        state = {"step": self.number, "doing": self.doing, "host": socket.gethostname()}
+        peers.publish(f"progress/{jax.process_index()}", json.dumps({**state, "for_s": time.monotonic() - self.since}))
+
+    def _follow(self, rank: int, failure: dict[str, Any]) -> None:
+        """A peer has failed: end with it."""
+        time.sleep(POLL_S)  # a mistake that all have found is each one's own
+        if self.ended.is_set():
+            return
+        self._dump_stacks()
+        code = failure["code"] if failure["code"] in OWN_CODES else exits.PEER
+        self._end(code, f"process {rank} ({failure['host']}) failed: {failure['why']}")
+
+    def _expire(self, waited_s: float) -> None:
+        """A deadline has passed: say who is late and where everyone stands, then end all."""
+        since = self.since
+        self._publish()
+        time.sleep(2 * POLL_S)  # the others do the same
+        if self.since != since:
+            log.warning("step %d took %.0f s, more than its deadline of %.0f s", self.number, waited_s, self.limit)
+            return
+        states = {int(rank): json.loads(text) for rank, text in peers.published("progress").items()}
+        lines = [
+            f"process {rank} ({state['host']}): step {state['step']}, {state['doing']}, {state['for_s']:.0f} s"
+            for rank, state in sorted(states.items())
+        ]
+        log.error("\n".join(["where each process is:", *lines]))
+        self._dump_stacks()
+        late = min(states, key=lambda rank: (states[rank]["step"], states[rank]["doing"] == "a step"), default=0)
+        who = f"process {late} is late; " if len(states) > 1 else ""
+        self._end(
+            exits.PEER,
+            f"{self.doing} at step {self.number} has taken {waited_s:.0f} s, its deadline was {self.limit:.0f} s; {who}"
+            "stacks are in the log; distributed.step_deadline_s, distributed.phase_deadline_s",
+        )
+
+    def _dump_stacks(self) -> None:
+        """Every thread's stack into this process's log."""
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.FileHandler) and handler.stream:
+                faulthandler.dump_traceback(handler.stream, all_threads=True)
+
+    def _end(self, code: int, why: str) -> None:
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        peers.leave(code, why)
+        os._exit(code)

@@ -1,0 +1,68 @@
+"""One run at a time writes into a folder."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tunix.base.errors import UserError
+from tunix.processes import peers
+
+log = logging.getLogger(__name__)
+LOCK = ".running"
+# Patience with a holder on this host; and with one on another, which may be dead and not forgotten by the file server.
+HOLDER_S, LEASE_S = 5.0, 300.0
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """One run at a time writes into a folder: process 0 locks a file in it until the run ends, however it ends.
+
+    Raises:
+        UserError: another run holds it still after a while, and is named; or the disk is full.
+    """
+    with ExitStack() as stack:
+        peers.together(lambda: _lock(folder / LOCK, stack) if peers.is_main() else None, "the run's lock")
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise UserError(
+                f"the run's folder {folder} cannot be written ({error.strerror}); make room and go on with "
+                f"resume={folder}"
+            ) from None
+
+
+def _lock(path: Path, stack: ExitStack) -> None:
+    try:
+        file = stack.enter_context(path.open("a+"))
+    except OSError as error:
+        raise UserError(f"the run's folder {path.parent} cannot be written ({error.strerror})") from None
+    here, begun = socket.gethostname(), None
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = path.read_text().strip()
+            patience = HOLDER_S if holder.endswith(f" on {here}") else LEASE_S
+            if begun is None:
+                begun = time.monotonic()
+                log.warning("%s is being written by %s; waiting %.0f s for its end", path.parent, holder, patience)
+            if time.monotonic() - begun > patience:
+                raise UserError(
+                    f"{path.parent} is being written by {holder}; wait for its end, or start a run of its own"
+                ) from None
+            time.sleep(0.5)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): nothing keeps a second run out", path, error.strerror)
+            return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {here}")
+    file.flush()

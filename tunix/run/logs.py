@@ -1,0 +1,34 @@
+"""Logs of a run: the terminal, and a file for each process."""
+
+import logging
+import sys
+from logging.handlers import MemoryHandler
+
+from rich.logging import RichHandler
+
+from tunix.processes import peers
+from tunix.run.run_folder import log
+
+
+def start_logging(remarks: list[str]) -> MemoryHandler:
+    """Log to the terminal at once, `remarks` first; what is logged before the run has a folder waits in the handler
+    returned.
+
+    Warnings of other libraries go to the log file alone.
+    """
+    logging.raiseExceptions = False  # a full disk is told of once, by what needs it
+    waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
+    logging.basicConfig(handlers=[waiting], level=logging.WARNING, force=True)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    sys.unraisablehook = lambda ignored: logging.getLogger("python").warning(  # tensorstore, after a failed save
+        "ignored in %r", ignored.object, exc_info=ignored.exc_value
+    )
+    ours = logging.getLogger("tunix")
+    ours.setLevel(logging.INFO)
+    ours.handlers.clear()
+    if peers.is_main():
+        on_terminal = RichHandler(show_path=False, show_level=False, log_time_format="%X")
+        ours.addHandler(on_terminal if sys.stdout.isatty() else logging.StreamHandler(sys.stdout))
+    for remark in remarks:
+        log.warning("%s", remark)
+    return waiting

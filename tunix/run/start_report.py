@@ -1,0 +1,110 @@
+"""What a run is about to do, in numbers, before it does it."""
+
+import socket
+
+import jax
+from jax.sharding import Mesh
+from rich.table import Table
+
+from tunix.base.tables import as_text
+from tunix.cli.architecture import unlike_its_family
+from tunix.config import Config
+from tunix.config.optimizer import FALLING_AT_THE_END
+from tunix.costs.derived import costs_of
+from tunix.data.corpus import Corpus
+from tunix.processes import peers
+from tunix.sharding.arrays import bytes_per_device
+from tunix.sharding.dims import MESH_AXES, whole_letters
+from tunix.sharding.mesh import MAX_ROWS, device_table
+from tunix.sharding.mesh_shape import data_shards, shown
+from tunix.training.optim import phase_steps
+from tunix.training.program import Program
+from tunix.training.sizes import Sizes
+from tunix.training.state import Architecture, State, count
+
+
+def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
+    """Every derived number as text; `corpus` is None in a dry run."""
+    training, arch = cfg.training, program.arch
+    held = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
+    shards = data_shards(mesh.shape)
+    kinds = {device.device_kind for device in mesh.devices.flat}
+    dtypes = training.dtypes
+    rows = {
+        "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
+        f"{cfg.model.attention} attention",
+        **_what_is_trained(cfg, arch, program.abstract),
+        "data": corpus.summary if corpus else "not read in a dry run",
+        "mesh": f"{shown(mesh.shape, MESH_AXES)} over {mesh.size} x {', '.join(sorted(kinds))}, "
+        f"{jax.process_count()} process(es)",
+        "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
+        f"gradient sums {dtypes['reduce']}; remat {training.remat}",
+        "global batch": f"{sizes.batch_size:,} sequences = {sizes.num_microbatches} microbatch(es) x "
+        f"{shards} data shard(s) x {training.sequences_per_shard}; gradients reduced every "
+        f"{training.sync_gradients_every} microbatch(es)",
+        "tokens per step": f"{sizes.tokens_per_step:,} = {sizes.batch_size:,} x {training.seq_len}",
+        "length": _length(cfg, sizes),
+        "bytes per device": f"{held['weights'] + held['optimizer']:.3f} GiB = weights {held['weights']:.3f} + "
+        f"{cfg.optimizer.name} {held['optimizer']:.3f}; predicted on top: gradients {held['gradients']:.3f}, "
+        f"gathered weights {held['gathered']:.3f}, activations {held['activations']:.3f}",
+        "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
+        f"{sizes.tflop_per_step:.3f} TFLOP per step",
+    }
+    if why := unlike_its_family(cfg.model):
+        rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
+    if jax.process_count() > 1:
+        rows["processes"] = _processes()
+    for letter in sorted(whole_letters(cfg.model.dims, mesh.shape)):
+        what, axis = {
+            "K": ("key/value heads", "tp"), "V": ("vocabulary", "tp"), "C": ("codes along the width", "fsdp"),
+            "E": ("scales along the width", "fsdp"),
+        }[letter]  # fmt: skip
+        rows[what] = f"{cfg.model.dims[letter]:,} on {axis}={mesh.shape[axis]}: every device keeps all"
+    name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
+    table = Table(show_header=False, box=None, title=name, title_justify="left")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    devices = Table(box=None)
+    head, *body = device_table(mesh)
+    for column in head:
+        devices.add_column(column)
+    for row in body:
+        devices.add_row(*row)
+    return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
+
+
+def _processes() -> str:
+    """Which process runs where, and with how many devices."""
+    hosts = peers.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
+    told = [f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])]
+    return "; ".join(told + [f"... {len(hosts) - MAX_ROWS} more"] * (len(hosts) > MAX_ROWS))
+
+
+def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
+    rows, lora = {}, cfg.model.lora
+    if cfg.model.init_from:
+        rows["weights from"] = cfg.model.init_from
+    if lora.rank:
+        trained = arch.num_trained
+        rows["trained"] = (
+            f"{trained:,} parameters ({trained / arch.num_parameters:.2%}): rank {lora.rank} updates of {lora.targets}"
+            + (f", and {lora.train_also} fully" if lora.train_also else "")
+        )
+        base, kept = bytes_per_device(arch.frozen(state["params"])), cfg.training.dtypes["param"]
+        if lora.quantize_base:
+            kept = f"matrices of attention and MLP {lora.quantize_base}, the rest {kept}"
+        num_frozen = count(arch.frozen(arch.weights))
+        rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {kept}"
+    return rows
+
+
+def _length(cfg: Config, sizes: Sizes) -> str:
+    if sizes.total_steps is None:
+        return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
+    steps = sizes.total_steps
+    warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.tokens_per_step) for phase in ("warmup", "decay"))
+    tail = f", decay over the last {decay}" if cfg.scheduler.name in FALLING_AT_THE_END else ""
+    return (
+        f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; "
+        f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
+    )

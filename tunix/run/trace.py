@@ -1,0 +1,138 @@
+"""Tracing a few steps of a run: `training.profile_communication`. Outside of them nothing is done."""
+
+import json
+import logging
+import re
+import shutil
+import socket
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+from tunix.base.errors import UserError
+from tunix.config import Config
+from tunix.costs import communication_report
+from tunix.costs.communication import measured, predict
+from tunix.costs.communication_report import picture
+from tunix.costs.derived import derive
+from tunix.costs.devices import kind_named
+from tunix.costs.hlo import collectives, control_flow
+from tunix.costs.timeline import Timeline, events, timelines
+from tunix.processes import peers
+from tunix.run.metrics import Metrics
+from tunix.training.state import State
+
+log = logging.getLogger(__name__)
+
+
+def check_window(cfg: Config, total_steps: int) -> None:
+    """Raise `UserError` for a trace that the run has no steps for, or of processes that it has not."""
+    if not cfg.training.profile_communication:
+        return
+    wanted = cfg.profile.after_step + cfg.profile.steps
+    if wanted > total_steps:
+        raise UserError(
+            f"profile.after_step={cfg.profile.after_step} and profile.steps={cfg.profile.steps} need {wanted} steps, "
+            f"the run has {total_steps}; lower them or raise training.max_steps"
+        )
+    absent = [rank for rank in cfg.profile.ranks or () if rank >= jax.process_count()]
+    if absent or cfg.profile.ranks == ():
+        raise UserError(
+            f"profile.ranks={list(cfg.profile.ranks or ())}: the run has processes 0 to {jax.process_count() - 1}; "
+            "null traces all"
+        )
+
+
+class CommunicationTrace:
+    """Call `at(step)` after each step in `edges`: the trace begins after the first and ends after the second."""
+
+    def __init__(self, cfg: Config, mesh: jax.sharding.Mesh, folder: Path, metrics: Metrics):
+        self.cfg, self.mesh, self.folder, self.metrics = cfg, mesh, folder, metrics
+        first, ranks = cfg.profile.after_step, cfg.profile.ranks
+        self.edges: tuple[int, ...] = (first, first + cfg.profile.steps) if cfg.training.profile_communication else ()
+        self.traces = ranks is None or jax.process_index() in ranks  # this process
+        self.begun = self.running = False
+
+    def __enter__(self) -> "CommunicationTrace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.running:
+            log.warning("the run ended while steps were traced; there is no report of them")
+            jax.profiler.stop_trace()
+            shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    def starts_after(self, step: int) -> None:
+        """Tell where a resumed run is past the steps that were to be traced."""
+        if self.edges and step >= self.edges[0] and not (self.folder / "communication.txt").exists():
+            log.warning("no trace: resumed at step %d; profile.after_step must be at least %d", step, step + 1)
+
+    def at(self, step: int, state: State, program: Any) -> None:
+        """Begin or end the trace; `state` is the one after `step` and is waited for, `program` is the compiled step."""
+        jax.block_until_ready(state)
+        if step == self.edges[0]:
+            self.begun = True
+            if self.traces:
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0  # calls of Python functions would be most of the file
+                jax.profiler.start_trace(self._own_folder, profiler_options=options)
+                self.running = True
+        elif self.begun:
+            if self.running:
+                jax.profiler.stop_trace()
+                self.running = False
+            self._report(step, program.as_text())
+
+    @property
+    def _own_folder(self) -> Path:
+        """Processes of one host would write files of the same name."""
+        return self.folder / f"unfinished.{jax.process_index()}"
+
+    def _report(self, step: int, hlo: str) -> None:
+        found = collectives(hlo)
+        mine: dict[str, Timeline] = {}
+        if self.traces:
+            trace = ProfileData.from_file(str(self._keep_trace()))
+            module = re.match(r"HloModule ([\w.\-]+)", hlo)
+            assert module
+            names = {each.name for each in found}
+            mine = timelines(events(trace, module[1], names), self.cfg.profile.steps, names, control_flow(hlo))
+        said = json.dumps({device: asdict(timeline) for device, timeline in mine.items()})
+        everyone = [json.loads(text) for text in peers.gather(said, "communication report")]
+        per_host = max(Counter(peers.hosts()).values()) * jax.local_device_count()
+        if not peers.is_main():
+            return
+        of_all = {
+            f"process {rank} device {device}": Timeline(**values)
+            for rank, one in enumerate(everyone)
+            for device, values in one.items()
+        }
+        if not of_all:
+            log.warning("the trace in %s shows no operation of the step: no communication report", self.folder)
+            return
+        sizes = dict(self.mesh.shape)
+        kind = kind_named(self.mesh.devices.flat[0].device_kind)
+        predicted = predict(derive(self.cfg, sizes).transfers, sizes, kind, per_host)
+        communication = measured(self.edges[0] + 1, self.cfg.profile.steps, of_all, found, sizes, predicted)
+        text, png = communication_report.text(communication), picture(communication)
+        for name, content in (("txt", text), ("csv", communication_report.to_csv(communication))):
+            (self.folder / f"communication.{name}").write_text(content)
+        (self.folder / "communication.png").write_bytes(png)
+        self.metrics.text("communication", text, step)
+        self.metrics.image("communication_by_axis", png, step)
+        log.info("communication of %s", text.partition("\n\nby collective")[0])
+        log.info("trace and communication report: %s", self.folder)
+
+    def _keep_trace(self) -> Path:
+        """Where TensorBoard's profile plugin looks, and named by process."""
+        session = self.folder / "plugins" / "profile" / f"after_step_{self.edges[0]}"
+        session.mkdir(parents=True, exist_ok=True)
+        kept = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
+        written = max(self._own_folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        written.replace(kept)
+        shutil.rmtree(self._own_folder)
+        return kept

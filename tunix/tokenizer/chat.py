@@ -1,0 +1,74 @@
+"""Conversations as text by a chat template, cut into what is given and what is answered.
+
+Templates are Jinja, as Hugging Face's tokenizers carry them; the environment here is that of transformers.
+"""
+
+import datetime
+import json
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tunix.base.errors import UserError
+
+Message = dict[str, str]  # role, content
+
+# For tokenizers that have none: those trained here.
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}{{ '' if loop.first else '\n' }}{{ message.role }}:\n"
+    "{{ message.content }}{{ eos_token if message.role == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n' }}assistant:\n{% endif %}"
+)
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: dict[str, str]):
+        """`special_tokens` are the values of bos_token, eos_token and others that the template may name."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        self.special_tokens = special_tokens
+        try:
+            self.template = environment.from_string(source)
+        except TemplateError as error:
+            raise UserError(f"task.chat_template: {error}") from None
+
+    def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+        try:
+            return self.template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special_tokens
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"task.chat_template refuses a conversation: {error}") from None
+
+    def segments(self, messages: list[Message]) -> list[tuple[str, bool]]:
+        """The conversation's text in pieces, and of each whether it is an answer, with the end of its turn.
+
+        A prompt ends where generation would begin, so tokens are cut there in training as they are in use.
+
+        Raises:
+            UserError: the text of a conversation does not begin with that of its first turns.
+        """
+        pieces, done = [], ""
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self.render(messages[:number], add_generation_prompt=True)
+                answered = self.render(messages[: number + 1])
+                if not (prompt.startswith(done) and answered.startswith(prompt)):
+                    raise UserError(
+                        "task.chat_template: a conversation with its answer does not begin with the text before the "
+                        f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}"
+                    )
+                pieces += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
+                done = answered
+        return pieces
+
+
+def _refuse(message: str) -> Any:
+    raise TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,73 @@
+"""What a config trains on a mesh: the model's architecture, its loss, its optimizer, and the step made of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.config import Config
+from tunix.sharding.arrays import BATCH
+from tunix.sharding.dims import whole_letters
+from tunix.sharding.layout import STRATEGIES, Layout
+from tunix.sharding.mesh import device_mesh
+from tunix.sharding.mesh_shape import data_shards
+from tunix.training.losses import make_loss
+from tunix.training.optim import make_optimizer, make_schedule
+from tunix.training.state import Architecture, State, abstract_state, describe, make_init
+from tunix.training.step import LossFn, make_train_step
+
+
+def build_layout(cfg: Config, mesh: Mesh) -> Layout:
+    return Layout(
+        STRATEGIES[cfg.training.sharding_strategy],
+        whole=whole_letters(cfg.model.dims, mesh.shape),
+        **cfg.training.dtypes,
+    )
+
+
+def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of a run; see `device_mesh`."""
+    return device_mesh(cfg.model.mesh_shape, cfg.model.dims, cfg.distributed.allow_idle_devices, devices)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The parts of a training program. No array is made yet, and the devices need not exist."""
+
+    cfg: Config
+    layout: Layout
+    arch: Architecture
+    optimizer: optax.GradientTransformation
+    loss_fn: LossFn
+    init: Callable[..., State]  # seed -> State
+    abstract: State  # its shapes, dtypes and shardings
+
+    def step(self, num_steps: int, tokens_per_step: int) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
+        """The train step of a run of `num_steps`, on which the learning rate depends; to be compiled."""
+        cfg = self.cfg
+        schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, num_steps, tokens_per_step)
+        return make_train_step(
+            self.arch, self.loss_fn, self.optimizer, schedule, self.layout, cfg.training.sync_gradients_every
+        )
+
+
+def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the batch [A, B, T] that a step takes."""
+    training, shards = cfg.training, data_shards(mesh.shape)
+    shape = (training.accumulation(shards), training.sequences_per_shard * shards, training.seq_len)
+    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "int32") | {"loss_mask": "float32"}
+    sharding = NamedSharding(mesh, BATCH)
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+
+def assemble(cfg: Config, mesh: Mesh) -> Program:
+    """The program of `cfg` for `mesh`, which must be the mesh in use (`jax.set_mesh`)."""
+    training = cfg.training
+    layout = build_layout(cfg, mesh)
+    arch = describe(cfg.model, layout, training.remat)
+    optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
+    init = make_init(arch, cfg.model, layout, optimizer)
+    return Program(cfg, layout, arch, optimizer, make_loss(cfg), init, abstract_state(init, mesh))

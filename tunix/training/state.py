@@ -1,0 +1,150 @@
+"""From module to pytrees: outside models/, the one place where a module is split into what it is and its arrays."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
+
+from tunix.base.errors import UserError
+from tunix.config import Model
+from tunix.models.paths import parameter_name
+from tunix.models.transformer import Transformer
+from tunix.sharding.dims import Equation
+from tunix.sharding.layout import Layout
+
+State = dict[
+    str, Any
+]  # params, opt_state: trees; step: optimizer steps taken; skipped: non-finite ones in a row, to now
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What is known of a parameter before it has a value."""
+
+    equation: Equation
+    shape: tuple[int, ...]
+    dtype: Any  # at rest
+
+    @property
+    def size(self) -> int:
+        """Parameters of the model in it: none in scales, two in a byte of nf4 codes."""
+        return math.prod(self.shape) * (0 if "E" in self.equation.w else 2 if self.dtype == jnp.uint8 else 1)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model without its parameters."""
+
+    graphdef: nnx.GraphDef
+    weights: dict[str, Any]  # tree of Weight
+    is_trained: dict[str, Any]  # tree of bool: false where a parameter is frozen
+
+    def module(self, params: dict[str, Any]) -> Transformer:
+        return nnx.merge(self.graphdef, params)
+
+    def trained(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """A tree of parameters with None, which jax passes over, in the place of those that are frozen."""
+        return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, self.is_trained)
+
+    def whole(self, trained: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree with the trained parameters in it replaced."""
+        return jax.tree.map(lambda new, old: old if new is None else new, trained, tree, is_leaf=lambda x: x is None)
+
+    @property
+    def trained_weights(self) -> dict[str, Any]:
+        return self.trained(self.weights)
+
+    def frozen(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The tree with None in the place of what is trained."""
+        return jax.tree.map(lambda leaf, trained: None if trained else leaf, tree, self.is_trained)
+
+    @property
+    def num_parameters(self) -> int:
+        return count(self.weights)
+
+    @property
+    def num_trained(self) -> int:
+        return count(self.trained_weights)
+
+
+def count(weights: dict[str, Any]) -> int:
+    """Parameters in a tree of Weight."""
+    return sum(weight.size for weight in jax.tree.leaves(weights))
+
+
+def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
+    """Split the model on shapes only: no array is made."""
+    graphdef, variables = nnx.split(nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat)))
+
+    def weight(variable: nnx.Variable) -> Weight:
+        equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
+        dtype = variable.get_value().dtype
+        return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype)
+
+    def is_trained(path, weight: Weight) -> bool:
+        name = parameter_name(path)
+        also = cfg.lora.train_also is not None and re.search(cfg.lora.train_also, name) is not None
+        if also and weight.equation.is_quantized:
+            raise UserError(
+                f"model.lora.train_also={cfg.lora.train_also} trains {name}, of which "
+                f"model.lora.quantize_base={cfg.lora.quantize_base} keeps only codes; leave it to the updates"
+            )
+        return not cfg.lora.rank or ".lora." in name or also
+
+    weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights))
+
+
+def make_init(arch: Architecture, cfg: Model, layout: Layout, tx: optax.GradientTransformation):
+    """A function seed -> State, to be compiled: every array is born on its own shards, the same on every mesh.
+
+    It takes a tree of parameters that exist already, with None for those to be made.
+    """
+
+    def init(seed, given=None) -> State:
+        params = nnx.to_pure_dict(nnx.state(Transformer(cfg, layout, nnx.Rngs(jax.random.key(seed)))))
+        params = params if given is None else arch.whole(given, params)
+        params = jax.tree.map(lambda p, weight: reshard(p, layout.rest(weight.equation)), params, arch.weights)
+        moments_like = optimizer_view(arch.trained(params), arch, layout)
+        zero = jnp.zeros((), jnp.int32)
+        return {"params": params, "opt_state": tx.init(moments_like), "step": zero, "skipped": zero}
+
+    return init
+
+
+def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> dict[str, Any]:
+    """Trained parameters or gradients laid out as the optimizer works on them."""
+    sharded = layout.strategy.optimizer
+    return jax.tree.map(lambda x, weight: reshard(x, layout.rest(weight.equation, sharded)), tree, arch.trained_weights)
+
+
+def abstract_state(init, mesh: Mesh) -> State:
+    """Shapes, dtypes and shardings of the state, without making it."""
+
+    def concrete(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = leaf.sharding.spec if leaf.sharding else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(concrete, jax.eval_shape(init, 0))
+
+
+def init_state(init, mesh: Mesh, seed: int, given: dict[str, Any] | None = None) -> State:
+    """The state itself, made on its shards; `given` parameters are donated."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(init, mesh))
+    return jax.jit(init, out_shardings=shardings, donate_argnums=1)(seed, given)
+
+
+def abstract_params(arch: Architecture, mesh: Mesh, layout: Layout) -> dict[str, Any]:
+    """Shapes, dtypes and shardings of the parameters at rest."""
+
+    def abstract(weight: Weight) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, layout.rest(weight.equation))
+        return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, arch.weights)
