@@ -21,9 +21,9 @@ def cache_dir(tmp_path_factory) -> Path:
     os.environ["TUNIX_CACHE_DIR"] = str(folder)
     import jax
 
-    # The same small programs are compiled in many tests.
+    # The same small programs are compiled in many tests; TUNIX_TEST_COMPILED keeps them for the next session of tests.
     for name, value in (
-        ("compilation_cache_dir", str(folder / "jax")),
+        ("compilation_cache_dir", os.environ.get("TUNIX_TEST_COMPILED", str(folder / "jax"))),
         ("persistent_cache_min_compile_time_secs", 0),
         ("persistent_cache_min_entry_size_bytes", 0),
     ):
