@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from support.devices import QUICK
 from support.harness import ROOT, RUN
 
 from tunix import verify
 from tunix.cli.compose import compose
+from tunix.training.program import Program
 
 TWO = '--meshes=[[[8],["fsdp"]],[[2,2,2],["dp","fsdp","tp"]]]'
 
@@ -49,13 +51,12 @@ def test_digits_differ_past_a_tolerance_of_nothing(words, run):
 
 def test_a_mesh_that_goes_wrong_is_found(words, run, monkeypatch):
     """One mesh starts from other weights than the first."""
-    start = verify.start_state
+    new_state = Program.new_state
 
-    def other_seed_on_tp(cfg, arch, layout, init, mesh):
-        seed = cfg.seed + (mesh.shape["tp"] > 1)
-        return start(cfg.model_copy(update={"seed": seed}), arch, layout, init, mesh)
+    def other_seed_on_tp(self, seed, given=None):
+        return new_state(self, seed + (jax.sharding.get_mesh().shape["tp"] > 1), given)
 
-    monkeypatch.setattr(verify, "start_state", other_seed_on_tp)
+    monkeypatch.setattr(Program, "new_state", other_seed_on_tp)
     code, out, _ = run(*words, TWO, "--steps=1")
     assert code == 1
     assert [line.count("!") for line in out.splitlines() if "[[" in line] == [0, 2]

@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from tunix.run.trace import CommunicationTrace, check_window
 from tunix.tokenizer.vocabulary import tokenizer_digest
 from tunix.training.held_out import HeldOut
 from tunix.training.optim import check_phases
-from tunix.training.program import assemble, build_mesh
+from tunix.training.program import Program, assemble, build_mesh
 from tunix.training.sizes import derive_sizes, last_step
-from tunix.training.start import check_start, start_state
+from tunix.training.start import check_init_from, load_init_from
 from tunix.training.state import Architecture, State
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ def run(job: compose.Job) -> Result:
 
         check_compiler_options(training.compiler_options)
         check_window(cfg, sizes.total_steps)
-        peers.main_first(lambda: check_start(cfg, arch), "looking at model.init_from")
+        peers.main_first(lambda: check_init_from(cfg, arch), "looking at model.init_from")
 
         # Where it is written, and from where it goes on.
         folder, shared = run_folder.open_folder(job)
@@ -97,8 +96,7 @@ def run(job: compose.Job) -> Result:
             Metrics(folder, cfg.logging) as metrics,
             CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
         ):
-            make_state = partial(start_state, cfg, arch, program.layout, program.init, mesh)
-            state, start, is_new = restore_or_init(job, checkpoints, program.abstract, make_state, corpus, data)
+            state, start, is_new = first_state(job, checkpoints, program, mesh, corpus, data)
             trace.starts_after(start.step)
             last = end_of_run(cfg, corpus, data, start, sizes.total_steps)
             run_folder.write_record(job, folder, shared, waiting_log)
@@ -161,18 +159,18 @@ def run(job: compose.Job) -> Result:
         return Result(folder, steps.last, evaluation)
 
 
-def restore_or_init(
-    job: compose.Job, checkpoints: Checkpoints, abstract: State, init, corpus: Corpus, data: TrainBatches
+def first_state(
+    job: compose.Job, checkpoints: Checkpoints, program: Program, mesh: Mesh, corpus: Corpus, data: TrainBatches
 ) -> tuple[State, Position, bool]:
     """The state to start from: a checkpoint's if the run is resumed and has one, else a new one (True) at step 0."""
     fresh = Position(0, 0, data.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
     if job.config.resume:
-        restored = checkpoints.restore(job.resume_step, abstract, job.config, fresh)
+        restored = checkpoints.restore(job.resume_step, program.abstract, job.config, fresh)
         if restored:
             log.info("resumed at step %d, sample %d", restored[1].step, restored[1].next_sample)
             return *restored, False
         log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.folder)
-    return init(), fresh, True
+    return program.new_state(job.config.seed, load_init_from(program, mesh)), fresh, True
 
 
 def end_of_run(cfg: Config, corpus: Corpus, data: TrainBatches, start: Position, total_steps: int) -> int:

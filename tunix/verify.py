@@ -30,7 +30,7 @@ from tunix.sharding.mesh_shape import check_divides, meshes, resolve, shown
 from tunix.trainer import check_compiler_options, compile_step
 from tunix.training.program import assemble, build_mesh
 from tunix.training.sizes import derive_sizes
-from tunix.training.start import check_start, start_state
+from tunix.training.start import check_init_from, load_init_from
 
 COMPARED = ("loss", "grad_norm")
 FAKE_DEVICES = 8
@@ -101,11 +101,11 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int)
     # Some GPUs take float32 products in fewer bits unless told otherwise.
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         program = assemble(cfg, mesh)
-        check_start(cfg, program.arch)
+        check_init_from(cfg, program.arch)
         sizes = derive_sizes(cfg, mesh, program.arch, corpus)
         assert sizes.total_steps is not None
         data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
-        state = start_state(cfg, program.arch, program.layout, program.init, mesh)
+        state = program.new_state(cfg.seed, load_init_from(program, mesh))
         step_fn = program.step(sizes.total_steps, sizes.tokens_per_step)
         train_step = compile_step(step_fn, state, data.read_global(0), cfg.training.compiler_options)
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}

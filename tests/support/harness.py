@@ -15,8 +15,8 @@ from support.devices import xla_flags
 from tunix.cli.compose import compose
 from tunix.config import Config
 from tunix.sharding.arrays import to_global
-from tunix.training.program import assemble, build_mesh
-from tunix.training.state import Architecture, init_state
+from tunix.training import program as training
+from tunix.training.state import Architecture
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -62,26 +62,27 @@ class Program:
 def program(*overrides: str, fresh: bool = False) -> Program:
     """With `fresh`, the initial state is made on this mesh, as a run makes it."""
     cfg = compose([*SMALL, *overrides]).config
-    mesh = build_mesh(cfg)
+    mesh = training.build_mesh(cfg)
     with jax.set_mesh(mesh):
-        built = assemble(cfg, mesh)
+        built = training.assemble(cfg, mesh)
         step = built.step(100, 1000)
         if fresh:
-            state = init_state(built.init, mesh, cfg.seed)
+            state = built.new_state(cfg.seed)
         else:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract)
-            state = jax.tree.map(jax.device_put, _initial(built.init, mesh, cfg), shardings)
+            state = jax.tree.map(jax.device_put, _initial(built), shardings)
     return Program(cfg, mesh, built.arch, state, step)
 
 
 _initial_states: dict[str, Any] = {}
 
 
-def _initial(init, mesh, cfg: Config) -> Any:
+def _initial(built: training.Program) -> Any:
     """Initial state on the host. It is the same on every mesh (a test of its own holds that), so it is made once."""
+    cfg = built.cfg
     key = repr((cfg.model.dims, cfg.model.lora, cfg.optimizer, cfg.training.dtypes["param"], cfg.seed))
     if key not in _initial_states:
-        _initial_states[key] = jax.tree.map(np.asarray, init_state(init, mesh, cfg.seed))
+        _initial_states[key] = jax.tree.map(np.asarray, built.new_state(cfg.seed))
     return _initial_states[key]
 
 

@@ -143,7 +143,7 @@ def _kept_per_sequence(program: Program, mesh: Mesh | AbstractMesh) -> int:
     def kept(params, batch):
         rows = {name: leaf[0] for name, leaf in batch.items()} | {"noise": jnp.zeros((), jnp.int32)}
         trained = arch.trained(params)
-        return jax.vjp(lambda trained: program.loss_fn(arch.module(arch.whole(trained, params)), rows)[0], trained)[1]
+        return jax.vjp(lambda trained: program.loss_fn(arch.module(arch.merge(trained, params)), rows)[0], trained)[1]
 
     def num_bytes(sequences: int) -> int:
         values = {"micro_batch_size": sequences, "global_batch_size": None, "global_batch_tokens": None}

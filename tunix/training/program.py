@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.losses import make_loss
 from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.state import Architecture, State, abstract_state, describe, make_init
+from tunix.training.state import Architecture, State, abstract_state, describe, new_state
 from tunix.training.step import LossFn, make_train_step
 
 
@@ -42,8 +43,17 @@ class Program:
     arch: Architecture
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
-    init: Callable[..., State]  # seed -> State
-    abstract: State  # its shapes, dtypes and shardings
+    abstract: State  # shapes, dtypes and shardings of the state
+
+    def new_state(self, seed: int, given: dict[str, Any] | None = None) -> State:
+        """The state of step 0, made on its shards.
+
+        `given` is a tree of parameters that exist already (see `load_init_from`), with None for those to be made; its
+        arrays are donated.
+        """
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer)
+        return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
 
     def step(self, num_steps: int, tokens_per_step: int) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
         """The train step of a run of `num_steps`, on which the learning rate depends; to be compiled."""
@@ -69,5 +79,5 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     layout = build_layout(cfg, mesh)
     arch = describe(cfg.model, layout, training.remat)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
-    init = make_init(arch, cfg.model, layout, optimizer)
-    return Program(cfg, layout, arch, optimizer, make_loss(cfg), init, abstract_state(init, mesh))
+    abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer), mesh)
+    return Program(cfg, layout, arch, optimizer, make_loss(cfg), abstract)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,8 @@ from tunix.models.transformer import Transformer
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
-State = dict[
-    str, Any
-]  # params, opt_state: trees; step: optimizer steps taken; skipped: non-finite ones in a row, to now
+# params, opt_state: trees of arrays; step: optimizer steps taken; skipped: steps in a row, to now, that were not finite
+State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Architecture:
         """A tree of parameters with None, which jax passes over, in the place of those that are frozen."""
         return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, self.is_trained)
 
-    def whole(self, trained: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    def merge(self, trained: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
         """The tree with the trained parameters in it replaced."""
         return jax.tree.map(lambda new, old: old if new is None else new, trained, tree, is_leaf=lambda x: x is None)
 
@@ -101,21 +101,24 @@ def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
     return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights))
 
 
-def make_init(arch: Architecture, cfg: Model, layout: Layout, tx: optax.GradientTransformation):
-    """A function seed -> State, to be compiled: every array is born on its own shards, the same on every mesh.
+def new_state(
+    arch: Architecture,
+    model: Model,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    seed: jax.Array | int,
+    given: dict[str, Any] | None = None,
+) -> State:
+    """The state of step 0. To be compiled: each device then makes only its own shards, the same on every mesh.
 
-    It takes a tree of parameters that exist already, with None for those to be made.
+    `given` is a tree of parameters that exist already, with None for those to be made.
     """
-
-    def init(seed, given=None) -> State:
-        params = nnx.to_pure_dict(nnx.state(Transformer(cfg, layout, nnx.Rngs(jax.random.key(seed)))))
-        params = params if given is None else arch.whole(given, params)
-        params = jax.tree.map(lambda p, weight: reshard(p, layout.rest(weight.equation)), params, arch.weights)
-        moments_like = optimizer_view(arch.trained(params), arch, layout)
-        zero = jnp.zeros((), jnp.int32)
-        return {"params": params, "opt_state": tx.init(moments_like), "step": zero, "skipped": zero}
-
-    return init
+    params = nnx.to_pure_dict(nnx.state(Transformer(model, layout, nnx.Rngs(jax.random.key(seed)))))
+    params = params if given is None else arch.merge(given, params)
+    params = jax.tree.map(lambda p, weight: reshard(p, layout.rest(weight.equation)), params, arch.weights)
+    moments_like = optimizer_view(arch.trained(params), arch, layout)
+    zero = jnp.zeros((), jnp.int32)
+    return {"params": params, "opt_state": optimizer.init(moments_like), "step": zero, "skipped": zero}
 
 
 def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> dict[str, Any]:
@@ -124,20 +127,14 @@ def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> 
     return jax.tree.map(lambda x, weight: reshard(x, layout.rest(weight.equation, sharded)), tree, arch.trained_weights)
 
 
-def abstract_state(init, mesh: Mesh) -> State:
-    """Shapes, dtypes and shardings of the state, without making it."""
+def abstract_state(make: Callable[[int], State], mesh: Mesh) -> State:
+    """Shapes, dtypes and shardings of the state that `make` returns for a seed; no array is made."""
 
     def concrete(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = leaf.sharding.spec if leaf.sharding else PartitionSpec()
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(concrete, jax.eval_shape(init, 0))
-
-
-def init_state(init, mesh: Mesh, seed: int, given: dict[str, Any] | None = None) -> State:
-    """The state itself, made on its shards; `given` parameters are donated."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(init, mesh))
-    return jax.jit(init, out_shardings=shardings, donate_argnums=1)(seed, given)
+    return jax.tree.map(concrete, jax.eval_shape(make, 0))
 
 
 def abstract_params(arch: Architecture, mesh: Mesh, layout: Layout) -> dict[str, Any]:

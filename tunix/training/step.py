@@ -58,7 +58,7 @@ def make_train_step(
             "loss": sums["nll"] / sums["tokens"], "grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped,
             **{name: value / sums["tokens"] for name, value in sums.items() if name not in ("nll", "tokens")},
         }  # fmt: skip
-        kept["params"] = arch.whole(kept["params"], state["params"])
+        kept["params"] = arch.merge(kept["params"], state["params"])
         return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
 
     return train_step
@@ -96,7 +96,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
         groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), batch)
 
         def loss(trained, batch):
-            return loss_fn(arch.module(arch.whole(trained, weights)), batch)
+            return loss_fn(arch.module(arch.merge(trained, weights)), batch)
 
         def microbatch(carry, batch):
             (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(arch.trained(weights), batch)
