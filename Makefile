@@ -22,7 +22,7 @@ faults: .venv/installed
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.faults
 
 docs: .venv/installed
-	$(BIN)/python -m docs.config_reference
+	$(BIN)/python -m tools.config_reference
 
 # The tiny models of tests/models/parity and what transformers says of them; with a Python that has torch and transformers.
 parity:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.cli.mistakes import explained
-from tunix.config import base
+from tunix.config.values import CONF
 from tunix.processes import exits, supervisor
 from tunix.processes.identity import who_am_i
 
@@ -46,7 +46,7 @@ def train_command() -> int:
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
 
     def work() -> int | None:
-        words = compose.searched(args.overrides, args.config_dir, args.config_path and base.CONF)
+        words = compose.searched(args.overrides, args.config_dir, args.config_path and CONF)
         sys.argv[1:] = [*flags, *compose.implied(words)]  # flags anywhere
         where = args.config_path, args.config_name or "config"
         if not any(only_hydra):
@@ -134,7 +134,7 @@ ends: list[int] = []  # exit codes of the points of a sweep
 LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes}
 
 
-@hydra.main(config_path=str(base.CONF), config_name="config", version_base="1.3")
+@hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
 def hydra_main(composed: DictConfig) -> None:
     """One point of a sweep, in the folder that Hydra made for it."""
     point = HydraConfig.get()

@@ -10,7 +10,7 @@ from support.harness import ROOT
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose, searched, to_yaml
 from tunix.cli.keys import keys
-from tunix.config.base import CONF
+from tunix.config.values import CONF
 
 MISTAKES = [
     ("training.micro_batchsize=4", "unknown key training.micro_batchsize; did you mean training.micro_batch_size?"),
@@ -120,7 +120,7 @@ def test_mesh_shape_as_a_group(shape):
 )
 def test_every_choice_composes(choice):
     sys.path.insert(0, str(ROOT))
-    from docs.config_reference import REQUIRED
+    from tools.config_reference import REQUIRED
 
     needed = {f"data={name}": words for name, words in (REQUIRED | {"conversations_csv": REQUIRED["csv"]}).items()}
     needed["launcher=kubernetes"] = REQUIRED["kubernetes"]
@@ -203,7 +203,7 @@ def test_every_key_is_described():
 
 def test_the_reference_page_is_current():
     sys.path.insert(0, str(ROOT))
-    from docs.config_reference import page
+    from tools.config_reference import page
 
     assert (ROOT / "docs" / "config.md").read_text() == page(), "run `make docs`"
 

@@ -12,10 +12,10 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.data.corpus import load_corpus
-from tunix.data.docstrings import questions
 from tunix.data.documents import read_documents
 from tunix.data.tokenize import find_units
 from tunix.evaluate import _questions
+from tunix.sources.docstrings import questions
 from tunix.tokenizer.chat import PLAIN, ChatTemplate
 from tunix.training.held_out import HeldOut
 from tunix.training.program import build_mesh

@@ -14,8 +14,8 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
-from tunix.data.files import zstd
 from tunix.data.tokenize import find_units
+from tunix.sources.files import zstd
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
 TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]

@@ -8,7 +8,7 @@ import pytest
 from support.harness import batch, program
 
 from tunix.cli.compose import compose
-from tunix.config.base import CONF
+from tunix.config.values import CONF
 from tunix.models.attention import attend
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tunix.base.errors import UserError
 from tunix.cli.mistakes import validated
 from tunix.config import Model
-from tunix.config.base import CONF
+from tunix.config.values import CONF
 from tunix.hf import config_json, hub
 
 COMMON = {"init_from", "lora", "attention"}  # keys in conf/model/family/common.yaml

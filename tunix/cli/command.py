@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tunix.cli.keys import keys
 from tunix.cli.mistakes import explained, validated
 from tunix.config import Section
-from tunix.config.base import CONF
+from tunix.config.values import CONF
 from tunix.processes import exits
 
 S = TypeVar("S", bound=Section)

@@ -17,7 +17,7 @@ from tunix.base.errors import UserError
 from tunix.cli.architecture import _fill_from_pretrained
 from tunix.cli.mistakes import explained, validated
 from tunix.config import Config, Tokenizer
-from tunix.config.base import CONF, flat
+from tunix.config.values import CONF, flat
 
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # of distributed
 OUTPUTS = Path("outputs")

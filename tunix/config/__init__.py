@@ -6,14 +6,14 @@ string below it; docs/config.md is made from these.
 
 from pydantic import model_validator
 
-from tunix.config.base import Flag, Section, Seed
+from tunix.base.section import Flag, Section, Seed
 from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
 from tunix.config.data import AnyData, Loading, Task, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
-from tunix.config.optimizer import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.training import Training
+from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
 
 __all__ = [

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunix.config.base import Count, Flag, Positive, Section, Seed, Share, Temperature
+from tunix.base.section import Count, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.config.model import MeshShape
 
 

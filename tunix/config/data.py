@@ -1,163 +1,11 @@
-"""Documents, tokens, and the task they serve."""
+"""Mixtures of sources, and the way from documents to batches."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, PositiveOrZero, Section, Share
-
-Paths = Annotated[tuple[str, ...], Field(min_length=1)]
-
-
-class Source(Section):
-    """Where documents come from."""
-
-    held_out_fraction: Share
-    """Share of documents kept for evaluation, chosen by a hash of file name and place; at least one if not 0."""
-
-
-class PythonStdlib(Source):
-    """The source of the running interpreter's standard library: real text on every machine."""
-
-    source: Literal["python_stdlib"]
-    """Where documents come from."""
-    decode_errors: Literal["skip", "error", "replace"]
-    """A file that is not UTF-8: left out and counted, refused, or read with U+FFFD."""
-
-
-class TextFiles(PythonStdlib):
-    """Text files, one document each; those that end in .gz or .zst are unpacked."""
-
-    source: Literal["text"]  # type: ignore[assignment]
-    """Where documents come from."""
-    paths: Paths
-    """Files, folders or globs."""
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
-
-
-class Columns(Section):
-    """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
-    its completion if `prompt` is set, else the messages."""
-
-    text: str | None
-    """Column of a document's text."""
-    messages: str | None
-    """Column of a conversation: a list of {role, content}, or that list as JSON."""
-    prompt: str | None
-    """Column of what the user says."""
-    completion: str | None
-    """Column of the answer to it."""
-    system: str | None
-    """Column of the system prompt before it; null for none."""
-
-
-class Rows(Source):
-    """Documents that are rows of a table."""
-
-    columns: Columns
-    """Which columns are read."""
-    bad_rows: Literal["error", "skip"]
-    """A row that is not JSON, lacks a column, or holds no text or conversation in it: refused, or left out and
-    counted."""
-
-
-class Jsonl(Rows):
-    """Files with one JSON object a line; those that end in .gz or .zst are unpacked."""
-
-    source: Literal["jsonl"]
-    """Where documents come from."""
-    paths: Paths
-    """Files, folders or globs."""
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
-
-
-class Csv(Rows):
-    """Comma-separated files with a head line; those that end in .gz or .zst are unpacked."""
-
-    source: Literal["csv"]
-    """Where documents come from."""
-    paths: Paths
-    """Files, folders or globs."""
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)]
-    """Character between columns."""
-
-
-class Parquet(Rows):
-    """Parquet files (needs pyarrow, of the extra `hf`)."""
-
-    source: Literal["parquet"]
-    """Where documents come from."""
-    paths: Paths
-    """Files, folders or globs."""
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder."""
-
-
-class PythonDocstrings(Rows):
-    """Questions about the running interpreter's standard library: what a function or class does, answered by the
-    first line of its docstring. Columns: name, question, answer."""
-
-    source: Literal["python_docstrings"]
-    """Where documents come from."""
-
-
-class HuggingFace(Rows):
-    """A data set of the `datasets` library (the extra `hf`), from the hub or from files that it can read."""
-
-    source: Literal["hf"]
-    """Where documents come from."""
-    path: str
-    """Name on the hub, a folder, or a format (json, csv, parquet, text) with data_files."""
-    name: str | None
-    """Configuration of the data set; null for its default."""
-    split: str
-    """Split, also part of one: train[:10%]."""
-    revision: str | None
-    """Commit, tag or branch on the hub; null for the newest."""
-    data_files: tuple[str, ...] | None
-    """Files of the data set; null for all."""
-    streaming: Flag
-    """Read while it is tokenized, without a copy on disk."""
-
-
-class Tokens(Source):
-    """Tokens that exist already: a folder of `python -m tunix.prepare`, or flat files of nanoGPT and OLMo."""
-
-    held_out_fraction: Share
-    """Share of the tokens of each flat file, at its end, kept for evaluation; the cut moves to where a document
-    begins, and a file of one document is not cut."""
-
-    source: Literal["tokens"]
-    """Where documents come from."""
-    paths: Paths
-    """One prepared folder; or flat files (.bin, .npy with a head or without), folders or globs of them."""
-    dtype: Literal["uint16", "uint32"]
-    """Type of the numbers in files without a head."""
-    skip_bytes: CountOrZero
-    """Bytes before the first token of files without a head (modded-nanogpt: 1024)."""
-    document_end: CountOrZero | None
-    """Token that ends each document; null takes each file for one document. Prepared folders know theirs."""
-
-
-class Synthetic(Source):
-    """Made-up words with the frequencies of a natural language (Zipf), for benchmarks: nothing to download."""
-
-    source: Literal["synthetic"]
-    """Where documents come from."""
-    num_documents: Count
-    """Documents."""
-    mean_document_bytes: Count
-    """Mean length of a document; lengths are exponentially distributed."""
-
-
-AnySource = Annotated[
-    PythonStdlib | TextFiles | Jsonl | Csv | Parquet | PythonDocstrings | HuggingFace | Tokens | Synthetic,
-    Field(discriminator="source"),
-]
+from tunix.base.section import Count, CountOrZero, Flag, PositiveOrZero, Section
+from tunix.sources import SOURCES, AnySource, Source
 
 
 class Stage(Section):
@@ -263,7 +111,7 @@ class Task(Section):
     """A Jinja file that turns a conversation into text; null takes the tokenizer's own."""
 
 
-AnyData = Annotated[
-    PythonStdlib | TextFiles | Jsonl | Csv | Parquet | PythonDocstrings | HuggingFace | Tokens | Synthetic | Mixture,
-    Field(discriminator="source"),
-]
+if TYPE_CHECKING:
+    AnyData = Source | Mixture
+else:
+    AnyData = Annotated[Union[(*SOURCES, Mixture)], Field(discriminator="source")]

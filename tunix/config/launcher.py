@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, Section
+from tunix.base.section import Count, CountOrZero, Flag, Section
 
 
 def _assignment(text: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, Positive, Regex, Section
+from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, weights_per_scale
 

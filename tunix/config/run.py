@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tunix.config.base import Count, CountOrZero, Flag, Positive, Section, Share, Temperature
+from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Share, Temperature
 
 
 class Checkpoint(Section):

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from tunix.base.errors import UserError
-from tunix.config.base import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
+from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
 
 Dtype = Literal["float32", "bfloat16"]
 

@@ -5,7 +5,7 @@ from functools import cache
 import yaml
 
 from tunix.config import DeviceKind
-from tunix.config.base import CONF
+from tunix.config.values import CONF
 
 
 @cache

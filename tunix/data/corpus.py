@@ -10,11 +10,12 @@ from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.data import AnySource, Mixture, Tokens
-from tunix.data.files import Unit
+from tunix.config.data import Mixture
 from tunix.data.packing import Sequences
 from tunix.data.stream import Prepared, open_prepared
 from tunix.data.tokenize import find_units, find_vocabulary, prepare
+from tunix.sources import Source, Tokens
+from tunix.sources.files import Unit
 from tunix.tokenizer.vocabulary import Vocabulary, check_fits, read
 
 log = logging.getLogger(__name__)
@@ -78,14 +79,14 @@ def load_corpus(cfg: Config) -> Corpus:
 
 def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
     """The tokenized form of each source by its name, and the tokenizer they share."""
-    sources: dict[str, AnySource] = cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
+    sources: dict[str, Source] = cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
     ready = {name: folder for name, source in sources.items() if (folder := _prepared_folder(source))}
     units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in ready}
     cache_dir = Path(cfg.loading.cache_dir).expanduser()
     tokenizer = cfg.tokenizer
     if ready and tokenizer.path is None:
         tokenizer = tokenizer.model_copy(update={"path": str(next(iter(ready.values())) / "tokenizer"), "train": False})
-    pairs: list[tuple[AnySource, list[Unit]]] = [(sources[name], found) for name, found in units.items()]
+    pairs: list[tuple[Source, list[Unit]]] = [(sources[name], found) for name, found in units.items()]
     vocabulary = find_vocabulary(tokenizer, cfg.task, pairs, cache_dir)
     check_fits(vocabulary, cfg.model.vocab_size)
     prepared = {}
@@ -98,7 +99,7 @@ def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
     return prepared, vocabulary
 
 
-def _prepared_folder(source: AnySource) -> Path | None:
+def _prepared_folder(source: Source) -> Path | None:
     if isinstance(source, Tokens) and len(source.paths) == 1:
         folder = Path(source.paths[0]).expanduser()
         return folder if (folder / "index.json").is_file() else None

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
 from tunix.config import Task
-from tunix.config.data import AnySource, Columns, Rows
-from tunix.data.files import Unit
-from tunix.data.sources import SOURCES, Item
+from tunix.sources import Columns, Item, Rows, Source
+from tunix.sources.files import Unit
 from tunix.tokenizer.chat import Message
 
 ASKING = {"system", "developer", "user", "tool"}  # roles of which nothing is learnt
@@ -26,13 +25,13 @@ class LeftOut(NamedTuple):
     reason: str  # empty, not UTF-8, bad row
 
 
-def read_documents(cfg: AnySource, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
+def read_documents(cfg: Source, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
     """Documents of one unit in order, and what had to be left out.
 
     Raises:
         UserError: a file that cannot be read, or a bad row where those are refused.
     """
-    for item in SOURCES[cfg.source].read(cfg, unit):
+    for item in cfg.read(unit):
         if isinstance(cfg, Rows):
             yield _of_row(cfg, task, item)
         elif item.content is None:

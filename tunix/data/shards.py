@@ -13,10 +13,10 @@ import numpy as np
 
 from tunix.base.errors import UserError
 from tunix.config import Task, Tokenizer
-from tunix.config.data import AnySource, Tokens
 from tunix.data.documents import Document, LeftOut, read_documents
-from tunix.data.files import Unit
 from tunix.data.stream import SPLITS, flat_tokens
+from tunix.sources import Source, Tokens
+from tunix.sources.files import Unit
 from tunix.tokenizer.vocabulary import Vocabulary, read
 
 BATCH_CHARS = 1 << 20  # text that is tokenized at one time
@@ -28,7 +28,7 @@ SCAN = 1 << 24  # elements of an array looked at at one time
 class ShardPlan:
     name: str
     units: tuple[Unit, ...]
-    source: AnySource
+    source: Source
     task: Task
     tokenizer: Path  # folder of its files
     held_out_below: int  # documents whose name hashes to less are held out

@@ -25,30 +25,25 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tunix.base.errors import UserError
 from tunix.config import Loading, Task, Tokenizer
-from tunix.config.data import AnySource, Tokens
 from tunix.data.disk_cache import stored
 from tunix.data.documents import Document, read_documents
-from tunix.data.files import Unit, find_files
 from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
-from tunix.data.sources import SOURCES
 from tunix.data.stream import FORMAT, Prepared, open_prepared
+from tunix.sources import Source, Tokens
+from tunix.sources.files import Unit
 from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read, train
 
 log = logging.getLogger(__name__)
 MOVED = {"paths"}  # keys of a source that may change while its documents stay the same
 
 
-def find_units(cfg: AnySource, loading: Loading) -> list[Unit]:
+def find_units(cfg: Source, loading: Loading) -> list[Unit]:
     """What there is to read, in the fixed random order that the names' hashes give."""
-    if isinstance(cfg, Tokens):
-        units = find_files(cfg.paths, (".bin", ".npy"))
-    else:
-        units = SOURCES[cfg.source].units(cfg, loading.shard_bytes)
-    return sorted(units, key=lambda unit: (document_hash(unit.name), unit.start))
+    return sorted(cfg.units(loading.shard_bytes), key=lambda unit: (document_hash(unit.name), unit.start))
 
 
 def find_vocabulary(
-    cfg: Tokenizer, task: Task, sources: list[tuple[AnySource, list[Unit]]], cache_dir: Path
+    cfg: Tokenizer, task: Task, sources: list[tuple[Source, list[Unit]]], cache_dir: Path
 ) -> Vocabulary:
     """The tokenizer of the config, read or trained on the training documents of all sources."""
     if cfg.path is not None and not cfg.train:
@@ -80,7 +75,7 @@ def find_vocabulary(
     return read(cfg.model_copy(update={"path": str(folder)}), task.chat_template)
 
 
-def prepare(cfg: AnySource, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Prepared:
+def prepare(cfg: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Prepared:
     """The tokenized corpus of a source: found, or made as far as a run before this one has not.
 
     Raises:
@@ -177,7 +172,7 @@ def _grouped(units: list[Unit], size: int) -> Iterator[list[Unit]]:
         yield group
 
 
-def _index(cfg: AnySource, facts: list[dict], folder: Path, vocabulary: Vocabulary) -> dict:
+def _index(cfg: Source, facts: list[dict], folder: Path, vocabulary: Vocabulary) -> dict:
     """What is known of the whole corpus."""
     left_out = sum((Counter(each["left_out"]) for each in facts), Counter())
     num_train, num_held_out = (sum(each[split]["documents"] for each in facts) for split in ("train", "held_out"))
@@ -222,7 +217,7 @@ def _index(cfg: AnySource, facts: list[dict], folder: Path, vocabulary: Vocabula
     }
 
 
-def _sample(sources: list[tuple[AnySource, list[Unit]]], task: Task, limit: int) -> Iterator[str]:
+def _sample(sources: list[tuple[Source, list[Unit]]], task: Task, limit: int) -> Iterator[str]:
     """About `limit` bytes of training documents, an eighth of them at most from one unit."""
     for cfg, units in sources:
         left = limit // len(sources)
@@ -239,7 +234,7 @@ def _sample(sources: list[tuple[AnySource, list[Unit]]], task: Task, limit: int)
                     left, of_unit = left - len(text.encode()), of_unit - len(text.encode())
 
 
-def _identity(cfg: AnySource, units: list[Unit]) -> str:
+def _identity(cfg: Source, units: list[Unit]) -> str:
     """What decides a source's documents, without reading them."""
     return _hash(
         cfg.model_dump_json(exclude=set() if isinstance(cfg, Tokens) else MOVED), *(unit.digest for unit in units)

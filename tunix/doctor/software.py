@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from tunix.config.base import CONF
+from tunix.config.values import CONF
 from tunix.doctor.findings import Finding
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tunix-trainer")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError
 from tunix.config import Checkpoint, Config
-from tunix.config.base import flat
+from tunix.config.values import flat
 from tunix.data.position import Position
 from tunix.processes import peers
 from tunix.sharding.arrays import from_main, to_main

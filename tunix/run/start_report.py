@@ -9,7 +9,6 @@ from rich.table import Table
 from tunix.base.tables import as_text
 from tunix.cli.architecture import unlike_its_family
 from tunix.config import Config
-from tunix.config.optimizer import FALLING_AT_THE_END
 from tunix.costs.derived import costs_of
 from tunix.data.corpus import Corpus
 from tunix.processes import peers
@@ -103,7 +102,7 @@ def _length(cfg: Config, sizes: Sizes) -> str:
         return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
     steps = sizes.total_steps
     warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.tokens_per_step) for phase in ("warmup", "decay"))
-    tail = f", decay over the last {decay}" if cfg.scheduler.name in FALLING_AT_THE_END else ""
+    tail = f", decay over the last {decay}" if cfg.scheduler.shape.has_decay else ""
     return (
         f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; "
         f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"

@@ -1,21 +1,9 @@
-"""What all sections of the config are made of."""
+"""Section of a config, and the types of its values."""
 
 import re
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-
-PACKAGED = Path(__file__).parents[1] / "conf"  # in an installed wheel
-CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[2] / "conf"
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} to {"a.b": 1}"""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return leaves
 
 
 def _reject_bool(value: object) -> object:

@@ -7,7 +7,7 @@ from typing import Any
 from tunix.cli.compose import compose
 from tunix.cli.keys import sections, tag
 from tunix.config import Config, Section
-from tunix.config.base import CONF
+from tunix.config.values import CONF
 
 HEAD = """# Config keys
 
@@ -95,4 +95,4 @@ def _takes(annotation: Any) -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("config.md").write_text(page())
+    (Path(__file__).parents[1] / "docs" / "config.md").write_text(page())

@@ -1,0 +1,21 @@
+"""Optimizers and schedules: the choices of the groups `optimizer` and `scheduler`, with what they compute.
+
+To add an optimizer, write its class (`rules.py`) and add it to `OPTIMIZERS`; to add a schedule, add a shape to `SHAPES`
+(`schedules.py`). Nothing here imports jax until it is called.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Union
+
+from pydantic import Field
+
+from tunix.optimizers.rules import SGD, Adafactor, AdamW, Lion, Muon, Optimizer, ParameterGroup
+from tunix.optimizers.schedules import SHAPES, Scheduler
+
+__all__ = ["OPTIMIZERS", "SHAPES", "AnyOptimizer", "Optimizer", "ParameterGroup", "Scheduler"]
+
+OPTIMIZERS = (AdamW, Adafactor, Lion, Muon, SGD)
+
+if TYPE_CHECKING:
+    AnyOptimizer = Optimizer
+else:
+    AnyOptimizer = Annotated[Union[OPTIMIZERS], Field(discriminator="name")]  # noqa: UP007

@@ -1,0 +1,157 @@
+"""Update rules: the choices of the group `optimizer`. Each is one class: its keys, and how it makes a direction.
+
+optax is imported where it is called, because a config is checked before jax is imported.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from tunix.base.section import Count, Flag, Positive, PositiveOrZero, Regex, Section, Share
+
+if TYPE_CHECKING:
+    from optax import GradientTransformation
+
+
+class ParameterGroup(Section):
+    """Parameters with an optimizer setting of their own. The one class with defaults: lists have no file in conf/."""
+
+    params: Regex
+    """Regular expression searched for in the parameter's dotted path."""
+    weight_decay: PositiveOrZero | None = Field(default=None)
+    """Weight decay of these parameters."""
+    learning_rate: Positive | None = Field(default=None)
+    """Peak learning rate of these parameters."""
+
+
+class Optimizer(Section):
+    learning_rate: Positive
+    """Peak learning rate; the scheduler scales it."""
+    weight_decay: PositiveOrZero
+    """Decoupled weight decay, times the learning rate; not for vectors (norm scales)."""
+    groups: tuple[ParameterGroup, ...]
+    """Settings for some parameters; the first pattern that matches wins, one that matches nothing is an error."""
+
+    if TYPE_CHECKING:  # each subclass declares the one value that it takes
+        name: str
+
+    def rule(self, weights: dict[str, Any]) -> "GradientTransformation":
+        """Return the optax transformation of clipped gradients to a direction that is subtracted from the parameters.
+
+        `weights` is the tree of `state.Weight`. The learning rate and weight decay are applied after it.
+        """
+        raise NotImplementedError
+
+
+class AdamW(Optimizer):
+    """Loshchilov & Hutter 2019, arXiv:1711.05101."""
+
+    name: Literal["adamw"]
+    """Update rule."""
+    b1: Share
+    """Decay of the mean of gradients."""
+    b2: Share
+    """Decay of the mean of squared gradients."""
+    eps: Positive
+    """Added to the root of the second moment."""
+
+    def rule(self, weights):
+        import optax
+
+        return optax.scale_by_adam(self.b1, self.b2, self.eps)
+
+
+class Adafactor(Optimizer):
+    """Shazeer & Stern 2018, arXiv:1804.04235: second moments as row and column means."""
+
+    name: Literal["adafactor"]
+    """Update rule."""
+    decay_rate: Share
+    """Exponent of the second moment's decay, 1 - step ** -decay_rate."""
+    clipping_threshold: Positive
+    """Root mean square above which an update is scaled down."""
+
+    def rule(self, weights):
+        import optax
+
+        return optax.chain(
+            optax.scale_by_factored_rms(decay_rate=self.decay_rate),
+            optax.clip_by_block_rms(self.clipping_threshold),
+            optax.scale_by_param_block_rms(),
+        )
+
+
+class Lion(Optimizer):
+    """Chen et al. 2023, arXiv:2302.06675: the sign of an interpolated momentum."""
+
+    name: Literal["lion"]
+    """Update rule."""
+    b1: Share
+    """Weight of the momentum in the update."""
+    b2: Share
+    """Decay of the momentum."""
+
+    def rule(self, weights):
+        import optax
+
+        return optax.scale_by_lion(self.b1, self.b2)
+
+
+class Muon(Optimizer):
+    """Jordan et al. 2024: orthogonalised momentum for matrices, AdamW for embeddings and vectors."""
+
+    name: Literal["muon"]
+    """Update rule."""
+    beta: Share
+    """Decay of the momentum of matrices."""
+    ns_steps: Count
+    """Newton-Schulz iterations."""
+    b1: Share
+    """AdamW's decay of the mean, for embeddings and vectors."""
+    b2: Share
+    """AdamW's decay of the squares, for embeddings and vectors."""
+    eps: Positive
+    """AdamW's epsilon, for embeddings and vectors."""
+
+    def rule(self, weights):
+        """Return Muon for matrices by their fan-in and fan-out, whatever their number of dimensions, layer by layer."""
+        import jax
+        import optax
+        from optax.contrib import MuonDimensionNumbers, muon
+
+        def dimensions(weight):
+            equation = weight.equation
+            if equation.is_vector or {"V", "P"} & set(equation.w):
+                return None  # vectors and tables: AdamW
+            kept = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + "L"]
+            return MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], kept)
+
+        return optax.chain(
+            muon(
+                1.0,
+                ns_steps=self.ns_steps,
+                beta=self.beta,
+                eps=self.eps,
+                adam_b1=self.b1,
+                adam_b2=self.b2,
+                muon_weight_dimension_numbers=jax.tree.map(dimensions, weights),
+                consistent_rms=0.2,  # updates as large as AdamW's: one learning rate serves both (arXiv:2502.16982)
+            ),
+            optax.scale(-1.0),
+        )
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum."""
+
+    name: Literal["sgd"]
+    """Update rule."""
+    momentum: Share
+    """Decay of the momentum; 0 keeps none."""
+    nesterov: Flag
+    """Look ahead along the momentum."""
+
+    def rule(self, weights):
+        import optax
+
+        return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

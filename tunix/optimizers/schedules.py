@@ -1,0 +1,116 @@
+"""Schedules of the learning rate: the choices of the group `scheduler`.
+
+optax and jax are imported where they are called, because a config is checked before jax is imported.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from pydantic import model_validator
+
+from tunix.base.section import CountOrZero, Section, Share
+
+
+class Phases(NamedTuple):
+    """Lengths of a schedule in optimizer steps, and where it ends."""
+
+    warmup: int
+    rest: int  # after the warmup
+    decay: int  # at the end of the rest
+    final: float  # factor at the end, as a share of the peak
+
+
+Factor = Callable[[Any], Any]  # steps since the end of the warmup, a number or a traced array -> share of the peak rate
+
+
+class Shape(NamedTuple):
+    """Course of the learning rate after its warmup."""
+
+    factor: Callable[[Phases], Factor]
+    has_decay: bool = False  # whether `scheduler.decay_*` is read
+
+
+def _cosine(phases: Phases) -> Factor:
+    import optax
+
+    return optax.cosine_decay_schedule(1.0, phases.rest, phases.final)
+
+
+def _linear(phases: Phases) -> Factor:
+    import optax
+
+    return optax.linear_schedule(1.0, phases.final, phases.rest)
+
+
+def _constant(phases: Phases) -> Factor:
+    return lambda step: 1.0
+
+
+def _inverse_sqrt(phases: Phases) -> Factor:
+    return lambda step: (1 + step / max(1, phases.warmup)) ** -0.5
+
+
+def _hold_then(fall: Factor) -> Callable[[Phases], Factor]:
+    """Make a shape that stays at 1 until the decay, then falls from 1 to `final` as fall(share of the decay)."""
+
+    def shape(phases: Phases) -> Factor:
+        import jax.numpy as jnp
+
+        def factor(step):
+            share = jnp.clip((step - (phases.rest - phases.decay)) / max(1, phases.decay), 0, 1)
+            return phases.final + (1 - phases.final) * fall(share)
+
+        return factor
+
+    return shape
+
+
+SHAPES = {
+    "warmup_cosine": Shape(_cosine),
+    "warmup_linear": Shape(_linear),
+    "constant": Shape(_constant),
+    "wsd": Shape(_hold_then(lambda share: 1 - share), has_decay=True),
+    "inverse_sqrt": Shape(_inverse_sqrt),
+    # Haegele et al. 2024, arXiv:2405.18392
+    "sqrt_decay": Shape(_hold_then(lambda share: 1 - share**0.5), has_decay=True),
+}
+
+
+class Scheduler(Section):
+    """Learning rate over the run, as a multiple of its peak."""
+
+    name: Literal[*SHAPES]  # type: ignore[valid-type]
+    """Shape after the warmup."""
+    warmup_ratio: Share
+    """Share of the run over which the rate rises, from peak / steps at the first one; the next two win over it."""
+    warmup_steps: CountOrZero | None
+    """Warmup in steps."""
+    warmup_tokens: CountOrZero | None
+    """Warmup in tokens."""
+    decay_ratio: Share
+    """Share of the run, at its end, over which wsd and sqrt_decay fall; the next two win over it."""
+    decay_steps: CountOrZero | None
+    """That decay in steps."""
+    decay_tokens: CountOrZero | None
+    """That decay in tokens."""
+    final_ratio: Share
+    """Rate at the end as a share of the peak (not for constant and inverse_sqrt)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Scheduler":
+        for phase in ("warmup", "decay"):
+            if getattr(self, f"{phase}_steps") is not None and getattr(self, f"{phase}_tokens") is not None:
+                raise ValueError(f"scheduler.{phase}_steps and scheduler.{phase}_tokens are both set; keep one")
+        by_ratio = all(
+            getattr(self, f"{phase}_{unit}") is None for phase in ("warmup", "decay") for unit in ("steps", "tokens")
+        )
+        if by_ratio and self.shape.has_decay and self.warmup_ratio + self.decay_ratio > 1:
+            raise ValueError(
+                f"scheduler.warmup_ratio={self.warmup_ratio:g} and scheduler.decay_ratio={self.decay_ratio:g} "
+                "are more than the run together; their sum may be 1"
+            )
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPES[self.name]

@@ -1,0 +1,41 @@
+"""Source of documents: its keys, what there is to read, and how one unit of that is read."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from tunix.base.section import Section, Share
+from tunix.sources.files import Unit
+
+Paths = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Item(NamedTuple):
+    """Content of one place in a source: a text, or a row as columns; None with a `problem` where it cannot be read."""
+
+    name: str  # does not depend on where the unit begins: a hash of it decides what is held out
+    content: str | dict[str, Any] | None
+    problem: str = ""
+    where: Callable[[], str] = str  # returns file and line for a message; called only when there is one
+
+
+class Source(Section):
+    """Where documents come from. A subclass adds its name, its keys, and the two methods.
+
+    Both must give the same on every machine and in every run: a run resumes at a number of tokens.
+    """
+
+    if TYPE_CHECKING:  # each subclass declares the one value that it takes
+        source: str
+
+    held_out_fraction: Share
+    """Share of documents kept for evaluation, chosen by a hash of file name and place; at least one if not 0."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """List what there is to read, cut into units of about `unit_bytes` where a file can be cut."""
+        raise NotImplementedError
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        """Yield the documents of one unit in order."""
+        raise NotImplementedError
