@@ -12,7 +12,7 @@ from tunix.sources.hugging_face import HuggingFace
 from tunix.sources.rows import Columns, Csv, Jsonl, Parquet, Rows
 from tunix.sources.source import Item, Source
 from tunix.sources.synthetic import Synthetic
-from tunix.sources.text import PythonStdlib, TextFiles
+from tunix.sources.text_files import PythonStdlib, TextFiles
 from tunix.sources.tokens import Tokens
 
 __all__ = ["SOURCES", "AnySource", "Columns", "Item", "Rows", "Source", "Tokens"]

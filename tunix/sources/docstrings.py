@@ -9,7 +9,7 @@ from typing import Literal
 from tunix.sources.files import Unit, opened
 from tunix.sources.rows import Rows
 from tunix.sources.source import Item
-from tunix.sources.text import standard_library
+from tunix.sources.text_files import standard_library
 
 
 class PythonDocstrings(Rows):
