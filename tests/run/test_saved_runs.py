@@ -13,7 +13,7 @@ import yaml
 from support.harness import cli, metrics
 
 from tunix.cli.compose import compose
-from tunix.config.base import flat
+from tunix.config.values import flat
 
 CONFIGS = ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture")
 NEW_FORM = ("model.mlp", "logging.tensorboard")  # keys that have another form now
