@@ -14,8 +14,8 @@ from tunix.cli.compose import compose
 from tunix.data.corpus import load_corpus
 from tunix.data.documents import read_documents
 from tunix.data.tokenize import find_units
-from tunix.evaluate import _questions
-from tunix.sources.docstrings import questions
+from tunix.evaluate import _read_questions
+from tunix.sources.docstrings import read_questions
 from tunix.tokenizer.chat import PLAIN, ChatTemplate
 from tunix.training.held_out import HeldOut
 from tunix.training.program import build_mesh
@@ -180,11 +180,11 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path, caplog):
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
         HeldOut(cfg, load_corpus(cfg), None, None, build_mesh(cfg))
     with pytest.raises(UserError, match="no conversation with an answer is held out"):
-        _questions(SimpleNamespace(split="held_out"), cfg)
+        _read_questions(SimpleNamespace(split="held_out"), cfg)
     assert "conversations with no token of an answer" in caplog.text
 
 
-def test_docstrings_are_questions_with_answers():
+def test_docstrings_are_read_questions_with_answers():
     cfg = compose(["task=sft", "data=python_docstrings"]).config
     units = [unit for unit in find_units(cfg.data, cfg.loading) if unit.name in ("bisect.py", "json/__init__.py")]
     found = {name: content for unit in units for name, content in read_documents(cfg.data, cfg.task, unit)}
@@ -193,10 +193,12 @@ def test_docstrings_are_questions_with_answers():
         {"role": "user", "content": "What does json.dumps do?"},
         {"role": "assistant", "content": json.dumps.__doc__.splitlines()[0]},
     ]
-    (said,) = questions(b"class A:\n  def f():\n    'Says\\nmore.'\n  def _g():\n    'Hidden.'\ndef h(): pass", "m")
+    (said,) = read_questions(
+        b"class A:\n  def f():\n    'Says\\nmore.'\n  def _g():\n    'Hidden.'\ndef h(): pass", "m"
+    )
     assert said == {"name": "m.A.f", "question": "What does m.A.f do?", "answer": "Says"}
     with pytest.raises(SyntaxError):
-        list(questions(b"print 1", "m"))
+        list(read_questions(b"print 1", "m"))
 
 
 def test_a_tokenizer_without_a_template_and_a_template_of_ones_own(files, monkeypatch):

@@ -1,4 +1,4 @@
-"""Files of a source: found in a fixed order, opened whatever packs them, identified without being read."""
+"""Files of a source: find them in a fixed order, describe them as units of work, open them whatever packs them."""
 
 import glob
 import gzip
@@ -24,14 +24,14 @@ PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": zstd.open}
 
 @dataclass(frozen=True)
 class Unit:
-    """What one process reads in one go: a file, a range of its bytes or rows, or a range of a data set's rows."""
+    """A piece of work for one process: a file, a range of its bytes or rows, or a range of a data set's rows."""
 
     name: str  # path below the source's root, the same on every machine
     path: str
     start: int  # first byte, row group or row
-    stop: int  # after the last
+    stop: int  # one after the last
     size: int  # bytes on disk
-    version: str  # differs when the content may do
+    version: str  # changes when the content may have changed; a file's time of change
 
     @property
     def digest(self) -> str:
@@ -39,7 +39,7 @@ class Unit:
 
 
 def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit]:
-    """Files that the paths, folders and globs name, each once; below a folder those with one of the endings.
+    """Return the files that the paths, folders and globs name, each once; of a folder, those with one of the endings.
 
     Raises:
         UserError: a path that does not exist, or no file at all.
@@ -47,7 +47,8 @@ def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit
     found: dict[Path, Unit] = {}
     endings = (*extensions, *(ending + packed for ending in extensions for packed in PACKED))
     for pattern in paths:
-        path = Path(pattern).expanduser()  # one that exists is no glob, whatever is in its name
+        path = Path(pattern).expanduser()
+        # A path that exists is not a glob, even if its name has a * or a [ in it.
         matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not matches:
             raise UserError(f"data.paths: {pattern} does not exist")
@@ -56,19 +57,20 @@ def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit
             for path in below:
                 if path.is_file():
                     name = path.name if match.is_file() else path.relative_to(match).as_posix()
-                    found.setdefault(path.resolve(), whole_file(path, name))
+                    found.setdefault(path.resolve(), make_file_unit(path, name))
     if not found:
         raise UserError(f"data.paths={list(paths)}: no file that ends in {', '.join(extensions)} (data.extensions)")
     return list(found.values())
 
 
-def whole_file(path: Path, name: str) -> Unit:
-    about = path.stat()
-    return Unit(name, str(path), 0, about.st_size, about.st_size, str(about.st_mtime_ns))
+def make_file_unit(path: Path, name: str) -> Unit:
+    """Describe a whole file as one unit."""
+    stat = path.stat()
+    return Unit(name, str(path), 0, stat.st_size, stat.st_size, str(stat.st_mtime_ns))
 
 
-def split(unit: Unit, size: int) -> list[Unit]:
-    """A file of lines as ranges of about `size` bytes; one that is packed stays whole."""
+def split_unit(unit: Unit, size: int) -> list[Unit]:
+    """Split a file of lines into ranges of about `size` bytes. A packed file stays one unit."""
     if Path(unit.path).suffix in PACKED or unit.size <= size:
         return [unit]
     cuts = [*range(0, unit.size, size), unit.size]
@@ -76,8 +78,12 @@ def split(unit: Unit, size: int) -> list[Unit]:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[IO[bytes]]:
-    """The file's bytes, unpacked; what goes wrong while it is read is told with its name."""
+def open_unpacked(path: str) -> Iterator[IO[bytes]]:
+    """Open a file for reading its bytes, unpacked.
+
+    Raises:
+        UserError: an error while the file is opened or read; the message names the file.
+    """
     try:
         with PACKED.get(Path(path).suffix, open)(path, "rb") as file:
             yield file
@@ -87,9 +93,9 @@ def opened(path: str) -> Iterator[IO[bytes]]:
         raise UserError(f"data: cannot read {path}: {error.strerror or error}") from None
 
 
-def line_number(path: str, offset: int) -> int:
-    """Number, from 1, of the line that begins at a byte of the unpacked file."""
-    with opened(path) as file:
+def find_line_number(path: str, offset: int) -> int:
+    """Return the number, from 1, of the line that begins at byte `offset` of the unpacked file."""
+    with open_unpacked(path) as file:
         lines = 1
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
             lines, offset = lines + block.count(b"\n"), offset - len(block)

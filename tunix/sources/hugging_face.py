@@ -43,7 +43,7 @@ class HuggingFace(Rows):
 
     def read(self, unit: Unit) -> Iterator[Item]:
         data = self._load()
-        if self.streaming:
+        if self.streaming:  # a unit is a shard of the data set, whose rows are counted from 0
             rows, first, prefix = data.shard(data.num_shards, unit.start), 0, f"{self.path}@{unit.start}."
         else:
             rows, first, prefix = data.select(range(unit.start, unit.stop)), unit.start, f"{self.path}@"
@@ -69,5 +69,5 @@ class HuggingFace(Rows):
                 data_files=files,
                 streaming=self.streaming,
             )
-        except Exception as error:  # the library raises whatever its own libraries raise
+        except Exception as error:  # the library passes on any error of the libraries below it
             raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None

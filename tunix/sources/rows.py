@@ -12,7 +12,7 @@ from pydantic import Field
 
 from tunix.base.errors import UserError
 from tunix.base.section import Section
-from tunix.sources.files import Unit, find_files, line_number, opened, split
+from tunix.sources.files import Unit, find_files, find_line_number, open_unpacked, split_unit
 from tunix.sources.source import Item, Paths, Source
 
 
@@ -53,12 +53,17 @@ class Jsonl(Rows):
     """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
-        return [part for file in find_files(self.paths, self.extensions) for part in split(file, unit_bytes)]
+        return [part for file in find_files(self.paths, self.extensions) for part in split_unit(file, unit_bytes)]
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        """Yield the lines whose first byte is in the unit."""
-        with opened(unit.path) as file:
+        """Read the lines whose first byte lies in the unit, so each line belongs to one unit.
+
+        file   {"text": ...}\\n{"text": ...}\\n{"text": ...}\\n
+        units  |----- first -----|------ second -----|        the second line belongs to the first unit
+        """
+        with open_unpacked(unit.path) as file:
             if unit.start:
+                # Start one byte early: if that byte ends a line, `readline` reads only it, and no line is lost.
                 file.seek(unit.start - 1)
                 file.readline()
             packed = unit.path.endswith((".gz", ".zst"))
@@ -67,7 +72,7 @@ class Jsonl(Rows):
                 here, begin = begin, begin + len(line)
                 if not line.strip():
                     continue
-                name, where = f"{unit.name}@{here}", partial(_line, unit.path, here)
+                name, where = f"{unit.name}@{here}", partial(_name_line, unit.path, here)
                 try:
                     row = json.loads(line)
                 except ValueError as error:
@@ -77,8 +82,8 @@ class Jsonl(Rows):
                     yield Item(name, None if problem else row, problem, where)
 
 
-def _line(path: str, offset: int) -> str:
-    return f"{path}, line {line_number(path, offset)},"
+def _name_line(path: str, offset: int) -> str:
+    return f"{path}, line {find_line_number(path, offset)},"
 
 
 class Csv(Rows):
@@ -98,8 +103,9 @@ class Csv(Rows):
 
     def read(self, unit: Unit) -> Iterator[Item]:
         csv.field_size_limit(2**31 - 1)
-        with opened(unit.path) as file:
-            text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")  # checked row by row
+        with open_unpacked(unit.path) as file:
+            text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+            # Bytes that are not UTF-8 become surrogates, which `documents` finds row by row.
             table, begin = csv.DictReader(text, delimiter=self.delimiter, strict=True), 1
             try:
                 head = table.fieldnames or ()
@@ -112,7 +118,7 @@ class Csv(Rows):
                     else:
                         yield Item(name, row, "", where)
                     begin = table.line_num + 1
-            except csv.Error as error:  # where the next row begins is not known: none is skipped
+            except csv.Error as error:  # nobody knows where the next row begins, so this row cannot be skipped
                 raise UserError(
                     f"data: {unit.path}, line {begin}, is not CSV ({error}); close the quotes of its cells, and double "
                     "those within"
@@ -133,14 +139,14 @@ class Parquet(Rows):
         """List the row groups of all files; `start` and `stop` count groups."""
         units = []
         for file in find_files(self.paths, self.extensions):
-            about = _parquet(file.path).metadata
-            for group in range(about.num_row_groups):
-                size = about.row_group(group).total_byte_size
+            metadata = _open_parquet(file.path).metadata
+            for group in range(metadata.num_row_groups):
+                size = metadata.row_group(group).total_byte_size
                 units.append(replace(file, start=group, stop=group + 1, size=size))
         return units
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        file = _parquet(unit.path)
+        file = _open_parquet(unit.path)
         wanted = [name for name in self.columns.model_dump().values() if name in file.schema_arrow.names]
         try:
             rows = file.read_row_group(unit.start, columns=wanted or None).to_pylist()
@@ -152,7 +158,7 @@ class Parquet(Rows):
             yield Item(f"{unit.name}@{unit.start}.{number}", content, "", partial("{}, {}".format, unit.path, place))
 
 
-def _parquet(path: str) -> Any:
+def _open_parquet(path: str) -> Any:
     """Open a `pyarrow.parquet.ParquetFile`."""
     try:
         from pyarrow import parquet

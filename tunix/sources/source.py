@@ -12,12 +12,12 @@ Paths = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Item(NamedTuple):
-    """Content of one place in a source: a text, or a row as columns; None with a `problem` where it cannot be read."""
+    """One thing that a source read: a text, a row with named columns, or the problem that it met."""
 
-    name: str  # does not depend on where the unit begins: a hash of it decides what is held out
+    name: str  # does not depend on where a unit begins: its hash decides whether the document is held out
     content: str | dict[str, Any] | None
-    problem: str = ""
-    where: Callable[[], str] = str  # returns file and line for a message; called only when there is one
+    problem: str = ""  # why there is no content
+    where: Callable[[], str] = str  # file and line for a message; a function, since counting lines takes time
 
 
 class Source(Section):

@@ -28,10 +28,10 @@ class Synthetic(Source):
         return [Unit("synthetic", "", start, stop, (stop - start) * mean, str(mean)) for start, stop in pairwise(cuts)]
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        """Yield documents, each a function of its number."""
+        """Make documents of made-up words, each from its number. Words are as frequent as in real text (Zipf's law)."""
         import numpy as np  # here, because a config is checked without it
 
-        words = _made_up_words()
+        words = _make_words()
         mean_word = np.mean([len(word) + 1 for word in words[:1000]])
         for number in range(unit.start, unit.stop):
             rng = np.random.default_rng(number)
@@ -41,7 +41,7 @@ class Synthetic(Source):
 
 
 @cache
-def _made_up_words() -> list[str]:
+def _make_words() -> list[str]:
     import numpy as np
 
     rng, letters = np.random.default_rng(0), np.array(list("etaoinshrdlu"))

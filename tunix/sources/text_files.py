@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Literal
 
 from tunix.base.errors import UserError
-from tunix.sources.files import Unit, find_files, opened, whole_file
+from tunix.sources.files import Unit, find_files, make_file_unit, open_unpacked
 from tunix.sources.source import Item, Paths, Source
 
 
-def standard_library() -> list[Unit]:
-    """Files of the running interpreter's standard library."""
+def list_standard_library() -> list[Unit]:
+    """List the files of the running interpreter's standard library, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
-    ours = [name for name in names if not {"site-packages", "dist-packages"} & set(name.parts)]
-    return [whole_file(root / name, name.as_posix()) for name in ours]
+    own = [name for name in names if not {"site-packages", "dist-packages"} & set(name.parts)]
+    return [make_file_unit(root / name, name.as_posix()) for name in own]
 
 
 class PythonStdlib(Source):
@@ -27,10 +27,10 @@ class PythonStdlib(Source):
     """A file that is not UTF-8: left out and counted, refused, or read with U+FFFD."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
-        return standard_library()
+        return list_standard_library()
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        with opened(unit.path) as file:
+        with open_unpacked(unit.path) as file:
             data = file.read()
         try:
             text = data.decode("utf-8-sig", errors="replace" if self.decode_errors == "replace" else "strict")
