@@ -14,7 +14,7 @@ from tunix.cli.compose import compose
 from tunix.data.corpus import load_corpus
 from tunix.data.documents import read_documents
 from tunix.data.tokenize import find_units
-from tunix.evaluate import _read_questions
+from tunix.evaluate import _questions
 from tunix.sources.docstrings import read_questions
 from tunix.tokenizer.chat import PLAIN, ChatTemplate
 from tunix.training.held_out import HeldOut
@@ -180,11 +180,11 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path, caplog):
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
         HeldOut(cfg, load_corpus(cfg), None, None, build_mesh(cfg))
     with pytest.raises(UserError, match="no conversation with an answer is held out"):
-        _read_questions(SimpleNamespace(split="held_out"), cfg)
+        _questions(SimpleNamespace(split="held_out"), cfg)
     assert "conversations with no token of an answer" in caplog.text
 
 
-def test_docstrings_are_read_questions_with_answers():
+def test_docstrings_are_questions_with_answers():
     cfg = compose(["task=sft", "data=python_docstrings"]).config
     units = [unit for unit in find_units(cfg.data, cfg.loading) if unit.name in ("bisect.py", "json/__init__.py")]
     found = {name: content for unit in units for name, content in read_documents(cfg.data, cfg.task, unit)}
