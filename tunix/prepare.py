@@ -23,6 +23,7 @@ def prepare(overrides: list[str]) -> None:
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("tunix").setLevel(logging.INFO)
+    config.data.try_out()
     corpus = load_corpus(config)
     print(corpus.summary)
     for name, each in corpus.prepared.items():

@@ -64,6 +64,9 @@ def run(job: compose.Job) -> Result:
     remarks = joining.start(job.config.distributed, environment.versions() | compose.facts(job.config))
     waiting_log = logs.start_logging(remarks)
     cfg = decided(job.config)
+    # Code that the user brings is called once on made-up input, before anything is written.
+    for section in (cfg.data, cfg.optimizer, cfg.scheduler):
+        section.try_out()
     training = cfg.training
     mesh = build_mesh(cfg)
 

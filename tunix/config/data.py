@@ -59,6 +59,11 @@ class Mixture(Section):
             raise ValueError(f"data.max_epochs names {_names(unknown)}, data.parts are {_names(self.parts)}")
         return self
 
+    def try_out(self) -> None:
+        """Raise `UserError` where code that a user brings for a part does not work."""
+        for part in self.parts.values():
+            part.try_out()
+
 
 def _names(names: object) -> str:
     return ", ".join(sorted(names)) or "none"  # type: ignore[call-overload]

@@ -32,17 +32,17 @@ def read_documents(cfg: Source, task: Task, unit: Unit) -> Iterator[Document | L
         UserError: a file that cannot be read, or a bad row where those are refused.
     """
     for item in cfg.read(unit):
-        if isinstance(cfg, Rows):
-            yield _of_row(cfg, task, item)
-        elif item.content is None:
-            yield LeftOut(item.name, item.problem)
-        elif task.name == "sft":
-            raise UserError(
-                f"task=sft needs conversations: rows of jsonl, csv, parquet or hf, not data.source={cfg.source}"
-            )
-        else:
-            assert isinstance(item.content, str)
+        if isinstance(item.content, str):
+            if task.name == "sft":
+                raise UserError(
+                    f"task=sft needs conversations: rows of jsonl, csv, parquet or hf, not data.source={cfg.source}"
+                )
             yield Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
+        elif isinstance(cfg, Rows):
+            yield _of_row(cfg, task, item)
+        else:
+            assert item.content is None
+            yield LeftOut(item.name, item.problem)
 
 
 class BadRow(ValueError):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
-from tunix.optimizers.rules import SGD, Adafactor, AdamW, Lion, Muon, Optimizer, ParameterGroup
+from tunix.optimizers.rules import SGD, Adafactor, AdamW, Custom, Lion, Muon, Optimizer, ParameterGroup
 from tunix.optimizers.schedules import SHAPES, Scheduler
 
 __all__ = ["OPTIMIZERS", "SHAPES", "AnyOptimizer", "Optimizer", "ParameterGroup", "Scheduler"]
 
-OPTIMIZERS = (AdamW, Adafactor, Lion, Muon, SGD)
+OPTIMIZERS = (AdamW, Adafactor, Lion, Muon, SGD, Custom)
 
 if TYPE_CHECKING:
     AnyOptimizer = Optimizer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from tunix.base.dotted import DottedPath, blame_user, import_object
 from tunix.base.section import Count, Flag, Positive, PositiveOrZero, Regex, Section, Share
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Optimizer(Section):
         `weights` is the tree of `state.Weight`. The learning rate and weight decay are applied after it.
         """
         raise NotImplementedError
+
+    def try_out(self) -> None:
+        """Raise `UserError` where code that a user brings does not work; nothing is to be tried where there is none."""
 
 
 class AdamW(Optimizer):
@@ -155,3 +159,38 @@ class SGD(Optimizer):
         import optax
 
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+
+
+class Custom(Optimizer):
+    """Update rule of your own function (docs/extending.md)."""
+
+    name: Literal["custom"]
+    """Update rule."""
+    function: DottedPath
+    """`package.module:name` of a function that returns an optax transformation for a learning rate of 1."""
+    arguments: dict[str, Any] | None
+    """Keyword arguments of the function, {name: value}; null gives none."""
+
+    def rule(self, weights):
+        import optax
+
+        with blame_user("optimizer.function", self.function):
+            rule = import_object(self.function)(**(self.arguments or {}))
+        return optax.chain(rule, optax.scale(-1.0))  # optax adds its updates to the parameters, the step subtracts
+
+    def try_out(self) -> None:
+        """Make one update of two small parameters; it must go down, as optax's own updates do."""
+        import jax
+        import jax.numpy as jnp
+
+        params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
+        gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
+        rule = self.rule(params)
+        with blame_user("optimizer.function", self.function):
+            direction, _ = rule.update(gradients, rule.init(params), params)
+            slope = jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, gradients, direction))
+            if not slope > 0:
+                raise ValueError(
+                    "its update does not lower the loss; return optax's updates, which are added to the parameters, "
+                    "like optax.adam(1.0)"
+                )

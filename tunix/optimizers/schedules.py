@@ -3,11 +3,13 @@
 optax and jax are imported where they are called, because a config is checked before jax is imported.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import model_validator
 
+from tunix.base.dotted import blame_user, entry_of, import_object, is_dotted
 from tunix.base.section import CountOrZero, Section, Share
 
 
@@ -79,8 +81,8 @@ SHAPES = {
 class Scheduler(Section):
     """Learning rate over the run, as a multiple of its peak."""
 
-    name: Literal[*SHAPES]  # type: ignore[valid-type]
-    """Shape after the warmup."""
+    name: entry_of(SHAPES)  # type: ignore[valid-type]
+    """Shape after the warmup, or `package.module:name` of your own (docs/extending.md)."""
     warmup_ratio: Share
     """Share of the run over which the rate rises, from peak / steps at the first one; the next two win over it."""
     warmup_steps: CountOrZero | None
@@ -113,4 +115,17 @@ class Scheduler(Section):
 
     @property
     def shape(self) -> Shape:
+        if is_dotted(self.name):
+            return Shape(import_object(self.name), has_decay=True)
         return SHAPES[self.name]
+
+    def try_out(self) -> None:
+        """Raise `UserError` where a shape that a user brings does not give a finite factor."""
+        if not is_dotted(self.name):
+            return
+        with blame_user("scheduler.name", self.name):
+            phases = Phases(warmup=10, rest=90, decay=30, final=self.final_ratio)
+            for step in (0, phases.rest):
+                factor = float(self.shape.factor(phases)(step))
+                if not math.isfinite(factor):
+                    raise ValueError(f"its factor is {factor} at step {step} of {phases}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
+from tunix.sources.custom import Custom
 from tunix.sources.docstrings import PythonDocstrings
 from tunix.sources.hugging_face import HuggingFace
 from tunix.sources.rows import Columns, Csv, Jsonl, Parquet, Rows
@@ -15,9 +16,9 @@ from tunix.sources.synthetic import Synthetic
 from tunix.sources.text_files import PythonStdlib, TextFiles
 from tunix.sources.tokens import Tokens
 
-__all__ = ["SOURCES", "AnySource", "Columns", "Item", "Rows", "Source", "Tokens"]
+__all__ = ["SOURCES", "AnySource", "Columns", "Custom", "Item", "Rows", "Source", "Tokens"]
 
-SOURCES = (PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, Tokens, Synthetic)
+SOURCES = (PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, Tokens, Synthetic, Custom)
 
 if TYPE_CHECKING:
     AnySource = Source

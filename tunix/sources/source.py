@@ -39,3 +39,6 @@ class Source(Section):
     def read(self, unit: Unit) -> Iterator[Item]:
         """Yield the documents of one unit in order."""
         raise NotImplementedError
+
+    def try_out(self) -> None:
+        """Raise `UserError` where code that a user brings does not work; nothing is to be tried where there is none."""

@@ -1,0 +1,88 @@
+"""Objects that a user brings, named by a dotted path: `package.module:name`. Imports no jax."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from tunix.base.errors import UserError, did_you_mean
+
+
+def import_object(path: str) -> Any:
+    """Return the function or class that `package.module:name` names; the current folder is searched for modules too.
+
+    Raises:
+        UserError: no such module, an error while the module is imported, or no such name in the module.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not name.isidentifier():
+        raise UserError("expected package.module:name")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the module is the user's: it may raise anything
+        raise UserError(
+            f"module {module_name} cannot be imported ({_first_line(error)}); modules are looked for in the current "
+            "folder and on PYTHONPATH"
+        ) from None
+    if not callable(getattr(module, name, None)):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UserError(f"module {module_name} has no function or class {name}{did_you_mean(name, names)}")
+    return getattr(module, name)
+
+
+def _check(path: str) -> str:
+    import_object(path)
+    return path
+
+
+DottedPath = Annotated[str, AfterValidator(_check)]
+
+
+def entry_of(table: Iterable[str]) -> Any:
+    """Return the type of a key that takes the name of an entry of the table, or a dotted path."""
+    names = tuple(table)
+
+    def check(name: str) -> str:
+        if is_dotted(name):
+            return _check(name)
+        if name not in names:
+            hint = did_you_mean(name, list(names))
+            raise ValueError(f"expected one of {', '.join(names)}, or package.module:name{hint}")
+        return name
+
+    return Annotated[str, AfterValidator(check)]
+
+
+def is_dotted(name: str) -> bool:
+    """Return whether a name is a dotted path, and not the name of an entry."""
+    return ":" in name
+
+
+@contextmanager
+def blame_user(key: str, path: str) -> Iterator[None]:
+    """Run the block, which calls the object of `path`: an error in it is an error of the user's code.
+
+    Raises:
+        UserError: whatever the block raises, with the key, the path, and the line of the user's file.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        file = sys.modules[path.partition(":")[0]].__file__
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f" ({file}, line {lines[-1]})" if lines else ""
+        raise UserError(f"{key}={path} fails: {_first_line(error)}{place}") from error
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {text}"
