@@ -13,7 +13,7 @@ from support import installs
 from support.devices import xla_flags
 from support.harness import PAIR, ROOT, metrics
 
-from tunix import trainer
+import tunix
 
 pytestmark = pytest.mark.slow
 TRAINING = [sys.executable, str(ROOT / "run_training.py")]
@@ -28,7 +28,7 @@ def words(corpus) -> list[str]:
 def losses(words, tmp_path_factory) -> list[float]:
     """Of one process with two devices."""
     folder = tmp_path_factory.mktemp("one") / "run"
-    trainer([*words, f"hydra.run.dir={folder}", "distributed.allow_idle_devices=true"])
+    tunix.train([*words, f"hydra.run.dir={folder}", "distributed.allow_idle_devices=true"])
     return [line["loss"] for line in metrics(folder)]
 
 

@@ -13,7 +13,7 @@ import yaml
 from support import installs
 from support.harness import PAIR, ROOT, cli, metrics
 
-from tunix import trainer
+import tunix
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.launch import slurm
@@ -330,6 +330,6 @@ def test_a_training_is_preempted_and_goes_on(cluster, corpus, tmp_path):
     assert "0: resumed at step" in output
     steps = [line["step"] for line in metrics(tmp_path / "run")]
     assert steps == list(range(1, 151))
-    trainer([*words, f"hydra.run.dir={tmp_path}/whole", "distributed.allow_idle_devices=true"])
+    tunix.train([*words, f"hydra.run.dir={tmp_path}/whole", "distributed.allow_idle_devices=true"])
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "whole")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

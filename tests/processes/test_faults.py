@@ -10,7 +10,7 @@ import pytest
 from support.harness import PAIR, cli, metrics
 from support.processes import Processes
 
-from tunix import trainer
+import tunix
 
 pytestmark = pytest.mark.slow
 NOTICED_S = 20  # in this test; benchmarks/faults.py measures
@@ -65,6 +65,22 @@ def test_a_process_raises(rank, words, tmp_path):
         assert "Traceback" not in ends[1 - rank].stderr
 
 
+@pytest.mark.parametrize("what", ["exception", "SIGTERM"])
+def test_a_fault_during_an_evaluation(what, words, tmp_path):
+    fault = {"script": "tests/support/faulty.py", "FAULT": f"1 {what} evaluation 4"}
+    with Processes(*words, "evaluation.every_steps=4", folder=tmp_path, count=2, **fault) as run:
+        run.wait_for_file(tmp_path / "happened")
+        assert seconds_to_end(run) < NOTICED_S
+        ends = run.ends()
+    errors = ends[0].stderr + ends[1].stderr
+    if what == "SIGTERM":
+        assert [end.code for end in ends] == [75, 75], errors
+        assert metrics(tmp_path / "run", "held_out")[0]["step"] == 4  # the evaluation came to its end
+    else:
+        assert [end.code for end in ends] == [76, 1], errors
+        assert "RuntimeError: the disk caught fire" in ends[0].stderr
+
+
 def test_a_process_hangs(words, tmp_path):
     words = [*words, "distributed.step_deadline_s=6", "distributed.step_deadline_factor=2"]
     with Processes(*words, folder=tmp_path, count=2, script="tests/support/faulty.py", FAULT="1 hang step 8") as run:
@@ -104,6 +120,6 @@ def test_asked_to_stop(rank, number, words, tmp_path, monkeypatch):
         length = f"training.max_steps={last + 3}"
         assert cli("resume=run", length, cwd=tmp_path, devices=2).returncode == 0
         monkeypatch.chdir(tmp_path)
-        trainer([*words, length, "hydra.run.dir=whole", "distributed.allow_idle_devices=true"])
+        tunix.train([*words, length, "hydra.run.dir=whole", "distributed.allow_idle_devices=true"])
         losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "whole")]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from support.harness import PAIR, ROOT, cli, metrics
 from support.processes import End, Processes
 
-from tunix import trainer
+import tunix
 from tunix.config import Export
 from tunix.export import export
 
@@ -34,7 +34,7 @@ def by_one(words, tmp_path_factory) -> Path:
     """The folder of the run as one process makes it."""
     folder = tmp_path_factory.mktemp("one") / "run"
     mine = ["model.mesh_shape=[[4],[fsdp]]", "distributed.allow_idle_devices=true", f"hydra.run.dir={folder}"]
-    trainer([*words, *mine])
+    tunix.train([*words, *mine])
     return folder
 
 
@@ -104,7 +104,7 @@ def test_elastic(words, tmp_path):
     done = cli("resume=run", "training.max_steps=6", cwd=tmp_path, devices=1)
     assert done.returncode == 0, done.stderr
     mine = ["model.mesh_shape=[[1],[dp]]", "distributed.allow_idle_devices=true", f"hydra.run.dir={tmp_path}/whole"]
-    trainer([*words, "training.max_steps=6", *mine])
+    tunix.train([*words, "training.max_steps=6", *mine])
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_different_configs_and_code_are_refused(words, tmp_path):
     other = tmp_path / "other"
     for name in ("tunix", "conf", "run_training.py"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, other / name)
-    with (other / "tunix" / "losses.py").open("a") as file:
+    with (other / "tunix" / "training" / "losses.py").open("a") as file:
         file.write("# a change\n")
     with Processes(*words, folder=tmp_path, count=2, own=["seed=0", "seed=1"], roots=[ROOT, other]) as run:
         ends = run.ends()

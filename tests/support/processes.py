@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,20 +78,29 @@ class Processes:
             Path(f"/proc/{self.started[rank].pid}/task/{self.started[rank].pid}/children").read_text().split()[0]
         )
 
-    def wait_for_text(self, text: str, timeout: float = 120) -> None:
-        """Until process 0 has said it."""
+    def wait_until(self, happened: Callable[[], bool], event: str, timeout: float = 120) -> None:
+        """Return when `happened()`; fail with what process 0 said when all processes have ended, or at the timeout."""
         deadline = time.monotonic() + timeout
-        while text not in (self.folder / "stdout.0").read_text():
-            assert time.monotonic() < deadline, (self.folder / "stderr.0").read_text()
+        while not happened():
+            waits = time.monotonic() < deadline and None in [process.poll() for process in self.started]
+            if not waits and not happened():
+                raise AssertionError(f"{event} never came: {(self.folder / 'stderr.0').read_text()}")
             time.sleep(0.05)
 
-    def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and all(process.poll() is None for process in self.started):
+    def wait_for_text(self, text: str) -> None:
+        """Until process 0 has printed it."""
+        self.wait_until(lambda: text in (self.folder / "stdout.0").read_text(), text)
+
+    def wait_for_file(self, path: Path) -> None:
+        self.wait_until(path.exists, str(path))
+
+    def wait_for_step(self, run: Path, step: int) -> None:
+        """Until the line of this step is in metrics.jsonl."""
+
+        def written() -> bool:
             try:
-                if any(line["step"] >= step for line in metrics(run)):
-                    return
+                return any(line["step"] >= step for line in metrics(run))
             except (OSError, ValueError):  # no file yet, or a line being written
-                pass
-            time.sleep(0.05)
-        raise AssertionError(f"step {step} never came: {(self.folder / 'stderr.0').read_text()}")
+                return False
+
+        self.wait_until(written, f"step {step}")
