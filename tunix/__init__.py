@@ -7,6 +7,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunix.sharding.mesh_shape import ONE_DEVICE
+
 if TYPE_CHECKING:
     from tunix.config import Config
     from tunix.inference.pretrained import Pretrained
@@ -29,7 +31,7 @@ def train(config_or_overrides: "Config | list[str]") -> "Result":
     return run(compose.job_of(config_or_overrides))
 
 
-def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ((1,), ("tp",))) -> "Pretrained":
+def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE) -> "Pretrained":
     """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a Hugging Face folder, or of an ID on the hub.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.

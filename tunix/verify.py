@@ -25,8 +25,8 @@ from tunix.data.batches import TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.processes import exits
 from tunix.processes.identity import who_am_i
-from tunix.sharding.dims import DATA_AXES, MESH_AXES
-from tunix.sharding.mesh_shape import check_divides, meshes, resolve, shown
+from tunix.sharding.dims import axis_names
+from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, meshes, resolve
 from tunix.trainer import check_compiler_options, compile_step
 from tunix.training.program import assemble, build_mesh
 from tunix.training.sizes import derive_sizes
@@ -53,7 +53,7 @@ class Trial:
 def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int) -> list[Trial]:
     """`num_steps` steps on each mesh, or on each of a choice of legal ones; the first is the reference."""
     sequences = _global_batch(cfg)
-    shapes = mesh_shapes or [yaml.safe_load(shown(sizes)) for sizes in choose_meshes(cfg, sequences)]
+    shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in choose_meshes(cfg, sequences)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
     device_meshes = [build_mesh(each) for each in configs]  # all are checked before the first is tried
     check_compiler_options(cfg.training.compiler_options)
@@ -67,22 +67,22 @@ def choose_meshes(cfg: Config, sequences: int) -> list[dict[str, int]]:
     legal = [sizes for sizes in meshes(num_devices) if _is_legal(cfg, sizes, sequences)]
     alone = [sizes for sizes in legal if max(sizes.values()) == num_devices]
     mixed = sorted(legal, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
-    chosen = [dict.fromkeys(MESH_AXES, 1), *alone, *mixed[:1]]
+    chosen = [dict.fromkeys(axis_names(), 1), *alone, *mixed[:1]]
     return [sizes for place, sizes in enumerate(chosen) if sizes not in chosen[:place]]
 
 
 def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
     try:
-        check_divides(cfg.model.dims, sizes)
+        check_divides(cfg.dims, sizes)
     except UserError:
         return False
-    return sequences % (cfg.training.sequences_per_shard * math.prod(sizes[axis] for axis in DATA_AXES)) == 0
+    return sequences % (cfg.training.sequences_per_shard * data_shards(sizes)) == 0
 
 
 def _global_batch(cfg: Config) -> int:
     """Sequences of a step of this config on the devices that are visible."""
-    sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
-    shards = math.prod(sizes[axis] for axis in DATA_AXES)
+    sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+    shards = data_shards(sizes)
     return cfg.training.accumulation(shards) * cfg.training.sequences_per_shard * shards
 
 
@@ -113,7 +113,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int)
             state, scalars = train_step(state, batch)
             for name in COMPARED:
                 metrics[name].append(float(scalars[name]))
-    return Trial(shown(mesh.shape), sizes.num_microbatches, metrics)
+    return Trial(format_mesh_shape(mesh.shape), sizes.num_microbatches, metrics)
 
 
 def _relative(ours: float, theirs: float) -> float:

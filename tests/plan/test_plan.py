@@ -20,7 +20,7 @@ from tunix.plan.choice import decided
 from tunix.plan.compiled import backend
 from tunix.plan.ranking import _to_compile, micro_batch_sizes, rank
 from tunix.plan.topology import read_topology
-from tunix.sharding.mesh_shape import explicit_sizes, shown
+from tunix.sharding.mesh_shape import data_shards, explicit_sizes
 
 MICROBATCHES = 4
 
@@ -34,16 +34,18 @@ MICROBATCHES = 4
         ("[[8],[dp]]", ["training.sharding_strategy=no_shard"]),
         ("[[8],[fsdp]]", ["model.lora.rank=2"]),
         ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
+        ("[[2,2,2],[dp,fsdp,tp]]", []),
+        ("[[4,2],[fsdp,tp]]", ["training.remat=none", "model.mlp=gelu"]),
     ],
-    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8"],
+    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "products"],
 )
 def test_derived_is_what_is_compiled(mesh, more):
     """State in bytes, exactly; gathered and reduced bytes to 2 %."""
     step = program(f"model.mesh_shape={mesh}", f"training.gradient_accumulation_steps={MICROBATCHES}", *more)
-    rows = batch(32, MICROBATCHES)
+    rows = batch(MICROBATCHES * data_shards(step.mesh.shape), MICROBATCHES)
     compiled = step.compile(rows)
     costs = derive(step.cfg, explicit_sizes(step.cfg.model.mesh_shape))
-    given = sum(leaf.nbytes for leaf in rows.values()) // 8 + 8  # the batch, and two counters
+    given = sum(leaf.nbytes for leaf in rows.values()) // data_shards(step.mesh.shape) + 8  # the batch, two counters
     held = costs.num_bytes["weights"] + costs.num_bytes["optimizer"]
     assert held + given == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
     found = [c for c in collectives(compiled.as_text()) if c.group_size > 1]
@@ -196,7 +198,7 @@ def test_a_run_takes_what_plan_would():
     ours = decided(cfg)
     assert ours.training.micro_batch_size in micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
     ranking = rank(cfg, read_topology("h200:8"))
-    assert shown(ranking.fit[0].sizes) == shown(explicit_sizes(ours.model.mesh_shape))
+    assert ranking.fit[0].sizes == explicit_sizes(ours.model.mesh_shape)
     kept = decided(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
     assert explicit_sizes(kept.model.mesh_shape) == {"dp": 4, "fsdp": 1, "tp": 2}
     assert kept.training.micro_batch_size == 16

@@ -1,5 +1,7 @@
 """Mesh shapes: what is read, what is refused, and what is proposed in its place."""
 
+import json
+
 import pytest
 
 from tunix.sharding.dims import Equation
@@ -64,7 +66,7 @@ def test_proposed_shapes_are_legal():
         resolve(((5, 1), ("fsdp", "tp")), 8, DIMS, allow_idle=False)
     proposed = str(error.value).split("legal here: ")[1].split(", or distributed")[0].replace(" or ", ", ").split(", ")
     for shape in proposed:
-        assert resolve(parse(eval(shape)), 8, DIMS, allow_idle=False)
+        assert resolve(parse(json.loads(shape)), 8, DIMS, allow_idle=False)
 
 
 def test_idle_devices_only_when_asked_for():
@@ -101,5 +103,9 @@ def test_equation():
     product = Equation("BTNH,NHD->BTD")
     assert (product.w, product.summed, product.batch, product.is_vector) == ("NHD", "NH", "BT", False)
     assert (product.stacked().w, product.stacked().summed, product.stacked().batch) == ("LNHD", "NH", "BT")
+    assert (product.stacked().copies, product.stacked().one_layer()) == ("L", product)
+    assert (product.transposed(), product.transposed().summed) == (Equation("BTD,NHD->BTNH"), "D")
+    experts = Equation("BTED,EDF->BTEF").stacked()
+    assert (experts.copies, experts.summed) == ("LE", "D")
     norm = Equation("BTNH,H->BTNH")
     assert (norm.summed, norm.batch, norm.is_vector, norm.stacked().is_vector) == ("", "BTN", True, True)

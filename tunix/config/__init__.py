@@ -15,6 +15,7 @@ from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan,
 from tunix.config.training import Training
 from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
+from tunix.sharding.dims import read_dims
 
 __all__ = [
     "PROJECTIONS", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export", "Generate",
@@ -67,6 +68,11 @@ class Config(Section):
     plan: Plan
     """Memory and time before anything runs."""
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """Size of each dimension of weights and activations by its letter (`tunix.sharding.dims.DIMS`)."""
+        return self.model.dims | read_dims("training", self.training)
+
     @model_validator(mode="after")
     def _check(self) -> "Config":
         if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
@@ -84,7 +90,7 @@ class Config(Section):
             sizes = mesh_shape.resolve(
                 self.model.mesh_shape,
                 self.launcher.num_devices,
-                self.model.dims,
+                self.dims,
                 self.distributed.allow_idle_devices,
                 self.launcher.which_devices,
             )

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
 from tunix.sharding import mesh_shape
-from tunix.sharding.dims import codes_per_byte, weights_per_scale
+from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
 
@@ -153,15 +153,11 @@ class Model(Section):
 
     @property
     def dims(self) -> dict[str, int]:
-        """Size of each dimension of the weights by its letter (`layout.LETTERS`)."""
-        dims = {
-            "V": self.vocab_size, "D": self.embed_dim, "F": self.mlp_dim, "L": self.num_layers,
-            "N": self.num_heads, "K": self.num_kv_heads, "H": self.head_dim, "P": self.context_length,
-            "r": self.lora.rank,
-        }  # fmt: skip
+        """Size of each dimension of the weights by its letter (`tunix.sharding.dims.DIMS`)."""
+        dims = read_dims("model", self)
         if self.lora.quantize_base is not None:
-            dims["C"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
-            dims["E"] = self.embed_dim // weights_per_scale(self.embed_dim)
+            dims["c"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
+            dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)
         return dims
 
     def windows(self, length: int) -> list[int]:

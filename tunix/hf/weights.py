@@ -21,7 +21,7 @@ from tunix.config import Model
 from tunix.hf.names import FAMILIES, Family, Name
 from tunix.models.paths import named, parameter_name
 from tunix.models.quantized import stacked_codes
-from tunix.sharding.dims import Equation
+from tunix.sharding.dims import LAYERS, Equation
 from tunix.sharding.layout import Layout
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -109,7 +109,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
 
         def load(path: str, equation: Equation, dtype: Any, layers: range) -> jax.Array:
             """Some layers of a parameter."""
-            sizes = cfg.dims | {"L": len(layers)}
+            sizes = cfg.dims | {LAYERS: len(layers)}
 
             def shard(index: Any) -> np.ndarray:
                 ranges = {
@@ -117,7 +117,8 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
                 }
                 return _read(files, family.names[path], cfg, equation, ranges, layers, dtype)
 
-            shape, sharding = tuple(sizes[letter] for letter in equation.w), NamedSharding(mesh, layout.rest(equation))
+            shape = tuple(sizes[letter] for letter in equation.w)
+            sharding = NamedSharding(mesh, layout.at_rest(equation))
             array = jax.make_array_from_callback(shape, sharding, shard)
             return jax.block_until_ready(array)  # the host's copy is gone before the next is made
 
@@ -190,7 +191,7 @@ def _read(
     shape = [ranges[letter][1] - ranges[letter][0] for letter in ours]
     where, unpacked = _slices(name, cfg.dims, ranges)
     letters = name.dims.replace(",", "")
-    order = [letters.index(letter) for letter in ours.removeprefix("L")]
+    order = [letters.index(letter) for letter in equation.one_layer().w]
 
     # Some rows at a time: a transposing copy that stays in the CPU's cache takes a third of the time.
     step = max(1, 64 // math.prod(unpacked[1:-1]))
@@ -201,10 +202,10 @@ def _read(
             target[row : row + step] = source[row : row + step]
 
     read = np.empty(shape, jnp.dtype(dtype))
-    if not ours.startswith("L"):
+    if not equation.is_stacked:
         fill(read, name.tensor)
     else:
-        for place, layer in enumerate(layers[slice(*ranges["L"])]):
+        for place, layer in enumerate(layers[slice(*ranges[LAYERS])]):
             fill(read[place], name.tensor.format(layer))
     return read
 
@@ -283,7 +284,7 @@ def _by_layer(found: Mapping[str, list]) -> Iterator[tuple[str, list]]:
 def _packed(name: Name, leaf: jax.Array, weight, layer: int | None) -> np.ndarray:
     """One layer of a parameter as the files have it."""
     value = np.asarray(leaf if layer is None else leaf[layer])
-    ours = weight.equation.w.removeprefix("L")
+    ours = weight.equation.one_layer().w
     letters = name.dims.replace(",", "")
     sizes = dict(zip(ours, value.shape, strict=True))
     shape = [math.prod(sizes[letter] for letter in group) for group in name.dims.split(",")]

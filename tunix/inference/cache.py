@@ -80,8 +80,7 @@ def _attend_to_cache(q, k, v, time, first, layout: Layout) -> jax.Array:
     specs = [layout.activation(letters) for letters in ("BTNH", "BTKH", "BTKH", "B")]
 
     def local(q, k, v, first, time):
-        if "K" in layout.whole:
-            k, v = (layout.own_kv_head(x, q.shape[2]) for x in (k, v))
+        k, v = (layout.own_kv_heads(x, q.shape[2]) for x in (k, v))
         size = k.shape[1]
         times = time - (time - jnp.arange(size)) % size  # the newest time of each slot
         mask = times >= jnp.maximum(first, 0)[:, None]

@@ -21,10 +21,9 @@ from tunix.inference.sampling import Answer, Sampler, Sampling
 from tunix.models.lora import merge
 from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.sharding.arrays import local_rows, to_global
-from tunix.sharding.dims import whole_letters
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.mesh_shape import ONE_DEVICE, data_shards, unsplit_dims
 from tunix.tokenizer.vocabulary import Vocabulary, load, read_backend
 from tunix.training.state import Architecture, abstract_params, describe
 
@@ -89,7 +88,7 @@ class Pretrained:
             return replace(self, cfg=cfg, arch=describe(cfg, self.layout), params=params)
 
 
-def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ((1,), ("tp",))) -> Pretrained:
+def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE) -> Pretrained:
     """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
@@ -101,7 +100,8 @@ def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any 
     folder = run[0] if run else find(str(source), key="checkpoint")
     cfg = architecture.trained_model(folder, mesh_shape)
     mesh = device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True)
-    layout = Layout(STRATEGIES["no_shard"], whole_letters(cfg.dims, mesh.shape), dtype, dtype, "float32")
+    unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
+    layout = Layout(STRATEGIES["no_shard"], unsplit, dtype, dtype, "float32")
     with jax.set_mesh(mesh):
         arch = describe(cfg, layout)
         params, tokenizer = load_params(str(source), cfg, arch, layout, mesh)

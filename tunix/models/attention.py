@@ -22,8 +22,7 @@ def attend(
 
     @partial(jax.shard_map, in_specs=(*specs, jax.P()), out_specs=specs[0])
     def local(q, k, v, segment_ids, window):
-        if "K" in layout.whole:
-            k, v = (layout.own_kv_head(x, q.shape[2]) for x in (k, v))
+        k, v = (layout.own_kv_heads(x, q.shape[2]) for x in (k, v))
         return KERNELS[kernel](q, k, v, segment_ids, window)
 
     return local(q, k, v, segment_ids, window)

@@ -1,4 +1,4 @@
-"""The parts of a decoder. The letters of shapes and equations are explained in layout.py."""
+"""The parts of a decoder. The letters of shapes and equations are in sharding/dims.py."""
 
 import math
 import re
@@ -70,7 +70,7 @@ class Einsum(nnx.Module):
             return self.layout.gather(self.w[...], self.equation)
         of_codes, of_scales = self.equation.quantized()
         codes, scales = self.layout.gather(self.w[...], of_codes), self.layout.gather(self.w_scale[...], of_scales)
-        spec = self.layout.gathered(of_codes)
+        spec = self.layout.in_use(of_codes)
         return dequantize(codes, scales, self.equation, self.qtype, self.layout.compute, spec)
 
 

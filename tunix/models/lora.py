@@ -23,7 +23,7 @@ def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: La
     merged: Any = {name: merge(leaf, weights[name], cfg, layout) for name, leaf in params.items() if name != "lora"}
     if "w_scale" in params:
         of_codes, scales = weights["w"].equation, merged.pop("w_scale")
-        spec = layout.gathered(of_codes)
+        spec = layout.in_use(of_codes)
         codes, scales, qtype = reshard(params["w"], spec), reshard(scales, spec), str(cfg.quantize_base)
         merged["w"] = dequantize(codes, scales, of_codes.dequantized(), qtype, "float32", spec).astype(layout.param)
     if "lora" in params:

@@ -1,7 +1,7 @@
 """Frozen matrices in 8 or 4 bits: a code for each weight, and a scale for each block of weights along D.
 
 qwix does the arithmetic (https://github.com/google/qwix). At rest there are two arrays in place of a matrix: codes
-[.., C, ..], bytes, two nf4 codes in each, and scales [.., E, ..] bfloat16. The letters are in layout.py.
+[.., c, ..], bytes, two nf4 codes in each, and scales [.., e, ..] bfloat16. The letters are in sharding/dims.py.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def stacked_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model,
     """Codes and scales of all layers, laid out at rest, of one matrix [1, ..] after the other."""
     qtype, parts = cfg.lora.quantize_base, equation.quantized()
     assert qtype is not None
-    specs = tuple(map(layout.rest, parts))
+    specs = tuple(map(layout.at_rest, parts))
 
     @partial(jax.jit, donate_argnums=0)
     def put(held, matrix, layer):

@@ -127,7 +127,7 @@ class Muon(Optimizer):
             equation = weight.equation
             if equation.is_vector or {"V", "P"} & set(equation.w):
                 return None  # vectors and tables: AdamW
-            kept = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + "L"]
+            kept = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + equation.copies]
             return MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], kept)
 
         return optax.chain(

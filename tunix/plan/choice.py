@@ -13,7 +13,7 @@ from tunix.costs.devices import kind_named
 from tunix.plan.ranking import GIB, nothing_fits, on_mesh, rank
 from tunix.plan.topology import Cluster, read_topology
 from tunix.processes import peers
-from tunix.sharding.mesh_shape import resolve, shown
+from tunix.sharding.mesh_shape import format_mesh_shape, resolve
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +48,15 @@ def _choose(cfg: Config, cluster: Cluster) -> dict:
     best = ranking.fit[0]
     size = best.cfg.training.sequences_per_shard
     told = (
-        f"chosen by plan: model.mesh_shape={shown(best.sizes)}, training.micro_batch_size={size}; predicted "
-        f"({best.source}): {best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.step_s:.3g} s a step"
+        f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}, training.micro_batch_size={size}; "
+        f"predicted ({best.source}): {best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, "
+        f"{best.step_s:.3g} s a step"
     )
     return {"sizes": best.sizes, "micro_batch_size": size, "told": told}
 
 
 def _with_mesh(cfg: Config) -> Config:
-    return on_mesh(
-        cfg, resolve(cfg.model.mesh_shape, jax.device_count(), cfg.model.dims, cfg.distributed.allow_idle_devices)
-    )
+    return on_mesh(cfg, resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices))
 
 
 def _cluster(cfg: Config) -> Cluster:

@@ -3,7 +3,7 @@
 from tunix.costs.figure import INK, PALE, Bar, Panel, draw
 from tunix.plan.ranking import GIB, Candidate, Ranking
 from tunix.plan.topology import Cluster
-from tunix.sharding.mesh_shape import shown
+from tunix.sharding.mesh_shape import format_mesh_shape
 
 MEMORY = {"weights": "#2a6f97", "optimizer": "#61a5c2", "gradients": "#e9c46a", "temporary": "#c9d6df"}
 TIME = {"arithmetic": "#2a6f97", "hidden communication": "#c9d6df", "exposed communication": "#d1495b"}
@@ -13,7 +13,7 @@ MOST = 16  # meshes shown
 def picture(ranking: Ranking, cluster: Cluster) -> bytes:
     """A PNG of the meshes that divide model and batch, best first."""
     meshes = [*ranking.fit, *ranking.too_large][:MOST]
-    labels = [(shown(each.sizes), INK if each.memory <= ranking.limit else PALE) for each in meshes]
+    labels = [(format_mesh_shape(each.sizes), INK if each.memory <= ranking.limit else PALE) for each in meshes]
     memory = Panel("memory of a device, GiB", MEMORY, [_memory(each) for each in meshes], ranking.limit / GIB)
     time = Panel("time of a step, s (predicted)", TIME, [_time(each) for each in meshes])
     return draw(f"{cluster}: predicted, not measured", labels, [memory, time])

@@ -11,7 +11,7 @@ from tunix.config import Config
 from tunix.costs.derived import Costs, derive, seconds
 from tunix.plan.compiled import Compiled, compile_all
 from tunix.plan.topology import Cluster
-from tunix.sharding.mesh_shape import check_divides, data_shards, meshes, resolve, shown
+from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, meshes, resolve
 
 GIB = 2**30
 PRODUCTS_SHARE = 0.8  # of a step's arithmetic that matrix products take, where nothing is compiled
@@ -75,13 +75,13 @@ class Candidate:
 
     @property
     def exposed_s(self) -> float:
-        """Of that, what arithmetic waits for: by the schedule, or all on tp and what is longer than arithmetic."""
+        """Seconds that arithmetic waits: by the schedule, or for what cannot overlap and the excess of what can."""
         if self.compiled and self.compiled.timeline:
             return self.compiled.timeline.exposed_s
         return max(0.0, self._derived_s(overlaps=True) - self.compute_s) + self._derived_s(overlaps=False)
 
     def _derived_s(self, *, overlaps: bool) -> float:
-        chosen = [transfer for transfer in self.costs.transfers if (transfer.axes != ("tp",)) == overlaps]
+        chosen = [transfer for transfer in self.costs.transfers if transfer.overlaps == overlaps]
         return sum(seconds(each, self.sizes, self.cluster.kind, self.cluster.per_node) for each in chosen)
 
     @property
@@ -118,10 +118,10 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     candidates, refused = [], {}
     for sizes in _asked(cfg, cluster):
         try:
-            check_divides(cfg.model.dims, sizes)
+            check_divides(cfg.dims, sizes)
             candidates.append(_derived(cfg, sizes, cluster, limit))
         except UserError as error:
-            refused[shown(sizes)] = str(error)
+            refused[format_mesh_shape(sizes)] = str(error)
     chosen = _to_compile(candidates, cfg.plan.num_compiled, limit)
     for place, candidate in _compiled(cfg, [candidates[place] for place in chosen], cluster, limit, progress):
         candidates[chosen[place]] = candidate
@@ -137,7 +137,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
 def _asked(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
     if cfg.model.mesh_shape == "auto":
         return list(meshes(cluster.num_devices))
-    return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.model.dims, False, "in plan.topology")]
+    return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.dims, False, "in plan.topology")]
 
 
 def on_mesh(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None = None) -> Config:
@@ -203,10 +203,10 @@ def _compiled(
         answers, again = compile_all([each.cfg for each in waiting.values()], cluster), {}
         for (place, candidate), answer in zip(waiting.items(), answers, strict=True):
             if isinstance(answer, str):
-                progress(f"{shown(candidate.sizes)} not compiled: {answer}")
+                progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
                 yield place, replace(candidate, note=answer)
                 continue
-            progress(f"{shown(candidate.sizes)} compiled in {answer.compile_s:.0f} s")
+            progress(f"{format_mesh_shape(candidate.sizes)} compiled in {answer.compile_s:.0f} s")
             candidate = replace(candidate, compiled=answer)
             yield place, candidate
             smaller = _smaller(cfg, candidate)
@@ -237,7 +237,7 @@ def nothing_fits(ranking: Ranking, cluster: Cluster, where: str = "plan.topology
         least = -(-state * cluster.num_devices // round(ranking.limit))
         devices = f"more devices ({least:,} hold weights and optimizer alone)"
     return (
-        f"the model fits on no mesh of {where}: {shown(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
+        f"the model fits on no mesh of {where}: {format_mesh_shape(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
         f"{over / GIB:.1f} more than the {ranking.limit / GIB:.1f} GiB that a device may use, most of it {largest}; "
         f"take {devices}, {HELP[largest]}, or raise plan.memory_share"
     )

@@ -14,7 +14,7 @@ from tunix.plan.compiled import HBM_SHARE, backend
 from tunix.plan.picture import picture
 from tunix.plan.ranking import GIB, Candidate, Ranking
 from tunix.plan.topology import Cluster
-from tunix.sharding.mesh_shape import shown
+from tunix.sharding.mesh_shape import format_mesh_shape
 
 LABEL = "derived, compiled and predicted, not measured"
 
@@ -25,7 +25,7 @@ def text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
     lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use (plan.memory_share)")
     lines += [f"refused {mesh}: {reason}" for mesh, reason in ranking.refused.items()]
     every = [*ranking.fit, *ranking.too_large]
-    lines += [f"{shown(each.sizes)} is not compiled: {each.note}" for each in every if each.note]
+    lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in every if each.note]
     lines += _assumptions(cluster, every)
     if ranking.fit:
         if ranking.fit[0].compiled:
@@ -43,7 +43,7 @@ def meshes(ranking: Ranking, cluster: Cluster) -> Table:
         found.add_column(name, justify="left" if name in ("mesh", "from") else "right", no_wrap=True)
     for each in [*ranking.fit, *ranking.too_large]:
         found.add_row(
-            shown(each.sizes),
+            format_mesh_shape(each.sizes),
             str(each.cfg.training.micro_batch_size),
             each.source,
             *(f"{each.num_bytes[name] / GIB:.2f}" for name in held),
@@ -59,7 +59,7 @@ def meshes(ranking: Ranking, cluster: Cluster) -> Table:
 def moved(candidate: Candidate) -> Table:
     """Collectives of a step of the compiled program, by mesh axis."""
     assert candidate.compiled
-    title = f"collectives of a step on {shown(candidate.sizes)}, per device group"
+    title = f"collectives of a step on {format_mesh_shape(candidate.sizes)}, per device group"
     found = Table(title=title, title_justify="left")
     for name in ("axes", "collective", "dtype", "count", "GiB"):
         found.add_column(name, justify="right" if name in ("count", "GiB") else "left")
@@ -98,7 +98,7 @@ def record(candidate: Candidate) -> dict[str, Any]:
         added[name] = added.get(name, 0) + each.num_bytes
     compiled = candidate.compiled
     return {
-        "mesh_shape": shown(candidate.sizes),
+        "mesh_shape": format_mesh_shape(candidate.sizes),
         "micro_batch_size": candidate.cfg.training.micro_batch_size,
         "source": candidate.source,
         "bytes_per_device": {**candidate.num_bytes, "total": candidate.memory},
@@ -150,4 +150,4 @@ def command(overrides: list[str], best: Candidate) -> str:
     words = [word for word in overrides if not word.lstrip("+").startswith(decided)]
     if any(word.lstrip("+") == "training.micro_batch_size=auto" for word in overrides):
         words.append(f"training.micro_batch_size={best.cfg.training.micro_batch_size}")
-    return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={shown(best.sizes)}"])
+    return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={format_mesh_shape(best.sizes)}"])

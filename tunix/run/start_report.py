@@ -13,9 +13,9 @@ from tunix.costs.derived import costs_of
 from tunix.data.corpus import Corpus
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.dims import MESH_AXES, whole_letters
+from tunix.sharding.dims import DIMS, axis_names
 from tunix.sharding.mesh import MAX_ROWS, device_table
-from tunix.sharding.mesh_shape import data_shards, shown
+from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, unsplit_dims
 from tunix.training.optim import phase_steps
 from tunix.training.program import Program
 from tunix.training.sizes import Sizes
@@ -34,7 +34,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         f"{cfg.model.attention} attention",
         **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
-        "mesh": f"{shown(mesh.shape, MESH_AXES)} over {mesh.size} x {', '.join(sorted(kinds))}, "
+        "mesh": f"{format_mesh_shape(mesh.shape, axis_names())} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)",
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
@@ -53,12 +53,8 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
     if jax.process_count() > 1:
         rows["processes"] = _processes()
-    for letter in sorted(whole_letters(cfg.model.dims, mesh.shape)):
-        what, axis = {
-            "K": ("key/value heads", "tp"), "V": ("vocabulary", "tp"), "C": ("codes along the width", "fsdp"),
-            "E": ("scales along the width", "fsdp"),
-        }[letter]  # fmt: skip
-        rows[what] = f"{cfg.model.dims[letter]:,} on {axis}={mesh.shape[axis]}: every device keeps all"
+    for letter, axis in unsplit_dims(cfg.dims, mesh.shape).items():
+        rows[DIMS[letter].name] = f"{cfg.dims[letter]:,} on {axis}={mesh.shape[axis]}: every device keeps all"
     name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
     table = Table(show_header=False, box=None, title=name, title_justify="left")
     for name, text in rows.items():

@@ -6,18 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from tunix.sharding.dims import DATA_AXES
+from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
-
-BATCH = PartitionSpec(None, DATA_AXES)  # [A, B, ...]: sequences are split over the data shards
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
     """Rows of a batch of `num_rows` sequences that live on this process's devices, in order."""
     rows: set[int] = set()
-    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXES))
+    sharding = NamedSharding(mesh, activation_spec("B"))
     for index in sharding.addressable_devices_indices_map((num_rows,)).values():
         assert index is not None
         rows.update(range(*index[0].indices(num_rows)))
@@ -26,7 +24,7 @@ def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
 
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Global arrays [A, B, T] of this process's rows [A, B_local, T]; returns before the copy is done."""
-    sharding = NamedSharding(mesh, BATCH)
+    sharding = NamedSharding(mesh, activation_spec("ABT"))
     share = data_shards(mesh.shape) // len(local_rows(mesh, data_shards(mesh.shape)))
 
     def put(rows: np.ndarray) -> jax.Array:

@@ -1,49 +1,129 @@
-"""Which mesh axis shards which dimension: one table, and the arithmetic of mesh shapes. Knows no jax.
+"""Two tables that say how arrays are split over devices: mesh axes with their roles, and dimensions. Imports no jax.
 
-Letters name the dimensions in einsum equations, shapes and comments everywhere in this project:
-  A microbatches  B batch (sequences)  T tokens  D embed  F mlp  N query heads  K key/value heads  H head dim
-  V vocabulary  P places in the context  S slots of a key/value cache  L layers  r LoRA rank
-  C bytes of codes, and E blocks of one scale, along D of a quantized weight
+A dimension has one letter, the same in einsum equations, shapes and comments everywhere in this project. Which axis
+splits the batch, which axis keeps weights, and which dimension may stay whole stands in these tables and nowhere else:
+everything outside asks them when it needs to know. No other file writes the name of a mesh axis.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
 
-MESH_AXES = ("dp", "fsdp", "tp")  # outermost first: neighbours on tp are neighbours in the machine
-DATA_AXES = ("dp", "fsdp")  # these split the batch: one coordinate of them is a data shard
 
-# Where each logical axis lives: the weights', and the activations'. A new mesh axis is a new cell.
-AXES: dict[str, tuple[str | None, str | tuple[str, ...] | None]] = {
-    # logical axis  weight  activation
-    "batch": (None, DATA_AXES),
-    "seq": (None, None),
-    "embed": ("fsdp", None),
-    "embed_codes": ("fsdp", None),
-    "embed_blocks": ("fsdp", None),
-    "heads": ("tp", "tp"),
-    "kv_heads": ("tp", "tp"),
-    "head_dim": (None, None),
-    "mlp": ("tp", "tp"),
-    "vocab": ("tp", "tp"),
-    "places": (None, None),
-    "rank": (None, None),
-    "layers": (None, None),
-}
-LETTERS = {
-    "B": "batch", "T": "seq", "D": "embed", "N": "heads", "K": "kv_heads",
-    "H": "head_dim", "F": "mlp", "V": "vocab", "P": "places", "L": "layers", "r": "rank",
-    "C": "embed_codes", "E": "embed_blocks",
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the device mesh, and its roles."""
+
+    name: str
+    splits_batch: bool = False  # each coordinate has its own sequences, so a gradient is a sum over the axis
+    keeps_weights: bool = False  # weights rest split over it, and are gathered before a product uses them
+
+
+# Outermost first: neighbours on the last axis are neighbours in the machine.
+MESH = (
+    Axis("dp", splits_batch=True),
+    Axis("fsdp", splits_batch=True, keeps_weights=True),
+    Axis("tp"),
+)
+
+
+class Whole(Enum):
+    """May every device keep all of a dimension that the size of its mesh axis does not divide?"""
+
+    NEVER = "the mesh is refused"
+    ALWAYS = "every device keeps all of it"
+    AS_DIVISOR = "every device keeps all of it and needs one entry; refused unless it divides the size of the axis"
+
+
+DATA = "every axis that splits the batch"  # stands in the place of an axis's name
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of weights and activations."""
+
+    letter: str
+    name: str  # in words, for messages
+    weight: str | None = None  # the axis that splits it in a weight at rest
+    activation: str | None = None  # the axis that splits it in an activation
+    key: str = ""  # the config key that sets it
+    may_stay_whole: Whole = Whole.NEVER
+
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        return _expand(self.weight)
+
+    @property
+    def activation_axes(self) -> tuple[str, ...]:
+        return _expand(self.activation)
+
+
+DIMS = {
+    dim.letter: dim
+    for dim in (
+        #                          weight  activation
+        Dim("A", "microbatches"),
+        Dim("B", "sequences",      None,   DATA),
+        Dim("T", "tokens",         None,   None, key="training.seq_len"),
+        Dim("D", "width",          "fsdp", None, key="model.embed_dim"),
+        Dim("F", "MLP width",      "tp",   "tp", key="model.mlp_dim"),
+        Dim("N", "query heads",    "tp",   "tp", key="model.num_heads"),
+        Dim("K", "key/value heads", "tp",  "tp", key="model.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),
+        Dim("H", "head width",     None,   None, key="model.head_dim"),
+        Dim("V", "vocabulary",     "tp",   "tp", key="model.vocab_size", may_stay_whole=Whole.ALWAYS),
+        Dim("P", "context",        None,   None, key="model.context_length"),
+        Dim("S", "cache slots"),
+        Dim("L", "layers",         None,   None, key="model.num_layers"),
+        # Small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.
+        Dim("r", "LoRA rank",      None,   None, key="model.lora.rank"),
+        Dim("c", "codes along the width",  "fsdp", may_stay_whole=Whole.ALWAYS),  # bytes of codes, in the place of D
+        Dim("e", "scales along the width", "fsdp", may_stay_whole=Whole.ALWAYS),  # blocks of one scale, in that of D
+    )
 }  # fmt: skip
-KEYS = {  # the config key that sets each dimension which a mesh axis may have to divide
-    "D": "model.embed_dim", "F": "model.mlp_dim", "N": "model.num_heads",
-    "K": "model.num_kv_heads",
-}  # fmt: skip
+LAYERS = "L"  # blocks are stacked along it
+
+
+def axis_names() -> tuple[str, ...]:
+    """Names of all mesh axes, outermost first."""
+    return tuple(axis.name for axis in MESH)
+
+
+def data_axes() -> tuple[str, ...]:
+    """Axes that split the batch: one coordinate of all of them is a data shard."""
+    return tuple(axis.name for axis in MESH if axis.splits_batch)
+
+
+def keeping_axes() -> tuple[str, ...]:
+    """Axes that keep weights."""
+    return tuple(axis.name for axis in MESH if axis.keeps_weights)
+
+
+def splitting_axes() -> tuple[str, ...]:
+    """Axes that split the model: more devices on them means fewer bytes of weights on each."""
+    split = {axis for dim in DIMS.values() for axis in dim.weight_axes}
+    return tuple(axis for axis in axis_names() if axis in split)
+
+
+def read_dims(section: str, values: object) -> dict[str, int]:
+    """Return the size of each dimension that a key of this config section sets, by letter."""
+    sizes = {}
+    for dim in DIMS.values():
+        first, _, key = dim.key.partition(".")
+        if first == section:
+            sizes[dim.letter] = attrgetter(key)(values)
+    return sizes
+
+
+def _expand(axis: str | None) -> tuple[str, ...]:
+    if axis is None:
+        return ()
+    return data_axes() if axis == DATA else (axis,)
 
 
 @dataclass(frozen=True)
 class Equation:
-    """What a weight is for: `x,w->y` as einsum takes it, like `BTD,DNH->BTNH`."""
+    """The product that a weight is for: `x,w->y` as einsum takes it, like `BTD,DNH->BTNH`."""
 
     text: str
 
@@ -60,9 +140,14 @@ class Equation:
         return self.text.split("->")[0].split(",")[1]
 
     @property
+    def copies(self) -> str:
+        """Dimensions of the weight along which products stand side by side: layers, and those in x, w and y."""
+        return "".join(letter for letter in self.w if letter == LAYERS or (letter in self.x and letter in self.y))
+
+    @property
     def summed(self) -> str:
         """Dimensions of the weight that the product sums over: its fan-in."""
-        return "".join(letter for letter in self.w if letter not in f"{self.y}L")
+        return "".join(letter for letter in self.w if letter not in self.y + self.copies)
 
     @property
     def batch(self) -> str:
@@ -71,31 +156,49 @@ class Equation:
 
     @property
     def is_vector(self) -> bool:
-        """Whether the weight is summed over nothing: a norm's scale, a bias."""
+        """True where the product sums over nothing: a norm's scale, a bias."""
         return not self.summed
 
+    def transposed(self) -> "Equation":
+        """Return the product that gives the gradient of x out of the gradient of y: `y,w->x`."""
+        return Equation(f"{self.y},{self.w}->{self.x}")
+
+    @property
+    def is_stacked(self) -> bool:
+        """True where the weight holds all layers."""
+        return LAYERS in self.w
+
     def stacked(self) -> "Equation":
-        """The same for all layers: the weight has a first dimension L."""
-        return Equation(self.text.replace(",", ",L"))
+        """Return the equation of all layers: the weight has a first dimension L."""
+        return Equation(self.text.replace(",", f",{LAYERS}"))
+
+    def one_layer(self) -> "Equation":
+        """Return the equation of one layer, without the dimension L."""
+        return Equation(self.text.replace(f",{LAYERS}", ","))
 
     def low_rank(self) -> tuple["Equation", "Equation"]:
-        """Two products in place of one, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""
+        """Return the two products of a low-rank update, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""
         between = "".join(letter for letter in self.x if letter not in self.summed) + "r"
         outer = "".join(letter for letter in self.w if letter not in self.summed)
         return Equation(f"{self.x},{self.summed}r->{between}"), Equation(f"{between},r{outer}->{self.y}")
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its array is the codes or the scales of a weight: not trained, and used as it rests."""
-        return "C" in self.w or "E" in self.w
+        """True for the codes and for the scales of a weight: they are not trained, and used as they rest."""
+        return "c" in self.w or self.is_scales
+
+    @property
+    def is_scales(self) -> bool:
+        """True for the scales of a quantized weight."""
+        return "e" in self.w
 
     def quantized(self) -> tuple["Equation", "Equation"]:
-        """The same of the weight's codes and of its scales: letters of their dimensions, no products."""
-        return Equation(self.text.replace("D", "C")), Equation(self.text.replace("D", "E"))
+        """Return the letters of the weight's codes and of its scales; no product takes these arrays."""
+        return Equation(self.text.replace("D", "c")), Equation(self.text.replace("D", "e"))
 
     def dequantized(self) -> "Equation":
-        """That of the weight which has these codes."""
-        return Equation(self.text.replace("C", "D"))
+        """Return the equation of the weight that has these codes."""
+        return Equation(self.text.replace("c", "D"))
 
 
 def codes_per_byte(qtype: str) -> int:
@@ -103,11 +206,5 @@ def codes_per_byte(qtype: str) -> int:
 
 
 def weights_per_scale(embed_dim: int) -> int:
-    """32, or what divides the width: with bfloat16 scales, half a bit for each weight."""
+    """Return 32, or what divides the width: with bfloat16 scales, half a bit for each weight."""
     return math.gcd(embed_dim, 32)
-
-
-def whole_letters(dims: Mapping[str, int], sizes: Mapping[str, int]) -> frozenset[str]:
-    """Dimensions that every device keeps whole: fewer key/value heads than devices, an odd vocabulary, ..."""
-    axes = {"K": "tp", "V": "tp", "C": "fsdp", "E": "fsdp"}
-    return frozenset(letter for letter, axis in axes.items() if letter in dims and dims[letter] % sizes[axis])

@@ -1,4 +1,22 @@
-"""The device mesh, where weights and activations live on it, and host data as global arrays."""
+"""Where weights, activations and gradients live on the mesh, as equations and the tables of dims.py say.
+
+One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split over
+tp at rest and in use; dp and fsdp split the batch, so that each data shard computes a gradient of its own:
+
+    at rest      P(fsdp, tp, -)                            one shard for each device, float32
+       | gather: cast to the compute dtype, then all-gather over fsdp
+    in use       P(-, tp, -)  reduced={dp, fsdp}           the same on all data shards, and of type "reduced"
+       | forward and backward pass of a microbatch
+    gradient     P(-, tp, -)  unreduced={dp, fsdp}         each data shard has its own part of the sum
+       | sum_gradient: reduce-scatter over fsdp, which splits the weight at rest, ...
+                 P(fsdp, tp, -)  unreduced={dp}
+       | ... then all-reduce over dp, where replicas exchange one shard each
+    summed       P(fsdp, tp, -)                            laid out as the weight at rest
+
+`reduced` and `unreduced` are types of JAX: a gradient cannot be used as if it were summed, and nothing is summed twice.
+The backward pass of `gather` is `sum_gradient`. So the place of `gather` decides when gradients are summed: in a block,
+once in each microbatch; before all microbatches, once in a step, which costs memory and saves traffic.
+"""
 
 from dataclasses import dataclass
 
@@ -6,12 +24,12 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import AXES, DATA_AXES, LETTERS, Equation
+from tunix.sharding.dims import DIMS, Equation, axis_names, keeping_axes
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A ZeRO stage: what is split over the fsdp axis between uses, and how long gathered weights live."""
+    """A ZeRO stage: what the axes that keep weights split between uses, and how long gathered weights live."""
 
     params: bool
     gradients: bool  # the accumulator of a step
@@ -28,94 +46,136 @@ STRATEGIES = {
 }
 
 
+def activation_spec(letters: str, unsplit: frozenset[str] = frozenset()) -> PartitionSpec:
+    """Return where an array of these dimensions lives; every device keeps the dimensions in `unsplit` whole."""
+    return _spec([() if letter in unsplit else DIMS[letter].activation_axes for letter in letters])
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How a run keeps its weights: where (the table of layout.py) and in which dtypes.
+    """How a run keeps its weights: where, and in which dtypes.
 
-    Weights rest in `param` dtype. A matrix product takes them from `gather`: in `compute` dtype, whole on the data
-    axes. JAX types such an array `reduced` over the axes that split the batch, so that its cotangent is `unreduced`:
-    each device's own part of the gradient, not summed yet.
+    Weights rest in `param` dtype. A matrix product takes them in `compute` dtype from `gather`. Gradients are summed
+    over devices in `reduce` dtype.
     """
 
     strategy: Strategy
-    whole: frozenset[str]  # letters of dimensions that every device keeps whole: their axis does not divide them
+    unsplit: frozenset[str]  # letters of dimensions that every device keeps whole: their axis does not divide them
     param: str
     compute: str
     reduce: str
 
-    def rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
-        """Where a weight lives between uses; with `sharded` given, its gradient or moments, split over fsdp or not."""
+    def at_rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
+        """Return where a weight lives between uses.
+
+        With `sharded` given, where its gradient or its moments live: split over the axes that keep weights, or not.
+        """
         sharded = self.strategy.params if sharded is None else sharded
-        return PartitionSpec(*(axis if axis != "fsdp" or sharded else None for axis in self._weight_axes(equation)))
+        return _spec(self._axes_at_rest(equation)) if sharded else _spec(self._axes_in_use(equation))
+
+    def in_use(self, equation: Equation) -> PartitionSpec:
+        """Return where a weight lives while a product uses it."""
+        return _spec(self._axes_in_use(equation), reduced=set(self.gradient_axes(equation)))
+
+    def unreduced(self, equation: Equation) -> PartitionSpec:
+        """Return where the gradient of a gathered weight lives before it is summed over devices."""
+        return _spec(self._axes_in_use(equation), unreduced=set(self.gradient_axes(equation)))
 
     def activation(self, letters: str) -> PartitionSpec:
-        """Where an activation of these dimensions lives."""
-        return PartitionSpec(*(self._axis(letter, 1) for letter in letters))
-
-    def gathered(self, equation: Equation) -> PartitionSpec:
-        """Where a weight lives while it is used."""
-        return PartitionSpec(*self._gathered_axes(equation), reduced=self._gradient_axes(equation))
-
-    def own_part(self, equation: Equation) -> PartitionSpec:
-        """Where the gradient of a gathered weight lives before it is summed over devices."""
-        return PartitionSpec(*self._gathered_axes(equation), unreduced=self._gradient_axes(equation))
+        """Return where an activation of these dimensions lives."""
+        return activation_spec(letters, self.unsplit)
 
     def gather(self, weight: jax.Array, equation: Equation) -> jax.Array:
-        """The weight as a matrix product takes it; a weight that is gathered already passes as it is.
+        """Return the weight as a matrix product takes it; a weight that is gathered already passes as it is.
 
-        The cast comes before the gather, so that half the bytes travel; backward, the sum over devices is taken in
-        `reduce` dtype and leaves each device its own shard.
+        The cast comes before the gather, so that half the bytes travel. The backward pass sums the gradient over
+        devices and leaves each device its own shard.
         """
         rest, dtype = jax.typeof(weight).sharding.spec, weight.dtype
-        if rest == self.gathered(equation):
+        if rest == self.in_use(equation):
             return weight
 
         @jax.custom_vjp
         def gather(weight):
             used = weight if equation.is_quantized else weight.astype(self.use_dtype(equation))
-            return reshard(used, self.gathered(equation))
+            return reshard(used, self.in_use(equation))
 
         def backward(_, gradient):
-            return (self.summed(gradient, rest).astype(dtype),)
+            return (self.sum_gradient(gradient, rest).astype(dtype),)
 
         gather.defvjp(lambda weight: (gather(weight), None), backward)
         return checkpoint_name(gather(weight), "gathered")
 
-    def summed(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """A gradient summed over devices and laid out as `spec`: first inside a replica, then over replicas."""
+    def sum_gradient(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Return a gradient summed over devices in `reduce` dtype and laid out as `spec`.
+
+        It is summed first over the axes that split `spec`, so that over the others only a shard of it travels.
+        """
         gradient = gradient.astype(self.reduce)
-        if "fsdp" in spec:
-            gradient = reshard(gradient, PartitionSpec(*spec, unreduced={"dp"}))
+        own_parts = jax.typeof(gradient).sharding.spec.unreduced
+        others = own_parts - _names(spec)
+        if others and others != own_parts:
+            gradient = reshard(gradient, PartitionSpec(*spec, unreduced=others))
         return reshard(gradient, spec)
 
-    def own_kv_head(self, heads: jax.Array, num_local_queries: int) -> jax.Array:
-        """Of replicated heads [B, T, K, H], the one [B, T, 1, H] that serves this device's query heads.
+    def own_kv_heads(self, heads: jax.Array, num_local_queries: int) -> jax.Array:
+        """Return the heads [B, T, K, H] that serve this device's query heads, inside a `shard_map`.
 
-        Inside a `shard_map`. There is one, because K divides tp.
+        With more devices on the axis of query heads than K, each device has all key/value heads and needs one of them,
+        because K divides the size of the axis.
         """
-        queries_per_head = num_local_queries * jax.lax.axis_size("tp") // heads.shape[2]
-        mine = jax.lax.axis_index("tp") * num_local_queries // queries_per_head
-        return jax.lax.dynamic_slice_in_dim(heads, mine, 1, axis=2)
+        if "K" not in self.unsplit:
+            return heads
+        (axis,) = DIMS["N"].activation_axes
+        queries_per_head = num_local_queries * jax.lax.axis_size(axis) // heads.shape[2]
+        own = jax.lax.axis_index(axis) * num_local_queries // queries_per_head
+        return jax.lax.dynamic_slice_in_dim(heads, own, 1, axis=2)
 
     def use_dtype(self, equation: Equation) -> str:
-        """Vectors (norm scales, biases) are used in float32, matrices in the compute dtype."""
+        """Return the dtype of a weight in use: float32 for vectors (norm scales, biases), else the compute dtype."""
         return "float32" if equation.is_vector else self.compute
 
-    def _weight_axes(self, equation: Equation) -> list:
-        """Vectors are whole on the data axes: too small to be worth a gather."""
-        axes = [self._axis(letter, 0) for letter in equation.w]
-        return [None if equation.is_vector and axis in DATA_AXES else axis for axis in axes]
+    def gather_axes(self, equation: Equation) -> tuple[str, ...]:
+        """Return the mesh axes that a weight is gathered over, and its gradient scattered over."""
+        in_use = {axis for axes in self._axes_in_use(equation) for axis in axes}
+        return _ordered({axis for axes in self._axes_at_rest(equation) for axis in axes} - in_use)
 
-    def _gathered_axes(self, equation: Equation) -> list:
-        return [None if axis == "fsdp" else axis for axis in self._weight_axes(equation)]
+    def gradient_axes(self, equation: Equation) -> tuple[str, ...]:
+        """Return the mesh axes that a gradient is a sum over: those that split dimensions which the weight lacks."""
+        if equation.is_quantized:
+            return ()
+        return _ordered({axis for letter in equation.batch for axis in self._activation_axes(letter)})
 
-    def _gradient_axes(self, equation: Equation) -> set[str]:
-        """Mesh axes over which a gradient is a sum: those that split the dimensions the weight lacks."""
-        axes: set[str] = set()
-        for letter in "" if equation.is_quantized else equation.batch:
-            axis = self._axis(letter, 1)
-            axes |= set(axis) if isinstance(axis, tuple) else {axis} if axis else set()
-        return axes
+    def product_axes(self, equation: Equation) -> tuple[str, ...]:
+        """Return the mesh axes that a product is a sum over: those that split, in use, the dimensions it sums over."""
+        in_use = zip(equation.w, self._axes_in_use(equation), strict=True)
+        return _ordered({axis for letter, axes in in_use if letter in equation.summed for axis in axes})
 
-    def _axis(self, letter: str, column: int) -> str | tuple[str, ...] | None:
-        return None if letter in self.whole else AXES[LETTERS[letter]][column]
+    def _activation_axes(self, letter: str) -> tuple[str, ...]:
+        return () if letter in self.unsplit else DIMS[letter].activation_axes
+
+    def _axes_at_rest(self, equation: Equation) -> list[tuple[str, ...]]:
+        """Axes of each dimension of the weight between uses. Vectors are too small to be worth a gather."""
+        return self._axes_in_use(equation) if equation.is_vector else self._all_axes(equation)
+
+    def _axes_in_use(self, equation: Equation) -> list[tuple[str, ...]]:
+        """Axes of each dimension of the weight in a product: those at rest without the axes that keep weights."""
+        gathered = keeping_axes()
+        return [tuple(axis for axis in axes if axis not in gathered) for axes in self._all_axes(equation)]
+
+    def _all_axes(self, equation: Equation) -> list[tuple[str, ...]]:
+        return [() if letter in self.unsplit else DIMS[letter].weight_axes for letter in equation.w]
+
+
+def _spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
+    """PartitionSpec of the axes of each dimension; `types` are `reduced` or `unreduced` axes."""
+    return PartitionSpec(*(each if len(each) > 1 else each[0] if each else None for each in axes), **types)
+
+
+def _names(spec: PartitionSpec) -> set[str]:
+    """Mesh axes that split an array."""
+    return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+
+
+def _ordered(axes: set[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axis_names() if axis in axes)

@@ -8,10 +8,13 @@ from contextlib import suppress
 import yaml
 
 from tunix.base.errors import UserError
-from tunix.sharding.dims import AXES, DATA_AXES, KEYS, LETTERS, MESH_AXES
+from tunix.sharding.dims import DIMS, Dim, Whole, axis_names, data_axes, keeping_axes, splitting_axes
 
 TYPE_HINT = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
-MeshShape = tuple[tuple[int, ...], tuple[str, ...]] | str
+Shape = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and axis names
+MeshShape = Shape | str
+AUTO: Shape = ((-1,), keeping_axes()[:1])  # all devices on the axis that keeps weights
+ONE_DEVICE: Shape = ((1,), keeping_axes()[:1])
 
 
 def parse(value: object) -> MeshShape:
@@ -28,10 +31,10 @@ def parse(value: object) -> MeshShape:
     if not axes or len(sizes) != len(axes):
         raise ValueError(f"{len(sizes)} sizes for {len(axes)} axes; expected {TYPE_HINT}")
     for axis in axes:
-        if axis not in MESH_AXES:
-            near = difflib.get_close_matches(str(axis), MESH_AXES, n=1)
+        if axis not in axis_names():
+            near = difflib.get_close_matches(str(axis), axis_names(), n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"unknown axis {axis!r}; {hint}axes are {', '.join(MESH_AXES)}")
+            raise ValueError(f"unknown axis {axis!r}; {hint}axes are {', '.join(axis_names())}")
         if axes.count(axis) > 1:
             raise ValueError(f"axis {axis} is named twice; name each axis once")
     for size, axis in zip(sizes, axes, strict=True):
@@ -42,31 +45,31 @@ def parse(value: object) -> MeshShape:
     return sizes, axes
 
 
-def shown(sizes: Mapping[str, int], axes: Iterable[str] | None = None) -> str:
-    """The mesh as users write it: `[[4,2],["fsdp","tp"]]`."""
-    names = list(axes or [axis for axis in MESH_AXES if sizes[axis] > 1] or ["fsdp"])
+def format_mesh_shape(sizes: Mapping[str, int], axes: Iterable[str] | None = None) -> str:
+    """Return the mesh as users write it, `[[4,2],["fsdp","tp"]]`: these axes, or those larger than 1."""
+    names = list(axes or [axis for axis in axis_names() if sizes[axis] > 1] or keeping_axes()[:1])
     return f"[[{','.join(str(sizes[axis]) for axis in names)}],[" + ",".join(f'"{axis}"' for axis in names) + "]]"
 
 
 def explicit_sizes(mesh_shape: MeshShape) -> dict[str, int] | None:
-    """Size of every mesh axis (1 where unnamed), or None where the devices decide (`auto`, -1)."""
+    """Return the size of every mesh axis (1 where unnamed), or None where the devices decide (`auto`, -1)."""
     if isinstance(mesh_shape, str) or -1 in mesh_shape[0]:
         return None
     named = dict(zip(mesh_shape[1], mesh_shape[0], strict=True))
-    return {axis: named.get(axis, 1) for axis in MESH_AXES}
+    return {axis: named.get(axis, 1) for axis in axis_names()}
 
 
 def resolve(
     mesh_shape: MeshShape, num_devices: int, dims: Mapping[str, int], allow_idle: bool, which: str = "visible"
 ) -> dict[str, int]:
-    """Size of every mesh axis on `num_devices` devices; `which` devices they are is for messages.
+    """Return the size of every mesh axis on `num_devices` devices; `which` says in messages which devices these are.
+
+    `dims` are the sizes of dimensions by letter; dimensions that it lacks are not checked.
 
     Raises:
         UserError: sizes that do not fit the devices or do not divide the model, with the nearest that do.
     """
-    if isinstance(mesh_shape, str):
-        mesh_shape = ((-1,), ("fsdp",))
-    sizes, axes = mesh_shape
+    sizes, axes = AUTO if isinstance(mesh_shape, str) else mesh_shape
     named = dict(zip(axes, sizes, strict=True))
     fixed = math.prod(size for size in sizes if size != -1)
     product = " x ".join(f"{axis}={size}" for axis, size in named.items())
@@ -84,7 +87,7 @@ def resolve(
             f"model.mesh_shape {product} needs {fixed} devices, {num_devices} are {which}; "
             f"{_nearest(named, num_devices, dims)}{idle}"
         )
-    resolved = {axis: named.get(axis, 1) for axis in MESH_AXES}
+    resolved = {axis: named.get(axis, 1) for axis in axis_names()}
     try:
         check_divides(dims, resolved)
     except UserError as error:
@@ -94,31 +97,50 @@ def resolve(
 
 def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
     """Raise `UserError`, naming the key and the sizes that would do, where an axis does not divide a dimension."""
-    for letter, key in KEYS.items():
-        for axis in {AXES[LETTERS[letter]][0], AXES[LETTERS[letter]][1]} - {None}:
-            dim, size = dims[letter], sizes[axis]  # type: ignore[index]
-            if dim % size and not (letter == "K" and size % dim == 0):
-                legal = [n for n in range(1, dim + 1) if dim % n == 0]
-                near = sorted(sorted(legal, key=lambda n: abs(math.log(n / size)))[:3])
-                raise UserError(
-                    f"{key}={dim} is not divisible by mesh axis {axis}={size} (nearest {axis}: {_or(near)})"
-                )
+    for dim, axis in _uneven(dims, sizes):
+        num_entries, size = dims[dim.letter], sizes[axis]
+        is_divisor = dim.may_stay_whole is Whole.AS_DIVISOR and size % num_entries == 0
+        if dim.may_stay_whole is Whole.ALWAYS or is_divisor:
+            continue
+        legal = [n for n in range(1, num_entries + 1) if num_entries % n == 0]
+        near = sorted(sorted(legal, key=lambda n: abs(math.log(n / size)))[:3])
+        raise UserError(
+            f"{dim.key}={num_entries} is not divisible by mesh axis {axis}={size} (nearest {axis}: {_or(near)})"
+        )
+
+
+def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, str]:
+    """Return the dimensions that every device keeps whole, and for each the axis that would split it, by letters.
+
+    Fewer key/value heads than devices, an odd vocabulary, ... `check_divides` has refused the others.
+    """
+    return {dim.letter: axis for dim, axis in _uneven(dims, sizes)}
+
+
+def _uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, str]]:
+    """Each dimension that an axis should split and does not divide, with the axis."""
+    for letter in dims:
+        dim = DIMS[letter]
+        for axis in dict.fromkeys(dim.weight_axes + dim.activation_axes):
+            if dims[letter] % sizes[axis]:
+                yield dim, axis
 
 
 def data_shards(sizes: Mapping[str, int]) -> int:
-    """Parts that the batch is split into: the product of the data axes."""
-    return math.prod(sizes[axis] for axis in DATA_AXES)
+    """Return the number of parts that the batch is split into."""
+    return math.prod(sizes[axis] for axis in data_axes())
 
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Every way to spread the devices over the mesh axes; `check_divides` says which of them a model allows."""
-    for split in _factorizations(num_devices, len(MESH_AXES)):
-        yield dict(zip(MESH_AXES, split, strict=True))
+    """Yield every way to spread the devices over the mesh axes; `check_divides` tells which of them a model allows."""
+    names = axis_names()
+    for split in _factorizations(num_devices, len(names)):
+        yield dict(zip(names, split, strict=True))
 
 
 def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:
-    """The three legal shapes of these axes nearest to the one asked for, in words."""
-    axes = [*named, *(axis for axis in ("fsdp", "tp") if axis not in named)]
+    """Return in words the three legal shapes nearest to the one asked for, of its axes and those that split weights."""
+    axes = [*named, *(axis for axis in splitting_axes() if axis not in named)]
     wanted = {axis: max(1, named.get(axis, 1)) for axis in axes}
 
     def distance(sizes: Mapping[str, int]) -> float:
@@ -126,7 +148,7 @@ def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]
 
     legal = []
     for split in _factorizations(num_devices, len(axes)):
-        sizes = dict.fromkeys(MESH_AXES, 1) | dict(zip(axes, split, strict=True))
+        sizes = dict.fromkeys(axis_names(), 1) | dict(zip(axes, split, strict=True))
         try:
             check_divides(dims, sizes)
         except UserError:
@@ -135,7 +157,7 @@ def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]
     if not legal:
         return f"no mesh of {num_devices} devices divides this model"
     best = sorted(legal, key=distance)[:3]
-    shapes = [shown(sizes, [axis for axis in axes if axis in named or sizes[axis] > 1]) for sizes in best]
+    shapes = [format_mesh_shape(sizes, [axis for axis in axes if axis in named or sizes[axis] > 1]) for sizes in best]
     return f"legal here: {_or(shapes)}"
 
 

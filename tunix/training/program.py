@@ -10,11 +10,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.config import Config
-from tunix.sharding.arrays import BATCH
-from tunix.sharding.dims import whole_letters
-from tunix.sharding.layout import STRATEGIES, Layout
+from tunix.sharding.layout import STRATEGIES, Layout, activation_spec
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.mesh_shape import data_shards, unsplit_dims
 from tunix.training.losses import make_loss
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.state import Architecture, State, abstract_state, describe, new_state
@@ -24,14 +22,14 @@ from tunix.training.step import LossFn, make_train_step
 def build_layout(cfg: Config, mesh: Mesh) -> Layout:
     return Layout(
         STRATEGIES[cfg.training.sharding_strategy],
-        whole=whole_letters(cfg.model.dims, mesh.shape),
+        unsplit=frozenset(unsplit_dims(cfg.dims, mesh.shape)),
         **cfg.training.dtypes,
     )
 
 
 def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a run; see `device_mesh`."""
-    return device_mesh(cfg.model.mesh_shape, cfg.model.dims, cfg.distributed.allow_idle_devices, devices)
+    return device_mesh(cfg.model.mesh_shape, cfg.dims, cfg.distributed.allow_idle_devices, devices)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     training, shards = cfg.training, data_shards(mesh.shape)
     shape = (training.accumulation(shards), training.sequences_per_shard * shards, training.seq_len)
     dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "int32") | {"loss_mask": "float32"}
-    sharding = NamedSharding(mesh, BATCH)
+    sharding = NamedSharding(mesh, activation_spec("ABT"))
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
 

@@ -34,7 +34,7 @@ class Weight:
     @property
     def size(self) -> int:
         """Parameters of the model in it: none in scales, two in a byte of nf4 codes."""
-        return math.prod(self.shape) * (0 if "E" in self.equation.w else 2 if self.dtype == jnp.uint8 else 1)
+        return math.prod(self.shape) * (0 if self.equation.is_scales else 2 if self.dtype == jnp.uint8 else 1)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def new_state(
     """
     params = nnx.to_pure_dict(nnx.state(Transformer(model, layout, nnx.Rngs(jax.random.key(seed)))))
     params = params if given is None else arch.merge(given, params)
-    params = jax.tree.map(lambda p, weight: reshard(p, layout.rest(weight.equation)), params, arch.weights)
+    params = jax.tree.map(lambda p, weight: reshard(p, layout.at_rest(weight.equation)), params, arch.weights)
     moments_like = optimizer_view(arch.trained(params), arch, layout)
     zero = jnp.zeros((), jnp.int32)
     return {"params": params, "opt_state": optimizer.init(moments_like), "step": zero, "skipped": zero}
@@ -124,7 +124,9 @@ def new_state(
 def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> dict[str, Any]:
     """Trained parameters or gradients laid out as the optimizer works on them."""
     sharded = layout.strategy.optimizer
-    return jax.tree.map(lambda x, weight: reshard(x, layout.rest(weight.equation, sharded)), tree, arch.trained_weights)
+    return jax.tree.map(
+        lambda x, weight: reshard(x, layout.at_rest(weight.equation, sharded)), tree, arch.trained_weights
+    )
 
 
 def abstract_state(make: Callable[[int], State], mesh: Mesh) -> State:
@@ -141,7 +143,7 @@ def abstract_params(arch: Architecture, mesh: Mesh, layout: Layout) -> dict[str,
     """Shapes, dtypes and shardings of the parameters at rest."""
 
     def abstract(weight: Weight) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, layout.rest(weight.equation))
+        sharding = NamedSharding(mesh, layout.at_rest(weight.equation))
         return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, arch.weights)

@@ -71,7 +71,9 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
     in_blocks = layout.strategy.gathered_for == "block" and sync_every == 1
 
     def spec(weight: Weight, *, own_part: bool) -> PartitionSpec:
-        return layout.own_part(weight.equation) if own_part else layout.rest(weight.equation, layout.strategy.gradients)
+        if own_part:
+            return layout.unreduced(weight.equation)
+        return layout.at_rest(weight.equation, layout.strategy.gradients)
 
     def zeros(*, own_part: bool):
         return jax.tree.map(
@@ -85,7 +87,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
     def summed(grads):
         with jax.named_scope("reduce"):
             return jax.tree.map(
-                lambda g, weight: layout.summed(g, spec(weight, own_part=False)), grads, arch.trained_weights
+                lambda g, weight: layout.sum_gradient(g, spec(weight, own_part=False)), grads, arch.trained_weights
             )
 
     def add(total, more):
