@@ -13,7 +13,7 @@ from typing import Any
 class Name:
     """Where a weight stands in the files.
 
-    `dims` are its dimensions there in the letters of sharding/dims.py: a matrix "NH,D" has num_heads * head_dim rows. Where
+    `dims` are its dimensions there, by letter (sharding/dims.py): a matrix "NH,D" has num_heads * head_dim rows. Where
     one tensor holds several weights side by side along its last dimension, the weight is part `part` of `parts`.
     """
 
