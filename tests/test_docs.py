@@ -2,11 +2,16 @@
 
 import re
 import shlex
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from support.harness import ROOT
+from test_imports import ORDER
+
+from tunix.cli.compose import compose, to_yaml
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
@@ -29,13 +34,45 @@ def test_files_and_names_exist(page):
             assert word in sources, word
 
 
+def commands(page: Path) -> list[list[str]]:
+    """Words of each command of the page: of whole lines, and of code in a sentence or a table."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = [*text.splitlines(), *re.findall(r"`([^`\n]+)`", text)]
+    starts = re.compile(r"(python|srun|torchrun|accelerate|mpirun) ")
+    return [shlex.split(line, comments=True) for line in lines if starts.match(line)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_overrides_are_read(page):
-    """Hydra's grammar accepts every command of the page as the shell hands it over."""
-    for line in page.read_text().replace("\\\n", " ").splitlines():
-        if re.match(r"(python|srun|torchrun|accelerate|mpirun) ", line):
-            words = [word for word in shlex.split(line, comments=True) if re.match(r"[+~]*[\w./@]+=", word)]
-            OverridesParser.create().parse_overrides(words)
+def test_commands_are_read(page):
+    """Modules exist, and Hydra's grammar accepts the overrides as the shell hands them over."""
+    for words in commands(page):
+        if words[:2] == ["python", "-m"] and words[2].startswith("tunix."):
+            assert find_spec(words[2].removesuffix(".NAME")), words
+        overrides = [word for word in words if re.match(r"[+~]*[\w./@]+=", word)]
+        OverridesParser.create().parse_overrides(overrides)
+
+
+README_RUNS = [words[2:] for words in commands(ROOT / "README.md") if words[:2] == ["python", "run_training.py"]]
+
+
+@pytest.mark.parametrize("words", README_RUNS, ids=" ".join)
+def test_runs_of_the_readme_compose(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = [word for word in words if "=" in word]
+    if "resume=latest" in overrides:
+        folder = tmp_path / "outputs" / "tunix" / "latest"
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(to_yaml(compose([]).config))
+    compose(overrides)
+
+
+def test_the_picture_of_the_folders_is_the_order_of_imports():
+    picture = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)[0]
+    layers = [re.split(r" {4,}", line.strip())[0].split() for line in picture.splitlines()]
+    layers = [layer for layer in layers if layer and layer[0] not in ("|", "v")]
+    assert {name for layer in layers for name in layer} == {*ORDER} - {"__init__", "__main__"}
+    for above, below in pairwise(layers):
+        assert min(map(ORDER.index, above)) > max(map(ORDER.index, below)), (above, below)
 
 
 def test_the_map_names_every_module():
