@@ -4,6 +4,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
+from tunix.base.dotted import Choices
 from tunix.cli.compose import compose
 from tunix.cli.keys import sections, tag
 from tunix.config import Config, Section
@@ -15,11 +18,14 @@ Made from `tunix/config/` and `conf/` by `make docs`. Any key can be set on the 
 a part of the config is chosen by name (`optimizer=lion`). Values are those of `model=tiny`, the default.
 """
 PART = "{source: synthetic, held_out_fraction: 0.01, num_documents: 1, mean_document_bytes: 1}"
+FUNCTION = "tunix.base.tables:as_text"  # a dotted path is imported when it is checked
 REQUIRED = {  # words that a choice does not compose without
-    **{name: ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "tokens")},
-    "hf": ["data.path=NAME"],
-    "mixture": [f"data.parts={{NAME: {PART}}}", "data.weights={NAME: 1}"],
-    "kubernetes": ["launcher.image=NAME", "launcher.volume_claim=NAME"],
+    **{f"data={name}": ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "tokens")},
+    "data=hf": ["data.path=NAME"],
+    "data=custom": [f"data.function={FUNCTION}"],
+    "data=mixture": [f"data.parts={{NAME: {PART}}}", "data.weights={NAME: 1}"],
+    "optimizer=custom": [f"optimizer.function={FUNCTION}"],
+    "launcher=kubernetes": ["launcher.image=NAME", "launcher.volume_claim=NAME"],
 }
 NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "mesh"}
 
@@ -58,7 +64,8 @@ def _about(kind: type[Section]) -> str:
 
 
 def _config(group: str, tag: str | None) -> Config:
-    words = [f"{group}={tag}", *REQUIRED.get(tag, [])] if tag else []
+    choice = f"{group}={tag}"
+    words = [choice, *REQUIRED.get(choice, [])] if tag else []
     return compose([*words, "loading.cache_dir='~/.cache/tunix'"]).config
 
 
@@ -67,8 +74,8 @@ def _table(kind: type[Section], prefix: str, values: Section | None) -> str:
     for name, field in kind.model_fields.items():
         if not sections(field.annotation):
             meaning = " ".join((field.description or "").split())
-            shown = f"`{_shown(getattr(values, name))}`" if values else ""
-            rows.append(f"| `{prefix}{field.alias or name}` | {_takes(field.annotation)} | {shown} | {meaning} |")
+            shown = f"`{_shown(getattr(values, name))}`".replace(FUNCTION, "MODULE:NAME") if values else ""
+            rows.append(f"| `{prefix}{field.alias or name}` | {_takes_field(field)} | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 
@@ -82,8 +89,16 @@ def _shown(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
+def _takes_field(field: FieldInfo) -> str:
+    """Return in words what a key takes."""
+    for mark in field.metadata:
+        if isinstance(mark, Choices):
+            return ", ".join(f"`{choice}`" for choice in mark.names) + ", or a dotted path"
+    return _takes(field.annotation)
+
+
 def _takes(annotation: Any) -> str:
-    """What may be given, in words."""
+    """Return in words what a type takes."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _takes(parts[0])

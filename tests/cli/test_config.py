@@ -122,8 +122,7 @@ def test_every_choice_composes(choice):
     sys.path.insert(0, str(ROOT))
     from tools.config_reference import REQUIRED
 
-    needed = {f"data={name}": words for name, words in (REQUIRED | {"conversations_csv": REQUIRED["csv"]}).items()}
-    needed["launcher=kubernetes"] = REQUIRED["kubernetes"]
+    needed = REQUIRED | {"data=conversations_csv": REQUIRED["data=csv"]}
     compose([choice, *needed.get(choice, [])])
 
 

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
@@ -45,6 +45,12 @@ def _check(path: str) -> str:
 DottedPath = Annotated[str, AfterValidator(_check)]
 
 
+class Choices(NamedTuple):
+    """Mark of a type: names that it takes, for the page of keys."""
+
+    names: tuple[str, ...]
+
+
 def entry_of(table: Iterable[str]) -> Any:
     """Return the type of a key that takes the name of an entry of the table, or a dotted path."""
     names = tuple(table)
@@ -57,7 +63,7 @@ def entry_of(table: Iterable[str]) -> Any:
             raise ValueError(f"expected one of {', '.join(names)}, or package.module:name{hint}")
         return name
 
-    return Annotated[str, AfterValidator(check)]
+    return Annotated[str, AfterValidator(check), Choices(names)]
 
 
 def is_dotted(name: str) -> bool:
