@@ -25,10 +25,11 @@ from tunix.cli.compose import compose
 from tunix.costs import communication_report
 from tunix.costs.communication import measured, predict, readable
 from tunix.costs.communication_report import COLOURS, EXPOSED, picture
-from tunix.costs.derived import Transfer, derive, seconds
+from tunix.costs.derived import derive
 from tunix.costs.devices import device_kinds
 from tunix.costs.hlo import Collective, collectives
 from tunix.costs.timeline import UNKNOWN, events, timelines
+from tunix.costs.transfers import Transfer, seconds
 from tunix.run.trace import CommunicationTrace
 from tunix.trainer import run
 from tunix.training.program import build_mesh

@@ -11,9 +11,10 @@ from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.costs.derived import Transfer, derive, seconds
+from tunix.costs.derived import derive
 from tunix.costs.devices import device_kinds, peak_tflops
 from tunix.costs.hlo import collectives
+from tunix.costs.transfers import Transfer, seconds
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.choice import decided

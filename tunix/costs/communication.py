@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tunix.config import DeviceKind
-from tunix.costs.derived import Transfer, seconds
 from tunix.costs.hlo import Collective
 from tunix.costs.timeline import UNKNOWN, Timeline
+from tunix.costs.transfers import Transfer, seconds
 
 BUS_FACTORS = {  # by the number n of devices in a group
     "all-reduce": lambda n: 2 * (n - 1) / n,

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.base.errors import UserError
 from tunix.cli.compose import Job
 from tunix.costs.communication import BUS_FACTORS
-from tunix.costs.derived import Transfer, seconds
 from tunix.costs.devices import kind_named
+from tunix.costs.transfers import Transfer, seconds
 from tunix.doctor.findings import Finding, Status
 from tunix.doctor.machine import existing
 from tunix.processes import peers

@@ -23,9 +23,9 @@ from jax.experimental import topologies
 
 from tunix.cli import compose
 from tunix.config import Config, DeviceKind
-from tunix.costs.derived import Transfer, seconds
 from tunix.costs.hlo import Collective, collectives
 from tunix.costs.schedule import Speeds, Timeline, walk
+from tunix.costs.transfers import Transfer, seconds
 from tunix.plan.topology import Cluster
 from tunix.training.program import abstract_batch, assemble, build_mesh
 

@@ -8,7 +8,8 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Config
-from tunix.costs.derived import Costs, derive, seconds
+from tunix.costs.derived import Costs, derive
+from tunix.costs.transfers import seconds
 from tunix.plan.compiled import Compiled, compile_all
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, meshes, resolve

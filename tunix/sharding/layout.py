@@ -135,6 +135,13 @@ class Layout:
         """Return the dtype of a weight in use: float32 for vectors (norm scales, biases), else the compute dtype."""
         return "float32" if equation.is_vector else self.compute
 
+    def gathers_in_blocks(self, sync_every: int) -> bool:
+        """True where each block gathers its weights; with gradients summed every `sync_every` microbatches.
+
+        Gradients that are summed less often than once a microbatch need weights that are gathered for the whole step.
+        """
+        return self.strategy.gathered_for == "block" and sync_every == 1
+
     def gather_axes(self, equation: Equation) -> tuple[str, ...]:
         """Return the mesh axes that a weight is gathered over, and its gradient scattered over."""
         in_use = {axis for axes in self._axes_in_use(equation) for axis in axes}

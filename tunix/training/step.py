@@ -68,7 +68,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
     """(params, batch [A, B, T]) -> summed gradients, float32 and reduced, and the loss's sums."""
     # Either each block gathers its weights when it needs them, and the backward pass leaves shards that are summed
     # already. Or all are gathered here, once for the step, and gradients stay what each device computed until summed.
-    in_blocks = layout.strategy.gathered_for == "block" and sync_every == 1
+    in_blocks = layout.gathers_in_blocks(sync_every)
 
     def spec(weight: Weight, *, own_part: bool) -> PartitionSpec:
         if own_part:
