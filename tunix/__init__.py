@@ -31,14 +31,17 @@ def train(config_or_overrides: "Config | list[str]") -> "Result":
     return run(compose.job_of(config_or_overrides))
 
 
-def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE) -> "Pretrained":
+def load_pretrained(
+    source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE, weights: str = "trained"
+) -> "Pretrained":
     """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a Hugging Face folder, or of an ID on the hub.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
+    `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it has trained.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
     """
     from tunix.inference import pretrained
 
-    return pretrained.load_pretrained(source, dtype, mesh_shape)
+    return pretrained.load_pretrained(source, dtype, mesh_shape, weights)

@@ -10,6 +10,7 @@ and `tunix.trainer.run` does the rest.
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import hydra
@@ -17,7 +18,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from tunix.base.errors import UserError
+from tunix.base.errors import Ending, UserError
 from tunix.cli import compose
 from tunix.cli.mistakes import explained
 from tunix.config.values import CONF
@@ -55,25 +56,62 @@ def train_command() -> int:
             print(compose.to_yaml(compose.compose(words).config), end="")
             return None
         with explained():
-            return sweep(words, *where) if args.multirun else hydra_main()
+            if args.multirun:
+                return sweep(words, *where)
+            under_hydra(run_point)
+            return 0
 
     return exits.reported(work)
 
 
 def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
-    """Run every point; the first exit code that is not 0."""
+    """Run every point of a grid; returns the first exit code that is not 0."""
     first = compose.check_sweep(words, config_dir, config_name)
-    if first and first.config.launcher.name == "local" and (code := watched_over(first)) is not None:
+    if first and first.config.launcher.name == "local" and (code := supervise(first)) is not None:
         return code
+    codes: list[int] = []  # one for each point that has begun
+
+    def next_point(composed: DictConfig) -> None:
+        number = len(codes)
+        codes.append(0)
+        codes[number] = code = run_point(composed)
+        if code and not concerns_one_point(code):
+            sys.exit(code)
+        if code:
+            print(f"sweep job {number} ended with exit code {code}; the next one begins", flush=True)
+
     try:
-        hydra_main()
+        under_hydra(next_point)
     except OSError as error:
-        if ends:
+        if codes:
             raise
         raise UserError(
             f"the sweep's folder {error.filename} cannot be written ({error.strerror}); choose hydra.sweep.dir=DIR"
         ) from None
-    return next(filter(None, ends), 0)
+    return next(filter(None, codes), 0)
+
+
+def under_hydra(work: Callable[[DictConfig], object]) -> None:
+    """Let Hydra do what the command line asks of it: print a config or a help text, or call `work` for each point."""
+    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(work)()
+
+
+def run_point(composed: DictConfig) -> int:
+    """Run one point of a sweep in the folder that Hydra made for it; returns its exit code."""
+    point = HydraConfig.get()
+    print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
+    overrides = [str(word) for word in point.overrides.task]
+    job = compose.Job(compose.checked(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
+    return launch(job)
+
+
+def concerns_one_point(code: int) -> bool:
+    """Return True for an exit code that says nothing of a sweep's other points: not finite, or the time limit."""
+    if code == exits.STOPPED:
+        from tunix.processes import stopping
+
+        return not stopping.stopped_by_signal()
+    return code == exits.NOT_FINITE
 
 
 def launch(job: compose.Job) -> int:
@@ -81,8 +119,8 @@ def launch(job: compose.Job) -> int:
     return LAUNCHERS[job.config.launcher.name](job)
 
 
-def watched_over(job: compose.Job) -> int | None:
-    """Exit code of this command line, run in a child; None in the child, and for a run of one process."""
+def supervise(job: compose.Job) -> int | None:
+    """Run this command line in a child and return its exit code; None in the child, and for a run of one process."""
     identity = who_am_i(job.config.distributed)
     if identity is None or supervisor.is_child():
         return None
@@ -90,31 +128,30 @@ def watched_over(job: compose.Job) -> int | None:
 
 
 def train(job: compose.Job) -> int:
-    if (ended := watched_over(job)) is not None:
-        return ended
+    """Train here, under a supervisor where the run has several processes; returns the exit code."""
+    if (code := supervise(job)) is not None:
+        return code
     exits.stop_before_it_began()
 
-    from tunix.processes import peers, stopping  # jax starts here, after the config has passed
-    from tunix.trainer import NotFinite, run
+    from tunix.processes import peers  # jax starts here, after the config has passed
+    from tunix.trainer import run
 
-    code, why = 0, ""
     try:
         run(job)
-    except stopping.Stopped as stopped:
-        exits.ignore_stop_signals()
-        print(stopped, flush=True)
-        return exits.STOPPED
-    except UserError as error:
-        code, why = exits.USER_ERROR, str(error)
-    except NotFinite as error:
-        code, why = exits.NOT_FINITE, str(error)
+        return 0
     except Exception as error:
-        if not who_am_i(job.config.distributed):
+        if isinstance(error, Ending):
+            code, why = error.code, str(error)
+        elif who_am_i(job.config.distributed):
+            code, why = peers.blame(error)
+        else:
             raise
-        code, why = peers.blame(error)
-    if code:
-        print(f"error: {why}", file=sys.stderr)
-        peers.leave(code, why)
+        if isinstance(error, Ending) and not error.is_failure:
+            exits.ignore_stop_signals()
+            print(why, flush=True)
+            return code
+    print(f"error: {why}", file=sys.stderr)
+    peers.leave(code, why)
     return code
 
 
@@ -130,32 +167,7 @@ def write_for_kubernetes(job: compose.Job) -> int:
     return kubernetes.launch(job)
 
 
-ends: list[int] = []  # exit codes of the points of a sweep
 LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes}
-
-
-@hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")
-def hydra_main(composed: DictConfig) -> None:
-    """One point of a sweep, in the folder that Hydra made for it."""
-    point = HydraConfig.get()
-    print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
-    overrides = [str(word) for word in point.overrides.task]
-    job = compose.Job(compose.checked(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
-    ends.append(0)
-    ends[-1] = code = launch(job)
-    if code and not only_this_point(code):
-        sys.exit(code)
-    if code:
-        print(f"sweep job {point.job.num} ended with exit code {code}; the next one begins", flush=True)
-
-
-def only_this_point(code: int) -> bool:
-    """Whether a code says nothing of the other points of a sweep: a loss that is not finite, or the time limit."""
-    if code == exits.STOPPED:
-        from tunix.processes import stopping
-
-        return not stopping.told_to_stop()
-    return code == exits.NOT_FINITE
 
 
 if __name__ == "__main__":

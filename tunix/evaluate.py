@@ -70,7 +70,7 @@ def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout, cfg.training.remat)
-        params, _ = load_params(cmd.checkpoint, cfg.model, arch, layout, mesh)
+        params, _ = load_params(cmd.checkpoint, cfg.model, arch, layout, mesh, cmd.weights)
         corpus = load_corpus(cfg)
         if cmd.split == "all":
             everything = [grain.MapDataset.source(each) for each in corpus.train.values()]
@@ -84,7 +84,7 @@ def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
     """The share of last answers given word for word, but for white space around them; and pass@k."""
     if cfg.task.name != "sft":
         raise UserError("metric=exact_match asks the questions of conversations; set task=sft and the data's columns")
-    model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
+    model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
     questions, vocabulary = _questions(cmd, cfg)
     special = special_tokens(vocabulary.backend)
     ends = {vocabulary.eos, *stop_ids(model)} | {word for each in questions for word in each.answer if word in special}

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tunix.base.disk import read_json
+from tunix.base.disk import read_json, replacing
 from tunix.base.errors import UserError
 from tunix.cli import architecture, command
 from tunix.config import Export
@@ -41,19 +39,15 @@ def export(cfg: Export) -> str:
     output = Path(cfg.output).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output={output} exists already; name a new folder")
-    model = load_pretrained(cfg.checkpoint)
+    model = load_pretrained(cfg.checkpoint, weights=cfg.weights)
     adapter = model.cfg.lora.rank and not cfg.merge_lora
     dtype = cfg.dtype or ("float32" if adapter else _dtype_of_source(model.files))
     write = _write_adapter if adapter else _write_model
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as temporary:
-            made = Path(temporary) / "made"
-            made.mkdir()
-            line = write(model, made, dtype, cfg.shard_gb)
-            if output.exists():
-                output.rmdir()
-            os.replace(made, output)
+        with replacing(output) as folder:
+            folder.mkdir()
+            line = write(model, folder, dtype, cfg.shard_gb)
     except OSError as error:
         raise UserError(f"output={output} cannot be written: {error.strerror}") from None
     return f"{output}: {line}"

@@ -23,7 +23,7 @@ def generate(cfg: Generate) -> None:
     """Answer one prompt, a file of them, or a user at the terminal."""
     rows = [{cfg.column: cfg.prompt}] if cfg.input is None else _read(Path(cfg.input).expanduser(), cfg.column)
     write = None if cfg.output is None else _writer(Path(cfg.output).expanduser())
-    model = load_pretrained(cfg.checkpoint, cfg.dtype, cfg.mesh_shape)
+    model = load_pretrained(cfg.checkpoint, cfg.dtype, cfg.mesh_shape, cfg.weights)
     speaker = Speaker(model, cfg)
     if cfg.prompt is None and cfg.input is None:
         _converse(speaker, cfg)

@@ -24,11 +24,13 @@ from tunix.processes import joining, peers, stopping
 from tunix.processes.watchdog import Watchdog
 from tunix.run import environment, logs, run_folder
 from tunix.run.checkpoint import Checkpoints
-from tunix.run.lock import held
+from tunix.run.endings import Moment, find_ending
+from tunix.run.lock import hold_lock
 from tunix.run.metrics import Metrics, StepLog, peak_memory_gib
-from tunix.run.run_folder import keep_files
 from tunix.run.start_report import start_report
+from tunix.run.stores import open_store
 from tunix.run.trace import CommunicationTrace, check_window
+from tunix.sinks import Start
 from tunix.tokenizer.vocabulary import tokenizer_digest
 from tunix.training.held_out import HeldOut
 from tunix.training.optim import check_phases
@@ -40,13 +42,9 @@ from tunix.training.state import Architecture, State
 log = logging.getLogger(__name__)
 
 
-class NotFinite(RuntimeError):
-    """Loss or gradients were not finite more often than the policy allows; exit code 77."""
-
-
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """The folder and the last numbers of a run."""
 
     folder: Path | None  # None after a dry run
     train: dict[str, Any]  # the last line of metrics.jsonl from training
@@ -57,10 +55,13 @@ def run(job: compose.Job) -> Result:
     """Train as the config says.
 
     Raises:
-        UserError: it cannot be done, found before anything is written; or a checkpoint cannot be written.
-        NotFinite, distributed.Stopped: see there.
+        UserError: the run cannot be done, found before anything is written; or a checkpoint cannot be written.
+        Ending: a reason of `run.endings` holds.
     """
     begun = time.monotonic()
+    # Join the other processes first: jax must know all devices before it is asked for one. The roll call compares
+    # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
+    # the devices known.
     remarks = joining.start(job.config.distributed, environment.versions() | compose.facts(job.config))
     waiting_log = logs.start_logging(remarks)
     cfg = decided(job.config)
@@ -71,7 +72,11 @@ def run(job: compose.Job) -> Result:
     mesh = build_mesh(cfg)
 
     with stopping.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh):
-        # What is trained, and on what.
+        # Find every mistake before anything is written. The order is important:
+        # 1. the program, on shapes only: no array is made, so a dry run is quick;
+        # 2. the data, which may take hours the first time: process 0 prepares them, the others read them;
+        # 3. the report of every derived number, at which a dry run ends;
+        # 4. checks that need the devices, the data or a download.
         program = assemble(cfg, mesh)
         arch = program.arch
         with watchdog.phase("preparing the data", math.inf):
@@ -86,78 +91,82 @@ def run(job: compose.Job) -> Result:
         held_out = HeldOut(cfg, corpus, arch, program.loss_fn, mesh) if corpus.num_held_out else None
         if table := data.stages(sizes.total_steps):
             log.info("stages of the mixture\n%s", table)
+        check_before_writing(cfg, arch, sizes.total_steps)
 
-        check_compiler_options(training.compiler_options)
-        check_window(cfg, sizes.total_steps)
-        peers.main_first(lambda: check_init_from(cfg, arch), "looking at model.init_from")
-
-        # Where it is written, and from where it goes on.
+        # Take the folder, and the state to start from: the newest checkpoint of a resumed run that can be read, else
+        # the weights of model.init_from, else new ones. Checkpoints are refused before the folder is written to.
         folder, shared = run_folder.open_folder(job)
-        with (
-            held(folder),
-            Checkpoints(folder / "checkpoints", cfg.checkpoint, shared) as checkpoints,
-            Metrics(folder, cfg.logging) as metrics,
-            CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
-        ):
+        store = open_store(folder / "checkpoints", cfg.checkpoint, shared)
+        with hold_lock(folder), Checkpoints(store) as checkpoints:
             state, start, is_new = first_state(job, checkpoints, program, mesh, corpus, data)
-            trace.starts_after(start.step)
             last = end_of_run(cfg, corpus, data, start, sizes.total_steps)
             run_folder.write_record(job, folder, shared, waiting_log)
-            keep_files(cfg, corpus.vocabulary, folder)
+            run_folder.keep_files(cfg, corpus.vocabulary, folder)
             log.info("writing to %s", folder)
-            step_fn = program.step(last, sizes.tokens_per_step)
-            train_step = compile_step(step_fn, state, data.read_global(start.next_sample), training.compiler_options)
-            metrics.text("config", compose.to_yaml(cfg), start.step)
-            metrics.text("report", report, start.step)
-            steps = StepLog(metrics, sizes, last, peak_tflops(mesh.devices.flat[0].device_kind))
-            evaluation: dict[str, Any] = {}
-            if is_new and cfg.checkpoint.save_first:
-                checkpoints.save(state, start, cfg, corpus.tokenizer, None)
+            with (
+                Metrics(cfg.logging.sinks, Start(folder, cfg.model_dump(mode="json"), start.step, last)) as metrics,
+                CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
+            ):
+                trace.starts_after(start.step)
+                step_fn = program.step(last, sizes.tokens_per_step)
+                first_batch = data.read_global(start.next_sample)
+                train_step = compile_step(step_fn, state, first_batch, training.compiler_options)
+                metrics.text("config", compose.to_yaml(cfg), start.step)
+                metrics.text("report", report, start.step)
+                steps = StepLog(metrics, sizes, peak_tflops(mesh.devices.flat[0].device_kind))
+                evaluation: dict[str, Any] = {}
+                if is_new and cfg.checkpoint.save_first:
+                    checkpoints.save(state, start, cfg, corpus.tokenizer, None)
 
-            # The loop. The next batch travels, and the numbers of the step before are written, while a step runs.
-            batches = data.iterate(start.next_sample, last - start.step)
-            batch, wait_s = next_batch(batches)
-            for step in range(start.step + 1, last + 1):
-                position = start.after(step, data)
-                watchdog.step(step)
-                with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                    state, scalars = train_step(state, batch)
-                steps.started(step, position.next_sample * training.seq_len, scalars, wait_s, position.source_tokens)
-                if step in trace.edges:
-                    steps.finish()
-                    with watchdog.phase("profiling"):
-                        trace.at(step, state, train_step)
-                    steps.restart_clock()
-                with watchdog.phase("reading a batch"):
-                    batch, wait_s = next_batch(batches)
-                stop = stop_reason(cfg, begun)
-                save_now, evaluate_now = stop or checkpoints.due(step, last), evaluation_due(cfg, step, last)
-                if save_now or evaluate_now:
-                    steps.finish()
-                stop_if_not_finite(steps.last, cfg, start, data)
-                if evaluate_now and held_out and not stop:
-                    evaluation = evaluate(held_out, state, step, metrics, watchdog)
-                if save_now:
-                    held_out_loss = evaluation.get("loss") if evaluation.get("step") == step else None
-                    with watchdog.phase("saving"):
-                        checkpoints.save(state, position, cfg, corpus.tokenizer, held_out_loss)
-                        if stop:
-                            checkpoints.finish()
-                            raise stopping.Stopped(f"{stop}: saved after step {step}; go on with resume={folder}")
-                if save_now or evaluate_now:
-                    steps.restart_clock()
+                # The loop. While a step runs on the devices, the next batch travels to them and the numbers of the step
+                # before are written. After a step: trace, read, ask the reasons to end, evaluate, save. An evaluation
+                # comes before the save, because the best checkpoint is chosen by its held-out loss.
+                batches = data.iterate(start.next_sample, last - start.step)
+                batch, wait_s = next_batch(batches)
+                for step in range(start.step + 1, last + 1):
+                    position = start.after(step, data)
+                    watchdog.step(step)
+                    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                        state, scalars = train_step(state, batch)
+                    tokens = position.next_sample * training.seq_len
+                    steps.started(step, tokens, scalars, wait_s, position.source_tokens)
+                    if step in trace.edges:
+                        steps.finish()
+                        with watchdog.phase("profiling"):
+                            trace.at(step, state, train_step)
+                        steps.restart_clock()
+                    with watchdog.phase("reading a batch"):
+                        batch, wait_s = next_batch(batches)
 
-            if held_out and evaluation.get("step") != last:  # the run was stopped before it could be evaluated
-                evaluation = evaluate(held_out, state, last, metrics, watchdog)
-            with watchdog.phase("closing"):
-                checkpoints.finish()
-                log.info("%s", memory_report(train_step, peak_memory_gib()))
-                if evaluation:
-                    log.info("%s", beside_unigram(evaluation["bits_per_byte"], corpus.unigram_bits_per_byte))
-                if evaluation and cfg.evaluation.sample_tokens:
-                    sample = continued_document(cfg, corpus, arch, state, mesh)
-                    log.info("continuation of a held-out document, after >>>:\n%s", sample)
-                    metrics.text("sample", sample, last)
+                    save_now = due(cfg.checkpoint.save_every_steps, step, last)
+                    evaluate_now = due(cfg.evaluation.every_steps, step, last)
+                    if save_now or evaluate_now:
+                        steps.finish()
+                    elapsed_s = time.monotonic() - begun
+                    ending = find_ending(Moment(cfg, folder, step, steps.last, evaluation, elapsed_s, start, data))
+                    if ending and not ending.saves:
+                        raise ending
+                    if evaluate_now and held_out and not ending:
+                        evaluation = evaluate(held_out, state, step, metrics, watchdog)
+                    if save_now or ending:
+                        steps.finish()
+                        held_out_loss = evaluation.get("loss") if evaluation.get("step") == step else None
+                        with watchdog.phase("saving"):
+                            checkpoints.save(state, position, cfg, corpus.tokenizer, held_out_loss)
+                            if ending:
+                                checkpoints.finish()
+                                raise ending
+                    if save_now or evaluate_now:
+                        steps.restart_clock()
+
+                # The end: make up for an evaluation that a stop prevented, wait for the last checkpoint, sum up.
+                if held_out and evaluation.get("step") != last:
+                    evaluation = evaluate(held_out, state, last, metrics, watchdog)
+                with watchdog.phase("closing"):
+                    checkpoints.finish()
+                    log.info("%s", memory_report(train_step, peak_memory_gib()))
+                    if evaluation:
+                        sum_up(cfg, corpus, arch, state, mesh, evaluation, metrics)
         log.info("done: %s", folder)
         return Result(folder, steps.last, evaluation)
 
@@ -170,9 +179,10 @@ def first_state(
     if job.config.resume:
         restored = checkpoints.restore(job.resume_step, program.abstract, job.config, fresh)
         if restored:
-            log.info("resumed at step %d, sample %d", restored[1].step, restored[1].next_sample)
-            return *restored, False
-        log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.folder)
+            state, position = restored
+            log.info("resumed at step %d, sample %d", position.step, position.next_sample)
+            return program.add_copies(state), position, False
+        log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.store.folder)
     return program.new_state(job.config.seed, load_init_from(program, mesh)), fresh, True
 
 
@@ -191,6 +201,13 @@ def end_of_run(cfg: Config, corpus: Corpus, data: TrainBatches, start: Position,
     if told := check_phases(cfg.scheduler, last, data.batch_size * cfg.training.seq_len):
         log.warning("%s", told)
     return last
+
+
+def check_before_writing(cfg: Config, arch: Architecture, total_steps: int) -> None:
+    """Raise `UserError` for what only the devices, the length of the run or a download can tell."""
+    check_compiler_options(cfg.training.compiler_options)
+    check_window(cfg, total_steps)
+    peers.main_first(lambda: check_init_from(cfg, arch), "looking at model.init_from")
 
 
 def check_compiler_options(options: dict[str, Any]) -> None:
@@ -230,16 +247,8 @@ def next_batch(batches) -> tuple[dict[str, jax.Array] | None, float]:
     return next(batches, None), time.perf_counter() - asked
 
 
-def stop_reason(cfg: Config, begun: float) -> str | None:
-    """Why to save and stop after this step, the same on every process; None to go on."""
-    limit = cfg.training.time_limit_s
-    if limit is not None and time.monotonic() - begun > limit:
-        stopping.request_stop(f"training.time_limit_s={limit:g}")
-    return stopping.stop_requested()
-
-
-def evaluation_due(cfg: Config, step: int, last: int) -> bool:
-    every = cfg.evaluation.every_steps
+def due(every: int | None, step: int, last: int) -> bool:
+    """Return True after every so many steps (None: never), and after the last."""
     return step == last or (every is not None and step % every == 0)
 
 
@@ -252,16 +261,15 @@ def evaluate(held_out: HeldOut, state: State, step: int, metrics: Metrics, watch
     return record
 
 
-def stop_if_not_finite(record: dict[str, Any], cfg: Config, start: Position, data: TrainBatches) -> None:
-    """Raise `NotFinite` after too many skipped steps in a row, naming the samples of the last."""
-    skipped = record.get("skipped", 0)
-    if skipped > cfg.training.max_skipped_steps:
-        ids = data.sample_ids(start.after(record["step"] - 1, data).next_sample)
-        raise NotFinite(
-            f"loss or gradients were not finite in {skipped} steps in a row "
-            f"(training.max_skipped_steps={cfg.training.max_skipped_steps}); step {record['step']} had samples "
-            f"{ids.start} to {ids.stop - 1}. The parameters are those of step {record['step'] - skipped}"
-        )
+def sum_up(
+    cfg: Config, corpus: Corpus, arch: Architecture, state: State, mesh: Mesh, evaluation: dict, metrics: Metrics
+) -> None:
+    """Log what the last evaluation means, and how the model continues a held-out document."""
+    log.info("%s", beside_unigram(evaluation["bits_per_byte"], corpus.unigram_bits_per_byte))
+    if cfg.evaluation.sample_tokens:
+        sample = continued_document(cfg, corpus, arch, state, mesh)
+        log.info("continuation of a held-out document, after >>>:\n%s", sample)
+        metrics.text("sample", sample, evaluation["step"])
 
 
 def beside_unigram(bits: float, unigram: float) -> str:

@@ -223,7 +223,7 @@ def test_a_disk_that_is_full_at_the_start(left, way_out, words, small_disk):
     if disk is None:
         pytest.skip("NOT TESTED: mounting a tmpfs needs root")
     (disk / "filler").write_bytes(b"0" * (2**20 - 1024 * left))
-    words = [*words, "hydra.run.dir=run", "training.max_steps=1", "logging.tensorboard=false"]
+    words = [*words, "hydra.run.dir=run", "training.max_steps=1", "logging.sinks=[jsonl]"]
     done = cli(*words, cwd=disk, devices=1)
     assert done.returncode == 2, done.stdout + done.stderr
     assert re.fullmatch(r"error: .*cannot be written \(No space left on device\); [^\n]*\n", done.stderr), done.stderr

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tunix.base.errors import UserError
+from tunix.base.errors import PeerLost, UserError
 from tunix.launch.nodes import free_port
 from tunix.processes import rollcall
 from tunix.processes.identity import Identity
-from tunix.processes.rollcall import Absent, roll_call
+from tunix.processes.rollcall import roll_call
 
 
 def called(*who: tuple[int, int, dict], timeout_s: float = 5) -> list[object]:
@@ -20,7 +20,7 @@ def called(*who: tuple[int, int, dict], timeout_s: float = 5) -> list[object]:
     def come(process: int, count: int, facts: dict) -> object:
         try:
             return roll_call(Identity("torchrun", address, count, process), facts, timeout_s)
-        except (UserError, Absent) as error:
+        except (UserError, PeerLost) as error:
             return error
 
     with ThreadPoolExecutor(len(who)) as threads:
@@ -68,13 +68,13 @@ def test_numbers_that_do_not_fit(who, said):
 
 def test_two_of_number_0():
     heard = called((0, 2, {}), (0, 2, {}), timeout_s=1)
-    assert {type(what) for what in heard} == {UserError, Absent}
+    assert {type(what) for what in heard} == {UserError, PeerLost}
     assert any("cannot be used (Address already in use); set distributed." in str(what) for what in heard)
 
 
 def test_who_did_not_come_is_named():
     heard = called((0, 4, {}), (2, 4, {}), timeout_s=1)
-    assert {type(what) for what in heard} == {Absent}
+    assert {type(what) for what in heard} == {PeerLost}
     host = socket.gethostname()
     assert f"processes [1, 3] of 4 did not come, only 0 ({host}), 2 ({host})" in str(heard[1])
 

@@ -10,11 +10,10 @@ from conftest import write_corpus
 from support.harness import RUN, metrics
 
 import tunix
-from tunix.base.errors import UserError
+from tunix.base.errors import Stopped, UserError
 from tunix.cli.compose import compose
 from tunix.data.corpus import load_corpus
 from tunix.data.tokenize import find_units
-from tunix.processes.stopping import Stopped
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 

@@ -14,7 +14,7 @@ from support.harness import ROOT, RUN, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
-from tunix.base.errors import UserError
+from tunix.base.errors import NotFinite, UserError
 from tunix.cli.compose import compose
 from tunix.cli.keys import sections
 from tunix.config import Config, Section
@@ -25,9 +25,9 @@ from tunix.models.positions import layer_rope
 from tunix.plan import __main__ as plan
 from tunix.processes import joining
 from tunix.run import lock
-from tunix.run.checkpoint import _check_same
+from tunix.run.compatible import check_same
 from tunix.sharding.dims import Equation
-from tunix.trainer import NotFinite, run
+from tunix.trainer import run
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import Weight, describe
@@ -84,7 +84,7 @@ def test_one_run_at_a_time_writes_into_a_folder(words, monkeypatch):
     folder = tunix.train(words).folder
     monkeypatch.setattr(lock, "HOLDER_S", 0.0)
     before = (folder / "metrics.jsonl").read_text()
-    with lock.held(folder), pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
+    with lock.hold_lock(folder), pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
         tunix.train([f"resume={folder}", "training.max_steps=8"])
     assert (folder / "metrics.jsonl").read_text() == before
     tunix.train([f"resume={folder}", "training.max_steps=7"])  # a lock ends with its process
@@ -113,7 +113,7 @@ def test_tensorboard_reads_the_events(words):
     assert {"config", "report", "sample"} <= set(tags["tensors"])
     (config,) = events.Tensors("config")
     assert "mesh_shape" in config.tensor_proto.string_val[0].decode()
-    silent = tunix.train([*words, "logging.tensorboard=false"]).folder
+    silent = tunix.train([*words, "logging.sinks=[jsonl]"]).folder
     assert not list(silent.glob("events.*"))
 
 
@@ -248,7 +248,7 @@ def test_every_key_is_read(words, tmp_path, monkeypatch):
     run(first)
     changed = Position(3, 24, "other data", "")
     with pytest.raises(UserError, match="the training data"):
-        _check_same(first.config, first.config.model_dump(mode="json", by_alias=True), changed, Position(0, 0, "", ""))
+        check_same(first.config, first.config.model_dump(mode="json", by_alias=True), changed, Position(0, 0, "", ""))
     for corpus in read_by_every_source(tmp_path):
         cfg = compose([*RUN, *corpus, fresh]).config
         TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1).stages(10)

@@ -1,6 +1,10 @@
-"""Files: read with one line about what is wrong."""
+"""Files and folders: written whole or not at all, read with one line about what is wrong."""
 
 import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +22,39 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
     return value
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target` to make a file or a folder at; it takes the place of `target` at the end.
+
+    When the block raises, nothing is left of it. `target` may be a file, or an empty folder.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        new = Path(temporary) / target.name
+        yield new
+        os.replace(new, target)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with replacing(path) as new:
+        new.write_text(text)
+
+
+def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.cache_dir") -> Path:
+    """Return `target`, made by `make(path)` if it is not there yet. Of two processes that make it, one's is kept.
+
+    Raises:
+        UserError: the disk cannot be written; it names the `key` that chooses the folder.
+    """
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as new:
+            make(new)
+    except OSError as error:
+        if not target.exists():  # otherwise another process was first
+            raise UserError(f"{key}: cannot write {target}: {error.strerror}; set {key} to a writable folder") from None
+    return target

@@ -1,4 +1,4 @@
-"""Errors that users see."""
+"""Ends of a program that users see: each has its exit code. Any other exception is a bug."""
 
 import difflib
 
@@ -8,5 +8,33 @@ def did_you_mean(value: str, choices: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-class UserError(ValueError):
-    """What the user asked for cannot be done. Shown as it is, without a traceback; exit code 2."""
+class Ending(Exception):
+    """An end with an exit code of its own. Its message is for the user, and is shown without a traceback."""
+
+    code: int
+    is_failure = True  # its message goes to stderr, and the other processes of the run are told
+    saves = False  # the state is saved before a run ends with it
+
+
+class UserError(Ending, ValueError):
+    """What the user asked for cannot be done."""
+
+    code = 2
+
+
+class Stopped(Ending):
+    """The run was asked to stop early (SIGTERM, SIGUSR1, time limit), and everything is saved: `resume` goes on."""
+
+    code, is_failure, saves = 75, False, True
+
+
+class PeerLost(Ending):
+    """Another process of the run did not come, has died or hangs."""
+
+    code = 76
+
+
+class NotFinite(Ending):
+    """Loss or gradients were not finite more often than `training.max_skipped_steps` allows."""
+
+    code = 77

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from tunix.base.errors import UserError
 from tunix.cli.mistakes import validated
+from tunix.cli.saved import upgrade
 from tunix.config import Model
 from tunix.config.values import CONF
 from tunix.hf import config_json, hub
@@ -41,8 +42,8 @@ def trained_model(folder: Path, mesh_shape: Any) -> Model:
     """The model of a run's folder, or of one of Hugging Face's, on another mesh."""
     if not (folder / "config.yaml").is_file():
         return _described(config_json.read_config(folder), f"{folder}/config.json", mesh_shape)
-    values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml").model)
-    return validated(Model, values | {"mesh_shape": mesh_shape}, "model")
+    values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    return validated(Model, upgrade(values)["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
 def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:

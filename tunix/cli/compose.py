@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from tunix.base.errors import UserError
 from tunix.cli.architecture import _fill_from_pretrained
 from tunix.cli.mistakes import explained, validated
+from tunix.cli.saved import upgrade
 from tunix.config import Config, Tokenizer
 from tunix.config.values import CONF, flat
 
@@ -119,6 +120,7 @@ def checked(composed: DictConfig, fresh: bool = True) -> Config:
         ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
+    upgrade(values)
     if fresh and values["model"].get("init_from"):
         _fill_from_pretrained(values)
     elif values["model"]["family"] is None:
@@ -191,7 +193,8 @@ def _resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
 
 def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
     """The saved config of a run with overrides; a group choice (`optimizer=lion`) replaces that part of it."""
-    saved: Any = OmegaConf.load(run_dir / "config.yaml")
+    values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    saved = OmegaConf.create(upgrade(values))
     groups = [o for o in given if (CONF / o.key_or_group).is_dir() and isinstance(o.value(), str)]
     search = [str(o.input_line) for o in given if str(o.input_line).startswith(SEARCH)]
     # Without a choice, the default model would bring settings that the saved one does not train with.

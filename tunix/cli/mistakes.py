@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.cli.keys import keys, tag, variants
+from tunix.cli.saved import GONE
 from tunix.config import Config, ParameterGroup, Section
 
 S = TypeVar("S", bound=Section)
@@ -114,6 +115,8 @@ def _explain(error: dict[str, Any]) -> str:
 
 def unknown_key(key: str, variant: type[Section] | None = None, root: type[Section] = Config) -> str:
     """The line for a key that does not exist, with the legal key nearest to it."""
+    if key in GONE:
+        return f"{key} is gone: {GONE[key]}"
     legal = [name for name, _ in keys(root)]
     head, _, leaf = key.rpartition(".")
     if variant and leaf in variant.model_fields:  # it has the key, the member chosen until now has not

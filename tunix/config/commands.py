@@ -13,6 +13,8 @@ class Export(Section):
 
     checkpoint: str
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
+    weights: str
+    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     output: str
     """The folder to write; it must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
@@ -29,6 +31,8 @@ class Generate(Section):
 
     checkpoint: str
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
+    weights: str
+    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     prompt: str | None
     """One prompt; null takes them from `input`, or asks for them with `chat`."""
     input: str | None
@@ -78,6 +82,8 @@ class Evaluate(Section):
 
     checkpoint: str
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
+    weights: str
+    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     metric: Literal["loss", "exact_match"]
     """loss: loss, perplexity and bits per byte; exact_match: the share of conversations whose last answer is given
     word for word."""

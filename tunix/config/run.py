@@ -1,10 +1,11 @@
 """What surrounds the training: checkpoints, evaluation, logs, processes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Share, Temperature
+from tunix.sinks import check_name
 
 
 class Checkpoint(Section):
@@ -38,12 +39,12 @@ class Evaluation(Section):
 
 
 class Logging(Section):
-    """How often numbers are shown, and whether TensorBoard gets them."""
+    """Where numbers, texts and pictures go, and how often a line is shown."""
 
     every_steps: Count
-    """Steps between lines on the console and in train.log; metrics.jsonl gets every step."""
-    tensorboard: Flag
-    """Write TensorBoard events into the run's folder."""
+    """Steps between lines on the console and in train.log; every other sink gets every step."""
+    sinks: tuple[Annotated[str, AfterValidator(check_name)], ...]
+    """What is written: jsonl is metrics.jsonl, tensorboard its events. The console is always there."""
 
 
 class Profile(Section):

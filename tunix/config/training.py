@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from tunix.base.errors import UserError
-from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
+from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -46,6 +46,9 @@ class Training(Section):
     """Seconds after which the run saves, stops and exits with 75, to be resumed."""
     max_grad_norm: Positive | None
     """Gradients are scaled down to this global norm; null does not clip."""
+    ema_decay: Share | None
+    """Also keep a moving average of the parameters, of which each step keeps this share (0.999); `weights=ema` reads
+    it. null keeps none."""
     z_loss: PositiveOrZero
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
     remat: Literal["none", "full", "dots", "attention"]

@@ -103,7 +103,7 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
         accumulated = reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
     return {
         "weights": bytes_per_device(program.abstract["params"]),
-        "optimizer": bytes_per_device(program.abstract["opt_state"]),
+        "optimizer": bytes_per_device([program.abstract["opt_state"], program.abstract.get("copies", {})]),
         "gradients": unreduced + reduced + accumulated,
         "gathered": round(gathered),
     }

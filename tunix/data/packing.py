@@ -8,7 +8,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from tunix.data.disk_cache import stored
+from tunix.base.disk import make_once
 from tunix.data.stream import Arrays, Stream
 
 Example = dict[str, np.ndarray]  # tokens targets positions segment_ids: [T] int32; loss_mask: [T] float32
@@ -112,7 +112,7 @@ def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Pa
         np.save(folder / "bounds.npy", np.cumsum([0, *map(len, rows)]))
         np.save(folder / "pieces.npy", pieces[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
 
-    folder = stored(cache_dir / "packing" / f"{stream.fingerprint}-{packing}-{seq_len}", f"{number:05}", make)
+    folder = make_once(cache_dir / "packing" / f"{stream.fingerprint}-{packing}-{seq_len}" / f"{number:05}", make)
     pieces, bounds = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "bounds"))
     return pieces, bounds
 

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from tunix.base.disk import make_once
 from tunix.base.errors import UserError
 from tunix.config import Loading, Task, Tokenizer
-from tunix.data.disk_cache import stored
 from tunix.data.documents import Document, read_documents
 from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
 from tunix.data.stream import FORMAT, Prepared, open_prepared
@@ -68,7 +68,7 @@ def find_vocabulary(
         log.info("training a tokenizer of %d tokens", cfg.vocab_size)
         train(cfg, _sample(sources, task, cfg.train_bytes)).save(folder)
 
-    folder = stored(cache_dir / "tokenizers", key, make)
+    folder = make_once(cache_dir / "tokenizers" / key, make)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "tokenizer.json", path)
@@ -86,7 +86,7 @@ def prepare(cfg: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, 
     folder = Path(loading.cache_dir).expanduser() / "tokens" / key
     if not (folder / "index.json").exists():
         begun = time.perf_counter()
-        tokenizer = stored(folder, "tokenizer", vocabulary.save)
+        tokenizer = make_once(folder / "tokenizer", vocabulary.save)
         limit = int(cfg.held_out_fraction * 2**HASH_BITS)
         plans = [
             ShardPlan(f"{number:05}", tuple(part), cfg, task, tokenizer, limit)
@@ -97,7 +97,9 @@ def prepare(cfg: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, 
             limit = min(each["smallest_hash"] for each in facts) + 1  # at least one, however few there are
             plans = [ShardPlan(p.name, p.units, cfg, task, tokenizer, max(limit, p.held_out_below)) for p in plans]
             facts = _make(plans, folder, loading, redo={f["name"] for f in facts if f["smallest_hash"] < limit})
-        stored(folder, "index.json", lambda path: path.write_text(json.dumps(_index(cfg, facts, folder, vocabulary))))
+        make_once(
+            folder / "index.json", lambda path: path.write_text(json.dumps(_index(cfg, facts, folder, vocabulary)))
+        )
         log.info("tokenized %s in %.1f s: %s", cfg.source, time.perf_counter() - begun, folder)
     return open_prepared(folder)
 
@@ -142,7 +144,7 @@ def _shards(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[
 
 
 def _one_shard(plan: ShardPlan, folder: Path) -> str:
-    stored(folder, plan.name, lambda path: make_shard(plan, path))
+    make_once(folder / plan.name, lambda path: make_shard(plan, path))
     return plan.name
 
 

@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass, field
 import jax
 from rich.console import Console
 
-from tunix.base.errors import UserError
+from tunix.base.errors import PeerLost, UserError
 from tunix.cli import command, compose
 from tunix.doctor import machine, software, together
 from tunix.doctor.findings import Finding
 from tunix.processes import exits, joining, peers
-from tunix.processes.rollcall import Absent
 from tunix.training.program import build_mesh
 
 START_S, TOGETHER_S = 30, 90  # for all processes to come, and for all that they do together
@@ -58,7 +57,7 @@ def examine(job: compose.Job) -> Diagnosis:
     soon = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
     try:
         joining.start(soon, {})  # differences are told below, all of them
-    except (UserError, Absent) as error:
+    except (UserError, PeerLost) as error:
         return Diagnosis([socket.gethostname()], [[*mine, Finding("processes", "error", str(error))]], joined=False)
     mine += machine.examine(job)
     with peers.deadline(TOGETHER_S, "the processes did not all answer (a collective hangs, or a process has died)"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
@@ -20,6 +19,7 @@ from tunix.hf.weights import load_weights
 from tunix.inference.sampling import Answer, Sampler, Sampling
 from tunix.models.lora import merge
 from tunix.run.run_folder import FILES, TOKENIZER
+from tunix.run.stores import copies_in, read_json, read_state
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
@@ -88,10 +88,13 @@ class Pretrained:
             return replace(self, cfg=cfg, arch=describe(cfg, self.layout), params=params)
 
 
-def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE) -> Pretrained:
+def load_pretrained(
+    source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE, weights: str = "trained"
+) -> Pretrained:
     """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
+    `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it has trained.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
@@ -104,35 +107,44 @@ def load_pretrained(source: str | Path, dtype: str = "float32", mesh_shape: Any 
     layout = Layout(STRATEGIES["no_shard"], unsplit, dtype, dtype, "float32")
     with jax.set_mesh(mesh):
         arch = describe(cfg, layout)
-        params, tokenizer = load_params(str(source), cfg, arch, layout, mesh)
+        params, tokenizer = load_params(str(source), cfg, arch, layout, mesh, weights)
     files = folder / FILES if run else folder
     tokenizer_files = folder / TOKENIZER if run else folder
     return Pretrained(cfg, mesh, layout, arch, params, files if files.is_dir() else None, tokenizer, tokenizer_files)
 
 
 def load_params(
-    source: str, cfg: Model, arch: Architecture, layout: Layout, mesh: Mesh
+    source: str, cfg: Model, arch: Architecture, layout: Layout, mesh: Mesh, weights: str = "trained"
 ) -> tuple[Params, Tokenizer | None]:
     """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files."""
     if run := compose.find_run(source):
-        return _restored(run[0] / "checkpoints", run[1], abstract_params(arch, mesh, layout))
+        checkpoint = _find_checkpoint(run[0] / "checkpoints", run[1])
+        params = _restore_params(checkpoint, arch, abstract_params(arch, mesh, layout), weights)
+        return params, Tokenizer.from_str(json.dumps(read_json(checkpoint, "tokenizer")))
     folder = find(source, ABOUT + WEIGHTS, key="checkpoint")
+    if weights != "trained":
+        raise UserError(f"weights={weights}: {folder} is no run of tunix and has one set of weights; weights=trained")
     return load_weights(folder, cfg, arch.weights, layout, mesh), read_backend(folder)
 
 
-def _restored(checkpoints: Path, step: int | None, abstract: Params) -> tuple[Params, Tokenizer]:
-    """Parameters and tokenizer of a checkpoint; None is the newest step."""
+def _find_checkpoint(checkpoints: Path, step: int | None) -> Path:
+    """The folder of a run's checkpoint; None is the newest step."""
     steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdigit())
     if not steps or step not in (None, *steps):
         asked = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
         raise UserError(f"checkpoint: {checkpoints} has {asked}; it has {', '.join(map(str, steps)) or 'none'}")
-    folder = (checkpoints / str(step or steps[-1])).absolute()
-    tree = {"params": abstract}
-    arguments = ocp.args.PyTreeRestore(
-        tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True
-    )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        params = reader.restore(folder / "state", args=arguments)["params"]
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        tokenizer = reader.restore(folder / "tokenizer", args=ocp.args.JsonRestore())
-    return params, Tokenizer.from_str(json.dumps(tokenizer))
+    return (checkpoints / str(steps[-1] if step is None else step)).absolute()
+
+
+def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weights: str) -> Params:
+    """Parameters of a checkpoint: the trained ones, or one of the copies that the run has kept of them."""
+    if weights == "trained":
+        return read_state(checkpoint, {"params": abstract})["params"]
+    names = ["trained", *copies_in(checkpoint)]
+    if weights not in names:
+        raise UserError(
+            f"weights={weights}: {checkpoint} has weights={', '.join(names)}; training.ema_decay keeps an average"
+        )
+    wanted = {"params": arch.frozen(abstract), "copies": {weights: arch.trained(abstract)}}
+    state = read_state(checkpoint, wanted)
+    return arch.merge(state["copies"][weights], state["params"])

@@ -13,13 +13,13 @@ from tunix.processes.rollcall import roll_call
 
 
 def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
-    """Join the other processes, if there are any; remarks for the log.
+    """Join the other processes, if there are any; return remarks for the log.
 
     Args:
-        facts: what must be the same on all of them.
+        facts: values that must be the same on all of them.
 
     Raises:
-        UserError, Absent: those of the roll call.
+        UserError, PeerLost: as `roll_call` raises them.
     """
     identity = who_am_i(cfg)
     if identity is None:
@@ -35,7 +35,7 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
                 identity.process_id,
                 identity.local_device_ids,
                 cluster_detection_method="deactivate",
-                initialization_timeout=cfg.init_timeout_s + 30,  # the runtime aborts; ours ends first
+                initialization_timeout=cfg.init_timeout_s + 30,  # the runtime aborts; our deadline comes first
                 heartbeat_timeout_seconds=cfg.heartbeat_timeout_s,
                 shutdown_timeout_seconds=cfg.shutdown_timeout_s,
             )
@@ -46,14 +46,15 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
 
 
 def _check_devices() -> None:
-    """Raise `UserError` where JAX has none, or none of the platform that it was told to use."""
+    """Raise `UserError` where JAX finds no device, or none of the platform that JAX_PLATFORMS names."""
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:
         asked = os.environ.get("JAX_PLATFORMS")
-        said = str(error).splitlines()[0] if str(error) else "no such platform"
-        raise UserError(
-            f"JAX_PLATFORMS={asked}: JAX finds no device ({said}); install jax[cuda13] or unset the variable"
-            if asked
-            else f"JAX finds no device: {said}"
-        ) from None
+        reason = str(error).splitlines()[0] if str(error) else "no such platform"
+        message = f"JAX finds no device: {reason}"
+        if asked:
+            message = (
+                f"JAX_PLATFORMS={asked}: JAX finds no device ({reason}); install jax[cuda13] or unset the variable"
+            )
+        raise UserError(message) from None

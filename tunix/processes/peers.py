@@ -1,4 +1,4 @@
-"""Processes of one run: joining them, agreement between them, and leaving them so that none is left waiting."""
+"""The other processes of a run: agree with them, wait for them, and leave them so that none waits in vain."""
 
 import json
 import logging
@@ -19,63 +19,65 @@ from jax._src import distributed as runtime  # its key-value store has no public
 
 from tunix.base.errors import UserError
 from tunix.processes import exits
-from tunix.processes.rollcall import Absent
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 # Words in the runtime's errors that mean a lost peer.
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
-NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; who dies meanwhile is noticed by other means
-_gathers = count()  # numbers them, alike on all processes, which call them in one order
+NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; the heartbeat detects a process that dies
+_gathers = count()  # gives each gather a number; all processes call gathers in the same order
 
 
 def is_main() -> bool:
-    """Whether this process writes what is written once: logs, metrics, the run's folder."""
+    """Return True on process 0, which writes what is written once: logs, metrics, the run's folder."""
     return jax.process_index() == 0
 
 
-def agree(text: str, name: str) -> str:
-    """What process 0 says, on every process."""
-    return gather(text if is_main() else "", name)[0]
+def agree(text: str, name: str, timeout_s: float = 600) -> str:
+    """Return the text of process 0 on every process."""
+    return gather(text if is_main() else "", name, timeout_s)[0]
 
 
 def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
-    """What each process says, in order of processes; `name` stands in the error of one that waits in vain."""
+    """Return the texts of all processes, in their order; `name` stands in the error of one that waits in vain."""
     if jax.process_count() == 1:
         return [text]
     key = f"tunix/gather/{next(_gathers)}"
     _store().key_value_set(f"{key}/{jax.process_index():06}", text)
     barrier(f"{name}, {key}", timeout_s)
-    return [said for _, said in sorted(_store().key_value_dir_get(f"{key}/"))]
+    return [value for _, value in sorted(_store().key_value_dir_get(f"{key}/"))]
 
 
 @cache
 def hosts() -> list[str]:
-    """The host of each process."""
+    """Return the host of each process, in their order."""
     return gather(socket.gethostname(), "hosts")
 
 
 def first_of_host() -> bool:
-    """Whether this process writes what each host keeps for itself."""
+    """Return True on the process that writes what each host keeps for itself."""
     return hosts().index(socket.gethostname()) == jax.process_index()
 
 
 def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
-    """`work()` on every process at once; a `UserError` of one is raised on all."""
+    """Call `work()` on every process at once; a `UserError` on one process is raised on all."""
     result, mistake = None, ""
     try:
         result = work()
     except UserError as error:
         mistake = str(error) or "failed"
-    mistakes = [said for said in gather(mistake, name, timeout_s) if said]
+    mistakes = [text for text in gather(mistake, name, timeout_s) if text]
     if mistakes:
         raise UserError(mistakes[0])
     return cast(T, result)
 
 
 def main_first(work: Callable[[], T], name: str) -> T:
-    """`work()` on process 0, then on the first process of every other host, then on the rest: what it leaves on a disk
-    is written by one of those who share that disk, and found by the others. A `UserError` of one is raised on all."""
+    """Call `work()` on process 0, then on the first process of every other host, then on the rest.
+
+    Of the processes that share a disk, one writes what `work` leaves there, and the others find it.
+    A `UserError` on one process is raised on all.
+    """
     first = first_of_host()
     turn = 0 if is_main() else 1 if first else 2
     result: T | None = None
@@ -94,7 +96,7 @@ def barrier(name: str, timeout_s: float = 600) -> None:
 
 
 def publish(key: str, value: str) -> None:
-    """Tell the other processes; they read it with `published`. Nothing if the coordinator is gone."""
+    """Set a value that the other processes read with `published`. Does nothing once the coordinator is gone."""
     if jax.process_count() > 1:
         try:
             _store().key_value_set(f"tunix/{key}", value, allow_overwrite=True)
@@ -103,7 +105,7 @@ def publish(key: str, value: str) -> None:
 
 
 def published(folder: str) -> dict[str, str]:
-    """What processes have published as FOLDER/..., by the rest of the key."""
+    """Return what processes have published as FOLDER/KEY, by KEY."""
     if jax.process_count() == 1:
         return {}
     try:
@@ -115,7 +117,7 @@ def published(folder: str) -> dict[str, str]:
 
 @contextmanager
 def deadline(seconds: float, what: str) -> Iterator[None]:
-    """End this process with exit code 76 if the block takes longer: `what` says what did not happen."""
+    """End this process with exit code 76 if the block takes longer; `what` says what did not happen in time."""
 
     def end() -> None:
         print(f"error: {what} within {seconds:g} s", file=sys.stderr, flush=True)
@@ -131,10 +133,11 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
 
 
 def blame(error: Exception) -> tuple[int, str]:
-    """Exit code and reason of an error among several processes: a peer's, or this process's own with its traceback."""
-    if isinstance(error, Absent):
-        return exits.PEER, str(error)
-    time.sleep(2)  # a peer that failed has said so by now
+    """Exit code and reason of an unexpected error in a run of several processes.
+
+    The cause is a lost peer, or a bug here: then its traceback is printed and the code is 1.
+    """
+    time.sleep(2)  # a peer that failed has published it by then
     for rank, text in published("failed").items():
         failure = json.loads(text)
         return exits.PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
@@ -146,17 +149,19 @@ def blame(error: Exception) -> tuple[int, str]:
 
 
 def leave(code: int, why: str) -> None:
-    """End this process with `code` without waiting for the others, after telling them why. Returns if it is alone."""
+    """Tell the other processes why, and end this one with `code` without waiting for them. Returns if it is alone."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
     if jax.distributed.is_initialized():
         publish(f"failed/{jax.process_index()}", json.dumps({"code": code, "why": why, "host": socket.gethostname()}))
         if is_main():
-            time.sleep(3)  # with this process the coordinator goes, and the runtime would abort who has not heard
+            time.sleep(
+                3
+            )  # the coordinator ends with this process; then the runtime aborts those that have not read why
         os._exit(code)
 
 
 def _store() -> Any:
-    """Small texts that all processes share, kept by process 0."""
+    """Return the store of small texts that all processes share; process 0 keeps it."""
     return runtime.global_state.client

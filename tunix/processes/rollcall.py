@@ -10,15 +10,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from tunix.base.errors import UserError
+from tunix.base.errors import PeerLost, UserError
 from tunix.processes.identity import Identity
 
 CLOCKS_S = 5.0  # hosts whose clocks differ by more are named
 LATE_S = 5.0  # how long process 0 goes on telling the others what is wrong
-
-
-class Absent(RuntimeError):
-    """Processes did not come."""
 
 
 def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> list[str]:
@@ -29,7 +25,7 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
 
     Raises:
         UserError: an unknown host, a port that is taken, or processes that do not belong together.
-        Absent: who has not come after `timeout_s`.
+        PeerLost: names who has not come after `timeout_s`.
     """
     host, _, port = identity.coordinator_address.rpartition(":")
     host = host.strip("[]")  # of an IPv6 address
@@ -58,7 +54,7 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
         with server:
             answer = _call(server, identity.num_processes, about, deadline)
     if "absent" in answer:
-        raise Absent(f"{answer['absent']} within distributed.init_timeout_s={timeout_s:g}")
+        raise PeerLost(f"{answer['absent']} within distributed.init_timeout_s={timeout_s:g}")
     if "mistake" in answer:
         raise UserError(answer["mistake"])
     return answer["remarks"]

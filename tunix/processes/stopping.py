@@ -14,13 +14,9 @@ _stop_signals: list[str] = []
 _polls = count(1)
 
 
-class Stopped(Exception):
-    """Asked to stop (SIGTERM, SIGUSR1, time limit), and everything is saved; exit code 75."""
-
-
 @contextmanager
 def listening() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 ask the run to save and stop. After `start`, which would replace the handlers."""
+    """Let SIGTERM and SIGUSR1 ask the run to save and stop; after `joining.start`, which replaces the handlers."""
     _stop_signals.clear()
     # With several processes SIGTERM stays with JAX: it makes all of them stop after the same step.
     numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
@@ -41,13 +37,13 @@ def request_stop(reason: str) -> None:
     _stop_signals.append(reason)
 
 
-def told_to_stop() -> bool:
-    """Whether a signal has asked the run to stop, and not its own time limit alone."""
+def stopped_by_signal() -> bool:
+    """Return True if a signal has asked the run to stop, and not its own time limit alone."""
     return any(reason in signal.Signals.__members__ for reason in _stop_signals)
 
 
 def stop_requested() -> str | None:
-    """Why to stop after this step, the same step on every process; None to go on. Ask once a step."""
+    """Return why to stop after this step, the same step on every process; None to go on. To be called once a step."""
     if jax.process_count() == 1:
         return _stop_signals[0] if _stop_signals else None
     # JAX stops at a number that has not been asked for yet: a signal before the first step names 1, whatever the step.

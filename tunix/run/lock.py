@@ -15,16 +15,16 @@ from tunix.processes import peers
 
 log = logging.getLogger(__name__)
 LOCK = ".running"
-# Patience with a holder on this host; and with one on another, which may be dead and not forgotten by the file server.
+# Seconds to wait for a lock held on this host; longer for another host, whose lock may outlive it on the file server.
 HOLDER_S, LEASE_S = 5.0, 300.0
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """One run at a time writes into a folder: process 0 locks a file in it until the run ends, however it ends.
+def hold_lock(folder: Path) -> Iterator[None]:
+    """Lock a run's folder: process 0 locks a file in it until the block ends, or the process, however it ends.
 
     Raises:
-        UserError: another run holds it still after a while, and is named; or the disk is full.
+        UserError: another run still holds the lock after a while, and is named; or the disk is full.
     """
     with ExitStack() as stack:
         peers.together(lambda: _lock(folder / LOCK, stack) if peers.is_main() else None, "the run's lock")

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from omegaconf import OmegaConf
 
+from tunix.base.disk import write_whole
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Config
@@ -152,7 +153,7 @@ def _config_text(job: compose.Job) -> str:
 def write_config(job: compose.Job, folder: Path) -> None:
     """The resolved config, and Hydra's record of how it was made."""
     text = _config_text(job)
-    _replace(folder / "config.yaml", text)
+    write_whole(folder / "config.yaml", text)
     if job.hydra is not None:
         (folder / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(job.hydra, folder / ".hydra" / "hydra.yaml")
@@ -164,18 +165,11 @@ def _write_environment(folder: Path) -> None:
     """What the run runs on; a resumed run adds to the list of its beginnings."""
     path = folder / "environment.json"
     if not path.exists():
-        _replace(path, json.dumps(_environment(), indent=1))
+        write_whole(path, json.dumps(_environment(), indent=1))
         return
     record = json.loads(path.read_text())
     record.setdefault("resumed", []).append(_environment())
-    _replace(path, json.dumps(record, indent=1))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write the file whole or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    os.replace(new, path)
+    write_whole(path, json.dumps(record, indent=1))
 
 
 def _link_latest(folder: Path, link: Path) -> None:

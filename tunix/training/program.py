@@ -1,5 +1,6 @@
 """What a config trains on a mesh: the model's architecture, its loss, its optimizer, and the step made of them."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +14,10 @@ from tunix.config import Config
 from tunix.sharding.layout import STRATEGIES, Layout, activation_spec
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import data_shards, unsplit_dims
+from tunix.training.copies import Update, make_updates, start_copies
 from tunix.training.losses import make_loss
 from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.state import Architecture, State, abstract_state, describe, new_state
+from tunix.training.state import Architecture, State, abstract_state, describe, new_state, optimizer_view
 from tunix.training.step import LossFn, make_train_step
 
 
@@ -32,6 +34,9 @@ def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
     return device_mesh(cfg.model.mesh_shape, cfg.dims, cfg.distributed.allow_idle_devices, devices)
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Program:
     """The parts of a training program. No array is made yet, and the devices need not exist."""
@@ -41,6 +46,7 @@ class Program:
     arch: Architecture
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
+    copies: dict[str, Update]  # of the parameters, that the state carries
     abstract: State  # shapes, dtypes and shardings of the state
 
     def new_state(self, seed: int, given: dict[str, Any] | None = None) -> State:
@@ -50,15 +56,34 @@ class Program:
         arrays are donated.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer)
+        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, list(self.copies))
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
+
+    def add_copies(self, state: State) -> State:
+        """The state with those copies of the parameters that it lacks; they start from its parameters of now."""
+        absent = sorted(self.copies.keys() - state.get("copies", {}).keys())
+        if not absent:
+            return state
+        log.warning("the checkpoint has no %s of the parameters: it starts from those of now", " and ".join(absent))
+
+        @jax.jit
+        def start(params):
+            return start_copies(absent, optimizer_view(self.arch.trained(params), self.arch, self.layout))["copies"]
+
+        return state | {"copies": state.get("copies", {}) | start(state["params"])}
 
     def step(self, num_steps: int, tokens_per_step: int) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
         """The train step of a run of `num_steps`, on which the learning rate depends; to be compiled."""
         cfg = self.cfg
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, num_steps, tokens_per_step)
         return make_train_step(
-            self.arch, self.loss_fn, self.optimizer, schedule, self.layout, cfg.training.sync_gradients_every
+            self.arch,
+            self.loss_fn,
+            self.optimizer,
+            schedule,
+            self.layout,
+            cfg.training.sync_gradients_every,
+            self.copies,
         )
 
 
@@ -77,5 +102,6 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     layout = build_layout(cfg, mesh)
     arch = describe(cfg.model, layout, training.remat)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
-    abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer), mesh)
-    return Program(cfg, layout, arch, optimizer, make_loss(cfg), abstract)
+    copies = make_updates(training)
+    abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies)), mesh)
+    return Program(cfg, layout, arch, optimizer, make_loss(cfg), copies, abstract)

@@ -18,8 +18,10 @@ from tunix.models.paths import parameter_name
 from tunix.models.transformer import Transformer
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
+from tunix.training.copies import start_copies
 
-# params, opt_state: trees of arrays; step: optimizer steps taken; skipped: steps in a row, to now, that were not finite
+# params, opt_state: trees of arrays; copies: such trees by name (copies.py), absent where there are none;
+# step: optimizer steps taken; skipped: steps in a row, to now, that were not finite
 State = dict[str, Any]
 
 
@@ -106,6 +108,7 @@ def new_state(
     model: Model,
     layout: Layout,
     optimizer: optax.GradientTransformation,
+    copies: list[str],
     seed: jax.Array | int,
     given: dict[str, Any] | None = None,
 ) -> State:
@@ -116,9 +119,10 @@ def new_state(
     params = nnx.to_pure_dict(nnx.state(Transformer(model, layout, nnx.Rngs(jax.random.key(seed)))))
     params = params if given is None else arch.merge(given, params)
     params = jax.tree.map(lambda p, weight: reshard(p, layout.at_rest(weight.equation)), params, arch.weights)
-    moments_like = optimizer_view(arch.trained(params), arch, layout)
+    trained = optimizer_view(arch.trained(params), arch, layout)
     zero = jnp.zeros((), jnp.int32)
-    return {"params": params, "opt_state": optimizer.init(moments_like), "step": zero, "skipped": zero}
+    state = {"params": params, "opt_state": optimizer.init(trained), "step": zero, "skipped": zero}
+    return state | start_copies(copies, trained)
 
 
 def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.sharding.layout import Layout
+from tunix.training.copies import Update, update_copies
 from tunix.training.optim import Schedule
 from tunix.training.state import Architecture, State, Weight, optimizer_view
 
@@ -23,6 +24,7 @@ def make_train_step(
     schedule: Schedule,
     layout: Layout,
     sync_every: int,
+    copy_updates: dict[str, Update],
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """(state, batch) -> (state, metrics), to be compiled with the state donated; batch leaves are [A, B, T], metrics
     scalars: loss in nats per token, grad_norm before clipping, learning_rate, skipped, the loss's other sums per token.
@@ -50,8 +52,9 @@ def make_train_step(
             rate = schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["nll"])
-            new = {"params": params, "opt_state": opt_state}
-            old = {"params": trained, "opt_state": state["opt_state"]}
+            copies = update_copies(copy_updates, state.get("copies", {}), params)
+            new = {"params": params, "opt_state": opt_state, **copies}
+            old = {name: state[name] for name in new} | {"params": trained}
             kept = jax.tree.map(lambda n, o: jnp.where(finite, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         metrics = {

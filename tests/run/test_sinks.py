@@ -1,0 +1,87 @@
+"""Numbers go to the sinks that the config names; a new sink is one entry of a table."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.harness import RUN
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.sinks import SINKS
+
+
+@pytest.fixture
+def words(tmp_path, corpus, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*RUN, "data=text", f"data.paths=['{corpus}']", "model.mesh_shape=[[4,2],[fsdp,tp]]", "hydra.run.dir=run"]
+
+
+class Memory:
+    """Keeps everything in lists of the class."""
+
+    def __init__(self, start):
+        self.start, self.records, self.texts, self.ends = start, [], [], []
+        Memory.last = self
+
+    def write(self, record, group):
+        self.records.append((group, record))
+
+    def text(self, name, text, step):
+        self.texts.append(name)
+
+    def image(self, name, png, step):
+        raise AssertionError("nothing was traced")
+
+    def close(self, error):
+        self.ends.append(error)
+
+
+def test_a_new_sink_gets_every_line_and_is_told_how_the_run_ends(words, monkeypatch):
+    monkeypatch.setitem(SINKS, "memory", Memory)
+    tunix.train([*words, "logging.sinks=[jsonl,memory]"])
+    sink, lines = Memory.last, [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [record for _, record in sink.records] == lines
+    assert [group for group, _ in sink.records].count("held_out") == 2
+    assert sink.texts == ["config", "report", "sample"]
+    assert (sink.start.step, sink.start.last_step, sink.start.config["model"]["num_layers"]) == (0, 6, 3)
+    assert sink.ends == [None]
+    tunix.train(["resume=run", "training.max_steps=7"])
+    assert (Memory.last.start.step, Memory.last.start.last_step) == (6, 7)
+
+    def fail(self, state, position, *args):
+        raise RuntimeError("the disk caught fire")
+
+    monkeypatch.setattr("tunix.run.checkpoint.Checkpoints.save", fail)
+    with pytest.raises(RuntimeError, match="caught fire"):
+        tunix.train(["resume=run", "training.max_steps=8"])
+    assert [str(error) for error in Memory.last.ends] == ["the disk caught fire"]
+
+
+def test_only_what_is_named_is_written(words):
+    tunix.train([*words, "logging.sinks=[]", "training.max_steps=1"])
+    assert not list(Path("run").glob("events.*"))
+    assert not Path("run/metrics.jsonl").exists()
+    assert "step 1/1" in Path("run/train.log").read_text()  # the console is always there
+
+
+def test_a_sink_that_does_not_exist_is_named():
+    with pytest.raises(
+        UserError, match=r"logging.sinks.0=tensorbord: expected one of jsonl, tensorboard.*did you mean"
+    ):
+        compose(["logging.sinks=[tensorbord]"])
+
+
+def test_the_old_key_is_answered_with_its_new_form(tmp_path):
+    with pytest.raises(UserError, match=r"^logging.tensorboard is gone: logging.sinks=\[jsonl,tensorboard\] names"):
+        compose(["logging.tensorboard=false"])
+
+
+@pytest.mark.parametrize(("flag", "sinks"), [("true", ("jsonl", "tensorboard")), ("false", ("jsonl",))])
+def test_a_saved_config_with_the_old_key_is_understood(flag, sinks, tmp_path):
+    tree = compose([]).config.model_dump(mode="json", by_alias=True)
+    tree["logging"] = {"every_steps": 1, "tensorboard": flag == "true"}
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    assert compose([f"resume={tmp_path}"]).config.logging.sinks == sinks
+    assert compose([f"resume={tmp_path}", "logging.sinks=[jsonl]"]).config.logging.sinks == ("jsonl",)

@@ -1,0 +1,61 @@
+"""Copies of the parameters follow the steps, the same on every mesh."""
+
+import jax
+import numpy as np
+import pytest
+from support.harness import batch, program
+
+from tunix.sharding.arrays import bytes_per_device
+
+FAST = ["optimizer.learning_rate=0.1", "scheduler=constant", "scheduler.warmup_ratio=0", "training.ema_decay=0.5"]
+MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def test_without_copies_the_state_is_as_it_was():
+    assert program(MESH, fresh=True).state.keys() == {"params", "opt_state", "step", "skipped"}
+
+
+def test_the_moving_average_is_the_one_made_by_hand():
+    trained = program(MESH, *FAST, fresh=True)
+    expected = on_host(trained.state["params"])
+    assert jax.tree.all(jax.tree.map(np.array_equal, on_host(trained.state["copies"]["ema"]), expected))
+    for _ in range(3):
+        trained.run(batch(), steps=1)
+        expected = jax.tree.map(lambda a, p: 0.5 * a + 0.5 * np.asarray(p), expected, trained.state["params"])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), trained.state["copies"]["ema"], expected
+    )
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+def test_the_moving_average_is_the_same_on_every_mesh(strategy):
+    """Also of a model of which only some parameters are trained: the others are not copied."""
+    lora = ["model.lora.rank=2", "model.lora.train_also=final_norm", "optimizer=sgd"]  # Adam would enlarge rounding
+    one = program("model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *FAST, *lora, fresh=True)
+    many = program(MESH, *FAST, *lora, f"training.sharding_strategy={strategy}", fresh=True)
+    for each in (one, many):
+        each.run(batch(), steps=2)
+    first, second = (on_host(each.state["copies"]["ema"]) for each in (one, many))
+    assert len(jax.tree.leaves(first)) == len(jax.tree.leaves(many.arch.trained_weights))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), first, second)
+
+
+def test_a_copy_is_sharded_like_the_moments():
+    state = program(
+        "model.mesh_shape=[[8],[fsdp]]", "training.sharding_strategy=shard_optimizer", *FAST, fresh=True
+    ).state
+    counter = 4
+    assert 2 * bytes_per_device(state["copies"]) == bytes_per_device(state["opt_state"]) - counter
+
+
+def test_a_step_that_is_not_finite_leaves_copies_as_they_were():
+    trained = program(MESH, *FAST, fresh=True)
+    trained.run(batch(), steps=1)
+    before, bad = on_host(trained.state["copies"]), batch()
+    bad["loss_mask"][0, 3, 5] = np.nan
+    trained.run(bad, steps=1)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, on_host(trained.state["copies"])))

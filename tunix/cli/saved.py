@@ -1,0 +1,29 @@
+"""Keys that older code had: what is new since, and what has another form. Saved configs are brought to today's form."""
+
+from typing import Any
+
+# Keys that are new, with the value that means what runs did before there was such a key.
+ADDED: dict[str, Any] = {"training.ema_decay": None}
+# Keys that are gone, with their new form for people who type them.
+GONE = {"logging.tensorboard": "logging.sinks=[jsonl,tensorboard] names what is written"}
+
+
+def upgrade(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Bring the values of a whole config, or those sections of it that are there, to today's form, in place."""
+    for key, value in ADDED.items():
+        section, _, name = key.rpartition(".")
+        if section in values:
+            values[section].setdefault(name, value)
+    for change in CHANGES:
+        change(values)
+    return values
+
+
+def _name_sinks(values: dict[Any, Any]) -> None:
+    """A flag for TensorBoard, beside metrics.jsonl, was all that could be chosen."""
+    logging = values.get("logging", {})
+    if "tensorboard" in logging and "sinks" not in logging:
+        logging["sinks"] = ["jsonl", "tensorboard"] if logging.pop("tensorboard") else ["jsonl"]
+
+
+CHANGES = (_name_sinks,)
