@@ -67,6 +67,12 @@ OPTIMIZERS = (Signs, """,
         'SHAPES = {\n    "halving": Shape(lambda phases: lambda step: 0.5**step),',
         ("scheduler.name=halving", "scheduler.warmup_steps=0", "optimizer.learning_rate=0.5"),
     ),
+    "a mesh axis that splits the batch": Entry(
+        "tunix/sharding/dims.py",
+        "MESH = (",
+        'MESH = (\n    Axis("extra", splits_batch=True),',
+        ("model.mesh_shape=[[4,2],[extra,fsdp]]",),
+    ),
 }
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 ROWS = dict(re.findall(r"^\| (an? [^|]+?) \| (.*) \|$", PAGE, re.MULTILINE))
@@ -122,9 +128,18 @@ def test_a_new_optimizer_and_a_new_schedule_move_the_weights(run):
     assert [line["learning_rate"] for line in metrics(run)] == [0.5, 0.25, 0.125]
 
 
+def test_a_new_mesh_axis_splits_the_batch(run):
+    """tests/sharding/test_tables.py compares the losses on such a mesh with those on one device."""
+    log = (run / "train.log").read_text()
+    assert '[[4,1,2,1],["extra","dp","fsdp","tp"]]' in log
+    assert "8 sequences = 1 microbatch(es) x 8 data shard(s) x 1" in log
+
+
 def test_what_no_table_has_is_refused():
     with pytest.raises(UserError, match="scheduler.name=halving: expected one of warmup_cosine, "):
         compose(["scheduler.name=halving"])
+    with pytest.raises(UserError, match="extra"):
+        compose(["model.mesh_shape=[[4,2],[extra,fsdp]]"])
     with pytest.raises(UserError, match="data.source=numbers: expected one of python_stdlib, "):
         compose(["data.source=numbers"])
     with pytest.raises(UserError, match="optimizer.name=signs: expected one of adamw, "):
