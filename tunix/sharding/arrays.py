@@ -1,4 +1,4 @@
-"""Host data as global arrays, and back."""
+"""Move arrays between the host memory of processes and the devices of a mesh."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from tunix.sharding.mesh_shape import data_shards
 
 
 def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
-    """Rows of a batch of `num_rows` sequences that live on this process's devices, in order."""
+    """Return the rows of a batch of `num_rows` sequences that live on this process's devices, in order."""
     rows: set[int] = set()
     sharding = NamedSharding(mesh, activation_spec("B"))
     for index in sharding.addressable_devices_indices_map((num_rows,)).values():
@@ -23,7 +23,7 @@ def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
 
 
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Global arrays [A, B, T] of this process's rows [A, B_local, T]; returns before the copy is done."""
+    """Return global arrays [A, B, T] of this process's rows [A, B_local, T], before the copy to the devices is done."""
     sharding = NamedSharding(mesh, activation_spec("ABT"))
     share = data_shards(mesh.shape) // len(local_rows(mesh, data_shards(mesh.shape)))
 
@@ -36,7 +36,7 @@ def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def bytes_per_device(tree: object) -> int:
-    """Bytes that one device holds of a tree of arrays or shapes with shardings; all, where there is none."""
+    """Return the bytes that one device has of a tree of arrays or shapes; of a leaf without a sharding, all."""
 
     def size(leaf: jax.Array) -> int:
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
@@ -46,26 +46,31 @@ def bytes_per_device(tree: object) -> int:
 
 
 def to_main(state: dict[str, Any]) -> dict[str, Any] | None:
-    """The state as numpy arrays on process 0, gathered leaf by leaf; None on the others."""
+    """Return the state as numpy arrays on process 0, None on the others. Leaves travel one after the other."""
 
-    def gathered(leaf: jax.Array) -> np.ndarray | None:
-        whole = multihost_utils.process_allgather(leaf, tiled=True)
-        return whole if jax.process_index() == 0 else None
+    def gather(leaf: jax.Array) -> np.ndarray | None:
+        array = multihost_utils.process_allgather(leaf, tiled=True)
+        return array if jax.process_index() == 0 else None
 
-    whole = jax.tree.map(gathered, state)
-    return whole if jax.process_index() == 0 else None
+    arrays = jax.tree.map(gather, state)
+    return arrays if jax.process_index() == 0 else None
 
 
 def from_main(state: dict[str, Any] | None, abstract: dict[str, Any]) -> dict[str, Any]:
-    """The state that process 0 has as numpy arrays, laid out as `abstract` says, bit by bit the same."""
+    """Return the state, given as numpy arrays on process 0 and None on the others, laid out as `abstract` says.
 
-    def spread(wanted: jax.ShapeDtypeStruct, given: np.ndarray | None) -> jax.Array:
-        size = math.prod(wanted.shape) * wanted.dtype.itemsize
-        mine = np.zeros(size, np.uint8) if given is None else np.frombuffer(given.tobytes(), np.uint8)
-        sent = np.asarray(multihost_utils.broadcast_one_to_all(mine))
-        whole = np.frombuffer(sent.tobytes(), wanted.dtype).reshape(wanted.shape)
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda index: whole[index])
+    Leaves travel as bytes, so that every bit stays the same.
+    """
+
+    def distribute(target: jax.ShapeDtypeStruct, array: np.ndarray | None) -> jax.Array:
+        if array is None:
+            sent = np.zeros(math.prod(target.shape) * target.dtype.itemsize, np.uint8)
+        else:
+            sent = np.frombuffer(array.tobytes(), np.uint8)
+        received = np.asarray(multihost_utils.broadcast_one_to_all(sent))
+        values = np.frombuffer(received.tobytes(), target.dtype).reshape(target.shape)
+        return jax.make_array_from_callback(target.shape, target.sharding, lambda index: values[index])
 
     if state is None:
-        return jax.tree.map(lambda wanted: spread(wanted, None), abstract)
-    return jax.tree.map(spread, abstract, state)
+        return jax.tree.map(lambda target: distribute(target, None), abstract)
+    return jax.tree.map(distribute, abstract, state)

@@ -1,4 +1,4 @@
-"""The mesh of devices, and a table of it."""
+"""The device mesh, and a table of its devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from tunix.base.errors import UserError
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.mesh_shape import MeshShape, resolve
 
-MAX_ROWS = 16  # of a table at the start: what is larger is cut off
+MAX_ROWS = 16  # of a table in the start report; longer ones are cut off
 
 
 def device_mesh(

@@ -1,4 +1,4 @@
-"""Mesh shapes as users write them: read, resolved for the devices, checked against the model. Knows no jax."""
+"""Mesh shapes as users write them: read, resolved for the devices, checked against the model. Imports no jax."""
 
 import difflib
 import math
@@ -18,7 +18,11 @@ ONE_DEVICE: Shape = ((1,), keeping_axes()[:1])
 
 
 def parse(value: object) -> MeshShape:
-    """`auto`, or sizes and axis names checked for form: known axes, none twice, one -1 at most."""
+    """Return `auto`, or sizes and axis names.
+
+    Raises:
+        ValueError: a wrong form, an axis that is unknown or named twice, a size that is no count, more than one -1.
+    """
     if value == "auto":
         return "auto"
     if isinstance(value, str):  # a list within quotes
