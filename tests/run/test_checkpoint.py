@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from conftest import write_corpus
@@ -11,9 +12,13 @@ from support.harness import RUN, metrics
 
 import tunix
 from tunix.base.errors import Stopped, UserError
+from tunix.cli.command import settings
 from tunix.cli.compose import compose
+from tunix.config import Export
 from tunix.data.corpus import load_corpus
 from tunix.data.tokenize import find_units
+from tunix.export import export
+from tunix.run.stores import copies_in, read_state
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 
@@ -245,3 +250,45 @@ def test_resume_latest(run):
     folder = run()
     run("resume=latest", "training.max_steps=7")
     assert [line["step"] for line in metrics(folder)][-1] == 7
+
+
+def average(folder, step: int):
+    """The moving average of the parameters in a checkpoint, on the host."""
+    return read_state((folder / "checkpoints" / str(step)).absolute(), abstract_copy(folder))["copies"]["ema"]
+
+
+def abstract_copy(folder):
+    """Names and shapes of the average in `folder`, whatever mesh it was written on."""
+    weights = tunix.load_pretrained(folder).params
+    return {"copies": {"ema": jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), weights)}}
+
+
+def test_a_moving_average_goes_on_bit_identically_and_is_exported(run):
+    words = ["training.ema_decay=0.5", "checkpoint.max_to_keep=9"]
+    whole, part = run("hydra.run.dir=whole", *words), run("hydra.run.dir=part", *words)
+    shutil.rmtree(part / "checkpoints" / "6")
+    run(f"resume={part}")
+    assert losses(part) == losses(whole)
+    expected = average(whole, 6)
+    assert jax.tree.all(jax.tree.map(np.array_equal, average(part, 6), expected))
+    tokens = np.arange(16)[None]
+    trained, averaged = (tunix.load_pretrained(part, weights=name)(tokens) for name in ("trained", "ema"))
+    assert not np.allclose(trained, averaged, atol=1e-3)
+    export(settings(Export, [f"checkpoint={part}", "output=averaged", "weights=ema"]))
+    np.testing.assert_allclose(tunix.load_pretrained("averaged")(tokens), averaged, atol=1e-5)
+    for source in (run("hydra.run.dir=plain", "training.max_steps=1"), "averaged"):
+        with pytest.raises(UserError, match=r"^weights=ema: .* weights=trained"):
+            tunix.load_pretrained(source, weights="ema")
+
+
+def test_a_moving_average_may_begin_and_end_with_a_resume(run):
+    folder = run("training.max_steps=3")
+    before = tunix.load_pretrained(folder).params
+    run(f"resume={folder}", "training.max_steps=4", "training.ema_decay=0.5", "checkpoint.max_to_keep=9")
+    after = tunix.load_pretrained(folder).params
+    expected = jax.tree.map(lambda a, p: a + 0.5 * (p - a), before, after)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), average(folder, 4), expected)
+    assert "the checkpoint has no ema of the parameters" in (folder / "train.log").read_text()
+    run(f"resume={folder}", "training.max_steps=5", "training.ema_decay=null")
+    assert copies_in(folder / "checkpoints" / "5") == []
+    assert "ema is not wanted any more: it is dropped" in (folder / "train.log").read_text()

@@ -30,7 +30,7 @@ def folder(job: compose.Job) -> Iterator[Path]:
     resumes = job.config.resume is not None
     before = (job.run_dir / "config.yaml").read_text() if resumes else ""
     try:
-        made = (job.run_dir if resumes else run_folder.claim(job)).absolute()
+        made = (job.run_dir if resumes else run_folder.claim_folder(job)).absolute()
         run_folder.write_config(job, made)
     except OSError as error:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Nothing hangs in silence: a thread that ends the process when a peer has failed, or when nothing moves any more."""
+"""The watchdog: a thread that ends the process when a peer has failed, or when a deadline has passed."""
 
 import faulthandler
 import json
@@ -22,15 +22,15 @@ from tunix.processes import exits, peers
 log = logging.getLogger(__name__)
 POLL_S = 1.0
 PUBLISH_S = 5.0
-OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.NOT_FINITE)  # of a peer, that are this process's too
+OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.NOT_FINITE)  # codes of a peer that this process ends with too
 
 
 class Watchdog:
-    """Knows what the main thread is in, since when, and how long that may take.
+    """Knows what the main thread does, since when, and how long that may take.
 
-    `phase` surrounds what takes its own time: saving, an evaluation, reading. Compiling belongs to the start, which has
-    the deadline of a phase. Everything between two `step` calls is a step, with a deadline of `step_deadline_factor`
-    times the median step.
+    `phase` surrounds work that is no part of a step: saving, an evaluation, reading. The time between two `step` calls
+    is a step, with a deadline of `step_deadline_factor` times the median step. The start, which compiles, has the
+    deadline of a phase.
     """
 
     def __init__(self, cfg: Distributed):
@@ -48,7 +48,7 @@ class Watchdog:
         self.ended.set()
 
     def step(self, number: int) -> None:
-        """Step `number` begins."""
+        """Note that step `number` begins."""
         now = time.monotonic()
         if self.doing == "a step":
             self.steps.append(now - self.begun)
@@ -59,7 +59,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
-        """What is done inside is `name`, and may take `limit_s`, or else `phase_deadline_s`."""
+        """Name the work of the block, which may take `limit_s`, or `phase_deadline_s` where that is None."""
         before = self.doing, self.limit
         limit = self.cfg.phase_deadline_s if limit_s is None else limit_s
         self.doing, self.since, self.limit = name, time.monotonic(), limit
@@ -70,11 +70,11 @@ class Watchdog:
             self.since = time.monotonic()
 
     def _watch(self) -> None:
-        told = 0.0
+        last_published = 0.0
         while not self.ended.wait(POLL_S):
             now = time.monotonic()
-            if now - told > PUBLISH_S:
-                told = now
+            if now - last_published > PUBLISH_S:
+                last_published = now
                 self._publish()
             for rank, failure in peers.published("failed").items():
                 if int(rank) != jax.process_index():
@@ -87,8 +87,8 @@ class Watchdog:
         peers.publish(f"progress/{jax.process_index()}", json.dumps({**state, "for_s": time.monotonic() - self.since}))
 
     def _follow(self, rank: int, failure: dict[str, Any]) -> None:
-        """A peer has failed: end with it."""
-        time.sleep(POLL_S)  # a mistake that all have found is each one's own
+        """End after a peer that has failed."""
+        time.sleep(POLL_S)  # where every process has found the same mistake, each ends by itself
         if self.ended.is_set():
             return
         self._dump_stacks()
@@ -96,10 +96,10 @@ class Watchdog:
         self._end(code, f"process {rank} ({failure['host']}) failed: {failure['why']}")
 
     def _expire(self, waited_s: float) -> None:
-        """A deadline has passed: say who is late and where everyone stands, then end all."""
+        """End after a deadline has passed: log where every process is, and name the one that is late."""
         since = self.since
         self._publish()
-        time.sleep(2 * POLL_S)  # the others do the same
+        time.sleep(2 * POLL_S)  # until the others have published their state too
         if self.since != since:
             log.warning("step %d took %.0f s, more than its deadline of %.0f s", self.number, waited_s, self.limit)
             return
@@ -119,7 +119,7 @@ class Watchdog:
         )
 
     def _dump_stacks(self) -> None:
-        """Every thread's stack into this process's log."""
+        """Write the stack of every thread into this process's log."""
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.FileHandler) and handler.stream:
                 faulthandler.dump_traceback(handler.stream, all_threads=True)

@@ -1,4 +1,4 @@
-"""What a run runs on: versions, devices, git commit, command."""
+"""The environment of a run: versions, devices, git commit, command."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,7 +28,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of the packages that a run's numbers depend on, and of the code of tunix (a hash)."""
+    """Versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
     found = {"python": platform.python_version(), "code of tunix": _code_hash()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -41,8 +42,8 @@ def _code_hash() -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def _environment() -> dict:
-    """What a run ran on."""
+def describe_environment() -> dict[str, Any]:
+    """The environment of this process, as environment.json keeps it."""
 
     def git(*words: str) -> str | None:
         result = subprocess.run(

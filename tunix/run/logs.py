@@ -11,12 +11,12 @@ from tunix.run.run_folder import log
 
 
 def start_logging(remarks: list[str]) -> MemoryHandler:
-    """Log to the terminal at once, `remarks` first; what is logged before the run has a folder waits in the handler
-    returned.
+    """Begin to log to the terminal, with `remarks` first.
 
-    Warnings of other libraries go to the log file alone.
+    Returns a handler that keeps every message until the run has a folder, and with it a log file. Warnings of other
+    libraries go to the log file alone.
     """
-    logging.raiseExceptions = False  # a full disk is told of once, by what needs it
+    logging.raiseExceptions = False  # a full disk is reported once, by the part of the run that needs it
     waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
     logging.basicConfig(handlers=[waiting], level=logging.WARNING, force=True)
     logging.getLogger("absl").setLevel(logging.ERROR)

@@ -20,59 +20,49 @@ from tunix.hf.hub import ABOUT, find
 from tunix.hf.weights import INDEX
 from tunix.processes import peers
 from tunix.processes.shared_disk import blind_to
-from tunix.run.environment import _environment
+from tunix.run.environment import describe_environment
 from tunix.tokenizer.vocabulary import Vocabulary
 
-# In a run's folder: what model.init_from says beside its weights; the tokenizer, with the tokens that surround a
-# document and the chat template of its training.
+# Folders in a run's folder: the files of model.init_from beside its weights; the tokenizer, with the tokens around a
+# document and the chat template that it was trained with.
 FILES, TOKENIZER = "pretrained", "tokenizer"
-
-
-def keep_files(cfg: Config, vocabulary: Vocabulary, run_folder: Path) -> None:
-    """Put into the run's folder what export needs: the tokenizer and what `model.init_from` says beside its weights."""
-    if not peers.is_main():
-        return
-    if not (run_folder / TOKENIZER).is_dir():
-        vocabulary.save(run_folder / TOKENIZER)
-    if cfg.model.init_from is None or (run_folder / FILES).is_dir():
-        return
-    (run_folder / FILES).mkdir()
-    source = find(cfg.model.init_from)
-    for path in (path for pattern in (*ABOUT, "*.txt") for path in source.glob(pattern)):
-        if path.name != INDEX:
-            shutil.copy(path, run_folder / FILES / path.name)
 
 
 log = logging.getLogger(__name__)
 
 
 def open_folder(job: compose.Job) -> tuple[Path, bool]:
-    """The folder of this run, the same on every process (a resumed run's is there already), and whether all see one.
+    """Return the run's folder, the same on every process, and True if all processes see it.
 
-    Where they do not, the first process of every host has made its own.
+    Process 0 makes the folder; a resumed run has it already. On hosts that do not see it, the first process makes one
+    at the same path.
 
     Raises:
-        UserError: a folder given by hand that holds another run, that cannot be written, or that only some see.
+        UserError: a folder given by hand that holds another run, that cannot be written, or that only some hosts see.
     """
 
-    def made(folder: Path, claimed: Callable[[Path], Path]) -> Path:
+    def make(folder: Path, claim: Callable[[], Path]) -> Path:
         try:
-            return folder if job.config.resume else claimed(folder)
+            return folder if job.config.resume else claim()
         except OSError as error:
             raise UserError(
                 f"the run's folder {folder} cannot be written ({error.strerror or error}); choose hydra.run.dir=DIR"
             ) from None
 
-    asked = job.run_dir.absolute()
-    named = peers.together(lambda: made(asked, lambda _: claim(job)) if peers.is_main() else asked, "the run's folder")
-    folder = Path(peers.agree(str(named.absolute()), "the run's folder"))
+    def make_on_main() -> Path:
+        wanted = job.run_dir.absolute()
+        return make(wanted, lambda: claim_folder(job)) if peers.is_main() else wanted
+
+    def make_on_host() -> None:
+        if peers.first_of_host() and not peers.is_main():
+            make(folder, lambda: _claim(job, folder))
+
+    made = peers.together(make_on_main, "the run's folder")
+    folder = Path(peers.agree(str(made.absolute()), "the run's folder"))
     try:
         shared = _is_shared(folder, job.config.distributed.shared_filesystem)
         if not shared:
-            mine = peers.first_of_host() and not peers.is_main()
-            peers.together(
-                lambda: made(folder, lambda folder: _claim_this(job, folder)) if mine else folder, "every host's folder"
-            )
+            peers.together(make_on_host, "every host's folder")
     except UserError:
         if peers.is_main() and not job.config.resume:
             (folder / "config.yaml").unlink()
@@ -83,7 +73,7 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
 
 
 def _is_shared(folder: Path, asked: bool | str) -> bool:
-    """Whether all processes see the folder of process 0, where it puts a file for them to find."""
+    """Return True if all processes see the folder of process 0, in which it writes a file for them to find."""
     if jax.process_count() == 1:
         return True
     if asked is False:
@@ -104,8 +94,23 @@ def _is_shared(folder: Path, asked: bool | str) -> bool:
     return False
 
 
+def keep_files(cfg: Config, vocabulary: Vocabulary, run_folder: Path) -> None:
+    """Put into the run's folder what export needs: the tokenizer and what `model.init_from` says beside its weights."""
+    if not peers.is_main():
+        return
+    if not (run_folder / TOKENIZER).is_dir():
+        vocabulary.save(run_folder / TOKENIZER)
+    if cfg.model.init_from is None or (run_folder / FILES).is_dir():
+        return
+    (run_folder / FILES).mkdir()
+    source = find(cfg.model.init_from)
+    for path in (path for pattern in (*ABOUT, "*.txt") for path in source.glob(pattern)):
+        if path.name != INDEX:
+            shutil.copy(path, run_folder / FILES / path.name)
+
+
 def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHandler) -> None:
-    """The first files of the folder: config, environment, log, and the link to it."""
+    """Write the first files of the folder: config, environment and log; and the link `latest` to the folder."""
     if peers.is_main() or (not shared and peers.first_of_host()):
         write_config(job, folder)
         _write_environment(folder)
@@ -120,19 +125,20 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
     root.addHandler(file)
 
 
-def claim(job: compose.Job) -> Path:
-    """Create the folder; whoever creates config.yaml in it owns it. A taken name gets a number behind it."""
+def claim_folder(job: compose.Job) -> Path:
+    """Create a folder of the run's name; a number is added to a name that is taken."""
     for number in range(1000):
         folder = job.run_dir if number == 0 else job.run_dir.with_name(f"{job.run_dir.name}_{number}")
         try:
-            return _claim_this(job, folder)
+            return _claim(job, folder)
         except UserError:
             if job.run_dir_is_explicit:
                 raise
     raise UserError(f"no free folder beside {job.run_dir}")
 
 
-def _claim_this(job: compose.Job, folder: Path) -> Path:
+def _claim(job: compose.Job, folder: Path) -> Path:
+    """Create a folder. The run that creates config.yaml in it owns it; two runs never share one."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with (folder / "config.yaml").open("x") as file:
@@ -141,7 +147,7 @@ def _claim_this(job: compose.Job, folder: Path) -> Path:
         raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
     except OSError:
         with suppress(OSError):
-            (folder / "config.yaml").unlink()  # half of one would hold the folder
+            (folder / "config.yaml").unlink()  # half a file would keep the folder taken
         raise
     return folder
 
@@ -151,7 +157,7 @@ def _config_text(job: compose.Job) -> str:
 
 
 def write_config(job: compose.Job, folder: Path) -> None:
-    """The resolved config, and Hydra's record of how it was made."""
+    """Write the resolved config, and Hydra's record of how it was made."""
     text = _config_text(job)
     write_whole(folder / "config.yaml", text)
     if job.hydra is not None:
@@ -162,13 +168,13 @@ def write_config(job: compose.Job, folder: Path) -> None:
 
 
 def _write_environment(folder: Path) -> None:
-    """What the run runs on; a resumed run adds to the list of its beginnings."""
+    """Write environment.json; a resumed run adds its environment to the list `resumed`."""
     path = folder / "environment.json"
     if not path.exists():
-        write_whole(path, json.dumps(_environment(), indent=1))
+        write_whole(path, json.dumps(describe_environment(), indent=1))
         return
     record = json.loads(path.read_text())
-    record.setdefault("resumed", []).append(_environment())
+    record.setdefault("resumed", []).append(describe_environment())
     write_whole(path, json.dumps(record, indent=1))
 
 

@@ -1,4 +1,4 @@
-"""What a run is about to do, in numbers, before it does it."""
+"""The start report: every derived number of a run, before its first step."""
 
 import socket
 
@@ -23,7 +23,7 @@ from tunix.training.state import Architecture, State, count
 
 
 def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
-    """Every derived number as text; `corpus` is None in a dry run."""
+    """Return every derived number as text; `corpus` is None in a dry run."""
     training, arch = cfg.training, program.arch
     held = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
     shards = data_shards(mesh.shape)
@@ -49,6 +49,10 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
         f"{sizes.tflop_per_step:.3f} TFLOP per step",
     }
+    if copies := program.abstract.get("copies", {}):
+        rows["copies"] = (
+            f"{', '.join(copies)}: {bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
+        )
     if why := unlike_its_family(cfg.model):
         rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
     if jax.process_count() > 1:
@@ -69,10 +73,12 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
 
 
 def _processes() -> str:
-    """Which process runs where, and with how many devices."""
+    """Return the host and the number of devices of each process, in a line."""
     hosts = peers.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
-    told = [f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])]
-    return "; ".join(told + [f"... {len(hosts) - MAX_ROWS} more"] * (len(hosts) > MAX_ROWS))
+    lines = [f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])]
+    if len(hosts) > MAX_ROWS:
+        lines.append(f"... {len(hosts) - MAX_ROWS} more")
+    return "; ".join(lines)
 
 
 def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
