@@ -17,6 +17,7 @@ from support.harness import ROOT, RUN, metrics
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.run.stores import copies_in
 
 
 class Entry(NamedTuple):
@@ -66,6 +67,24 @@ OPTIMIZERS = (Signs, """,
         "SHAPES = {",
         'SHAPES = {\n    "halving": Shape(lambda phases: lambda step: 0.5**step),',
         ("scheduler.name=halving", "scheduler.warmup_steps=0", "optimizer.learning_rate=0.5"),
+    ),
+    "a metric sink": Entry(
+        "tunix/sinks/__init__.py",
+        "SINKS: dict[str, Callable[[Start], Sink]] = {",
+        """\
+class Lines(Jsonl):
+    def __init__(self, start):
+        self.file = (start.folder / "lines.jsonl").open("w")
+
+
+SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
+        ("logging.sinks=[jsonl,lines]",),
+    ),
+    "a copy of the parameters": Entry(
+        "tunix/training/copies.py",
+        '= {"ema":',
+        '= {"first": lambda training: lambda copy, params: copy, "ema":',
+        (),
     ),
     "a mesh axis that splits the batch": Entry(
         "tunix/sharding/dims.py",
@@ -133,6 +152,14 @@ def test_a_new_mesh_axis_splits_the_batch(run):
     log = (run / "train.log").read_text()
     assert '[[4,1,2,1],["extra","dp","fsdp","tp"]]' in log
     assert "8 sequences = 1 microbatch(es) x 8 data shard(s) x 1" in log
+
+
+def test_a_new_sink_gets_every_line(run):
+    assert (run / "lines.jsonl").read_text() == (run / "metrics.jsonl").read_text() != ""
+
+
+def test_a_new_copy_of_the_parameters_is_in_checkpoints(run):
+    assert copies_in(run / "checkpoints" / "3") == ["first"]
 
 
 def test_what_no_table_has_is_refused():

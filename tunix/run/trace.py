@@ -1,4 +1,4 @@
-"""Tracing a few steps of a run: `training.profile_communication`. Outside of them nothing is done."""
+"""The trace of a few steps of a run, with its report: `training.profile_communication`."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def check_window(cfg: Config, total_steps: int) -> None:
-    """Raise `UserError` for a trace that the run has no steps for, or of processes that it has not."""
+    """Raise `UserError` where the run is too short for the trace, or lacks a process that is to trace."""
     if not cfg.training.profile_communication:
         return
     wanted = cfg.profile.after_step + cfg.profile.steps
@@ -48,7 +48,7 @@ def check_window(cfg: Config, total_steps: int) -> None:
 
 
 class CommunicationTrace:
-    """Call `at(step)` after each step in `edges`: the trace begins after the first and ends after the second."""
+    """Traces the steps between the two `edges`: call `at(step)` after each of them."""
 
     def __init__(self, cfg: Config, mesh: jax.sharding.Mesh, folder: Path, metrics: Metrics):
         self.cfg, self.mesh, self.folder, self.metrics = cfg, mesh, folder, metrics
@@ -67,7 +67,7 @@ class CommunicationTrace:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
     def starts_after(self, step: int) -> None:
-        """Tell where a resumed run is past the steps that were to be traced."""
+        """Warn that a resumed run is past the steps that were to be traced."""
         if self.edges and step >= self.edges[0] and not (self.folder / "communication.txt").exists():
             log.warning("no trace: resumed at step %d; profile.after_step must be at least %d", step, step + 1)
 
@@ -89,7 +89,7 @@ class CommunicationTrace:
 
     @property
     def _own_folder(self) -> Path:
-        """Processes of one host would write files of the same name."""
+        """The folder of this process: processes of one host would write files of the same name."""
         return self.folder / f"unfinished.{jax.process_index()}"
 
     def _report(self, step: int, hlo: str) -> None:
@@ -128,7 +128,7 @@ class CommunicationTrace:
         log.info("trace and communication report: %s", self.folder)
 
     def _keep_trace(self) -> Path:
-        """Where TensorBoard's profile plugin looks, and named by process."""
+        """Move the trace to where TensorBoard's profile plugin looks, named by process; returns its path."""
         session = self.folder / "plugins" / "profile" / f"after_step_{self.edges[0]}"
         session.mkdir(parents=True, exist_ok=True)
         kept = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
