@@ -82,9 +82,9 @@ def test_a_stop_id_ends_one_answer_and_not_the_others(gemma):
 
 def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
     with jax.set_mesh(gemma.mesh):
-        model = gemma.arch.module(gemma.sampler.params | {"blocks": gemma.sampler.params["blocks"][0]})
+        model = gemma.arch.module(gemma.params)
         tokens, first = gemma.rows(np.ones((2, 16), np.int32)), gemma.rows(np.zeros(2, np.int32))
-        _, cache = jax.eval_shape(lambda: prefill(model, gemma.sampler.params["blocks"], tokens, first, 40))
+        _, cache = jax.eval_shape(lambda: prefill(model, tokens, first, 40))
     assert [keys.shape[1] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
 
 

@@ -9,7 +9,7 @@ from support.harness import batch, program
 
 from tunix.cli.compose import compose
 from tunix.config.values import CONF
-from tunix.models.attention import attend
+from tunix.models.attention import attend, seen_in_row
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe
 
@@ -69,7 +69,12 @@ def attend_alone(q, k, v, segments, window):
         laid_out = [
             jax.device_put(x, layout.activation(dims)) for x, dims in zip((q, k, v, segments), letters, strict=True)
         ]
-        return np.asarray(jax.jit(lambda *args: attend(*args, layout=layout, kernel="xla"))(*laid_out, window))
+
+        @jax.jit
+        def attended(q, k, v, segments, window):
+            return attend(q, k, v, seen_in_row(segments, window), layout, "xla")
+
+        return np.asarray(attended(*laid_out, window))
 
 
 def reference_attention(q, k, v, segments, window):

@@ -5,11 +5,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
+
+# Attention kernels. Each is a function, given by its place so that this module needs no jax; `models/attention.py` has
+# those of tunix, and says what a kernel takes and gives.
+KERNELS = {
+    "xla": "tunix.models.attention:plain",
+    "cudnn": "tunix.models.attention:cudnn",
+}
 
 
 class RopeUnscaled(Section):
@@ -145,7 +153,7 @@ class Model(Section):
     keys above, and the tokenizer unless tokenizer.path is given."""
     lora: Lora
     """Low-rank updates in place of full training."""
-    attention: Literal["xla", "cudnn"]
+    attention: entry_of(KERNELS)  # type: ignore[valid-type]
     """Attention kernel: plain XLA anywhere, cuDNN flash on GPUs."""
     mesh_shape: MeshShape
     """Device mesh: `[[sizes], [axis names]]` of the axes dp, fsdp, tp in any order, one -1 to fill; or `auto`, all

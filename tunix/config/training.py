@@ -52,8 +52,8 @@ class Training(Section):
     z_loss: PositiveOrZero
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
     remat: Literal["none", "full", "dots", "attention"]
-    """What the backward pass recomputes: nothing, whole blocks, all but matrix products, all but attention
-    outputs."""
+    """What the backward pass computes again: activations and other cheap operations; whole blocks; all but matrix
+    products and attention; all but attention."""
     loss_chunk_size: Count
     """Positions of each sequence whose logits exist at one time; divides seq_len or is larger."""
     max_skipped_steps: CountOrZero

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 
 from tunix.base.errors import UserError
-from tunix.inference.cache import decode, prefill, unstacked
+from tunix.inference.cache import decode, prefill
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
@@ -45,8 +45,7 @@ class Sampler:
     def __init__(self, arch: Architecture, params: dict[str, Any], context_length: int, num_layers: int, to_rows):
         """`to_rows` lays host rows [B, ...] out over the data shards."""
         self.arch, self.context_length, self.to_rows = arch, context_length, to_rows
-        layers = unstacked(params["blocks"], num_layers)
-        self.params = params | {"blocks": layers}
+        self.params = params
         self.run = jax.jit(partial(_answer, arch), static_argnums=4)
 
     def __call__(self, prompts: list[list[int]], how: Sampling, seed: int = 0) -> list[Answer]:
@@ -84,9 +83,9 @@ def _bucket(size: int, smallest: int) -> int:
 
 def _answer(arch: Architecture, params, tokens, first, key, how: Sampling):
     """Tokens [B, M] and their log-probabilities after prompts [B, T], and how many of them count, [B]."""
-    model = arch.module(params | {"blocks": params["blocks"][0]})
+    model = arch.module(params)
     (rows, length), steps = tokens.shape, how.max_new_tokens
-    logits, cache = prefill(model, params["blocks"], tokens, first, length + steps)
+    logits, cache = prefill(model, tokens, first, length + steps)
 
     def step(state):
         number, logits, cache, out, log_probs, done, counts = state
@@ -97,7 +96,7 @@ def _answer(arch: Architecture, params, tokens, first, key, how: Sampling):
         counts = counts + ~done
         done = done | jnp.isin(token, jnp.array(how.stop, jnp.int32))
         fed = reshard(token, model.layout.activation("B"))
-        logits, cache = decode(model, params["blocks"], cache, fed, length + number, first)
+        logits, cache = decode(model, cache, fed, length + number, first)
         return number + 1, logits, cache, out, log_probs, done, counts
 
     def going(state):
@@ -155,7 +154,7 @@ def continue_text(
         tables = model.tables()
 
         def next_token(position, tokens):
-            hidden = jax.lax.dynamic_slice_in_dim(model.hidden(tables, tokens), position - 1, 1, axis=1)
+            hidden = jax.lax.dynamic_slice_in_dim(model.hidden(tables, tokens)[0], position - 1, 1, axis=1)
             logits = reshard(model.logits(tables, hidden), PartitionSpec())[:1, 0]
             token = choose(logits, jax.random.fold_in(key, position), how)
             return jnp.where(jnp.arange(length) == position, token, tokens)

@@ -1,82 +1,114 @@
-"""Attention between the tokens of one document. Never communicates: each device has its sequences and its heads."""
+"""Attention: which keys a query sees, the kernels that compute it, and how keys get from device to device.
+
+One function serves training, prefill and decoding. They differ only in `Seen`:
+
+             queries                    keys                          segments
+    train    T tokens of a row          the same tokens               one for each document of the row
+    prefill  T tokens of a prompt       the same tokens               0 before the prompt begins, then 1
+    decode   the newest token           the slots of a cache          1 where a slot holds a token of the row
+"""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from tunix.base.dotted import import_object
+from tunix.config.model import KERNELS
 from tunix.sharding.layout import Layout
 
-QUERY_BLOCK = 512  # queries, at most, whose scores exist at one time, with the plain kernel
+QUERY_BLOCK = 512  # the plain kernel has the scores of at most this many queries at one time
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees: those of its segment, at its own place and at the `window - 1` places before it.
+
+    A place is the number of a token in its row. A rule in this form, in place of a mask [T, S], is small, may travel
+    between devices beside the keys that it describes, and lets a kernel skip keys: where a segment is one run of a row,
+    as a document is, query i of equal queries and keys sees exactly the keys first(i) ... i, and `first` never falls.
+    """
+
+    q_places: jax.Array  # [T] int32, the same for all rows
+    k_places: jax.Array  # [S] int32
+    q_segments: jax.Array  # [B, T] int32
+    k_segments: jax.Array  # [B, S] int32
+    window: jax.Array | int  # int32 scalar; data, so that layers with different windows are one program
+
+    def mask(self) -> jax.Array:
+        """The same as [B, 1, T, S] bool."""
+        distance = self.q_places[:, None] - self.k_places
+        near = (distance >= 0) & (distance < self.window)
+        same = self.q_segments[:, :, None] == self.k_segments[:, None, :]
+        return (near & same)[:, None]
+
+    def queries(self, start: jax.Array, size: int) -> "Seen":
+        """The rule for `size` of the queries, from `start` on."""
+        index = start + jnp.arange(size)
+        return self._replace(q_places=self.q_places[index], q_segments=self.q_segments[:, index])
+
+
+def seen_in_row(segment_ids: jax.Array, window: jax.Array | int) -> Seen:
+    """The rule for the tokens of a row among themselves; `segment_ids` are [B, T] int32."""
+    places = jnp.arange(segment_ids.shape[1])
+    return Seen(places, places, segment_ids, segment_ids, window)
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, window: jax.Array, *, layout: Layout, kernel: str
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, layout: Layout, kernel: str, exchange: str = "none"
 ) -> jax.Array:
-    """Causal attention over [B, T, N, H] queries and [B, T, K, H] keys and values.
+    """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
-    A token attends to itself and to the `window - 1` tokens before it that have its segment id ([B, T] int32).
-    Scores and softmax are float32. `kernel` is a key of `KERNELS`.
+    Scores and softmax are float32. `kernel` is a key of `config.model.KERNELS` or a dotted path; `exchange` is a key of
+    `EXCHANGES`.
     """
-    specs = [layout.activation(letters) for letters in ("BTNH", "BTKH", "BTKH", "BT")]
+    of_queries, of_keys, of_places, of_rows = (layout.activation(letters) for letters in ("BTNH", "BTKH", "T", "BT"))
+    of_seen: Any = Seen._make([of_places, of_places, of_rows, of_rows, jax.P()])
+    kernel_function = import_object(KERNELS.get(kernel, kernel))
 
-    @partial(jax.shard_map, in_specs=(*specs, jax.P()), out_specs=specs[0])
-    def local(q, k, v, segment_ids, window):
+    @partial(jax.shard_map, in_specs=(of_queries, of_keys, of_keys, of_seen), out_specs=of_queries)
+    def on_each_device(q, k, v, seen):
         k, v = (layout.own_kv_heads(x, q.shape[2]) for x in (k, v))
-        return KERNELS[kernel](q, k, v, segment_ids, window)
+        return EXCHANGES[exchange](kernel_function, q, k, v, seen)
 
-    return local(q, k, v, segment_ids, window)
-
-
-def causal(segment_ids: jax.Array, window: jax.Array, layout: Layout, kernel: str):
-    """Attention within documents as a block takes it: of [B, T, N, H] and twice [B, T, K, H]; nothing is kept."""
-
-    def mix(q, k, v):
-        return attend(q, k, v, segment_ids, window, layout=layout, kernel=kernel), None
-
-    return mix
+    return on_each_device(q, k, v, seen._replace(window=jnp.asarray(seen.window, jnp.int32)))
 
 
-def _mask(segment_ids: jax.Array, queries: jax.Array, window: jax.Array) -> jax.Array:
-    """Who may attend to whom, [B, 1, len(queries), T] bool."""
-    keys = jnp.arange(segment_ids.shape[1])
-    distance = queries[:, None] - keys
-    near = (distance >= 0) & (distance < window)
-    same = segment_ids[:, queries, None] == segment_ids[:, None, :]
-    return (near & same)[:, None]
+def local(kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
+    """Run the kernel on what this device has: every key of its sequences, for its heads."""
+    return kernel(q, k, v, seen)
 
 
-def _xla(q, k, v, segment_ids, window):
-    """Blocks of queries one after the other, scores recomputed backward: memory grows with T, not with its square (Rabe
-    and Staats 2021, arXiv:2112.05682). Queries come scaled."""
+EXCHANGES = {"none": local}
+
+
+# A kernel is a function of one device's arrays: (q [B, T, N, H], k and v [B, S, K, H], seen) -> [B, T, N, H]. It gives
+# its result the name "attention", by which remat policies keep it. If it has a backward rule of its own
+# (jax.custom_vjp), its forward rule gives this name to all that the rule needs beside q, k and v: a value with no name
+# is computed again.
+
+
+def plain(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
+    """Attention in XLA's own operations, for a block of queries at a time (Rabe and Staats 2021, arXiv:2112.05682).
+
+    The backward pass computes the scores of a block again. So memory grows with T, not with its square.
+    """
     batch, length, heads, dim = q.shape
     block = max(n for n in range(1, min(length, QUERY_BLOCK) + 1) if length % n == 0)
 
-    def one_block(start, *arrays):
-        q, k, v, segment_ids, window = arrays
-        queries = start + jnp.arange(block)
+    def one_block(start, q, k, v, seen):
         rows = jax.lax.dynamic_slice_in_dim(q, start, block, axis=1)
-        return jax.nn.dot_product_attention(rows, k, v, mask=_mask(segment_ids, queries, window), scale=1.0)
+        mask = seen.queries(start, block).mask()
+        return jax.nn.dot_product_attention(rows, k, v, mask=mask, scale=1.0)
 
-    if block < length:
-        one_block = _recomputed(one_block)
-    arrays = (q, k, v, segment_ids, window)
-    blocks = jax.lax.map(
-        lambda start: one_block(start, *arrays), jnp.arange(0, length, block)
-    )  # [T / block, B, block, N, H]
-    return blocks.swapaxes(0, 1).reshape(batch, length, heads, dim)
+    recomputed = jax.checkpoint(one_block, prevent_cse=False) if block < length else one_block
+    starts = jnp.arange(0, length, block)
+    blocks = jax.lax.map(lambda start: recomputed(start, q, k, v, seen), starts)  # [T / block, B, block, N, H]
+    return checkpoint_name(blocks.swapaxes(0, 1).reshape(batch, length, heads, dim), "attention")
 
 
-def _recomputed(function):
-    """As jax.checkpoint, whose inside the policy of a checkpoint around it would decide upon: remat=none keeps all."""
-    kept = jax.custom_vjp(function)
-    kept.defvjp(lambda *args: (function(*args), args), lambda args, g: jax.vjp(function, *args)[1](g))
-    return kept
-
-
-def _cudnn(q, k, v, segment_ids, window):
-    mask = _mask(segment_ids, jnp.arange(q.shape[1]), window)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0, implementation="cudnn")
-
-
-KERNELS = {"xla": _xla, "cudnn": _cudnn}
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
+    """The fused attention of cuDNN, for GPUs."""
+    out = jax.nn.dot_product_attention(q, k, v, mask=seen.mask(), scale=1.0, implementation="cudnn")
+    return checkpoint_name(out, "attention")

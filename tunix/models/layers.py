@@ -8,16 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import PROJECTIONS, Model
+from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
 
 class Bias(nnx.Module):
-    """A vector added to every token's [..., N, H], [..., F] or [..., D]; zero at first."""
+    """A vector added to the [..., N, H], [..., F] or [..., D] of every token; zero at first."""
 
     def __init__(self, letters: str, cfg: Model, layout: Layout):
         self.equation, self.layout = Equation(f"BT,{letters}->BT{letters}"), layout
@@ -36,10 +38,10 @@ class Bias(nnx.Module):
 
 
 class Einsum(nnx.Module):
-    """A matrix product `x,w->y`; the equation declares the weight's shape, sharding and fan-in.
+    """A weight and its product `x,w->y`; the equation declares the weight's shape, sharding and fan-in.
 
-    The one door through which matrices meet activations: `Einsum("BTD,DNH->BTNH", ...)` maps [B, T, D] to
-    [B, T, N, H] with a weight [D, N, H], normal with variance 1 / fan-in, and a bias [N, H] if there are biases.
+    `Einsum("attention.q", "BTD,DNH->BTNH", ...)` maps [B, T, D] to [B, T, N, H] with a weight [D, N, H], normal with
+    variance 1 / fan-in, and adds a bias [N, H] if the model has biases.
     """
 
     def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
@@ -60,12 +62,11 @@ class Einsum(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """`key` draws what dropout leaves out, and is None outside of training."""
-        spec = self.layout.activation(self.equation.y)
-        y = self.bias(jnp.einsum(self.equation.text, x, self._weight(), out_sharding=spec))
+        y = self.bias(product(self.equation, x, self._gathered(), self.layout))
         return y if self.lora is None else y + self.lora(x, key)
 
-    def _weight(self) -> jax.Array:
-        """As the product takes it."""
+    def _gathered(self) -> jax.Array:
+        """The weight as the product takes it: gathered, and a matrix again if it rests quantized."""
         if self.qtype is None:
             return self.layout.gather(self.w[...], self.equation)
         of_codes, of_scales = self.equation.quantized()
@@ -77,12 +78,12 @@ class Einsum(nnx.Module):
 class LowRank(nnx.Module):
     """A product's low-rank update x a b * alpha / r, zero at first (LoRA, arXiv:2106.09685)."""
 
-    def __init__(self, name: str, equation: Equation, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.first, self.second = equation.low_rank()
+    def __init__(self, name: str, updated: Equation, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+        self.first, self.second = updated.low_rank()
         self.layout, self.scale, self.dropout = layout, cfg.lora.alpha / cfg.lora.rank, cfg.lora.dropout
         self.place = PROJECTIONS.index(name)
         fan_in = math.prod(cfg.dims[letter] for letter in self.first.summed)
-        a, b = ([cfg.dims[letter] for letter in product.w] for product in (self.first, self.second))
+        a, b = ([cfg.dims[letter] for letter in equation.w] for equation in (self.first, self.second))
         self.a = nnx.Param(jax.random.normal(rngs.params(), a, layout.param) * fan_in**-0.5, equation=self.first)
         self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
 
@@ -90,14 +91,13 @@ class LowRank(nnx.Module):
         if key is not None and self.dropout:
             kept = jax.random.bernoulli(jax.random.fold_in(key, self.place), 1 - self.dropout, x.shape)
             x = jnp.where(reshard(kept, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
-        for product, factor in ((self.first, self.a), (self.second, self.b)):
-            weight = self.layout.gather(factor[...], product)
-            x = jnp.einsum(product.text, x, weight, out_sharding=self.layout.activation(product.y))
+        for equation, factor in ((self.first, self.a), (self.second, self.b)):
+            x = product(equation, x, self.layout.gather(factor[...], equation), self.layout)
         return x * self.scale
 
 
 def unchanged(x: jax.Array) -> jax.Array:
-    """In the place of a part that a family does without."""
+    """Return x: a stand-in for a part that the family lacks."""
     return x
 
 
@@ -119,7 +119,7 @@ class RMSNorm(nnx.Module):
         normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, self.axes, keepdims=True) + self.eps)
         scale = self.offset + self.layout.gather(self.scale[...], self.equation)
         scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
-        return scaled.astype(x.dtype)
+        return checkpoint_name(scaled.astype(x.dtype), "norm")
 
 
 class LayerNorm(nnx.Module):
@@ -136,7 +136,7 @@ class LayerNorm(nnx.Module):
         normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
         scale = self.layout.gather(self.scale[...], self.equation)
         scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
-        return self.bias(scaled).astype(x.dtype)
+        return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
 
 
 NORMS: dict[str, Any] = {"rms": RMSNorm, "rms_unit_offset": partial(RMSNorm, offset=1.0), "layer": LayerNorm}
@@ -152,7 +152,7 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(table, equation=self.equation)
 
     def gathered(self) -> jax.Array:
-        """The table for the next two. Gathered once for both ends, its gradient travels once."""
+        """The table as `lookup` and `logits` take it. It is gathered once for both, so its gradient travels once."""
         return self.layout.gather(self.table[...], self.equation)
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -162,12 +162,11 @@ class Embedding(nnx.Module):
 
     def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""
-        out = jnp.einsum(self.equation.text, x, table, out_sharding=self.layout.activation("BTV"))
-        return out.astype(jnp.float32)
+        return product(self.equation, x, table, self.layout).astype(jnp.float32)
 
 
 class LearnedPositions(nnx.Module):
-    """A vector for each place in the context [P, D], added to the token's."""
+    """A vector for each place in the context [P, D], added to the vector of the token there."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.equation, self.layout = Equation("BTP,PD->BTD"), layout

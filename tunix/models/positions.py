@@ -1,4 +1,4 @@
-"""Where a token is: rotary positions, and how they are stretched over a longer context."""
+"""Rotary positions (RoPE), and how they are stretched over a longer context."""
 
 import math
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from tunix.config import Model
 
 
 class Rope(NamedTuple):
-    """Rotations of each layer; a scan over layers takes them apart."""
+    """Rotations of several layers, or of one without the first dimension."""
 
     frequencies: jax.Array  # [L, H / 2] float32, radians per position of each pair of dimensions
     magnitude: jax.Array  # [L] float32, of a rotated vector
 
 
-def layer_rope(cfg: Model) -> Rope:
-    """Global layers have the scaled rotations of `rope_theta`, local ones those of `local_rope_theta`."""
+def layer_rope(cfg: Model, layers: range) -> Rope:
+    """Rotations of these layers: in global layers the scaled ones of `rope_theta`, else those of `local_rope_theta`."""
     assert cfg.rope_theta is not None
     scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
     local = _rotations(cfg.local_rope_theta or cfg.rope_theta, cfg.head_dim)
-    is_global = np.array([cfg.is_global(layer) for layer in range(cfg.num_layers)])
+    is_global = np.array([cfg.is_global(layer) for layer in layers])
     frequencies = np.where(is_global[:, None], scaled, local)
     magnitudes = np.where(is_global, magnitude, 1.0)
     return Rope(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32))
@@ -40,7 +40,7 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope) -> jax.Array:
 
 
 def _rotations(theta: float, head_dim: int) -> np.ndarray:
-    """[H / 2] float64."""
+    """Radians per position of each pair of dimensions, [H / 2] float64."""
     return theta ** -(np.arange(0, head_dim, 2) / head_dim)
 
 
@@ -63,7 +63,7 @@ def _yarn(cfg, theta, head_dim):
     plain = _rotations(theta, head_dim)
 
     def pair(turns):
-        """The pair that makes so many turns in the original context."""
+        """The number of the pair that makes `turns` full turns in the original context."""
         return head_dim * math.log(cfg.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = max(math.floor(pair(cfg.beta_fast)), 0), min(math.ceil(pair(cfg.beta_slow)), head_dim - 1)

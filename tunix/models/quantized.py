@@ -59,10 +59,10 @@ def stacked_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model,
 def dequantize(
     codes: jax.Array, scales: jax.Array, equation: Equation, qtype: str, dtype: str, spec: PartitionSpec
 ) -> jax.Array:
-    """The weight in `dtype`. `spec` is where the weight lives, whole on D; codes and scales live there too."""
+    """The weight in `dtype`. `spec` is where the weight lives, complete along D; codes and scales live there too."""
     axis, qwix = equation.w.index("D"), _qwix()
 
-    @jax.custom_vjp  # as Layout.gather: remat=none does not keep what comes out of it
+    @jax.custom_vjp  # the matrix is used like a gathered weight, and codes and scales have no gradient
     def weight(codes, scales):
         return jax.shard_map(local, in_specs=(spec, spec), out_specs=spec)(codes, scales)
 

@@ -1,7 +1,8 @@
-"""The decoder: embedding, a scan over equal blocks, final norm. The config says of which parts a block is made."""
+"""The decoder: embedding, runs of equal blocks, final norm. The config says of which parts a block is made."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,30 +11,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import Model
-from tunix.models.attention import causal
+from tunix.models.attention import attend, seen_in_row
 from tunix.models.layers import NORMS, Einsum, Embedding, LearnedPositions, unchanged
 from tunix.models.positions import Rope, apply_rope, layer_rope
+from tunix.models.remat import REMAT
 from tunix.sharding.layout import Layout
 
-
-def _all_but_gathered_weights(primitive, *_, **params) -> bool:
-    """What `remat=none` keeps for the backward pass: gathered weights of all blocks would add up to the whole model."""
-    return primitive.name not in ("custom_vjp_call", "reshard") and params.get("name") != "gathered"  # Layout.gather
-
-
-POLICIES = jax.checkpoint_policies
-REMAT = {
-    "none": _all_but_gathered_weights,
-    "dots": POLICIES.checkpoint_dots_with_no_batch_dims,
-    "attention": POLICIES.save_only_these_names("attention"),
-    "full": POLICIES.nothing_saveable,
-}
 GELU = partial(jax.nn.gelu, approximate=True)
 ACTIVATIONS: dict[str, Any] = {"gated_silu": jax.nn.silu, "gated_gelu": GELU, "gelu": GELU}
 
+Sums = dict[str, jax.Array]  # float32 scalars by name: sums over the tokens of a microbatch
+# (q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H], and what the caller keeps of it.
+Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): [B, T, D] -> [B, T, D], and what `mix` keeps."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): [B, T, D] -> [B, T, D], and what `mix` keeps.
+
+    `mix` gives tokens what they take from one another; the rest of the model works on each token alone.
+    """
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.scale, self.rotated = cfg.query_scale**-0.5, cfg.positions == "rope"
@@ -41,19 +37,21 @@ class Attention(nnx.Module):
         self.k = Einsum("attention.k", "BTD,DKH->BTKH", cfg, layout, rngs)
         self.v = Einsum("attention.v", "BTD,DKH->BTKH", cfg, layout, rngs)
         self.o = Einsum("attention.o", "BTNH,NHD->BTD", cfg, layout, rngs)
-        self.q_norm, self.k_norm = (
-            unchanged
-            if cfg.qk_norm == "none"
-            else NORMS[cfg.norm](letters, cfg, layout, letters[-1] if cfg.qk_norm == "per_head" else letters[-2:])
-            for letters in ("BTNH", "BTKH")
-        )
+        self.q_norm, self.k_norm = (self._norm(letters, cfg, layout) for letters in ("BTNH", "BTKH"))
+
+    def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
+        """Norm of queries or keys, over each head or over all heads together."""
+        if cfg.qk_norm == "none":
+            return unchanged
+        dims = {"per_head": "H", "all_heads": letters[-2:]}[cfg.qk_norm]
+        return NORMS[cfg.norm](letters, cfg, layout, dims)
 
     def __call__(self, x, positions, rope, mix, key):
         q, k = self.q_norm(self.q(x, key)), self.k_norm(self.k(x, key))
         if self.rotated:
             q, k = apply_rope(q, positions, rope), apply_rope(k, positions, rope)
         out, kept = mix(q * self.scale, k, self.v(x, key))
-        return self.o(checkpoint_name(out, "attention"), key), kept
+        return self.o(out, key), kept
 
 
 class MLP(nnx.Module):
@@ -65,36 +63,53 @@ class MLP(nnx.Module):
         self.up = Einsum("mlp.up", "BTD,DF->BTF", cfg, layout, rngs)
         self.down = Einsum("mlp.down", "BTF,FD->BTD", cfg, layout, rngs)
 
-    def __call__(self, x, key):
+    def __call__(self, x, key) -> tuple[jax.Array, Sums]:
+        """Return [B, T, D], and sums for the loss, of which this kind has none."""
         up = self.up(x, key)
         h = self.activation(up) if self.gate is None else self.activation(self.gate(x, key)) * up
-        return self.down(h, key)
+        return self.down(h, key), {}
 
 
 class Block(nnx.Module):
-    """Attention and MLP around the residual stream, with norms before them, after them, or both.
-
-    `mix(q, k, v)` is who attends to whom: it gives [B, T, N, H], and what the caller wants to keep of it.
-    """
+    """Attention and MLP around the residual stream, with norms before them, after them, or both."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+        def norm(wanted: bool) -> Any:
+            return NORMS[cfg.norm]("BTD", cfg, layout) if wanted else unchanged
+
+        before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
         self.attention = Attention(cfg, layout, rngs)
         self.mlp = MLP(cfg, layout, rngs)
-        before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        self.pre_attention, self.post_attention, self.pre_mlp, self.post_mlp = (
-            NORMS[cfg.norm]("BTD", cfg, layout) if wanted else unchanged for wanted in (before, after, before, after)
-        )
+        self.pre_attention, self.post_attention = norm(before), norm(after)
+        self.pre_mlp, self.post_mlp = norm(before), norm(after)
 
-    def __call__(self, x, positions, rope, mix, key=None):
+    def __call__(self, x, positions, rope, mix: Mix, key=None) -> tuple[jax.Array, Any, Sums]:
+        """Return [B, T, D], what `mix` keeps, and sums that the loss minimises with its own and reports."""
         with jax.named_scope("attention"):
             h, kept = self.attention(self.pre_attention(x), positions, rope, mix, key)
-            x = x + self.post_attention(h)
+            x = checkpoint_name(x + self.post_attention(h), "residual")
         with jax.named_scope("mlp"):
-            return x + self.post_mlp(self.mlp(self.pre_mlp(x), key)), kept
+            h, sums = self.mlp(self.pre_mlp(x), key)
+            return x + self.post_mlp(h), kept, sums
+
+
+class Stack(NamedTuple):
+    """A run of equal blocks. Their parameters are one tree, in which each array has a first dimension L."""
+
+    name: str  # of the tree in the module
+    layers: range  # numbers of its layers in the whole model
+
+
+class Layer(NamedTuple):
+    """What tells a layer from the others of its stack; with a first dimension L, what tells all of them."""
+
+    number: Any  # int32 scalar, in the whole model
+    window: Any  # int32 scalar: a query sees its own token and the `window - 1` before it
+    rope: Rope | None  # None with learned positions
 
 
 class Transformer(nnx.Module):
-    """Tokens to logits. All blocks share one stacked set of parameters with a leading dimension L."""
+    """Tokens to logits. The blocks are runs of equal ones, so a program is as long for 80 layers as for 8."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, remat: str = "none"):
         self.cfg, self.layout, self.remat = cfg, layout, remat
@@ -104,76 +119,96 @@ class Transformer(nnx.Module):
         self.final_norm = NORMS[cfg.norm]("BTD", cfg, layout)
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
 
+    @property
+    def stacks(self) -> tuple[Stack, ...]:
+        """The blocks in their order."""
+        return (Stack("blocks", range(self.cfg.num_layers)),)
+
     def __call__(self, tokens, positions=None, segment_ids=None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without the last two, each row is one document."""
         tables = self.tables()
-        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids))
+        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids)[0])
 
     def tables(self) -> tuple[jax.Array, jax.Array]:
         """The tables of both ends, gathered: [V, D] to look tokens up in and [V, D] to take logits with."""
         table = self.embedding.gathered()
         return table, table if self.head is None else self.head.gathered()
 
-    def hidden(self, tables, tokens, positions=None, segment_ids=None, noise=None) -> jax.Array:
-        """[B, T] int32 -> [B, T, D], what the last norm gives. `noise`, a number, seeds the dropout of training."""
+    def hidden(self, tables, tokens, positions=None, segment_ids=None, noise=None) -> tuple[jax.Array, Sums]:
+        """[B, T] int32 -> [B, T, D], the result of the final norm, and the sums of all blocks.
+
+        `noise`, an int32 scalar, seeds the dropout of training.
+        """
         if positions is None:
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
         rows = self.layout.activation("BT")
         tokens, positions, segment_ids = (reshard(x, rows) for x in (tokens, positions, segment_ids))
-        x = self.embedded(tables, tokens, positions)
-        graphdef, params = nnx.split(self.blocks)
 
-        def layer(x, scanned):
-            params, rope, window, number = scanned
-            mix = causal(segment_ids, window, self.layout, self.cfg.attention)
-            key = None if noise is None else jax.random.fold_in(jax.random.key(noise), number)
-            return nnx.merge(graphdef, params)(x, positions, rope, mix, key)
+        def mix_of(layer: Layer) -> Mix:
+            seen = seen_in_row(segment_ids, layer.window)
+            return lambda q, k, v: (attend(q, k, v, seen, self.layout, self.cfg.attention), None)
 
-        layer = jax.checkpoint(layer, policy=REMAT[self.remat], prevent_cse=False)
-        windows = jnp.asarray(self.cfg.windows(tokens.shape[1]))
-        with jax.named_scope("blocks"):
-            x, _ = jax.lax.scan(layer, x, (params, self.rope(), windows, jnp.arange(len(windows))))
-        with jax.named_scope("final_norm"):
-            return self.final_norm(x)
+        x, _, sums = self.run_blocks(tables, tokens, positions, mix_of, tokens.shape[1], noise)
+        return x, sums
 
-    def unrolled(self, tables, tokens, positions, blocks, mixes) -> tuple[jax.Array, list]:
-        """What `hidden` gives, one layer after the other with a mix each, and what the mixes keep.
+    def run_blocks(
+        self, tables, tokens, positions, mix_of: Callable[[Layer], Mix], length: int, noise=None, unrolled: bool = False
+    ) -> tuple[jax.Array, list, Sums]:
+        """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the sums of all blocks.
 
-        `blocks` are the parameters of each layer; this module holds those of one.
+        `mix_of(layer)` gives the mix of a layer, in sequences that grow to `length` tokens. Each stack is a scan over
+        its layers: one piece of program, in which a layer is data, and what its mixes keep has a first dimension L. If
+        `unrolled`, each layer is a piece of its own, its number and its window are Python's, and what is kept is a list
+        with one entry for each layer, of any shapes.
         """
-        x, kept = self.embedded(tables, tokens, positions), []
-        graphdef, rope = nnx.split(self.blocks)[0], self.rope()
-        for layer, mix in enumerate(mixes):
-            rotations = jax.tree.map(lambda of_all, n=layer: of_all[n], rope)
-            x, keep = nnx.merge(graphdef, blocks[layer])(x, positions, rotations, mix)
-            kept.append(keep)
-        return self.final_norm(x), kept
-
-    def embedded(self, tables, tokens, positions) -> jax.Array:
-        """[B, T] int32 -> [B, T, D], what the first block takes."""
         with jax.named_scope("embed"):
             x = self.embedding.lookup(tables[0], tokens)
-            return x if self.positions is None else self.positions(x, positions)
+            x = x if self.positions is None else self.positions(x, positions)
+        kept: list = []
+        sums: Sums = {}
+        with jax.named_scope("blocks"):
+            for stack in self.stacks:
+                x, kept_here, sums_here = self._run_stack(stack, x, positions, mix_of, length, noise, unrolled)
+                kept += kept_here if unrolled else [kept_here]
+                for name, value in sums_here.items():
+                    sums[name] = sums.get(name, 0) + value
+        with jax.named_scope("final_norm"):
+            return self.final_norm(x), kept, sums
 
-    def rope(self) -> Rope | None:
-        """Rotations of all layers; None with learned positions."""
-        return layer_rope(self.cfg) if self.cfg.positions == "rope" else None
+    def _run_stack(self, stack: Stack, x, positions, mix_of, length, noise, unrolled) -> tuple[jax.Array, Any, Sums]:
+        graphdef, params = nnx.split(getattr(self, stack.name))
+        numbers = list(stack.layers)
+        windows = [self.cfg.windows(length)[number] for number in numbers]
+        rope = layer_rope(self.cfg, stack.layers) if self.cfg.positions == "rope" else None
+
+        def one_layer(x, each):
+            params, layer = each
+            key = None if noise is None else jax.random.fold_in(jax.random.key(noise), layer.number)
+            x, kept, sums = nnx.merge(graphdef, params)(x, positions, layer.rope, mix_of(layer), key)
+            return x, (kept, sums)
+
+        if not unrolled:
+            one_layer = jax.checkpoint(one_layer, policy=REMAT[self.remat], prevent_cse=False)
+            layers = Layer(jnp.asarray(numbers), jnp.asarray(windows), rope)
+            x, (kept, sums) = jax.lax.scan(one_layer, x, (params, layers))
+            return x, kept, {name: jnp.sum(value) for name, value in sums.items()}
+        results = []
+        for place, (number, window) in enumerate(zip(numbers, windows, strict=True)):
+            weights, rotations = jax.tree.map(lambda of_all, place=place: of_all[place], (params, rope))
+            x, result = one_layer(x, (weights, Layer(number, window, rotations)))
+            results.append(result)
+        all_kept, all_sums = zip(*results, strict=True)
+        return x, list(all_kept), jax.tree.map(lambda *values: sum(values), *all_sums)
 
     def logits(self, tables, x) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""
         return self.embedding.logits(tables[1], x)
 
 
-def _stacked(make, count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`count` modules as one, each parameter with a leading dimension."""
-    graphdef: Any = None
-
-    def params(key):
-        nonlocal graphdef
-        graphdef, state = nnx.split(make(nnx.Rngs(key)))
-        return state
-
-    stacked = jax.vmap(params)(jax.random.split(rngs.params(), count))
-    return nnx.merge(graphdef, stacked)
+def _stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """`count` modules as one, whose parameters have a first dimension of this size."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    params = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(jax.random.split(rngs.params(), count))
+    return nnx.merge(graphdef, params)

@@ -23,7 +23,9 @@ def lm_loss(
     in the backward pass: [B, T, V] never does.
     """
     tables = model.tables()
-    hidden = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("noise"))
+    hidden, block_sums = model.hidden(
+        tables, batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("noise")
+    )
     length = hidden.shape[1]
     num_chunks = max(1, length // chunk_size)
 
@@ -47,7 +49,8 @@ def lm_loss(
         _, per_token = jax.lax.scan(one_chunk, None, xs)  # [T / chunk, B, chunk]
         mask = chunks(batch["loss_mask"])
         nll, squares = (jnp.sum(values * mask) for values in per_token)
-    return nll + z_loss * squares, {"nll": nll, "z_loss": z_loss * squares, "tokens": jnp.sum(mask)}
+    minimised = nll + z_loss * squares + sum(block_sums.values())
+    return minimised, {"nll": nll, "z_loss": z_loss * squares, "tokens": jnp.sum(mask), **block_sums}
 
 
 LOSSES = {"pretrain": lm_loss, "sft": lm_loss}  # for sft, loss_mask keeps only the answers

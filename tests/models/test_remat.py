@@ -1,0 +1,99 @@
+"""What a remat policy keeps is not computed again in the backward pass, whoever wrote its backward rule."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from support.harness import batch, program
+
+from tunix.config.model import KERNELS
+from tunix.models import attention, products
+from tunix.training.losses import make_loss
+
+ONE = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
+
+
+def dummy_kernel(q, k, v, seen):
+    """Means of values, by a kernel with a backward rule of its own; `erf` marks its forward pass."""
+
+    @jax.custom_vjp
+    def kernel(q, k, v):
+        return forward(q, k, v)[0]
+
+    def forward(q, k, v):
+        out = jax.lax.erf(q) + jnp.repeat(v, q.shape[2] // v.shape[2], 2)
+        return (checkpoint_name(out, "attention"),) * 2
+
+    def backward(out, g):
+        group = out.shape[2] // k.shape[2]
+        return g * out, jnp.zeros_like(k), g.reshape(*k.shape[:2], k.shape[2], group, k.shape[3]).sum(3)
+
+    kernel.defvjp(forward, backward)
+    return kernel(q, k, v)
+
+
+def dummy_product(equation, x, w, spec):
+    """A product with a backward rule of its own; `cbrt` marks its forward pass."""
+
+    def plain(x, w):
+        return jnp.einsum(equation.text, x, w, out_sharding=spec)
+
+    @jax.custom_vjp
+    def multiplied(x, w):
+        return jax.lax.cbrt(plain(x, w))
+
+    multiplied.defvjp(lambda x, w: (jax.lax.cbrt(plain(x, w)), (x, w)), lambda kept, g: jax.vjp(plain, *kept)[1](g))
+    return multiplied(x, w)
+
+
+def count(jaxpr, primitive: str) -> int:
+    """Times that a primitive stands in a program and in the programs inside it."""
+    inner = [sub for equation in jaxpr.eqns for sub in jax.core.jaxprs_in_params(equation.params)]
+    return sum(equation.primitive.name == primitive for equation in jaxpr.eqns) + sum(
+        count(sub, primitive) for sub in inner
+    )
+
+
+def gradient(*overrides: str):
+    """The program of the gradient of a small model, as JAX traces it."""
+    small = program(*ONE, *overrides)
+    loss, rows = make_loss(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+    with jax.set_mesh(small.mesh):
+        return jax.make_jaxpr(jax.grad(lambda params: loss(small.arch.module(params), rows)[0]))(
+            small.state["params"]
+        ).jaxpr
+
+
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 1), ("attention", 1), ("full", 2)])
+def test_a_kernel_that_is_kept_runs_once(remat, times):
+    assert count(gradient(f"model.attention={__name__}:dummy_kernel", f"training.remat={remat}"), "erf") == times
+
+
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("dots", 0), ("full", 7)])
+def test_a_product_that_is_kept_runs_once(remat, again, monkeypatch):
+    """Seven products in a block; the logits, which no policy keeps, run twice."""
+    monkeypatch.setitem(products.PRODUCTS, "plain", dummy_product)
+    assert count(gradient(f"training.remat={remat}"), "cbrt") == 7 + again + 2
+
+
+def test_every_kernel_names_its_result():
+    for place in KERNELS.values():
+        function = getattr(attention, place.partition(":")[2])
+        assert "checkpoint_name" in function.__code__.co_names, function
+
+
+def test_gathered_weights_are_not_kept():
+    """The backward pass of remat=none has as many arrays of a weight's shape as that of remat=full."""
+
+    def weights(remat: str) -> int:
+        small = program("model.mesh_shape=[[8],[fsdp]]", f"training.remat={remat}")
+        loss, rows = make_loss(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+
+        def kept(params):
+            return jax.vjp(lambda params: loss(small.arch.module(params), rows)[0], params)[1]
+
+        with jax.set_mesh(small.mesh):
+            leaves = jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))
+        return sum(leaf.shape == small.state["params"]["blocks"]["mlp"]["up"]["w"].shape for leaf in leaves)
+
+    assert weights("none") == weights("full")
