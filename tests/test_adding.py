@@ -92,6 +92,12 @@ SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
         'MESH = (\n    Axis("extra", splits_batch=True),',
         ("model.mesh_shape=[[4,2],[extra,fsdp]]",),
     ),
+    "an attention kernel": Entry(
+        "tunix/config/model.py",
+        "KERNELS = {",
+        'KERNELS = {\n    "another": "tunix.models.attention:plain",',
+        ("model.attention=another",),
+    ),
 }
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 ROWS = dict(re.findall(r"^\| (an? [^|]+?) \| (.*) \|$", PAGE, re.MULTILINE))
@@ -140,6 +146,10 @@ def run(tmp_path_factory) -> Path:
 
 def test_a_new_source_is_read(run):
     assert "numbers: 1" in (run / "train.log").read_text()  # 1.. documents to train on
+
+
+def test_a_new_kernel_is_reported(run):
+    assert "another attention" in (run / "train.log").read_text()
 
 
 def test_a_new_optimizer_and_a_new_schedule_move_the_weights(run):

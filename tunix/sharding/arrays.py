@@ -23,11 +23,11 @@ def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
 
 
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Return global arrays [A, B, T] of this process's rows [A, B_local, T], before the copy to the devices is done."""
-    sharding = NamedSharding(mesh, activation_spec("ABT"))
+    """Return global arrays [A, B, T] or [A, B] of this process's rows, before the copy to the devices is done."""
     share = data_shards(mesh.shape) // len(local_rows(mesh, data_shards(mesh.shape)))
 
     def put(rows: np.ndarray) -> jax.Array:
+        sharding = NamedSharding(mesh, activation_spec("ABT"[: rows.ndim]))
         return jax.make_array_from_process_local_data(
             sharding, rows, (rows.shape[0], rows.shape[1] * share, *rows.shape[2:])
         )
