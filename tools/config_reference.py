@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from tunix.base.dotted import Choices
 from tunix.cli.compose import compose
-from tunix.cli.keys import sections, tag
+from tunix.cli.keys import sections, tag, tag_key
 from tunix.config import Config, Section
 from tunix.config.values import CONF
 
@@ -52,7 +52,7 @@ def _nested(section: type[Section], group: str, values: Section) -> list[str]:
     for name, field in section.model_fields.items():
         kinds = sections(field.annotation)
         for kind in kinds:
-            choice = f".name={tag(kind)}" if len(kinds) > 1 else ""
+            choice = f".{tag_key(kind)}={tag(kind)}" if len(kinds) > 1 else ""
             parts.append(f"### {group}.{name}{choice}\n\n{_about(kind)}\n")
             chosen = getattr(values, name)
             parts.append(_table(kind, f"{group}.{name}.", chosen if isinstance(chosen, kind) else None))

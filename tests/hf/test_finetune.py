@@ -213,8 +213,13 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     words = [*RUN, "data=text", f"data.paths=[{corpus}]", "model.mlp=gated_silu", "training.max_steps=1"]
     tunix.train([*words, "hydra.run.dir=run", "evaluation.every_steps=null"])
-    assert "cannot write this model as a gemma3: model.mlp=gated_silu" in Path("run/train.log").read_text()
-    with pytest.raises(UserError, match=r"written as a gemma3: model.mlp=gated_silu \(a gemma3 has gated_gelu\)"):
+    assert (
+        "cannot write this model as a gemma3: model.mlp={kind:gated,activation:silu}"
+        in Path("run/train.log").read_text()
+    )
+    with pytest.raises(
+        UserError, match=r"model.mlp={kind:gated,activation:silu} \(a gemma3 has {kind:gated,activation:gelu}\)"
+    ):
         export(settings(Export, ["checkpoint=run", "output=out"]))
     assert not Path("out").exists()
 

@@ -18,6 +18,8 @@ from tunix.config.values import flat
 CONFIGS = ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture")
 NEW_FORM = ("model.mlp", "logging.tensorboard")  # keys that have another form now
 
+MLP = {"gated_silu": ("gated", "silu"), "gated_gelu": ("gated", "gelu"), "gelu": ("plain", "gelu")}
+
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
@@ -57,5 +59,6 @@ def test_a_saved_config_is_understood(name, saved):
     (run / "config.yaml").write_text(text)
     old = flat(yaml.safe_load(text))
     new = flat(compose([f"resume={run}"]).config.model_dump(mode="json", by_alias=True))
+    assert (new["model.mlp.kind"], new["model.mlp.activation"]) == MLP[old["model.mlp"]]
     kept = {key: value for key, value in old.items() if key not in (*NEW_FORM, "resume")}
     assert {key: new.get(key, "missing") for key in kept} == kept

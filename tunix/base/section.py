@@ -39,3 +39,8 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, use_attribute_docstrings=True)
+
+    def __str__(self) -> str:
+        """The values as a user types them: `{kind:gated,activation:silu}`."""
+        values = self.model_dump(mode="json", by_alias=True)
+        return "{" + ",".join(f"{name}:{'null' if value is None else value}" for name, value in values.items()) + "}"

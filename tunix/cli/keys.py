@@ -2,7 +2,7 @@
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -39,7 +39,20 @@ def variants(section: type[BaseModel] = Config) -> dict[str, type[Section]]:
     return found
 
 
+def variant_of(values: Mapping[str, Any]) -> type[Section] | None:
+    """The member of a union that has these values, or None."""
+    members = [variants().get(str(values.get(name))) for name in TAGS]
+    return next((member for member in members if member), None)
+
+
+TAGS = ("source", "name", "kind")  # keys that tell the members of a union apart: a member has one of them
+
+
+def tag_key(kind: type[Section]) -> str:
+    """The key that tells a member of a union apart."""
+    return next(name for name in TAGS if name in kind.model_fields)
+
+
 def tag(kind: type[Section]) -> str:
-    """The value that tells a member of a union apart."""
-    field = kind.model_fields.get("source") or kind.model_fields["name"]
-    return typing.get_args(field.annotation)[0]
+    """The value of this key."""
+    return typing.get_args(kind.model_fields[tag_key(kind)].annotation)[0]

@@ -11,7 +11,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
-from tunix.cli.keys import keys, tag, variants
+from tunix.cli.keys import keys, tag, variant_of, variants
 from tunix.cli.saved import GONE
 from tunix.config import Config, ParameterGroup, Section
 
@@ -58,7 +58,7 @@ def explained(root: type[Section] = Config) -> Iterator[None]:
         first = str(error).splitlines()[0] if str(error) else repr(cause)
         if unknown:
             parent: Any = getattr(cause, "parent_node", None) or {}
-            variant = variants().get(parent.get("name") or parent.get("source"))
+            variant = variant_of(parent)
             raise UserError(unknown_key(unknown, variant, root)) from None
         if "No match in the defaults list" in first:
             raise UserError(

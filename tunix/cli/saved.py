@@ -26,4 +26,18 @@ def _name_sinks(values: dict[Any, Any]) -> None:
         logging["sinks"] = ["jsonl", "tensorboard"] if logging.pop("tensorboard") else ["jsonl"]
 
 
-CHANGES = (_name_sinks,)
+MLP_WORDS = {
+    "gated_silu": {"kind": "gated", "activation": "silu"},
+    "gated_gelu": {"kind": "gated", "activation": "gelu"},
+    "gelu": {"kind": "plain", "activation": "gelu"},
+}
+
+
+def _split_mlp(values: dict[Any, Any]) -> None:
+    """One word named the kind of the MLP and its activation."""
+    model = values.get("model", {})
+    if isinstance(model.get("mlp"), str):
+        model["mlp"] = MLP_WORDS.get(model["mlp"], model["mlp"])
+
+
+CHANGES = (_name_sinks, _split_mlp)

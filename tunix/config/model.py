@@ -94,6 +94,25 @@ class Lora(Section):
         return pattern
 
 
+class GatedMlp(Section):
+    """A linear unit gated by its activation (Shazeer 2020, arXiv:2002.05202)."""
+
+    kind: Literal["gated"]
+    """The activation of one product gates another."""
+    activation: Literal["silu", "gelu"]
+    """SiLU, or GELU by its tanh formula."""
+
+
+class PlainMlp(Section):
+    """Two products with an activation between them."""
+
+    kind: Literal["plain"]
+    """One product, the activation, another product."""
+    activation: Literal["silu", "gelu"]
+    """SiLU, or GELU by its tanh formula."""
+
+
+Mlp = Annotated[GatedMlp | PlainMlp, Field(discriminator="kind")]
 RopeScaling = Annotated[RopeUnscaled | RopeLinear | RopeLlama3 | RopeYarn, Field(discriminator="name")]
 
 
@@ -140,8 +159,8 @@ class Model(Section):
     """Added to the mean square, or to the variance."""
     qk_norm: Literal["none", "per_head", "all_heads"]
     """Norm of queries and keys: none, of each head, of all heads together."""
-    mlp: Literal["gated_silu", "gated_gelu", "gelu"]
-    """A linear unit gated by SiLU or by GELU (tanh), or a plain GELU MLP."""
+    mlp: Mlp
+    """The part of a block that works on each token alone."""
     biases: Flag
     """Biases in the projections of attention and MLP."""
     tied_head: Flag

@@ -121,7 +121,7 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
     }
     length, heads, head_dim = local["T"], local["N"], local["H"]
     keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
-    mlp = (3 if model.mlp.startswith("gated") else 2) * local["F"]
+    mlp = (3 if model.mlp.kind == "gated" else 2) * local["F"]
     inside = 2 * length * item * (6 * local["D"] + 2 * (heads + keys) * head_dim + mlp)
     if model.attention == "xla":
         inside += heads * min(length, QUERY_BLOCK) * length * (4 + item)

@@ -17,8 +17,7 @@ from tunix.models.positions import Rope, apply_rope, layer_rope
 from tunix.models.remat import REMAT
 from tunix.sharding.layout import Layout
 
-GELU = partial(jax.nn.gelu, approximate=True)
-ACTIVATIONS: dict[str, Any] = {"gated_silu": jax.nn.silu, "gated_gelu": GELU, "gelu": GELU}
+ACTIVATIONS: dict[str, Any] = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
 
 Sums = dict[str, jax.Array]  # float32 scalars by name: sums over the tokens of a microbatch
 # (q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H], and what the caller keeps of it.
@@ -58,8 +57,8 @@ class MLP(nnx.Module):
     """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, T, D] -> [B, T, D]."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.activation = ACTIVATIONS[cfg.mlp]
-        self.gate = Einsum("mlp.gate", "BTD,DF->BTF", cfg, layout, rngs) if cfg.mlp.startswith("gated") else None
+        self.activation = ACTIVATIONS[cfg.mlp.activation]
+        self.gate = Einsum("mlp.gate", "BTD,DF->BTF", cfg, layout, rngs) if cfg.mlp.kind == "gated" else None
         self.up = Einsum("mlp.up", "BTD,DF->BTF", cfg, layout, rngs)
         self.down = Einsum("mlp.down", "BTF,FD->BTD", cfg, layout, rngs)
 
