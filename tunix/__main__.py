@@ -139,17 +139,16 @@ def train(job: compose.Job) -> int:
     try:
         run(job)
         return 0
-    except Exception as error:
-        if isinstance(error, Ending):
-            code, why = error.code, str(error)
-        elif who_am_i(job.config.distributed):
-            code, why = peers.blame(error)
-        else:
-            raise
-        if isinstance(error, Ending) and not error.is_failure:
+    except Ending as ending:
+        code, why = ending.code, str(ending)
+        if not ending.is_failure:
             exits.ignore_stop_signals()
             print(why, flush=True)
             return code
+    except Exception as error:
+        if not who_am_i(job.config.distributed):
+            raise  # a bug: with its traceback
+        code, why = peers.blame(error)
     print(f"error: {why}", file=sys.stderr)
     peers.leave(code, why)
     return code

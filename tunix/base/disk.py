@@ -12,7 +12,7 @@ from tunix.base.errors import UserError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises `UserError` where there is none."""
+    """Read a JSON object; raises `UserError` where there is none."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What surrounds the training: checkpoints, evaluation, logs, processes."""
+"""Sections around the training: checkpoints, evaluation, logs, processes."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from tunix.sinks import check_name
 
 
 class Checkpoint(Section):
-    """When state is saved and what is kept. The last step is always saved."""
+    """Steps after which the state is saved, and checkpoints that are kept. The last step is always saved."""
 
     save_every_steps: Count | None
     """Steps between checkpoints; null saves only the last."""
@@ -48,7 +48,7 @@ class Logging(Section):
 
 
 class Profile(Section):
-    """Which steps `training.profile_communication` traces, and where."""
+    """Steps and processes that `training.profile_communication` traces."""
 
     after_step: Count
     """The trace starts after this step: the first ones warm up."""
@@ -59,7 +59,7 @@ class Profile(Section):
 
 
 class Distributed(Section):
-    """Processes of one run. Null leaves a value to the environment."""
+    """Processes of one run. The environment gives the values that are null."""
 
     coordinator_address: str | None
     """host:port of process 0."""
@@ -76,14 +76,14 @@ class Distributed(Section):
     shutdown_timeout_s: Count
     """Seconds to wait for the other processes at the end."""
     step_deadline_factor: Positive
-    """A step may take so many times the median step before the run counts as hung."""
+    """The run counts as hung when a step takes this many times the median step."""
     step_deadline_s: Positive
-    """But never less than so many seconds."""
+    """Least deadline of a step, in seconds."""
     phase_deadline_s: Positive
-    """Seconds that compiling, saving, an evaluation or reading the data may take."""
+    """Most seconds for compiling, saving, an evaluation or reading the data."""
     shared_filesystem: Flag | Literal["auto"]
-    """Whether all hosts see the run's folder; auto tries. If not, every host keeps its own, and process 0 the
-    checkpoints: it gathers the whole state in its memory."""
+    """True if all hosts see the run's folder; auto finds out. If not, every host keeps a folder of its own, and
+    process 0 keeps the checkpoints: it gathers the whole state in its memory."""
     allow_idle_devices: Flag
     """Accept a mesh smaller than the machine."""
 
