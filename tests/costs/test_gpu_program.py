@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from support.harness import ROOT
-from support.installs import cuda_plugin
+from support.installs import cuda_plugin, one_at_a_time
 
 from tunix.plan.ranking import DERIVED_MARGIN
 
@@ -23,8 +23,16 @@ GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 @pytest.fixture(scope="module")
 def plans(cache_dir) -> dict[str, dict]:
-    """What `python -m tunix.plan --json` says of each program, compiled two at a time."""
-    path = os.pathsep.join(filter(None, [cuda_plugin(cache_dir), os.environ.get("PYTHONPATH")]))
+    """What `python -m tunix.plan --json` says of each program; one worker of the session asks, all read."""
+    plugin, file = cuda_plugin(cache_dir), cache_dir / "gpu_programs.json"
+    with one_at_a_time("gpu_programs"):
+        if not file.exists():
+            file.write_text(json.dumps(compiled(plugin)))
+        return json.loads(file.read_text())
+
+
+def compiled(plugin: str) -> dict[str, dict]:
+    path = os.pathsep.join(filter(None, [plugin, os.environ.get("PYTHONPATH")]))
     running = {
         name: subprocess.Popen(
             [sys.executable, "-m", "tunix.plan", *words, "plan.output=null", "--json"],
@@ -32,7 +40,7 @@ def plans(cache_dir) -> dict[str, dict]:
         )
         for name, (words, _) in PROGRAMS.items()
     }  # fmt: skip
-    said = {name: process.communicate(timeout=300) for name, process in running.items()}
+    said = {name: process.communicate(timeout=600) for name, process in running.items()}
     for name, (_, error) in said.items():
         assert running[name].returncode == 0, error
     return {name: json.loads(out)["fit"][0] for name, (out, _) in said.items()}

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -39,6 +41,25 @@ def run(tmp_path, corpus, monkeypatch):
     return run
 
 
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> Callable[..., Path]:
+    """Folder of a finished run with these words; made once, and changed by no test."""
+
+    @cache
+    def finished(*words: str) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("finished"))
+            return tunix.train([*RUN, "data=text", f"data.paths=['{corpus}']", MESH, *words]).folder
+
+    return finished
+
+
+@pytest.fixture
+def finished_copy(finished, tmp_path) -> Callable[..., Path]:
+    """The same, as a copy that a test may change: it holds the checkpoints of steps 3 and 6."""
+    return lambda *words: shutil.copytree(finished(*words), tmp_path / "copied", symlinks=True)
+
+
 def losses(folder) -> dict[int, float]:
     """Loss of each step; a step that was run twice must have come to the same."""
     found: dict[int, float] = {}
@@ -53,8 +74,8 @@ def steps(folder) -> list[int]:
     return sorted(int(name) for name in os.listdir(folder / "checkpoints") if name.isdigit())
 
 
-def test_resume_on_the_same_mesh_is_bit_identical(run):
-    whole = run("hydra.run.dir=whole")
+def test_resume_on_the_same_mesh_is_bit_identical(run, finished):
+    whole = finished()
     part = run("hydra.run.dir=part", "training.max_steps=6", "checkpoint.max_to_keep=9")
     shutil.rmtree(part / "checkpoints" / "6")
     run(f"resume={part}")
@@ -65,8 +86,8 @@ def test_resume_on_the_same_mesh_is_bit_identical(run):
 
 
 @pytest.mark.parametrize("mesh", ["[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]", "[[2,4],[fsdp,tp]]"])
-def test_resume_on_another_mesh_sees_the_same_data(run, mesh):
-    part = run("training.global_batch_size=8")
+def test_resume_on_another_mesh_sees_the_same_data(run, finished_copy, mesh):
+    part = finished_copy("training.global_batch_size=8")
     expected = [losses(part)[step] for step in (4, 5, 6)]
     shutil.rmtree(part / "checkpoints" / "6")
     run(f"resume={part}", f"model.mesh_shape={mesh}")
@@ -82,16 +103,16 @@ def test_resume_under_another_strategy(run):
     np.testing.assert_allclose(by_step[6:], by_step[3:6], rtol=1e-5)
 
 
-def test_a_chosen_step_puts_newer_ones_aside(run):
-    folder = run()
+def test_a_chosen_step_puts_newer_ones_aside(run, finished_copy):
+    folder = finished_copy()
     run(f"resume={folder}/checkpoints/3", "training.max_steps=5")
     assert steps(folder) == [3, 5]
     (aside,) = folder.glob("checkpoints_put_aside_*")
     assert os.listdir(aside) == ["6"]
 
 
-def test_a_longer_run_goes_on_where_it_ended(run):
-    folder = run()
+def test_a_longer_run_goes_on_where_it_ended(run, finished_copy):
+    folder = finished_copy()
     run(f"resume={folder}", "training.max_steps=8")
     assert [line["step"] for line in metrics(folder)] == list(range(1, 9))
     tokens = [line["tokens"] for line in metrics(folder)]
@@ -127,7 +148,7 @@ def test_the_first_checkpoint_can_be_gone_on_with(run):
 
 def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
     with pytest.raises(Stopped):
-        run("training.max_steps=1", "training.time_limit_s=0.001", "hydra.run.dir=it")
+        run("training.max_steps=1", "training.time_limit_s=0.001", "evaluation.sample_tokens=3", "hydra.run.dir=it")
     assert metrics(Path("it"), "held_out") == []
     run("resume=it", "training.time_limit_s=null")
     assert [line["step"] for line in metrics(Path("it"), "held_out")] == [1]
@@ -172,8 +193,8 @@ def tear(folder) -> None:
             file.truncate(path.stat().st_size // 2)
 
 
-def test_a_torn_newest_checkpoint_is_passed_over_loudly(run, capsys):
-    folder = run("checkpoint.max_to_keep=9")
+def test_a_torn_newest_checkpoint_is_passed_over_loudly(run, finished_copy):
+    folder = finished_copy()
     tear(folder / "checkpoints" / "6")
     run(f"resume={folder}")
     assert "CHECKPOINT OF STEP 6 IS DAMAGED, taking the one before" in (folder / "train.log").read_text()
@@ -182,8 +203,8 @@ def test_a_torn_newest_checkpoint_is_passed_over_loudly(run, capsys):
     assert steps(folder) == [3, 6]
 
 
-def test_checkpoints_that_cannot_be_used_are_named(run):
-    folder = run("checkpoint.max_to_keep=9")
+def test_checkpoints_that_cannot_be_used_are_named(run, finished_copy):
+    folder = finished_copy()
     with pytest.raises(UserError, match="has no checkpoint of step 4; it has 3, 6"):
         run(f"resume={folder}/checkpoints/4")
     for words, message in [
@@ -236,8 +257,8 @@ def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
     assert "allow_changed_data: false" in (folder / "config.yaml").read_text()
 
 
-def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run):
-    folder = run()
+def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run, finished_copy):
+    folder = finished_copy()
     shutil.rmtree(folder / "checkpoints")
     (folder / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
     run(f"resume={folder}")
@@ -247,9 +268,9 @@ def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run):
 
 
 def test_resume_latest(run):
-    folder = run()
-    run("resume=latest", "training.max_steps=7")
-    assert [line["step"] for line in metrics(folder)][-1] == 7
+    folder = run("training.max_steps=1")
+    run("resume=latest", "training.max_steps=2")
+    assert [line["step"] for line in metrics(folder)][-1] == 2
 
 
 def average(folder, step: int):

@@ -35,18 +35,28 @@ from tunix.training.state import Weight, describe
 sys.path.insert(0, str(ROOT))
 from tunix.__main__ import LAUNCHERS
 
+MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
+
 
 @pytest.fixture
 def words(tmp_path, corpus, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    return [*RUN, "data=text", f"data.paths=['{corpus}']", "model.mesh_shape=[[4,2],[fsdp,tp]]"]
+    return [*RUN, "data=text", f"data.paths=['{corpus}']", MESH]
 
 
-def test_a_runs_folder(words):
-    result = tunix.train([*words, "project_name=demo", "run_name=first"])
-    folder = result.folder
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> Path:
+    """The folder of a run, for tests that only read it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("finished"))
+        names = ["project_name=demo", "run_name=first", "evaluation.sample_tokens=3"]
+        return tunix.train([*RUN, "data=text", f"data.paths=['{corpus}']", MESH, *names]).folder
+
+
+def test_a_runs_folder(finished):
+    folder = finished
     assert folder.parts[-4:-2] == ("outputs", "demo")
-    assert Path("outputs/demo/latest").resolve() == folder
+    assert (folder.parents[1] / "latest").resolve() == folder
     names = {path.name for path in folder.iterdir()}
     assert {"config.yaml", ".hydra", "train.log", "metrics.jsonl", "checkpoints", "environment.json"} <= names
     assert {path.name for path in (folder / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
@@ -60,8 +70,8 @@ def test_a_runs_folder(words):
         assert text in log or text.replace("fsdp=", '"fsdp"') in log, text
 
 
-def test_metrics(words):
-    folder = tunix.train(words).folder
+def test_metrics(finished):
+    folder = finished
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     first = lines[0]
@@ -81,13 +91,13 @@ def test_metrics(words):
 
 
 def test_one_run_at_a_time_writes_into_a_folder(words, monkeypatch):
-    folder = tunix.train(words).folder
+    folder = tunix.train([*words, "training.max_steps=1"]).folder
     monkeypatch.setattr(lock, "HOLDER_S", 0.0)
     before = (folder / "metrics.jsonl").read_text()
     with lock.hold_lock(folder), pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
         tunix.train([f"resume={folder}", "training.max_steps=8"])
     assert (folder / "metrics.jsonl").read_text() == before
-    tunix.train([f"resume={folder}", "training.max_steps=7"])  # a lock ends with its process
+    tunix.train([f"resume={folder}", "training.max_steps=2"])  # a lock ends with its process
 
 
 def test_one_sequence_of_one_chunk(words):
@@ -101,8 +111,8 @@ def test_one_sequence_of_one_chunk(words):
     assert first == pytest.approx(second, rel=1e-6)
 
 
-def test_tensorboard_reads_the_events(words):
-    folder = tunix.train(words).folder
+def test_tensorboard_reads_the_events(finished):
+    folder = finished
     events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()
     assert {"train/loss", "train/tokens_per_s", "train/learning_rate", "held_out/bits_per_byte"} <= set(tags["scalars"])
@@ -113,7 +123,10 @@ def test_tensorboard_reads_the_events(words):
     assert {"config", "report", "sample"} <= set(tags["tensors"])
     (config,) = events.Tensors("config")
     assert "mesh_shape" in config.tensor_proto.string_val[0].decode()
-    silent = tunix.train([*words, "logging.sinks=[jsonl]"]).folder
+
+
+def test_no_events_are_written_where_nobody_wants_them(words):
+    silent = tunix.train([*words, "logging.sinks=[jsonl]", "training.max_steps=1"]).folder
     assert not list(silent.glob("events.*"))
 
 
@@ -124,7 +137,6 @@ def test_held_out_numbers_are_the_same_on_every_mesh(words):
         "training.global_batch_size=8",
         "evaluation.num_sequences=13",
         "training.max_steps=2",
-        "evaluation.sample_tokens=0",
     ]
     found = []
     for mesh in ("[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]"):
@@ -135,7 +147,7 @@ def test_held_out_numbers_are_the_same_on_every_mesh(words):
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(words, monkeypatch):
-    jobs = [compose([*words, "training.max_steps=1", "evaluation.sample_tokens=0"]) for _ in range(2)]
+    jobs = [compose([*words, "training.max_steps=1"]) for _ in range(2)]
     if jobs[0].run_dir != jobs[1].run_dir:
         pytest.skip("the clock ticked between the two")
     folders = [run(job).folder for job in jobs]
@@ -143,7 +155,7 @@ def test_runs_of_the_same_second_have_folders_of_their_own(words, monkeypatch):
 
 
 def test_a_folder_given_by_hand_is_not_shared(words):
-    tunix.train([*words, "hydra.run.dir=mine", "training.max_steps=1", "evaluation.sample_tokens=0"])
+    tunix.train([*words, "hydra.run.dir=mine", "training.max_steps=1"])
     before = Path("mine/metrics.jsonl").read_text()
     with pytest.raises(UserError, match=r"hydra.run.dir=mine holds another run; resume=mine goes on with it"):
         tunix.train([*words, "hydra.run.dir=mine"])
@@ -203,7 +215,7 @@ def test_unknown_compiler_options_are_named(words):
     ("limit", "steps"), [("training.max_tokens=400", 3), ("training.num_epochs=0.01", 1), ("training.max_steps=2", 2)]
 )
 def test_the_first_limit_reached_ends_the_run(words, limit, steps):
-    result = tunix.train([*words, limit, "evaluation.sample_tokens=0"])
+    result = tunix.train([*words, limit])
     assert result.train["step"] == steps
 
 
@@ -214,7 +226,7 @@ def test_without_held_out_documents_there_is_no_evaluation(words):
 
 
 def test_a_config_made_in_python(words):
-    config = compose([*words, "training.max_steps=1", "evaluation.sample_tokens=0"]).config
+    config = compose([*words, "training.max_steps=1"]).config
     assert tunix.train(config).train["step"] == 1
 
 

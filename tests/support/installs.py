@@ -20,8 +20,9 @@ XPROF = ("tensorboard==2.21.0", "xprof==2.24.2")
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
-    with (Path(tempfile.gettempdir()) / "tunix-test-installs.lock").open("w") as lock:
+def one_at_a_time(what: str = "installs") -> Iterator[None]:
+    """Let one process of this machine after the other do `what`."""
+    with (Path(tempfile.gettempdir()) / f"tunix-test-{what}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -1,5 +1,7 @@
 """What the compiled step moves between devices is what its strategy promises."""
 
+from functools import cache
+
 import jax
 import pytest
 from support.harness import batch, program
@@ -9,6 +11,7 @@ from tunix.costs.hlo import collectives
 MICROBATCHES = 4
 
 
+@cache
 def moved(*overrides: str) -> dict[str, float]:
     """Bytes that one step gathers and reduces, as multiples of the float32 parameters (norm scales apart)."""
     step = program(f"training.gradient_accumulation_steps={MICROBATCHES}", *overrides)

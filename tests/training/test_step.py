@@ -156,8 +156,8 @@ def test_clipping_is_by_the_norm_over_all_shards():
     np.testing.assert_allclose(list(moved.values()), 0.01, rtol=1e-4)
 
 
-def test_z_loss_is_added_and_reported():
-    plain = program(*ONE).run(batch(), steps=1)[0]
+def test_z_loss_is_added_and_reported(reference):
+    plain = reference[0]
     weighted = program(*ONE, "training.z_loss=0.1").run(batch(), steps=1)[0]
     assert weighted["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert plain["z_loss"] == 0
@@ -165,12 +165,12 @@ def test_z_loss_is_added_and_reported():
     assert weighted["grad_norm"] > plain["grad_norm"]
 
 
-def test_bf16_computes_in_bf16_over_float32_weights():
+def test_bf16_computes_in_bf16_over_float32_weights(reference):
     mixed = program(*ONE, "training.mixed_precision=bf16")
     assert {leaf.dtype for leaf in jax.tree.leaves(mixed.state["params"])} == {jnp.dtype("float32")}
     text = mixed.compile(batch()).as_text()
     assert "bf16[" in text
-    exact, rounded = program(*ONE).run(batch(), steps=1)[0]["loss"], mixed.run(batch(), steps=1)[0]["loss"]
+    exact, rounded = reference[0]["loss"], mixed.run(batch(), steps=1)[0]["loss"]
     assert exact != rounded
     assert rounded == pytest.approx(exact, rel=1e-2)
 
@@ -182,21 +182,28 @@ def test_training_lowers_the_loss():
     assert losses[-1] < 0.8 * losses[0]
 
 
+LOW_RANK = [
+    "model.lora.rank=2", "model.lora.targets=attention.q|mlp", "model.lora.train_also=final_norm",
+    "optimizer.learning_rate=0.1", "scheduler=constant", "scheduler.warmup_ratio=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def low_rank_reference() -> list[dict[str, float]]:
+    return program(*ONE, *LOW_RANK).run(batch(sequences=4, microbatches=2), steps=3)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
-def test_low_rank_updates_learn_and_the_rest_stays(strategy):
+def test_low_rank_updates_learn_and_the_rest_stays(strategy, low_rank_reference):
     """Frozen parameters are the same bits after steps; the loss is the same under every strategy and accumulation."""
-    words = ("model.lora.rank=2", "model.lora.targets=attention.q|mlp", "model.lora.train_also=final_norm")
-    words += ("optimizer.learning_rate=0.1", "scheduler=constant", "scheduler.warmup_ratio=0")
-    one = program("model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *words)
-    wanted = one.run(batch(sequences=4, microbatches=2), steps=3)
     many = program(
-        "model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true", *words,
+        "model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true", *LOW_RANK,
         f"training.sharding_strategy={strategy}", "training.gradient_accumulation_steps=2", "training.sync_gradients_every=2",
     )  # fmt: skip
     before = jax.tree.map(np.asarray, many.state["params"])
     found = many.run(batch(sequences=4, microbatches=2), steps=3)
     assert found[2]["loss"] < found[0]["loss"]
-    for a, b in zip(wanted, found, strict=True):
+    for a, b in zip(low_rank_reference, found, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
     same = jax.tree.map(lambda x, y: np.array_equal(x, np.asarray(y)), before, many.state["params"])
