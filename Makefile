@@ -9,8 +9,9 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
+# Three workers on two cores: some tests wait (for Slurm, for a heartbeat that does not come).
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -19,7 +20,7 @@ bench: .venv/installed
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.step
 
 faults: .venv/installed
-	PYTHONPATH=tests $(BIN)/python -m benchmarks.faults
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.faults $(ARGS)
 
 docs: .venv/installed
 	$(BIN)/python -m tools.config_reference
@@ -43,4 +44,4 @@ lock:
 	uv pip compile --universal --python-version 3.11 --extra cuda13 -c requirements.txt pyproject.toml -o requirements-cuda13.txt
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .cache build *.egg-info

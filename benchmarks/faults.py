@@ -1,8 +1,11 @@
 """What a run of two processes does when something happens to one of them: `make faults`.
 
 For each event: seconds until no process is left, the exit codes, and whether the run, resumed by two processes, has the
-losses of one that nothing happened to, in every digit. Writes the table of docs/reliability.md; exit code 1 where the
-run took longer than LIMIT_S, ended with other codes, or lost something.
+losses of one that nothing happened to, in every digit. Exit code 1 where the run took longer than LIMIT_S, ended with
+other codes, or lost something.
+
+    python -m benchmarks.faults                          every event; writes the table of docs/reliability.md
+    python -m benchmarks.faults evaluation exception     events at these places, of these kinds; writes nothing
 """
 
 import itertools
@@ -118,7 +121,9 @@ def as_expected(event: Event, seconds: float, codes: list[int | None], lost: str
     return seconds < LIMIT_S[event.what] and codes == expected and lost == "nothing"
 
 
-def main() -> int:
+def main(chosen: list[str]) -> int:
+    if unknown := set(chosen) - {*CODES, *PLACES}:
+        sys.exit(f"no such event or place: {', '.join(sorted(unknown))}; there are {', '.join([*CODES, *PLACES])}")
     home = Path(tempfile.mkdtemp())
     os.environ.update(
         TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(home / "jax"),
@@ -126,8 +131,9 @@ def main() -> int:
     )  # fmt: skip
     corpus = write_corpus(home / "corpus")
     small = [*SMALL, "data=text", f"data.paths=['{corpus}']"]
-    rows = measure([Event(*each) for each in itertools.product(CODES, (0, 1), PLACES)], small, home)
-    on_tiny = measure([Event("SIGTERM", 1, "step")], DEFAULT, home)
+    kinds, places = ([name for name in names if name in chosen] or list(names) for names in (CODES, PLACES))
+    rows = measure([Event(*each) for each in itertools.product(kinds, (0, 1), places)], small, home)
+    on_tiny = [] if chosen else measure([Event("SIGTERM", 1, "step")], DEFAULT, home)
     table = (
         "| event | process | in | seconds until all are gone | exit codes of 0, 1 | lost |\n|---|---|---|---|---|---|\n"
     )
@@ -135,7 +141,8 @@ def main() -> int:
         place = "step, default `tiny`" if (event, seconds, codes, lost) in on_tiny else event.place
         table += f"| {event.what} | {event.rank} | {place} | {seconds:.1f} | {codes[0]}, {codes[1]} | {lost} |\n"
     machine = f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}"
-    PAGE.write_text(f"{PAGE.read_text().partition(MARK)[0]}{MARK}\nMachine: {machine}.\n\n{table}")
+    if not chosen:
+        PAGE.write_text(f"{PAGE.read_text().partition(MARK)[0]}{MARK}\nMachine: {machine}.\n\n{table}")
     shutil.rmtree(home)
     wrong = [str(row) for row in rows + on_tiny if not as_expected(*row)]
     print("\n".join(wrong), file=sys.stderr)
@@ -143,4 +150,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+KEPT = Path(__file__).parents[1] / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
 LONGEST = "test_the_default_job_learns"  # a minute and a half
 
 
@@ -37,15 +38,20 @@ def cache_dir(tmp_path_factory) -> Path:
     os.environ["TUNIX_CACHE_DIR"] = str(folder)
     import jax
 
-    # The same small programs are compiled in many tests; TUNIX_TEST_COMPILED keeps them for the next session of tests.
+    # The same small programs are compiled in many tests, and in most sessions of tests.
     for name, value in (
-        ("compilation_cache_dir", os.environ.get("TUNIX_TEST_COMPILED", str(folder / "jax"))),
+        ("compilation_cache_dir", os.environ.get("TUNIX_TEST_COMPILED", str(KEPT / "compiled"))),
         ("persistent_cache_min_compile_time_secs", 0),
         ("persistent_cache_min_entry_size_bytes", 0),
     ):
         jax.config.update(f"jax_{name}", value)
         os.environ[f"JAX_{name.upper()}"] = str(value)
     return folder
+
+
+@pytest.fixture(scope="session")
+def installs_dir() -> Path:
+    return KEPT / "installed"
 
 
 def write_corpus(folder: Path, num_documents: int = 60, words: int = 120, seed: int = 0) -> Path:

@@ -22,9 +22,9 @@ GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
 @pytest.fixture(scope="module")
-def plans(cache_dir) -> dict[str, dict]:
+def plans(cache_dir, installs_dir) -> dict[str, dict]:
     """What `python -m tunix.plan --json` says of each program; one worker of the session asks, all read."""
-    plugin, file = cuda_plugin(cache_dir), cache_dir / "gpu_programs.json"
+    plugin, file = cuda_plugin(installs_dir), cache_dir / "gpu_programs.json"
     with one_at_a_time("gpu_programs"):
         if not file.exists():
             file.write_text(json.dumps(compiled(plugin)))

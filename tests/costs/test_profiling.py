@@ -102,14 +102,14 @@ CHROMIUM = (
 
 
 @pytest.mark.slow
-def test_tensorboard_in_a_browser(outputs, tmp_path, cache_dir):
+def test_tensorboard_in_a_browser(outputs, tmp_path, installs_dir):
     """Scalars, text, the picture and the trace of `tensorboard --logdir outputs/`, as chromium shows them."""
     installs.apt(("chromium",), ("chromium", "fonts-dejavu-core"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{probe.getsockname()[1]}"
     port = address.rpartition(":")[2]
-    words = [installs.xprof(cache_dir) / "tensorboard", "--logdir", outputs, "--host=127.0.0.1", f"--port={port}"]
+    words = [installs.xprof(installs_dir) / "tensorboard", "--logdir", outputs, "--host=127.0.0.1", f"--port={port}"]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen([*words, "--load_fast=false"], stdout=log, stderr=log, start_new_session=True)
 

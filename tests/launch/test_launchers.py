@@ -33,8 +33,8 @@ def losses(words, tmp_path_factory) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def torch_bin(cache_dir) -> Path:
-    return installs.torch(cache_dir)
+def torch_bin(installs_dir) -> Path:
+    return installs.torch(installs_dir)
 
 
 def trained(command: list[str], cwd: Path) -> list[float]:

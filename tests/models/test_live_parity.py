@@ -41,8 +41,8 @@ for folder in base.split(":"):
 
 
 @pytest.fixture(scope="module")
-def python(cache_dir) -> Path:
-    return installs.torch(cache_dir) / "python"
+def python(installs_dir) -> Path:
+    return installs.torch(installs_dir) / "python"
 
 
 def their_logits(python: Path, folders: list[Path], *adapters: Path) -> list[np.ndarray]:

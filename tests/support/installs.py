@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,43 +41,49 @@ def apt(programs: tuple[str, ...], packages: tuple[str, ...]) -> None:
                 pytest.skip(f"NOT TESTED: apt-get could not install {', '.join(packages)}: {done.stderr[-200:]}")
 
 
-def torch(cache_dir: Path) -> Path:
+def torch(installs_dir: Path) -> Path:
     """The scripts of an environment with `TORCH`: that of TUNIX_TORCH_PYTHON, or a new one."""
     if given := os.environ.get("TUNIX_TORCH_PYTHON"):
         return Path(given).parent
-    return _environment(cache_dir / "torch", "accelerate", TORCH)
+    return _environment(installs_dir, TORCH)
 
 
-def xprof(cache_dir: Path) -> Path:
+def xprof(installs_dir: Path) -> Path:
     """The scripts of an environment with TensorBoard and its profile plugin: this one, or a new one."""
     if find_spec("xprof"):
         return Path(sys.executable).parent
-    return _environment(cache_dir / "xprof", "xprof", XPROF)
+    return _environment(installs_dir, XPROF)
 
 
-def _environment(folder: Path, script: str, packages: tuple[str, ...]) -> Path:
-    with one_at_a_time():
-        bin_dir = folder / "bin"
-        if not (bin_dir / script).exists():
-            venv.create(folder, with_pip=True)
-            words = [bin_dir / "python", "-m", "pip", "install", "-q", *packages]
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"NOT TESTED: pip could not install {' and '.join(packages)}: {done.stderr[-200:]}")
-        return bin_dir
-
-
-def cuda_plugin(cache_dir: Path) -> str:
+def cuda_plugin(installs_dir: Path) -> str:
     """A PYTHONPATH with JAX's CUDA plugin: XLA's GPU compiler, 400 MB. That of TUNIX_CUDA_PLUGIN, or a new one."""
     if given := os.environ.get("TUNIX_CUDA_PLUGIN"):
         return given
+    packages = tuple(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+    return str(_installed(installs_dir, packages, lambda folder: [*pip, str(folder)]))
+
+
+def _environment(installs_dir: Path, packages: tuple[str, ...]) -> Path:
+    """The scripts of a virtual environment with these packages."""
+
+    def pip(folder: Path) -> list[str]:
+        venv.create(folder, with_pip=True)
+        return [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
+
+    return _installed(installs_dir, packages, pip) / "bin"
+
+
+def _installed(installs_dir: Path, packages: tuple[str, ...], pip: Callable[[Path], list[str]]) -> Path:
+    """The folder with these packages: one of an earlier session, or a new one that `pip(folder)` fills."""
+    folder = installs_dir / "+".join(packages)
+    complete = folder / "complete"  # written last: an install that was killed is begun again
     with one_at_a_time():
-        folder = cache_dir / "cuda_plugin"
-        if not (folder / "jax_plugins").exists():
-            packages = [f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt")]
-            words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, *packages]
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if not complete.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            done = subprocess.run([*pip(folder), *packages], capture_output=True, text=True, check=False)
             if done.returncode:
-                shutil.rmtree(folder, ignore_errors=True)
                 pytest.skip(f"NOT TESTED: pip could not install {' and '.join(packages)}: {done.stderr[-200:]}")
-        return str(folder)
+            complete.touch()
+    return folder
