@@ -4,10 +4,8 @@ import json
 import math
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from support.harness import ROOT, RUN, metrics
@@ -16,24 +14,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tunix
 from tunix.base.errors import NotFinite, UserError
 from tunix.cli.compose import compose
-from tunix.cli.keys import sections
-from tunix.config import Config, Section
 from tunix.data.batches import TrainBatches
-from tunix.data.corpus import load_corpus
-from tunix.data.position import Position
-from tunix.models.positions import layer_rope
-from tunix.plan import __main__ as plan
-from tunix.processes import joining
 from tunix.run import lock
-from tunix.run.compatible import check_same
-from tunix.sharding.dims import Equation
 from tunix.trainer import run
-from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.program import build_layout, build_mesh
-from tunix.training.state import Weight, describe
 
 sys.path.insert(0, str(ROOT))
-from tunix.__main__ import LAUNCHERS
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 
@@ -228,108 +213,3 @@ def test_without_held_out_documents_there_is_no_evaluation(words):
 def test_a_config_made_in_python(words):
     config = compose([*words, "training.max_steps=1"]).config
     assert tunix.train(config).train["step"] == 1
-
-
-def test_every_key_is_read(words, tmp_path, monkeypatch):
-    """A key that nothing reads does nothing. Reads of a run that uses every part are recorded, after the checks."""
-    fresh = f"loading.cache_dir={tmp_path}/cache"  # what is found there is not read again
-    traced = ["training.profile_communication=true", "profile.after_step=1", "profile.steps=1"]
-    first = compose([*words, fresh, *traced, "training.max_steps=3", "hydra.run.dir=first"])
-    two = ["distributed.num_processes=2", "distributed.process_id=0", "distributed.coordinator_address=localhost:0"]
-    other = [compose([f"optimizer={name}", *two]).config for name in ("adamw", "adafactor", "lion", "muon", "sgd")]
-    wsd = compose(["scheduler=wsd"]).config
-    yarn = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null}"
-    models = [
-        compose(["model=llama3_1b", "model.lora.rank=2"]).config,
-        compose(["model=gemma3_4b", "model.lora.rank=2"]).config,
-        compose(["model=qwen3_0_6b", f"++model.rope_scaling={yarn}", "model.lora.rank=2"]).config,
-    ]
-    pods = ["launcher=kubernetes", "launcher.image=a", "launcher.volume_claim=b"]
-    elsewhere = [
-        compose([*pods, "hydra.run.dir=pods"]),
-        compose(["launcher=slurm", "launcher.dry_run=true", "launcher.container_image=a", "hydra.run.dir=job"]),
-    ]
-    read: set[tuple[str, str]] = set()
-    get = Section.__getattribute__
-
-    def recorded(self, name):
-        read.update((kind.__name__, name) for kind in type(self).__mro__)
-        return get(self, name)
-
-    monkeypatch.setattr(Section, "__getattribute__", recorded)
-    run(first)
-    changed = Position(3, 24, "other data", "")
-    with pytest.raises(UserError, match="the training data"):
-        check_same(first.config, first.config.model_dump(mode="json", by_alias=True), changed, Position(0, 0, "", ""))
-    for corpus in read_by_every_source(tmp_path):
-        cfg = compose([*RUN, *corpus, fresh]).config
-        TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1).stages(10)
-    for cfg in other:
-        make_optimizer(cfg.optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4), "float32")}, 1.0)
-    make_schedule(wsd.scheduler, 1.0, 10, 10)
-    for cfg in models:
-        layer_rope(cfg.model)
-        mesh = build_mesh(cfg)
-        with jax.set_mesh(mesh):
-            describe(cfg.model, build_layout(cfg, mesh))
-    monkeypatch.setattr("sys.argv", ["tunix.plan", *RUN, "plan.num_compiled=0", f"plan.output={tmp_path}/plan"])
-    assert plan.main() == 0
-    for job in elsewhere:
-        LAUNCHERS[job.config.launcher.name](job)
-    monkeypatch.setattr("jax.distributed.initialize", lambda *args, **kwargs: None)
-    monkeypatch.setattr("tunix.processes.joining.roll_call", lambda *args: [])
-    joining.start(other[0].distributed, {})
-    missing = ["Slurm.show_logs"] + ([] if find_spec("datasets") else ["HuggingFace", "Parquet"])  # needs a Slurm
-    assert sorted(key for key in unread(Config, read) if not key.startswith(tuple(missing))) == []
-
-
-def read_by_every_source(tmp_path: Path) -> list[list[str]]:
-    """Words of a small corpus from each source, made on the spot."""
-    rows = [{"text": f"text {n} " * 40, "q": f"{n}?", "a": f"{n}! " * 40, "s": "Short."} for n in range(8)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
-    np.resize([*[9] * 99, 3], 2000).astype(np.uint16).tofile(tmp_path / "a.bin")
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello " * 40}]
-    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 8 + "not json")
-    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    columns = ["data.columns.prompt=q", "data.columns.completion=a", "data.columns.system=s"]
-    tokenizer = [f"tokenizer.path={tmp_path}/tokenizer.json", "tokenizer.train=true"]
-    synthetic = "{source: synthetic, held_out_fraction: 0.1, num_documents: 9, mean_document_bytes: 200}"
-    stages = "data.stages=[{name: later, from_step: 9, weights: {a: 1}}]"
-    found = [
-        ["data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", *tokenizer],
-        [
-            "data=jsonl",
-            f"data.paths=[{tmp_path}/a.jsonl]",
-            "task=sft",
-            f"task.chat_template={tmp_path}/own.jinja",
-            *columns,
-        ],
-        ["data=jsonl", f"data.paths=[{tmp_path}/b.jsonl]", "task=sft", "data.bad_rows=skip"],
-        ["data=csv", f"data.paths=[{tmp_path}/a.csv]"],
-        ["data=tokens", f"data.paths=[{tmp_path}/a.bin]", tokenizer[0], "data.document_end=3"],
-        ["data=synthetic", "data.num_documents=9"],
-        ["data=python_docstrings", "task=sft"],
-        ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
-    ]
-    if find_spec("datasets"):
-        from pyarrow import Table, parquet
-
-        parquet.write_table(Table.from_pylist(rows), tmp_path / "a.parquet")
-        found.append(["data=parquet", f"data.paths=[{tmp_path}/a.parquet]"])
-        found.append(["data=hf", "data.path=json", f"data.data_files=[{tmp_path}/a.jsonl]"])
-    return found
-
-
-def unread(section: type[Section], read: set[tuple[str, str]]) -> list[str]:
-    owners = {
-        name: [kind.__name__ for kind in section.__mro__ if name in getattr(kind, "model_fields", ())]
-        for name in section.model_fields
-    }
-    found = [
-        f"{section.__name__}.{name}" for name, kinds in owners.items() if not read & {(kind, name) for kind in kinds}
-    ]
-    for field in section.model_fields.values():
-        for kind in sections(field.annotation):
-            found += unread(kind, read)
-    return found

@@ -1,0 +1,237 @@
+"""A key that nothing reads does nothing. Reads of each part of the program are recorded; together they are all keys."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support.harness import RUN
+
+from tunix.__main__ import LAUNCHERS
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.cli.keys import sections
+from tunix.config import Config, Section
+from tunix.data.batches import TrainBatches
+from tunix.data.corpus import load_corpus
+from tunix.data.position import Position
+from tunix.models.positions import layer_rope
+from tunix.plan import __main__ as plan
+from tunix.processes import joining
+from tunix.run.compatible import check_same
+from tunix.sharding.dims import Equation
+from tunix.trainer import run
+from tunix.training.optim import make_optimizer, make_schedule
+from tunix.training.program import build_layout, build_mesh
+from tunix.training.state import Weight, describe
+
+YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null}"
+Reads = set[tuple[str, str]]  # section, key
+
+# Each part composes its configs and returns what is to be recorded: checks of a config are no use of it.
+
+
+def a_run(folder: Path, corpus: Path) -> Callable[[], None]:
+    traced = [
+        "training.profile_communication=true",
+        "profile.after_step=1",
+        "profile.steps=1",
+        "evaluation.sample_tokens=3",
+    ]
+    words = [
+        "data=text",
+        f"data.paths=['{corpus}']",
+        "model.mesh_shape=[[4,2],[fsdp,tp]]",
+        f"hydra.run.dir={folder}/run",
+    ]
+    job = compose([*RUN, *words, f"loading.cache_dir={folder}/cache", *traced, "training.max_steps=3"])
+    return lambda: run(job)
+
+
+def a_resumed_run(folder: Path, corpus: Path) -> Callable[[], None]:
+    cfg = compose(RUN).config
+    saved = cfg.model_dump(mode="json", by_alias=True)
+
+    def use() -> None:
+        with pytest.raises(UserError, match="the training data"):
+            check_same(cfg, saved, Position(3, 24, "other data", ""), Position(0, 0, "", ""))
+
+    return use
+
+
+def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
+    fresh = f"loading.cache_dir={folder}/cache"  # what is found there is not read again
+    configs = [compose([*RUN, *words, fresh]).config for words in words_of_every_source(folder)]
+
+    def use() -> None:
+        for cfg in configs:
+            TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1).stages(10)
+
+    return use
+
+
+def the_optimizers(folder: Path, corpus: Path) -> Callable[[], None]:
+    names = ("adamw", "adafactor", "lion", "muon", "sgd")
+    optimizers = [compose([f"optimizer={name}"]).config.optimizer for name in names]
+    scheduler = compose(["scheduler=wsd"]).config.scheduler
+
+    def use() -> None:
+        for optimizer in optimizers:
+            make_optimizer(optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4), "float32")}, 1.0)
+        make_schedule(scheduler, 1.0, 10, 10)
+
+    return use
+
+
+def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
+    sizes = ["model=llama3_1b"], ["model=gemma3_4b"], ["model=qwen3_0_6b", f"++model.rope_scaling={YARN}"]
+    configs = [compose([*words, "model.lora.rank=2"]).config for words in sizes]
+
+    def use() -> None:
+        for cfg in configs:
+            layer_rope(cfg.model)
+            mesh = build_mesh(cfg)
+            with jax.set_mesh(mesh):
+                describe(cfg.model, build_layout(cfg, mesh))
+
+    return use
+
+
+def a_plan(folder: Path, corpus: Path) -> Callable[[], None]:
+    def use() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["tunix.plan", *RUN, "plan.num_compiled=0", f"plan.output={folder}/plan"])
+            assert plan.main() == 0
+
+    return use
+
+
+def the_launchers(folder: Path, corpus: Path) -> Callable[[], None]:
+    pods = ["launcher=kubernetes", "launcher.image=a", "launcher.volume_claim=b", f"hydra.run.dir={folder}/pods"]
+    slurm = ["launcher=slurm", "launcher.dry_run=true", "launcher.container_image=a", f"hydra.run.dir={folder}/job"]
+    jobs = [compose(pods), compose(slurm)]
+
+    def use() -> None:
+        for job in jobs:
+            LAUNCHERS[job.config.launcher.name](job)
+
+    return use
+
+
+def processes_that_join(folder: Path, corpus: Path) -> Callable[[], None]:
+    two = ["distributed.num_processes=2", "distributed.process_id=0", "distributed.coordinator_address=localhost:0"]
+    cfg = compose(two).config
+
+    def use() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jax.distributed.initialize", lambda *args, **kwargs: None)
+            patch.setattr("tunix.processes.joining.roll_call", lambda *args: [])
+            joining.start(cfg.distributed, {})
+
+    return use
+
+
+PARTS = {  # and fields of the config of which the part alone reads every key
+    a_run: (),
+    a_resumed_run: (),
+    the_sources: (),
+    the_optimizers: (),
+    the_models: (),
+    a_plan: (),
+    the_launchers: (),
+    processes_that_join: (),
+}
+
+
+@pytest.fixture(scope="module")
+def reads(corpus, tmp_path_factory) -> Callable[[Callable], Reads]:
+    """What a part reads of its configs; each part is used once."""
+
+    @cache
+    def reads(part: Callable[[Path, Path], Callable[[], None]]) -> Reads:
+        use, read, get = part(tmp_path_factory.mktemp("part"), corpus), set(), Section.__getattribute__
+
+        def recorded(self, name):
+            read.update((kind.__name__, name) for kind in type(self).__mro__)
+            return get(self, name)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Section, "__getattribute__", recorded)
+            use()
+        return read
+
+    return reads
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_a_part_reads_its_keys(part, reads):
+    read = reads(part)
+    for field in PARTS[part]:
+        for kind in sections(Config.model_fields[field].annotation):
+            assert [key for key in unread(kind, read) if not key.startswith(untested())] == []
+
+
+def test_every_key_is_read(reads):
+    read = set.union(*map(reads, PARTS))
+    assert sorted(key for key in unread(Config, read) if not key.startswith(untested())) == []
+
+
+def untested() -> tuple[str, ...]:
+    """Keys that need a Slurm, and those that need a package which is not installed."""
+    return ("Slurm.show_logs", *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]))
+
+
+def words_of_every_source(tmp_path: Path) -> list[list[str]]:
+    """Words of a small corpus from each source, made on the spot."""
+    rows = [{"text": f"text {n} " * 40, "q": f"{n}?", "a": f"{n}! " * 40, "s": "Short."} for n in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.csv").write_text("text\n" + "\n".join(row["text"] for row in rows))
+    np.resize([*[9] * 99, 3], 2000).astype(np.uint16).tofile(tmp_path / "a.bin")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello " * 40}]
+    (tmp_path / "b.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 8 + "not json")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    columns = ["data.columns.prompt=q", "data.columns.completion=a", "data.columns.system=s"]
+    tokenizer = [f"tokenizer.path={tmp_path}/tokenizer.json", "tokenizer.train=true"]
+    synthetic = "{source: synthetic, held_out_fraction: 0.1, num_documents: 9, mean_document_bytes: 200}"
+    stages = "data.stages=[{name: later, from_step: 9, weights: {a: 1}}]"
+    found = [
+        ["data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", *tokenizer],
+        [
+            "data=jsonl",
+            f"data.paths=[{tmp_path}/a.jsonl]",
+            "task=sft",
+            f"task.chat_template={tmp_path}/own.jinja",
+            *columns,
+        ],
+        ["data=jsonl", f"data.paths=[{tmp_path}/b.jsonl]", "task=sft", "data.bad_rows=skip"],
+        ["data=csv", f"data.paths=[{tmp_path}/a.csv]"],
+        ["data=tokens", f"data.paths=[{tmp_path}/a.bin]", tokenizer[0], "data.document_end=3"],
+        ["data=synthetic", "data.num_documents=9"],
+        ["data=python_docstrings", "task=sft"],
+        ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
+    ]
+    if find_spec("datasets"):
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist(rows), tmp_path / "a.parquet")
+        found.append(["data=parquet", f"data.paths=[{tmp_path}/a.parquet]"])
+        found.append(["data=hf", "data.path=json", f"data.data_files=[{tmp_path}/a.jsonl]"])
+    return found
+
+
+def unread(section: type[Section], read: set[tuple[str, str]]) -> list[str]:
+    owners = {
+        name: [kind.__name__ for kind in section.__mro__ if name in getattr(kind, "model_fields", ())]
+        for name in section.model_fields
+    }
+    found = [
+        f"{section.__name__}.{name}" for name, kinds in owners.items() if not read & {(kind, name) for kind in kinds}
+    ]
+    for field in section.model_fields.values():
+        for kind in sections(field.annotation):
+            found += unread(kind, read)
+    return found
