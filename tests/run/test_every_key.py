@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import Weight, describe
 
 YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null}"
-Reads = set[tuple[str, str]]  # section, key
+Reads = set[tuple[type, str]]  # section, key
 
 # Each part composes its configs and returns what is to be recorded: checks of a config are no use of it.
 
@@ -65,7 +66,8 @@ def a_resumed_run(folder: Path, corpus: Path) -> Callable[[], None]:
 
 def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
     fresh = f"loading.cache_dir={folder}/cache"  # what is found there is not read again
-    configs = [compose([*RUN, *words, fresh]).config for words in words_of_every_source(folder)]
+    text = ["data=text", f"data.paths=['{corpus}']"]
+    configs = [compose([*RUN, *words, fresh]).config for words in (text, *words_of_every_source(folder))]
 
     def use() -> None:
         for cfg in configs:
@@ -75,8 +77,9 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
 
 
 def the_optimizers(folder: Path, corpus: Path) -> Callable[[], None]:
-    names = ("adamw", "adafactor", "lion", "muon", "sgd")
-    optimizers = [compose([f"optimizer={name}"]).config.optimizer for name in names]
+    own = ["optimizer=custom", "optimizer.function=support.own_code:optimizer", "optimizer.arguments={decay: 0.9}"]
+    words = [*([f"optimizer={name}"] for name in ("adamw", "adafactor", "lion", "muon", "sgd")), own]
+    optimizers = [compose(each).config.optimizer for each in words]
     scheduler = compose(["scheduler=wsd"]).config.scheduler
 
     def use() -> None:
@@ -135,14 +138,14 @@ def processes_that_join(folder: Path, corpus: Path) -> Callable[[], None]:
     return use
 
 
-PARTS = {  # and fields of the config of which the part alone reads every key
-    a_run: (),
+PARTS: dict[Callable, tuple[str, ...]] = {  # and the fields of the config of which the part reads every key
+    a_run: ("tokenizer", "training", "scheduler", "checkpoint", "evaluation", "logging", "profile"),
     a_resumed_run: (),
-    the_sources: (),
-    the_optimizers: (),
+    the_sources: ("data", "tokenizer", "task"),
+    the_optimizers: ("optimizer", "scheduler"),
     the_models: (),
     a_plan: (),
-    the_launchers: (),
+    the_launchers: ("launcher",),
     processes_that_join: (),
 }
 
@@ -156,7 +159,7 @@ def reads(corpus, tmp_path_factory) -> Callable[[Callable], Reads]:
         use, read, get = part(tmp_path_factory.mktemp("part"), corpus), set(), Section.__getattribute__
 
         def recorded(self, name):
-            read.update((kind.__name__, name) for kind in type(self).__mro__)
+            read.update((kind, name) for kind in type(self).__mro__)
             return get(self, name)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -211,6 +214,7 @@ def words_of_every_source(tmp_path: Path) -> list[list[str]]:
         ["data=csv", f"data.paths=[{tmp_path}/a.csv]"],
         ["data=tokens", f"data.paths=[{tmp_path}/a.bin]", tokenizer[0], "data.document_end=3"],
         ["data=synthetic", "data.num_documents=9"],
+        ["data=custom", "data.function=support.own_code:documents", "data.arguments={count: 200}"],
         ["data=python_docstrings", "task=sft"],
         ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
     ]
@@ -223,15 +227,14 @@ def words_of_every_source(tmp_path: Path) -> list[list[str]]:
     return found
 
 
-def unread(section: type[Section], read: set[tuple[str, str]]) -> list[str]:
-    owners = {
-        name: [kind.__name__ for kind in section.__mro__ if name in getattr(kind, "model_fields", ())]
-        for name in section.model_fields
-    }
-    found = [
-        f"{section.__name__}.{name}" for name, kinds in owners.items() if not read & {(kind, name) for kind in kinds}
-    ]
-    for field in section.model_fields.values():
+def unread(section: type[Section], read: Reads) -> list[str]:
+    """Keys of this section and of those in it that nobody has read, `source` and `name` apart, which choose a section."""
+    found = []
+    for name, field in section.model_fields.items():
+        owners = {(kind, name) for kind in section.__mro__ if name in getattr(kind, "model_fields", ())}
+        chooses = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+        if not read & owners and not chooses:
+            found.append(f"{section.__name__}.{name}")
         for kind in sections(field.annotation):
             found += unread(kind, read)
     return found
