@@ -108,7 +108,7 @@ def one_device() -> Mesh:
 def reading(parts: dict[str, Sequences], packing: str) -> float:
     """Tokens a second of `TrainBatches.read` in one thread."""
     cfg = compose([f"training.seq_len={SEQ_LEN}", "training.micro_batch_size=16", f"loading.packing={packing}"]).config
-    data = TrainBatches(parts, cfg, one_device(), 1)
+    data = TrainBatches(parts, cfg, one_device())
     data.read(0)
     begun, done = time.perf_counter(), 0
     while time.perf_counter() - begun < 4:
@@ -123,7 +123,7 @@ def first_batch(words: list[str]) -> float:
         "import sys, time\nfrom tunix.compose import compose\nfrom tunix.data.batches import TrainBatches\n"
         "from tunix.data.corpus import load_corpus\nfrom benchmarks.data import one_device\nmesh = one_device()\n"
         "begun = time.perf_counter()\ncfg = compose(sys.argv[1:]).config\n"
-        "TrainBatches(load_corpus(cfg).train, cfg, mesh, 1).read(0)\nprint(time.perf_counter() - begun)"
+        "TrainBatches(load_corpus(cfg).train, cfg, mesh).read(0)\nprint(time.perf_counter() - begun)"
     )
     return _printed_seconds(code, *words)
 
@@ -131,7 +131,7 @@ def first_batch(words: list[str]) -> float:
 def memory_over_an_epoch(parts: dict[str, Sequences]) -> list[float]:
     """Peak memory of this process in MiB, not counting mapped files, at the quarters of an epoch."""
     cfg = compose([f"training.seq_len={SEQ_LEN}", "training.micro_batch_size=16"]).config
-    data = TrainBatches(parts, cfg, one_device(), 1)
+    data = TrainBatches(parts, cfg, one_device())
     epoch = sum(map(len, parts.values()))
     found = []
     for quarter in range(4):
@@ -151,7 +151,7 @@ def seek(folder: Path) -> dict[str, float]:
     arrays = Arrays(tokens, np.arange(0, count, 2**16))
     stream = Stream([(count, len(arrays.starts))], lambda number: arrays, "sparse")
     cfg = compose(["training.seq_len=128"]).config
-    data = TrainBatches({"sparse": Sequences(stream, 128, "concat", folder)}, cfg, one_device(), 1)
+    data = TrainBatches({"sparse": Sequences(stream, 128, "concat", folder)}, cfg, one_device())
     data.read(7)
     times: dict[int, list[float]] = {0: [], 10**8: []}
     for turn in range(40):

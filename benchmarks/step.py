@@ -88,7 +88,7 @@ def main() -> None:
     cfg = compose(WORDS).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        data = TrainBatches(load_corpus(cfg).train, cfg, mesh, 1)
+        data = TrainBatches(load_corpus(cfg).train, cfg, mesh)
         host = [jax.tree.map(lambda x: x[0], data.read(n * data.batch_size)) for n in range(STEPS)]
 
     writing = Stopwatch(Metrics, "write", "show")

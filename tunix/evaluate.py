@@ -26,7 +26,6 @@ from tunix.inference.sampling import Sampling
 from tunix.run.run_folder import TOKENIZER
 from tunix.tokenizer.vocabulary import Vocabulary, special_tokens
 from tunix.training.held_out import HeldOut
-from tunix.training.losses import make_loss
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe
 
@@ -77,12 +76,12 @@ def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
             corpus = replace(corpus, held_out=grain.MapDataset.concatenate(everything))
         elif corpus.num_held_out == 0:
             raise UserError("data.held_out_fraction=0 holds out nothing; split=all measures all documents")
-        return HeldOut(cfg, corpus, arch, make_loss(cfg), mesh).evaluate(params)
+        return HeldOut(cfg, corpus, arch, mesh).evaluate(params)
 
 
 def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
     """The share of last answers given word for word, but for white space around them; and pass@k."""
-    if cfg.task.name != "sft":
+    if cfg.task.documents != "conversation":
         raise UserError("metric=exact_match asks the questions of conversations; set task=sft and the data's columns")
     model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
     questions, vocabulary = _questions(cmd, cfg)

@@ -15,7 +15,7 @@ from tunix.cli import compose
 from tunix.config import Config
 from tunix.costs.devices import peak_tflops
 from tunix.costs.hlo import collectives, summary
-from tunix.data.batches import TrainBatches
+from tunix.data.batches import BatchSource, ReadAhead, TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.position import Position
 from tunix.inference.sampling import continue_text
@@ -34,7 +34,7 @@ from tunix.sinks import Start
 from tunix.tokenizer.vocabulary import tokenizer_digest
 from tunix.training.held_out import HeldOut
 from tunix.training.optim import check_phases
-from tunix.training.program import Program, assemble, build_mesh
+from tunix.training.program import Program, abstract_batch, assemble, build_mesh
 from tunix.training.sizes import derive_sizes, last_step
 from tunix.training.start import check_init_from, load_init_from
 from tunix.training.state import Architecture, State
@@ -87,8 +87,8 @@ def run(job: compose.Job) -> Result:
         if corpus is None:
             return Result(None, {}, {})
         assert sizes.total_steps is not None
-        data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
-        held_out = HeldOut(cfg, corpus, arch, program.loss_fn, mesh) if corpus.num_held_out else None
+        data = TrainBatches(corpus.train, cfg, mesh)
+        held_out = HeldOut(cfg, corpus, arch, mesh) if corpus.num_held_out else None
         if table := data.stages(sizes.total_steps):
             log.info("stages of the mixture\n%s", table)
         check_before_writing(cfg, arch, sizes.total_steps)
@@ -108,9 +108,8 @@ def run(job: compose.Job) -> Result:
                 CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
             ):
                 trace.starts_after(start.step)
-                step_fn = program.step(last, sizes.tokens_per_step)
-                first_batch = data.read_global(start.next_sample)
-                train_step = compile_step(step_fn, state, first_batch, training.compiler_options)
+                step_fn = program.step(last, sizes.batch.num_tokens)
+                train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), training.compiler_options)
                 metrics.text("config", compose.to_yaml(cfg), start.step)
                 metrics.text("report", report, start.step)
                 steps = StepLog(metrics, sizes, peak_tflops(mesh.devices.flat[0].device_kind))
@@ -121,29 +120,29 @@ def run(job: compose.Job) -> Result:
                 # The loop. While a step runs on the devices, the next batch travels to them and the numbers of the step
                 # before are written. After a step: trace, read, ask the reasons to end, evaluate, save. An evaluation
                 # comes before the save, because the best checkpoint is chosen by its held-out loss.
-                batches = data.iterate(start.next_sample, last - start.step)
-                batch, wait_s = next_batch(batches)
+                source: BatchSource = ReadAhead(data, start, last)
+                if start.step < last:
+                    batch, numbers = source.next(state)
                 for step in range(start.step + 1, last + 1):
-                    position = start.after(step, data)
                     watchdog.step(step)
                     with jax.profiler.StepTraceAnnotation("train", step_num=step):
                         state, scalars = train_step(state, batch)
-                    tokens = position.next_sample * training.seq_len
-                    steps.started(step, tokens, scalars, wait_s, position.source_tokens)
+                    steps.started(step, scalars, numbers)
                     if step in trace.edges:
                         steps.finish()
                         with watchdog.phase("profiling"):
                             trace.at(step, state, train_step)
                         steps.restart_clock()
-                    with watchdog.phase("reading a batch"):
-                        batch, wait_s = next_batch(batches)
+                    if step < last:
+                        with watchdog.phase("reading a batch"):
+                            batch, numbers = source.next(state)
 
                     save_now = due(cfg.checkpoint.save_every_steps, step, last)
                     evaluate_now = due(cfg.evaluation.every_steps, step, last)
                     if save_now or evaluate_now:
                         steps.finish()
                     elapsed_s = time.monotonic() - begun
-                    ending = find_ending(Moment(cfg, folder, step, steps.last, evaluation, elapsed_s, start, data))
+                    ending = find_ending(Moment(cfg, folder, step, steps.last, evaluation, elapsed_s, source))
                     if ending and not ending.saves:
                         raise ending
                     if evaluate_now and held_out and not ending:
@@ -152,7 +151,7 @@ def run(job: compose.Job) -> Result:
                         steps.finish()
                         held_out_loss = evaluation.get("loss") if evaluation.get("step") == step else None
                         with watchdog.phase("saving"):
-                            checkpoints.save(state, position, cfg, corpus.tokenizer, held_out_loss)
+                            checkpoints.save(state, source.after(step), cfg, corpus.tokenizer, held_out_loss)
                             if ending:
                                 checkpoints.finish()
                                 raise ending
@@ -218,8 +217,8 @@ def check_compiler_options(options: dict[str, Any]) -> None:
         raise UserError(f"training.compiler_options: {str(error).splitlines()[0]}") from None
 
 
-def compile_step(step_fn, state: State, batch: dict[str, jax.Array], options: dict[str, Any]) -> Any:
-    """The step as a program for these devices; its state is donated. Logs what it holds and what it moves."""
+def compile_step(step_fn, state: State, batch: dict[str, jax.ShapeDtypeStruct], options: dict[str, Any]) -> Any:
+    """Compile the step for these devices; its state is donated. `batch` gives shapes. Logs memory and collectives."""
     begun = time.perf_counter()
     compiled = jax.jit(step_fn, donate_argnums=0).lower(state, batch).compile(compiler_options=options)
     memory: Any = compiled.memory_analysis()
@@ -241,12 +240,6 @@ def memory_report(compiled: Any, peak_gib: float | None) -> str:
     return f"memory of a device: predicted {predicted:.3f} GiB (compiled step); peak {measured}"
 
 
-def next_batch(batches) -> tuple[dict[str, jax.Array] | None, float]:
-    """The next batch on the devices (None after the last), and the seconds waited for it."""
-    asked = time.perf_counter()
-    return next(batches, None), time.perf_counter() - asked
-
-
 def due(every: int | None, step: int, last: int) -> bool:
     """Return True after every so many steps (None: never), and after the last."""
     return step == last or (every is not None and step % every == 0)
@@ -257,7 +250,8 @@ def evaluate(held_out: HeldOut, state: State, step: int, metrics: Metrics, watch
     with watchdog.phase("evaluation"):
         record = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
     metrics.write(record, "held_out")
-    log.info("step %d  held out: loss %.4f, %.4f bits per byte", step, record["loss"], record["bits_per_byte"])
+    bits = f", {record['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in record else ""
+    log.info("step %d  held out: loss %.4f%s", step, record["loss"], bits)
     return record
 
 
@@ -265,7 +259,8 @@ def sum_up(
     cfg: Config, corpus: Corpus, arch: Architecture, state: State, mesh: Mesh, evaluation: dict, metrics: Metrics
 ) -> None:
     """Log what the last evaluation means, and how the model continues a held-out document."""
-    log.info("%s", beside_unigram(evaluation["bits_per_byte"], corpus.unigram_bits_per_byte))
+    if "bits_per_byte" in evaluation:
+        log.info("%s", beside_unigram(evaluation["bits_per_byte"], corpus.unigram_bits_per_byte))
     if cfg.evaluation.sample_tokens:
         sample = continued_document(cfg, corpus, arch, state, mesh)
         log.info("continuation of a held-out document, after >>>:\n%s", sample)

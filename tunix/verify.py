@@ -26,9 +26,9 @@ from tunix.data.corpus import Corpus, load_corpus
 from tunix.processes import exits
 from tunix.processes.identity import who_am_i
 from tunix.sharding.dims import axis_names
-from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, meshes, resolve
+from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 from tunix.trainer import check_compiler_options, compile_step
-from tunix.training.program import assemble, build_mesh
+from tunix.training.program import abstract_batch, assemble, build_mesh
 from tunix.training.sizes import derive_sizes
 from tunix.training.start import check_init_from, load_init_from
 
@@ -74,25 +74,28 @@ def choose_meshes(cfg: Config, sequences: int) -> list[dict[str, int]]:
 def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
     try:
         check_divides(cfg.dims, sizes)
+        cfg.training.model_copy(update=_in_sequences(sequences)).batch_shape(sizes)
     except UserError:
         return False
-    return sequences % (cfg.training.sequences_per_shard * data_shards(sizes)) == 0
+    return True
 
 
 def _global_batch(cfg: Config) -> int:
     """Sequences of a step of this config on the devices that are visible."""
     sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
-    shards = data_shards(sizes)
-    return cfg.training.accumulation(shards) * cfg.training.sequences_per_shard * shards
+    return cfg.training.batch_shape(sizes).num_sequences
+
+
+def _in_sequences(count: int) -> dict[str, int | None]:
+    """The keys of `training` that ask for a global batch of so many sequences."""
+    return {"gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": count}
 
 
 def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
     """The config with another mesh and the same global batch; the mesh may leave devices idle."""
     values = cfg.model_dump(mode="json", by_alias=True)
     values["model"]["mesh_shape"] = mesh_shape
-    values["training"] |= {
-        "gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": sequences,
-    }  # fmt: skip
+    values["training"] |= _in_sequences(sequences)
     values["distributed"]["allow_idle_devices"] = True
     return compose.build(values)
 
@@ -104,16 +107,16 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int)
         check_init_from(cfg, program.arch)
         sizes = derive_sizes(cfg, mesh, program.arch, corpus)
         assert sizes.total_steps is not None
-        data = TrainBatches(corpus.train, cfg, mesh, sizes.num_microbatches)
+        data = TrainBatches(corpus.train, cfg, mesh)
         state = program.new_state(cfg.seed, load_init_from(program, mesh))
-        step_fn = program.step(sizes.total_steps, sizes.tokens_per_step)
-        train_step = compile_step(step_fn, state, data.read_global(0), cfg.training.compiler_options)
+        step_fn = program.step(sizes.total_steps, sizes.batch.num_tokens)
+        train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), cfg.training.compiler_options)
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
         for batch in data.iterate(0, num_steps):
             state, scalars = train_step(state, batch)
             for name in COMPARED:
                 metrics[name].append(float(scalars[name]))
-    return Trial(format_mesh_shape(mesh.shape), sizes.num_microbatches, metrics)
+    return Trial(format_mesh_shape(mesh.shape), sizes.batch.num_microbatches, metrics)
 
 
 def _relative(ours: float, theirs: float) -> float:

@@ -186,14 +186,14 @@ def test_a_folder_of_ones_own(fresh, tmp_path):
 
 
 def test_batch_keys_agree():
-    base = ["model.mesh_shape=[[4],[fsdp]]"]
+    base, four = ["model.mesh_shape=[[4],[fsdp]]"], {"dp": 1, "fsdp": 4, "tp": 1}
     for words in (
         "training.gradient_accumulation_steps=3",
         "training.global_batch_size=192",
         "training.global_batch_tokens=24576",
     ):
-        assert compose([*base, words]).config.training.accumulation(4) == 3
-    assert compose(base).config.training.accumulation(4) == 1
+        assert compose([*base, words]).config.training.batch_shape(four).num_microbatches == 3
+    assert compose(base).config.training.batch_shape(four).num_microbatches == 1
 
 
 def test_every_key_is_described():

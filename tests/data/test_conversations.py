@@ -178,7 +178,7 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path, caplog):
              "training.seq_len=8", "training.loss_chunk_size=8", f"task.chat_template={tmp_path}/own.jinja"]  # fmt: skip
     cfg = compose(words).config
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
-        HeldOut(cfg, load_corpus(cfg), None, None, build_mesh(cfg))
+        HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg))
     with pytest.raises(UserError, match="no conversation with an answer is held out"):
         _questions(SimpleNamespace(split="held_out"), cfg)
     assert "conversations with no token of an answer" in caplog.text

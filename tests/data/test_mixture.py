@@ -69,7 +69,7 @@ def batches(tmp_path, *words):
     mesh = SimpleNamespace(shape={"dp": 1, "fsdp": 4, "tp": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)))
-        return corpus, TrainBatches(corpus.train, cfg, mesh, cfg.training.accumulation(4))
+        return corpus, TrainBatches(corpus.train, cfg, mesh)
 
 
 @pytest.mark.parametrize("unit", ["token", "sample", "document"])

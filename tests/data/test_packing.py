@@ -11,7 +11,7 @@ from support.harness import SMALL
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.data.batches import TrainBatches, held_out_batches
+from tunix.data.batches import TrainBatches, read_held_out
 from tunix.data.corpus import load_corpus
 from tunix.data.packing import Sequences
 from tunix.data.stream import Arrays, Stream
@@ -120,7 +120,7 @@ def batches(packed, cfg, rows=None) -> TrainBatches:
     mesh = SimpleNamespace(shape={"dp": 1, "fsdp": 4, "tp": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)) if rows is None else rows(n))
-        return TrainBatches({"it": packed}, cfg, mesh, cfg.training.accumulation(4))
+        return TrainBatches({"it": packed}, cfg, mesh)
 
 
 @given(
@@ -174,7 +174,7 @@ def test_iteration_starts_anywhere(cache_dir):
     cfg = compose([*SMALL, "training.seq_len=8", "model.mesh_shape=[[8],[fsdp]]"]).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        data = TrainBatches({"it": sequences([50] * 20, 8, "concat", cache_dir)}, cfg, mesh, 1)
+        data = TrainBatches({"it": sequences([50] * 20, 8, "concat", cache_dir)}, cfg, mesh)
         far = 10**8 * data.batch_size
         for found, start in zip(
             data.iterate(far, 3), range(far, far + 3 * data.batch_size, data.batch_size), strict=True
@@ -186,7 +186,7 @@ def test_iteration_starts_anywhere(cache_dir):
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 64])
 def test_the_held_out_set_is_the_same_for_every_batch_size(cache_dir, batch_size):
     packed = sequences([50] * 20, 8, "concat", cache_dir)
-    found = held_out_batches(packed, 10, batch_size, list(range(batch_size)))
+    found = read_held_out(packed, 10, batch_size, list(range(batch_size)))
     real = found["loss_mask"].sum(-1) > 0
     assert real.sum() == 10
     first = found["tokens"][..., 0][real]

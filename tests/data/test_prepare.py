@@ -172,7 +172,7 @@ def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
         corpus, f"loading.cache_dir={tmp_path}", "loading.shard_bytes=9000", "model.mesh_shape=[[8],[fsdp]]"
     )
     found = prepared(cfg)
-    data = TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1)
+    data = TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg))
     tokens = found.folder / found.index["shards"][1]["name"] / "train.tokens.npy"
     data_bytes = tokens.read_bytes()
     tokens.write_bytes(data_bytes[:-10])

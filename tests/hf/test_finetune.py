@@ -25,7 +25,7 @@ from tunix.generate import Speaker
 from tunix.inference.pretrained import load_pretrained
 from tunix.models.paths import named
 from tunix.sharding.arrays import to_global
-from tunix.training.losses import lm_loss
+from tunix.training.losses import next_token_loss
 
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=2e-2"]
 SFT = [
@@ -99,18 +99,12 @@ def test_dropout_is_of_training_alone():
         @jax.jit
         def losses(params):
             return [
-                lm_loss(each.arch.module(params), rows | noise, chunk_size=16, z_loss=0.0)[0]
-                for each, noise in (
-                    (small, {}),
-                    (without, {}),
-                    (without, {"noise": 0}),
-                    (small, {"noise": 0}),
-                    (small, {"noise": 1}),
-                )
+                next_token_loss(each.arch.module(params), rows, seed, chunk_size=16, z_loss=0.0).objective
+                for each, seed in ((small, None), (without, None), (without, 0), (small, 0), (small, 1))
             ]
 
-        evaluated, plain, noise_without_dropout, first, second = map(float, losses(params))
-    assert evaluated == plain == noise_without_dropout
+        evaluated, plain, seed_without_dropout, first, second = map(float, losses(params))
+    assert evaluated == plain == seed_without_dropout
     assert len({evaluated, first, second}) == 3
 
 

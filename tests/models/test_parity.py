@@ -14,7 +14,7 @@ from tunix.hf.config_json import read_config, write_config
 from tunix.hf.names import FAMILIES
 from tunix.hf.weights import save_weights
 from tunix.inference.sampling import Sampling
-from tunix.training.losses import lm_loss
+from tunix.training.losses import next_token_loss
 
 PARITY = ROOT / "tests" / "models" / "parity"
 MODELS = sorted(path.parent.name for path in PARITY.glob("*/config.json"))
@@ -63,10 +63,10 @@ def test_gradients(mesh, tmp_path):
         "segment_ids": np.zeros_like(tokens), "loss_mask": np.ones(tokens.shape, np.float32),
     }  # fmt: skip
     batch["loss_mask"][:, -1] = 0
-    loss = partial(lm_loss, chunk_size=24, z_loss=0.0)
+    loss = partial(next_token_loss, chunk_size=24, z_loss=0.0)
     with jax.set_mesh(model.mesh):
         rows = {name: model.rows(leaf) for name, leaf in batch.items()}
-        grad = jax.jit(jax.grad(lambda params: loss(model.arch.module(params), rows)[0]))(model.params)
+        grad = jax.jit(jax.grad(lambda params: loss(model.arch.module(params), rows).objective))(model.params)
     save_weights(tmp_path, grad, model.cfg, model.arch.weights, "float32", shard_gb=5)
     for name, gradient in load_file(tmp_path / "model.safetensors").items():
         np.testing.assert_allclose(gradient, expected[f"gradient.{name}"], atol=1e-4, err_msg=name)

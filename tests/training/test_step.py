@@ -9,7 +9,7 @@ import pytest
 from support.harness import batch, program
 
 from tunix.sharding.arrays import bytes_per_device
-from tunix.training.losses import make_loss
+from tunix.training.losses import loss_kind
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 TOLERANCE = 1e-5  # float32; sums in another order
@@ -76,10 +76,10 @@ def test_scores_of_long_sequences_are_not_kept(remat, reference, monkeypatch):
     monkeypatch.setattr("tunix.models.attention.QUERY_BLOCK", 4)
     blocked = program(*ONE, f"training.remat={remat}")
     assert_same(blocked.run(batch(), steps=3), reference)
-    loss, rows = make_loss(blocked.cfg), {name: leaf[0] for name, leaf in batch().items()}
+    loss, rows = loss_kind(blocked.cfg).make(blocked.cfg), {name: leaf[0] for name, leaf in batch().items()}
 
     def kept(params):
-        return jax.vjp(lambda params: loss(blocked.arch.module(params), rows)[0], params)[1]
+        return jax.vjp(lambda params: loss(blocked.arch.module(params), rows, None).objective, params)[1]
 
     with jax.set_mesh(blocked.mesh):
         shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(kept, blocked.state["params"]))]

@@ -8,10 +8,11 @@ from pydantic import model_validator
 
 from tunix.base.section import Flag, Section, Seed
 from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
-from tunix.config.data import AnyData, Loading, Task, Tokenizer
+from tunix.config.data import AnyData, Loading, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
+from tunix.config.task import AnyTask, Task
 from tunix.config.training import Training
 from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
@@ -45,7 +46,7 @@ class Config(Section):
     """From documents to batches."""
     tokenizer: Tokenizer
     """Text to tokens."""
-    task: Task
+    task: AnyTask
     """Batches and loss."""
     training: Training
     """The step and the run's length."""
@@ -95,5 +96,5 @@ class Config(Section):
                 self.launcher.which_devices,
             )
         if sizes and self.training.micro_batch_size != "auto":
-            self.training.accumulation(mesh_shape.data_shards(sizes))
+            self.training.batch_shape(sizes)
         return self

@@ -107,15 +107,6 @@ class Tokenizer(Section):
     """Token put after each document; null takes the tokenizer's own."""
 
 
-class Task(Section):
-    """What is learnt: where batches come from and which loss they get."""
-
-    name: Literal["pretrain", "sft"]
-    """pretrain: next-token loss on every token of documents; sft: on the answers of conversations alone."""
-    chat_template: str | None
-    """A Jinja file that turns a conversation into text; null takes the tokenizer's own."""
-
-
 if TYPE_CHECKING:
     AnyData = Source | Mixture
 else:

@@ -1,13 +1,38 @@
 """The step, its batch and its precision; the length of the run."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from pydantic import model_validator
 
 from tunix.base.errors import UserError
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
+from tunix.sharding.mesh_shape import data_shards
 
 Dtype = Literal["float32", "bfloat16"]
+
+
+class BatchShape(NamedTuple):
+    """Shape [A, B, T] of the batch that one optimizer step takes, over the whole mesh."""
+
+    num_microbatches: int  # A
+    num_rows: int  # B: sequences of one microbatch, over all data shards
+    seq_len: int  # T
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one step."""
+        return self.num_microbatches * self.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one step, padding included."""
+        return self.num_sequences * self.seq_len
+
+    def of(self, dims: str) -> tuple[int, ...]:
+        """Sizes of some of the dimensions A, B and T, given by their letters."""
+        sizes = dict(zip("ABT", self, strict=True))
+        return tuple(sizes[letter] for letter in dims)
 
 
 class Training(Section):
@@ -76,36 +101,50 @@ class Training(Section):
 
     @property
     def sequences_per_shard(self) -> int:
-        """`micro_batch_size`, once it is decided."""
+        """`micro_batch_size` as a number.
+
+        Raises:
+            UserError: it is `auto`, and nothing has chosen a number yet.
+        """
         if self.micro_batch_size == "auto":
             raise UserError("training.micro_batch_size=auto is chosen by a run and by tunix.plan only; give a number")
         return self.micro_batch_size
 
-    def accumulation(self, data_shards: int) -> int:
-        """Microbatches per optimizer step (A) on a mesh of `data_shards` = dp x fsdp."""
-        steps = self.gradient_accumulation_steps or 1
-        sequences = self.sequences_per_shard * data_shards
-        factors = f"micro_batch_size={self.micro_batch_size} x {data_shards} data shards"
-        for key, batch, micro in (
-            ("global_batch_size", self.global_batch_size, sequences),
-            ("global_batch_tokens", self.global_batch_tokens, sequences * self.seq_len),
+    def batch_shape(self, mesh_sizes: Mapping[str, int]) -> BatchShape:
+        """The batch of a step on a mesh of these sizes.
+
+        Raises:
+            UserError: the keys do not fit one another on this mesh, with the nearest values that do.
+        """
+        shards = data_shards(mesh_sizes)
+        num_rows = self.sequences_per_shard * shards
+        num_microbatches = self.gradient_accumulation_steps or 1
+        factors = f"micro_batch_size={self.micro_batch_size} x {shards} data shards"
+        for key, asked, unit, unit_in_words in (
+            ("global_batch_size", self.global_batch_size, num_rows, factors),
+            (
+                "global_batch_tokens",
+                self.global_batch_tokens,
+                num_rows * self.seq_len,
+                f"{factors} x seq_len={self.seq_len}",
+            ),
         ):
-            if batch is None:
+            if asked is None:
                 continue
-            if batch % micro:
-                low = max(1, batch // micro) * micro
-                unit = factors if micro == sequences else f"{factors} x seq_len={self.seq_len}"
+            if asked % unit:
+                low = max(1, asked // unit) * unit
                 raise UserError(
-                    f"training.{key}={batch} is not divisible by {micro} = {unit}; nearest: {low} or {low + micro}"
+                    f"training.{key}={asked} is not divisible by {unit} = {unit_in_words}; "
+                    f"nearest: {low} or {low + unit}"
                 )
-            steps = batch // micro
-        if steps % self.sync_gradients_every:
-            legal = [n for n in range(1, steps + 1) if steps % n == 0]
+            num_microbatches = asked // unit
+        if num_microbatches % self.sync_gradients_every:
+            legal = [n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0]
             raise UserError(
-                f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {steps} microbatches "
-                f"of a step; it may be {', '.join(map(str, legal))}"
+                f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "
+                f"microbatches of a step; it may be {', '.join(map(str, legal))}"
             )
-        return steps
+        return BatchShape(num_microbatches, num_rows, self.seq_len)
 
     @model_validator(mode="after")
     def _check(self) -> "Training":

@@ -22,7 +22,6 @@ from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import data_shards
 from tunix.training.program import Program, abstract_batch, assemble
 from tunix.training.state import Weight, describe
 
@@ -56,10 +55,9 @@ def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
 
 def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     """Return the costs of a step of an assembled program on the mesh in use."""
-    training, shards = cfg.training, data_shards(mesh.shape)
-    microbatches = training.accumulation(shards)
-    tokens = microbatches * training.sequences_per_shard * shards * training.seq_len
-    arch, share = program.arch, tokens / mesh.size
+    training, batch = cfg.training, cfg.training.batch_shape(mesh.shape)
+    microbatches = batch.num_microbatches
+    arch, share = program.arch, batch.num_tokens / mesh.size
     flops = flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len) * share
     forward_flops = forward_flops_per_token(cfg.model, arch.num_parameters, training.seq_len) * share
     return Costs(
@@ -67,7 +65,7 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
         list_transfers(program, mesh, microbatches),
         flops,
         flops + RECOMPUTED[training.remat] * forward_flops,
-        tokens,
+        batch.num_tokens,
     )
 
 
@@ -146,9 +144,12 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     arch = describe(plain, program.layout, cfg.training.remat)
 
     def residuals(params, batch):
-        rows = {name: leaf[0] for name, leaf in batch.items()} | {"noise": jnp.zeros((), jnp.int32)}
-        trained = arch.trained(params)
-        return jax.vjp(lambda trained: program.loss_fn(arch.module(arch.merge(trained, params)), rows)[0], trained)[1]
+        rows, seed = {name: leaf[0] for name, leaf in batch.items()}, jnp.zeros((), jnp.int32)
+
+        def objective(trained):
+            return program.loss_fn(arch.module(arch.merge(trained, params)), rows, seed).objective
+
+        return jax.vjp(objective, arch.trained(params))[1]
 
     def num_bytes(sequences: int) -> int:
         values = {"micro_batch_size": sequences, "global_batch_size": None, "global_batch_tokens": None}

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from tunix.config import DeviceKind
 from tunix.sharding.dims import Equation, axis_names
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import data_shards
 from tunix.training.program import Program
 from tunix.training.state import Weight
 
@@ -86,7 +85,7 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     logits' product.
     """
     cfg, layout = program.cfg, program.layout
-    sizes = cfg.dims | {"B": cfg.training.sequences_per_shard * data_shards(mesh.shape)}
+    sizes = cfg.dims | {"B": cfg.training.batch_shape(mesh.shape).num_rows}
     forward_passes = 1 + RECOMPUTED[cfg.training.remat]
     products: list[tuple[Equation, int]] = []  # with the times that each runs for a sequence
     for weight in jax.tree.leaves(program.arch.weights):

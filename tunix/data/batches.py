@@ -1,29 +1,33 @@
-"""Batches in an order that only the seed and the sample number decide."""
+"""Batches in an order that only the seed and the sample number decide, and the sources that give them to the loop."""
 
 import hashlib
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
 
 import grain
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
+from tunix.data.batch import Batch, Example, empty_example, stack_examples
 from tunix.data.mixture import SampleOrder, stage_table, stages
-from tunix.data.packing import Example, Sequences
+from tunix.data.packing import Sequences
+from tunix.data.position import Position
 from tunix.sharding.arrays import local_rows, to_global
-from tunix.sharding.mesh_shape import data_shards
+
+Numbers = dict[str, float]  # of one step, by their names in metrics.jsonl
 
 
 class TrainBatches:
     """The training data of a run: each step takes the next A x B samples of one endless shuffled sequence."""
 
-    def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh, num_microbatches: int):
-        self.parts, self.cfg, self.mesh, self.num_microbatches = parts, cfg, mesh, num_microbatches
-        self.micro_batch = cfg.training.sequences_per_shard * data_shards(mesh.shape)  # B
-        self.rows = local_rows(mesh, self.micro_batch)  # of B, those of this process
+    def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh):
+        self.parts, self.cfg, self.mesh = parts, cfg, mesh
+        self.shape = cfg.training.batch_shape(mesh.shape)
+        self.rows = local_rows(mesh, self.shape.num_rows)  # of B, those of this process
         num_sequences = sum(map(len, parts.values()))
         if num_sequences < self.batch_size:
             raise UserError(
@@ -38,10 +42,10 @@ class TrainBatches:
     @property
     def batch_size(self) -> int:
         """Sequences of one step."""
-        return self.num_microbatches * self.micro_batch
+        return self.shape.num_sequences
 
     def fingerprint(self, corpus: str) -> str:
-        """Of the order of the samples of `corpus`: its own, and where the stages of a mixture begin."""
+        """Fingerprint of the samples and their order: the corpus's own, and where the stages of a mixture begin."""
         if self.mixture is None:
             return corpus
         return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
@@ -67,21 +71,13 @@ class TrainBatches:
         counts = self.order.drawn(next_sample)
         return {name: count * self.cfg.training.seq_len for name, count in zip(self.parts, counts, strict=True)}
 
-    def sample_ids(self, first_sample: int) -> range:
-        """Places in the shuffled sequence that the step starting at `first_sample` takes."""
-        return range(first_sample, first_sample + self.batch_size)
-
     def read(self, first_sample: int) -> Example:
         """This process's rows [A, B_local, T] of the batch that starts at `first_sample`."""
-        microbatches = self.sample_ids(first_sample)[:: self.micro_batch]
-        return _stack([[self.samples[start + row] for row in self.rows] for start in microbatches])
+        microbatches = range(first_sample, first_sample + self.batch_size, self.shape.num_rows)
+        return stack_examples([[self.samples[start + row] for row in self.rows] for start in microbatches])
 
-    def read_global(self, first_sample: int) -> dict[str, jax.Array]:
-        """That batch [A, B, T] on the devices."""
-        return to_global(self.read(first_sample), self.mesh)
-
-    def iterate(self, first_sample: int, num_steps: int) -> Iterator[dict[str, jax.Array]]:
-        """`num_steps` batches from `first_sample` on, read ahead by threads; starting late costs nothing."""
+    def iterate(self, first_sample: int, num_steps: int) -> Iterator[Batch]:
+        """Global batches of `num_steps` steps from `first_sample` on, read ahead; any start costs the same."""
         if num_steps == 0:
             return
         last = first_sample + num_steps * self.batch_size
@@ -91,10 +87,51 @@ class TrainBatches:
             yield to_global(batch, self.mesh)
 
 
-def held_out_batches(sequences: grain.MapDataset, num_sequences: int, batch_size: int, rows: list[int]) -> Example:
-    """Sequences spread evenly over the held-out ones as [batches, rows, T]; masked rows fill up the last batch.
+class BatchSource(Protocol):
+    """What the training loop asks for its batches.
 
-    Which sequences they are does not depend on the mesh.
+    The loop hands over the state after the step before. A source that reads a corpus ignores it and reads ahead; a
+    source that samples from the model (a rollout) needs its weights.
+    """
+
+    def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
+        """The batch of the next step on the devices, and numbers for the line of that step in metrics.jsonl.
+
+        `tokens`, the tokens of the run after that step, and `data_wait_s` are among the numbers.
+        """
+
+    def after(self, step: int) -> Position:
+        """Where the run is in its data after `step`: what a checkpoint of that step keeps."""
+
+
+class ReadAhead:
+    """The batches of a corpus from `start` to the step `last`, read ahead by threads: a `BatchSource`."""
+
+    def __init__(self, data: TrainBatches, start: Position, last: int):
+        self.data, self.start, self.step = data, start, start.step
+        self.batches = data.iterate(start.next_sample, last - start.step)
+
+    def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
+        begun = time.perf_counter()
+        batch = next(self.batches)
+        wait_s = time.perf_counter() - begun
+        self.step += 1
+        position = self.after(self.step)
+        by_source = {f"tokens_{name}": count for name, count in position.source_tokens.items()}
+        tokens = position.next_sample * self.data.shape.seq_len
+        return batch, {"tokens": tokens, **by_source, "data_wait_s": wait_s}
+
+    def after(self, step: int) -> Position:
+        next_sample = self.start.next_sample + (step - self.start.step) * self.data.batch_size
+        source_tokens = self.data.source_tokens(next_sample)
+        return replace(self.start, step=step, next_sample=next_sample, source_tokens=source_tokens)
+
+
+def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int, rows: list[int]) -> Example:
+    """Sequences spread evenly over the held-out ones as [batches, rows, T]; padding fills up the last batch.
+
+    A batch has `num_rows` rows over the whole mesh, of which this process reads `rows`. Which sequences are read does
+    not depend on the mesh.
     """
     count = min(num_sequences, len(sequences))
     if count == 0:
@@ -102,15 +139,9 @@ def held_out_batches(sequences: grain.MapDataset, num_sequences: int, batch_size
             "the held-out documents make no sequence of training.seq_len tokens; "
             "add data, raise data.held_out_fraction, or set it to 0 to hold out none"
         )
-    filler = {name: np.zeros_like(value) for name, value in sequences[0].items()}
+    padding = empty_example(len(sequences[0]["tokens"]))
 
     def row(index: int) -> Example:
-        return sequences[index * len(sequences) // count] if index < count else filler
+        return sequences[index * len(sequences) // count] if index < count else padding
 
-    return _stack([[row(start + n) for n in rows] for start in range(0, count, batch_size)])
-
-
-def _stack(microbatches: list[list[Example]]) -> Example:
-    """[A][B] examples of [T] to one of [A, B, T]."""
-    names = microbatches[0][0]
-    return {name: np.stack([np.stack([example[name] for example in rows]) for rows in microbatches]) for name in names}
+    return stack_examples([[row(start + n) for n in rows] for start in range(0, count, num_rows)])

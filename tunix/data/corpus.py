@@ -114,7 +114,7 @@ def _opened(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
             f"{cfg.tokenizer.path} ({vocabulary.num_tokens} tokens); leave tokenizer.path=null to take its own"
         )
     prepared = open_prepared(folder)
-    if prepared.index["answers"] != (cfg.task.name == "sft"):
+    if prepared.index["answers"] != (cfg.task.documents == "conversation"):
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
     return prepared
 

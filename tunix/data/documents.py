@@ -33,9 +33,10 @@ def read_documents(cfg: Source, task: Task, unit: Unit) -> Iterator[Document | L
     """
     for item in cfg.read(unit):
         if isinstance(item.content, str):
-            if task.name == "sft":
+            if task.documents == "conversation":
                 raise UserError(
-                    f"task=sft needs conversations: rows of jsonl, csv, parquet or hf, not data.source={cfg.source}"
+                    f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
+                    f"not data.source={cfg.source}"
                 )
             yield Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
         elif isinstance(cfg, Rows):
@@ -53,7 +54,7 @@ def _of_row(cfg: Rows, task: Task, item: Item) -> Document | LeftOut:
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
-        content = CONTENT[task.name](cfg.columns, item.content)
+        content = CONTENT[task.documents](cfg.columns, item.content)
         json.dumps(content, ensure_ascii=False).encode()
     except (BadRow, UnicodeEncodeError) as error:
         if cfg.bad_rows == "error":
@@ -107,4 +108,4 @@ def _cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type
     return value
 
 
-CONTENT: dict[str, Callable[[Columns, dict[str, Any]], Any]] = {"pretrain": _text, "sft": _conversation}
+CONTENT: dict[str, Callable[[Columns, dict[str, Any]], Any]] = {"text": _text, "conversation": _conversation}

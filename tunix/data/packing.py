@@ -9,9 +9,8 @@ import grain
 import numpy as np
 
 from tunix.base.disk import make_once
+from tunix.data.batch import Example, empty_example
 from tunix.data.stream import Arrays, Stream
-
-Example = dict[str, np.ndarray]  # tokens targets positions segment_ids: [T] int32; loss_mask: [T] float32
 
 
 class Sequences(grain.sources.RandomAccessDataSource):
@@ -67,7 +66,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
 
 def _window(shard: Arrays, first: int, seq_len: int) -> Example:
     """The tokens from `first` on, whatever documents they are of."""
-    tokens = shard.tokens[first : first + seq_len + 1].astype(np.int32)
+    tokens = shard.tokens[first : first + seq_len + 1]
     where = np.arange(first, first + seq_len + 1)
     opening = int(np.searchsorted(shard.starts, first, side="right")) - 1
     closing = int(np.searchsorted(shard.starts, first + seq_len, side="right"))
@@ -76,19 +75,17 @@ def _window(shard: Arrays, first: int, seq_len: int) -> Example:
     learnt = document[1:] == document[:-1]
     if shard.answers is not None:
         learnt &= shard.answers[first + 1 : first + seq_len + 1]
-    return {
-        "tokens": tokens[:-1],
-        "targets": tokens[1:],
-        "positions": (where - starts[document])[:-1].astype(np.int32),
-        "segment_ids": (document + 1)[:-1].astype(np.int32),
-        "loss_mask": learnt.astype(np.float32),
-    }
+    example = empty_example(seq_len)
+    example["tokens"][:], example["targets"][:] = tokens[:-1], tokens[1:]
+    example["positions"][:] = (where - starts[document])[:-1]
+    example["segment_ids"][:] = (document + 1)[:-1]
+    example["loss_mask"][:] = learnt
+    return example
 
 
 def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
     """Pieces one after the other, then padding; each has its next token as last target."""
-    example = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
-    mask = np.zeros(seq_len, np.float32)
+    example = empty_example(seq_len)
     place = 0
     for segment, (first, length) in enumerate(pieces, 1):
         here = slice(place, place + length)
@@ -96,9 +93,10 @@ def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
         example["tokens"][here], example["targets"][here] = tokens[:-1], tokens[1:]
         example["positions"][here] = np.arange(length)
         example["segment_ids"][here] = segment
-        mask[here] = 1 if shard.answers is None else shard.answers[first + 1 : first + length + 1]
+        learnt = 1 if shard.answers is None else shard.answers[first + 1 : first + length + 1]
+        example["loss_mask"][here] = learnt
         place += length
-    return {**example, "loss_mask": mask}
+    return example
 
 
 def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:

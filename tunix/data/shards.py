@@ -75,7 +75,7 @@ def make_shard(plan: ShardPlan, folder: Path) -> None:
 
 def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
     dtype = np.uint16 if vocabulary.num_tokens <= 2**16 else np.uint32
-    parts = {split: Part(answers=[] if plan.task.name == "sft" else None) for split in SPLITS}
+    parts = {split: Part(answers=[] if plan.task.documents == "conversation" else None) for split in SPLITS}
     left_out: Counter[str] = Counter()
     examples: list[str] = []
     smallest = 2**HASH_BITS

@@ -34,6 +34,7 @@ from tunix.sources.files import Unit
 from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read, train
 
 log = logging.getLogger(__name__)
+IN_KEYS = {"text": "pretrain", "conversation": "sft"}  # kinds of documents in the names of caches, as ever
 MOVED = {"paths"}  # keys of a source that may change while its documents stay the same
 
 
@@ -53,7 +54,10 @@ def find_vocabulary(
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
     key = _hash(
-        FORMAT, cfg.model_dump_json(exclude={"path", "train"}), task.name, *(_identity(*source) for source in sources)
+        FORMAT,
+        cfg.model_dump_json(exclude={"path", "train"}),
+        IN_KEYS[task.documents],
+        *(_identity(*source) for source in sources),
     )
 
     trained = cache_dir / "tokenizers" / key / "tokenizer.json"
@@ -81,8 +85,10 @@ def prepare(cfg: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, 
     Raises:
         UserError: documents that cannot be read, or none; a cache that cannot be written.
     """
-    template = str(vocabulary.chat_template) if task.name == "sft" else ""
-    key = _hash(FORMAT, _identity(cfg, units), task.name, template, vocabulary.digest, str(loading.shard_bytes))
+    template = str(vocabulary.chat_template) if task.documents == "conversation" else ""
+    key = _hash(
+        FORMAT, _identity(cfg, units), IN_KEYS[task.documents], template, vocabulary.digest, str(loading.shard_bytes)
+    )
     folder = Path(loading.cache_dir).expanduser() / "tokens" / key
     if not (folder / "index.json").exists():
         begun = time.perf_counter()

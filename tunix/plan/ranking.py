@@ -12,7 +12,7 @@ from tunix.costs.derived import Costs, derive
 from tunix.costs.transfers import seconds
 from tunix.plan.compiled import Compiled, compile_all
 from tunix.plan.topology import Cluster
-from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, meshes, resolve
+from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 
 GIB = 2**30
 PRODUCTS_SHARE = 0.8  # of a step's arithmetic that matrix products take, where nothing is compiled
@@ -173,7 +173,7 @@ def micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
     for size in (2**power for power in range(LARGEST_MICRO_BATCH.bit_length())):
         training = cfg.training.model_copy(update={"micro_batch_size": size})
         try:
-            training.accumulation(data_shards(sizes))
+            training.batch_shape(sizes)
         except UserError as error:
             mistake = mistake or error
         else:

@@ -7,8 +7,7 @@ from typing import Any
 
 from tunix.base.errors import Ending, NotFinite, Stopped
 from tunix.config import Config
-from tunix.data.batches import TrainBatches
-from tunix.data.position import Position
+from tunix.data.batches import BatchSource
 from tunix.processes import stopping
 
 
@@ -22,8 +21,7 @@ class Moment:
     record: dict[str, Any]  # the newest line of metrics.jsonl from training; a running step has none yet
     evaluation: dict[str, Any]  # the newest held-out line
     elapsed_s: float  # since the program began
-    start: Position  # where this process of the run began
-    data: TrainBatches
+    source: BatchSource
 
 
 def time_limit(now: Moment) -> Ending | None:
@@ -46,10 +44,10 @@ def not_finite(now: Moment) -> Ending | None:
     if skipped <= allowed:
         return None
     step = now.record["step"]
-    ids = now.data.sample_ids(now.start.after(step - 1, now.data).next_sample)
+    first, end = now.source.after(step - 1).next_sample, now.source.after(step).next_sample
     return NotFinite(
         f"loss or gradients were not finite in {skipped} steps in a row (training.max_skipped_steps={allowed}); "
-        f"step {step} had samples {ids.start} to {ids.stop - 1}. The parameters are those of step {step - skipped}"
+        f"step {step} had samples {first} to {end - 1}. The parameters are those of step {step - skipped}"
     )
 
 

@@ -52,10 +52,8 @@ class StartedStep:
     """A step that was given to the devices, whose numbers are not there yet."""
 
     step: int
-    tokens: int  # of the run, with this step
-    scalars: dict[str, jax.Array]
-    data_wait_s: float
-    source_tokens: dict[str, int]  # the part of `tokens` that each source of a mixture gave
+    scalars: dict[str, jax.Array]  # what the step returned
+    numbers: dict[str, float]  # what the source of its batch gave with it (`BatchSource.next`)
 
 
 class StepLog:
@@ -71,13 +69,11 @@ class StepLog:
         """Count the next step's time from now: something else has run since the last one."""
         self.clock = time.perf_counter()
 
-    def started(
-        self, step: int, tokens: int, scalars: dict[str, jax.Array], data_wait_s: float, source_tokens: dict[str, int]
-    ) -> None:
+    def started(self, step: int, scalars: dict[str, jax.Array], numbers: dict[str, float]) -> None:
         """Note that `step` runs on the devices; write the step before. The arguments are those of `StartedStep`."""
         for value in scalars.values():
             value.copy_to_host_async()
-        before, self.pending = self.pending, StartedStep(step, tokens, scalars, data_wait_s, source_tokens)
+        before, self.pending = self.pending, StartedStep(step, scalars, numbers)
         self._write(before)
 
     def finish(self) -> None:
@@ -99,18 +95,16 @@ def step_record(
     started: StartedStep, values: dict[str, float], step_time_s: float, sizes: Sizes, peak_tflops: float | None
 ) -> dict[str, Any]:
     """The line of metrics.jsonl for a step; a number that is not finite is None."""
-    speed = sizes.tokens_per_step / step_time_s
+    speed = sizes.batch.num_tokens / step_time_s
     tflops = speed * sizes.flops_per_token / sizes.num_devices / 1e12
     return {
         "step": started.step,
         **{name: value if math.isfinite(value) else None for name, value in values.items()},
         "skipped": int(values["skipped"]),
-        "tokens": started.tokens,
-        **{f"tokens_{name}": count for name, count in started.source_tokens.items()},
+        **started.numbers,
         "tokens_per_s": speed,
         "tokens_per_s_per_device": speed / sizes.num_devices,
         "step_time_s": step_time_s,
-        "data_wait_s": started.data_wait_s,
         "tflops_per_device": tflops,
         "mfu": tflops / peak_tflops if peak_tflops else None,
         "peak_memory_gib": peak_memory_gib(),

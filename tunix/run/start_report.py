@@ -24,7 +24,7 @@ from tunix.training.state import Architecture, State, count
 
 def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
     """Return every derived number as text; `corpus` is None in a dry run."""
-    training, arch = cfg.training, program.arch
+    training, arch, batch = cfg.training, program.arch, sizes.batch
     held = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
     shards = data_shards(mesh.shape)
     kinds = {device.device_kind for device in mesh.devices.flat}
@@ -38,10 +38,10 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         f"{jax.process_count()} process(es)",
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
-        "global batch": f"{sizes.batch_size:,} sequences = {sizes.num_microbatches} microbatch(es) x "
+        "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
         f"{shards} data shard(s) x {training.sequences_per_shard}; gradients reduced every "
         f"{training.sync_gradients_every} microbatch(es)",
-        "tokens per step": f"{sizes.tokens_per_step:,} = {sizes.batch_size:,} x {training.seq_len}",
+        "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
         "length": _length(cfg, sizes),
         "bytes per device": f"{held['weights'] + held['optimizer']:.3f} GiB = weights {held['weights']:.3f} + "
         f"{cfg.optimizer.name} {held['optimizer']:.3f}; predicted on top: gradients {held['gradients']:.3f}, "
@@ -103,9 +103,9 @@ def _length(cfg: Config, sizes: Sizes) -> str:
     if sizes.total_steps is None:
         return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
     steps = sizes.total_steps
-    warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.tokens_per_step) for phase in ("warmup", "decay"))
+    warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.batch.num_tokens) for phase in ("warmup", "decay"))
     tail = f", decay over the last {decay}" if cfg.scheduler.shape.has_decay else ""
     return (
-        f"{steps:,} steps, {steps * sizes.tokens_per_step:,} tokens; "
+        f"{steps:,} steps, {steps * sizes.batch.num_tokens:,} tokens; "
         f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
     )

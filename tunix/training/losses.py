@@ -1,38 +1,66 @@
-"""Losses: sums over tokens and counts of them, never means, so that parts of a batch can be added up."""
+"""Losses: what is minimised, what it is divided by, and sums to report. Sums, not means: microbatches are added up."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 
 from tunix.config import Config
+from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 
 Sums = dict[str, jax.Array]
 
 
-def lm_loss(
-    model: Transformer, batch: dict[str, jax.Array], *, chunk_size: int, z_loss: float
-) -> tuple[jax.Array, Sums]:
-    """Next-token cross entropy (nats) over tokens where `loss_mask` is not 0; batch leaves are [B, T].
+class Loss(NamedTuple):
+    """What a loss computes for one microbatch: float32 scalars, each a sum over tokens or sequences.
 
-    Returns the sum to be minimised, nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311), and `nll`, `z_loss`, `tokens`
-    as float32 sums. Logits exist for `chunk_size` positions of each sequence at one time and are computed again
-    in the backward pass: [B, T, V] never does.
+    The step adds the microbatches up and divides once, because a mean of means is wrong where masks differ.
+    """
+
+    objective: jax.Array  # what is minimised: gradients are those of objective / weight
+    weight: jax.Array  # what objective and sums are divided by: a count of tokens, of sequences, ...
+    sums: Sums  # reported as sum / weight under these names in metrics.jsonl; `loss` is one of them
+
+
+# (model, batch with fields [B, T], seed) -> Loss. The seed is an int32 scalar that dropout draws from; None outside of
+# training.
+LossFn = Callable[[Transformer, Batch, jax.Array | None], Loss]
+
+
+class LossKind(NamedTuple):
+    """A row of the table of losses."""
+
+    make: Callable[[Config], LossFn]  # takes from the config what this loss needs
+    evaluate: Callable[[Sums, jax.Array, int], dict[str, float]]  # (sums, weight, bytes of the text) of a held-out set
+    fields: Mapping[str, Field] = FIELDS  # of the batches that it takes
+
+
+def token_log_probs(
+    model: Transformer, batch: Batch, seed: jax.Array | None, *, chunk_size: int
+) -> tuple[jax.Array, Sums]:
+    """Log-probability in nats, [B, T] float32, of each target of a batch under the model, and the sums of its blocks.
+
+    A loss adds the sums of the blocks (a router's loss is one) to its objective, and reports them.
+    """
+    log_probs, _, block_sums = _score_chunks(model, batch, seed, chunk_size)
+    return _joined(log_probs), block_sums
+
+
+def _score_chunks(
+    model: Transformer, batch: Batch, seed: jax.Array | None, chunk_size: int
+) -> tuple[jax.Array, jax.Array, Sums]:
+    """Log-probabilities of the targets and log(Z)^2, Z the sum of exp(logits): [T / chunk_size, B, chunk_size] float32.
+
+    The sums of the model's blocks come with them. Logits exist for `chunk_size` positions of each sequence at one time and are computed again in the backward pass:
+    [B, T, V] never exists.
     """
     tables = model.tables()
-    hidden, block_sums = model.hidden(
-        tables, batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("noise")
-    )
-    length = hidden.shape[1]
-    num_chunks = max(1, length // chunk_size)
-
-    def chunks(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [T / chunk, B, chunk, ...]
-        if num_chunks == 1:  # where B is 1 too, a reshape would not know which of them the mesh splits
-            return x[None]
-        return x.reshape(x.shape[0], num_chunks, length // num_chunks, *x.shape[2:]).swapaxes(0, 1)
+    hidden, block_sums = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
 
     @jax.checkpoint
     def one_chunk(_, chunk):
@@ -42,20 +70,66 @@ def lm_loss(
         ids = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
         # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
         target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
-        return None, (log_z - target_logits, log_z**2)
+        return None, (target_logits - log_z, log_z**2)
 
     with jax.named_scope("loss"):
-        xs = (chunks(hidden), chunks(batch["targets"]))
-        _, per_token = jax.lax.scan(one_chunk, None, xs)  # [T / chunk, B, chunk]
-        mask = chunks(batch["loss_mask"])
-        nll, squares = (jnp.sum(values * mask) for values in per_token)
-    minimised = nll + z_loss * squares + sum(block_sums.values())
-    return minimised, {"nll": nll, "z_loss": z_loss * squares, "tokens": jnp.sum(mask), **block_sums}
+        xs = (_chunks(hidden, chunk_size), _chunks(batch["targets"], chunk_size))
+        log_probs, log_z_squares = jax.lax.scan(one_chunk, None, xs)[1]
+        return log_probs, log_z_squares, block_sums
 
 
-LOSSES = {"pretrain": lm_loss, "sft": lm_loss}  # for sft, loss_mask keeps only the answers
+def next_token_loss(
+    model: Transformer, batch: Batch, seed: jax.Array | None = None, *, chunk_size: int, z_loss: float
+) -> Loss:
+    """Next-token cross entropy in nats over tokens where `loss_mask` is not 0.
+
+    Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone.
+    """
+    log_probs, log_z_squares, block_sums = _score_chunks(model, batch, seed, chunk_size)
+    with jax.named_scope("loss"):
+        mask = _chunks(batch["loss_mask"], chunk_size)
+        nll, squares = jnp.sum(-log_probs * mask), jnp.sum(log_z_squares * mask)
+        objective = nll + z_loss * squares + sum(block_sums.values())
+        return Loss(objective, jnp.sum(mask), {"loss": nll, "z_loss": z_loss * squares, **block_sums})
 
 
-def make_loss(cfg: Config) -> Callable[..., tuple[jax.Array, Sums]]:
-    """(model, batch) -> sum to be minimised, sums: the loss of the config's task."""
-    return partial(LOSSES[cfg.task.name], chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
+def _chunks(x: jax.Array, chunk_size: int) -> jax.Array:
+    """[B, T, ...] -> [T / chunk_size, B, chunk_size, ...]"""
+    length = x.shape[1]
+    num_chunks = max(1, length // chunk_size)
+    if num_chunks == 1:  # where B is 1 too, a reshape would not know which of the dimensions the mesh splits
+        return x[None]
+    return x.reshape(x.shape[0], num_chunks, length // num_chunks, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """[T / chunk_size, B, chunk_size] -> [B, T], the inverse of `_chunks`."""
+    if len(x) == 1:
+        return x[0]
+    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+
+
+def _text_quality(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
+    """Mean loss (nats per token), perplexity, and bits per byte of text, which do not depend on the tokenizer."""
+    nll, num_tokens = float(sums["loss"]), float(weight)
+    loss = nll / num_tokens
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nll / math.log(2) / num_bytes,
+        "eval_tokens": int(num_tokens),
+    }
+
+
+def _make_next_token(cfg: Config) -> LossFn:
+    return partial(next_token_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
+
+
+LOSSES = {
+    "next_token": LossKind(_make_next_token, _text_quality),  # of sft too: its loss_mask keeps only the answers
+}
+
+
+def loss_kind(cfg: Config) -> LossKind:
+    """The row of the config's task in the table of losses."""
+    return LOSSES[cfg.task.loss]

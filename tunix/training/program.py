@@ -8,17 +8,18 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from tunix.config import Config
-from tunix.sharding.layout import STRATEGIES, Layout, activation_spec
+from tunix.data.batch import abstract_arrays
+from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import data_shards, unsplit_dims
+from tunix.sharding.mesh_shape import unsplit_dims
 from tunix.training.copies import Update, make_updates, start_copies
-from tunix.training.losses import make_loss
+from tunix.training.losses import LossFn, loss_kind
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.state import Architecture, State, abstract_state, describe, new_state, optimizer_view
-from tunix.training.step import LossFn, make_train_step
+from tunix.training.step import make_train_step
 
 
 def build_layout(cfg: Config, mesh: Mesh) -> Layout:
@@ -88,12 +89,8 @@ class Program:
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the batch [A, B, T] that a step takes."""
-    training, shards = cfg.training, data_shards(mesh.shape)
-    shape = (training.accumulation(shards), training.sequences_per_shard * shards, training.seq_len)
-    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "int32") | {"loss_mask": "float32"}
-    sharding = NamedSharding(mesh, activation_spec("ABT"))
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    """Shapes, dtypes and shardings of the batch that a step takes: the fields that the loss needs."""
+    return abstract_arrays(loss_kind(cfg).fields, cfg.training.batch_shape(mesh.shape), mesh)
 
 
 def assemble(cfg: Config, mesh: Mesh) -> Program:
@@ -104,4 +101,4 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies = make_updates(training)
     abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies)), mesh)
-    return Program(cfg, layout, arch, optimizer, make_loss(cfg), copies, abstract)
+    return Program(cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), copies, abstract)

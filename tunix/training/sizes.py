@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from tunix.config import Config, Training
+from tunix.config.training import BatchShape
 from tunix.data.corpus import Corpus
 from tunix.models.flops import flops_per_token
-from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
 
 
@@ -16,33 +16,23 @@ from tunix.training.state import Architecture
 class Sizes:
     """The numbers that follow from config and mesh."""
 
-    num_microbatches: int  # A
-    micro_batch: int  # B: sequences over all data shards
-    tokens_per_step: int
+    batch: BatchShape
     total_steps: int | None  # None: only the data will tell
     flops_per_token: float
     num_devices: int
 
     @property
-    def batch_size(self) -> int:
-        return self.num_microbatches * self.micro_batch
-
-    @property
     def tflop_per_step(self) -> float:
-        return self.flops_per_token * self.tokens_per_step / 1e12
+        return self.flops_per_token * self.batch.num_tokens / 1e12
 
 
 def derive_sizes(cfg: Config, mesh: Mesh, arch: Architecture, corpus: Corpus | None) -> Sizes:
     """`corpus` is None in a dry run."""
     training = cfg.training
-    microbatches = training.accumulation(data_shards(mesh.shape))
-    micro_batch = training.sequences_per_shard * data_shards(mesh.shape)
-    batch = microbatches * micro_batch
+    batch = training.batch_shape(mesh.shape)
     return Sizes(
-        microbatches,
-        micro_batch,
-        batch * training.seq_len,
-        last_step(training, batch, corpus.num_sequences if corpus else None),
+        batch,
+        last_step(training, batch.num_sequences, corpus.num_sequences if corpus else None),
         flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len),
         mesh.size,
     )

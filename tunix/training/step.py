@@ -1,20 +1,18 @@
-"""The train step: gradients of A microbatches, one division by the number of tokens, one update. Pure."""
+"""The train step: gradients of A microbatches, one division by the weight of the loss, one update. Pure."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
+from tunix.data.batch import Batch
 from tunix.sharding.layout import Layout
 from tunix.training.copies import Update, update_copies
+from tunix.training.losses import LossFn, Sums
 from tunix.training.optim import Schedule
 from tunix.training.state import Architecture, State, Weight, optimizer_view
-
-Batch = dict[str, jax.Array]
-LossFn = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def make_train_step(
@@ -26,8 +24,10 @@ def make_train_step(
     sync_every: int,
     copy_updates: dict[str, Update],
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """(state, batch) -> (state, metrics), to be compiled with the state donated; batch leaves are [A, B, T], metrics
-    scalars: loss in nats per token, grad_norm before clipping, learning_rate, skipped, the loss's other sums per token.
+    """Return a function (state, batch) -> (state, metrics), to be compiled with the state donated.
+
+    Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
+    sums of the loss divided by its weight.
 
     A step whose loss or gradient is not finite changes nothing but its counters. Gradients are reduced over the
     data shards after every `sync_every` microbatches; until then each device adds up its own part in float32.
@@ -40,37 +40,61 @@ def make_train_step(
         return auto_axes(tx.update, out_sharding=specs)(grads, opt_state, params)
 
     def train_step(state, batch):
-        num_microbatches = len(batch["tokens"])
-        batch = batch | {"noise": state["step"] * num_microbatches + jnp.arange(num_microbatches)}
-        grads, sums = gradients(state["params"], batch)
+        num_microbatches = len(jax.tree.leaves(batch)[0])
+        seeds = state["step"] * num_microbatches + jnp.arange(num_microbatches)
+        grads, weight, sums = gradients(state["params"], batch, seeds)
         with jax.named_scope("optimizer"):
-            grads = optimizer_view(jax.tree.map(lambda g: g / sums["tokens"], grads), arch, layout)
+            grads = optimizer_view(jax.tree.map(lambda g: g / weight, grads), arch, layout)
             grad_norm = optax.tree.norm(grads)
             trained = arch.trained(state["params"])
             params = optimizer_view(trained, arch, layout)
             direction, opt_state = update(grads, state["opt_state"], params)
             rate = schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
-            finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["nll"])
+            finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
             copies = update_copies(copy_updates, state.get("copies", {}), params)
             new = {"params": params, "opt_state": opt_state, **copies}
             old = {name: state[name] for name in new} | {"params": trained}
             kept = jax.tree.map(lambda n, o: jnp.where(finite, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         metrics = {
-            "loss": sums["nll"] / sums["tokens"], "grad_norm": grad_norm, "learning_rate": rate, "skipped": skipped,
-            **{name: value / sums["tokens"] for name, value in sums.items() if name not in ("nll", "tokens")},
-        }  # fmt: skip
+            **{name: value / weight for name, value in sums.items()},
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "skipped": skipped,
+        }
         kept["params"] = arch.merge(kept["params"], state["params"])
         return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
 
     return train_step
 
 
-def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int):
-    """(params, batch [A, B, T]) -> summed gradients, float32 and reduced, and the loss's sums."""
-    # Either each block gathers its weights when it needs them, and the backward pass leaves shards that are summed
-    # already. Or all are gathered here, once for the step, and gradients stay what each device computed until summed.
+# Where weights and gradients are while a step runs. Two devices share a weight W (fsdp=2), and each has its own half of
+# every microbatch. The gradient dW is a sum over both halves. [W0|W1] is a matrix of which each device keeps one half.
+#
+#   full_shard, sync_every=1: gathered in blocks        any other strategy, or sync_every > 1: gathered for the step
+#
+#   at rest          [W0|W1]  split                     at rest          [W0|W1] split, or W on both
+#   block, forward   W on both: all-gather              once a step      W on both: all-gather, if it is split
+#   block, backward  W on both: all-gather again        A microbatches   W stays; dW(0) on device 0, dW(1) on device 1:
+#                    dW -> [dW0|dW1]: reduce-scatter,                    each has a whole matrix of its own part, which
+#                    the custom backward of `gather`                     JAX types `unreduced`; parts add up in float32
+#   accumulator      [dW0|dW1]  split, summed           every sync_every microbatches: dW(0) + dW(1) -> the accumulator,
+#                                                       by reduce-scatter (split) or all-reduce (whole on both)
+#
+# Left: least memory, 2 gathers and 1 reduction a microbatch. Right: a whole W and dW, 1 gather a step, and as few
+# reductions as `sync_every` asks for. Values that differ between devices never meet before they are summed: JAX's types
+# (`reduced`, `unreduced`) make a forgotten sum an error while tracing.
+
+
+def make_gradients(
+    arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int
+) -> Callable[[dict, Batch, jax.Array], tuple[dict, jax.Array, Sums]]:
+    """Return a function (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
+
+    Gradients are float32 and summed over devices too; weight and sums are those of `Loss`. The dropout of a microbatch
+    draws from its seed.
+    """
     in_blocks = layout.gathers_in_blocks(sync_every)
 
     def spec(weight: Weight, *, own_part: bool) -> PartitionSpec:
@@ -83,11 +107,11 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
             lambda weight: reshard(jnp.zeros(weight.shape), spec(weight, own_part=own_part)), arch.trained_weights
         )
 
-    def gathered(params):
+    def gather_all(params):
         with jax.named_scope("gather"):
             return jax.tree.map(lambda p, weight: layout.gather(p, weight.equation), params, arch.weights)
 
-    def summed(grads):
+    def sum_over_devices(grads):
         with jax.named_scope("reduce"):
             return jax.tree.map(
                 lambda g, weight: layout.sum_gradient(g, spec(weight, own_part=False)), grads, arch.trained_weights
@@ -96,24 +120,27 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_eve
     def add(total, more):
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
-    def gradients(params, batch):
-        weights = params if in_blocks else gathered(params)
-        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), batch)
+    def gradients(params, batch, seeds):
+        weights = params if in_blocks else gather_all(params)
+        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (batch, seeds))
 
-        def loss(trained, batch):
-            return loss_fn(arch.module(arch.merge(trained, weights)), batch)
+        def objective(trained, batch, seed):
+            loss = loss_fn(arch.module(arch.merge(trained, weights)), batch, seed)
+            return loss.objective, (loss.weight, loss.sums)
 
-        def microbatch(carry, batch):
-            (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(arch.trained(weights), batch)
-            return add(carry, (grads, sums)), None
+        def microbatch(carry, inputs):
+            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(arch.trained(weights), *inputs)
+            return add(carry, (grads, reported)), None
 
-        def group(carry, batch):
-            total, sums = carry
-            (part, sums), _ = jax.lax.scan(microbatch, (zeros(own_part=not in_blocks), sums), batch)
-            return (add(total, part if in_blocks else summed(part)), sums), None
+        def group(carry, inputs):
+            grads, reported = carry
+            (part, reported), _ = jax.lax.scan(microbatch, (zeros(own_part=not in_blocks), reported), inputs)
+            return (add(grads, part if in_blocks else sum_over_devices(part)), reported), None
 
-        shapes = jax.eval_shape(lambda: loss(arch.trained(weights), jax.tree.map(lambda x: x[0], batch)))[1]
-        no_sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        return jax.lax.scan(group, (zeros(own_part=False), no_sums), groups)[0]
+        first = jax.tree.map(lambda x: x[0], (batch, seeds))
+        shapes = jax.eval_shape(lambda: objective(arch.trained(weights), *first)[1])
+        nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        grads, (weight, sums) = jax.lax.scan(group, (zeros(own_part=False), nothing), groups)[0]
+        return grads, weight, sums
 
     return gradients

@@ -1,0 +1,42 @@
+"""Tasks: which documents a run learns from, and which loss their batches get."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from tunix.base.section import Section
+
+
+class Task(Section):
+    """What is learnt."""
+
+    documents: ClassVar[Literal["text", "conversation"]]  # what a document of the data is
+    loss: ClassVar[str]  # a key of LOSSES in training/losses.py
+
+    name: str
+    """Which task."""
+    chat_template: str | None
+    """A Jinja file that turns a conversation into text; null takes the tokenizer's own."""
+
+
+class Pretrain(Task):
+    """Next-token loss on every token of documents."""
+
+    documents = "text"
+    loss = "next_token"
+
+    name: Literal["pretrain"]  # type: ignore[assignment]
+    """What is learnt."""
+
+
+class Sft(Task):
+    """Next-token loss on the answers of conversations alone."""
+
+    documents = "conversation"
+    loss = "next_token"
+
+    name: Literal["sft"]  # type: ignore[assignment]
+    """What is learnt."""
+
+
+AnyTask = Annotated[Pretrain | Sft, Field(discriminator="name")]

@@ -1,0 +1,56 @@
+"""Fields of a batch: names, dimensions and dtypes in one table, and what follows from it.
+
+A batch is a dict of arrays. On the host each process has its own rows of it; on the devices it is one global array a
+field. Its dimensions are those of `BatchShape`: A microbatches, B sequences of one microbatch, T tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.config.training import BatchShape
+from tunix.sharding.layout import activation_spec
+
+Batch = dict[str, jax.Array]  # [A, B, T] on the devices; [B, T] inside the loop over microbatches
+Example = dict[str, np.ndarray]  # [T], one sequence; or several of them stacked, [A, B, T]
+
+
+class Field(NamedTuple):
+    """Dimensions and dtype of one field."""
+
+    dims: str  # letters of the dimensions: ABT, or AB for one number a sequence
+    dtype: str
+
+
+# A loss that needs more adds fields to these (`LossKind.fields`); whoever makes its batches fills them.
+FIELDS = {
+    "tokens": Field("ABT", "int32"),  # what the model reads
+    "targets": Field("ABT", "int32"),  # what it shall predict: the token after each
+    "positions": Field("ABT", "int32"),  # place of each token in its document, from 0
+    "segment_ids": Field("ABT", "int32"),  # document of each token, from 1 in every sequence; 0 is padding
+    "loss_mask": Field("ABT", "float32"),  # weight of each target in the loss; 0 leaves it out
+}
+
+
+def abstract_arrays(fields: Mapping[str, Field], shape: BatchShape, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the fields of a global batch. No array is made."""
+    arrays = {}
+    for name, field in fields.items():
+        sharding = NamedSharding(mesh, activation_spec(field.dims))
+        arrays[name] = jax.ShapeDtypeStruct(shape.of(field.dims), field.dtype, sharding=sharding)
+    return arrays
+
+
+def empty_example(seq_len: int, fields: Mapping[str, Field] = FIELDS) -> Example:
+    """One sequence of padding: zeros in every field, [T] or a scalar."""
+    shape = BatchShape(1, 1, seq_len)
+    return {name: np.zeros(shape.of(field.dims[2:]), field.dtype) for name, field in fields.items()}
+
+
+def stack_examples(microbatches: Sequence[Sequence[Example]]) -> Example:
+    """Join [A][B] examples of [T] to arrays of [A, B, T]."""
+    names = microbatches[0][0]
+    return {name: np.stack([np.stack([example[name] for example in rows]) for rows in microbatches]) for name in names}
