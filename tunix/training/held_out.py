@@ -50,4 +50,5 @@ class HeldOut:
 
     def evaluate(self, params: dict) -> dict[str, float]:
         """Numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
-        return self.kind.evaluate(*self.totals(params, self.batches), self.num_bytes)
+        sums, weight = self.totals(params, self.batches)
+        return self.kind.evaluate(sums, weight, self.num_bytes)
