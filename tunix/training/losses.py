@@ -56,8 +56,8 @@ def _score_chunks(
 ) -> tuple[jax.Array, jax.Array, Sums]:
     """Log-probabilities of the targets and log(Z)^2, Z the sum of exp(logits): [T / chunk_size, B, chunk_size] float32.
 
-    The sums of the model's blocks come with them. Logits exist for `chunk_size` positions of each sequence at one time and are computed again in the backward pass:
-    [B, T, V] never exists.
+    The sums of the model's blocks come with them. Logits exist for `chunk_size` positions of each sequence at one time
+    and are computed again in the backward pass: [B, T, V] never exists.
     """
     tables = model.tables()
     hidden, block_sums = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
