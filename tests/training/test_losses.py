@@ -1,0 +1,98 @@
+"""A loss is one row of a table; a batch's fields stand in one table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.harness import ROOT, RUN, batch, metrics, program
+
+import tunix
+from tunix.data.batch import FIELDS, Field, empty_example
+from tunix.sharding.arrays import to_global
+from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, token_log_probs
+from tunix.training.program import abstract_batch
+
+ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
+
+
+def unlikely_sequences(model, batch, seed):
+    """A dummy: the mean over sequences of each one's probability to be wrong somewhere, weighted by a field of its own."""
+    log_probs = jnp.sum(token_log_probs(model, batch, seed, chunk_size=16) * batch["loss_mask"], axis=1)
+    share = batch.get("share", jnp.ones_like(log_probs))  # [B]
+    loss = jnp.sum((1 - jnp.exp(log_probs)) * share)
+    return Loss(loss, jnp.sum(share), {"loss": loss, "log_prob": jnp.sum(log_probs * share)})
+
+
+def means(sums, weight, num_bytes):
+    return {name: float(value / weight) for name, value in sums.items()}
+
+
+@pytest.fixture
+def dummy(monkeypatch):
+    fields = {**FIELDS, "share": Field("AB", "float32")}
+    monkeypatch.setitem(LOSSES, "next_token", LossKind(lambda cfg: unlikely_sequences, means, fields))
+
+
+def test_a_loss_in_the_table_reaches_a_runs_metrics(dummy, tmp_path, corpus, monkeypatch):
+    """The step and the held-out set divide and report what the loss says."""
+    monkeypatch.setitem(LOSSES, "next_token", LOSSES["next_token"]._replace(fields=FIELDS))
+    monkeypatch.chdir(tmp_path)
+    words = [
+        *RUN,
+        "data=text",
+        f"data.paths=['{corpus}']",
+        "model.mesh_shape=[[4,2],[fsdp,tp]]",
+        "training.max_steps=3",
+    ]
+    folder = tunix.train(words).folder
+    for line in metrics(folder):
+        assert 0 < line["loss"] <= 1
+        assert line["log_prob"] < 0
+        assert "z_loss" not in line
+    (held_out,) = metrics(folder, "held_out")
+    assert set(held_out) == {"step", "split", "loss", "log_prob"}
+
+
+def test_a_loss_adds_a_field_to_the_batch(dummy):
+    """A number for each sequence, split over the data shards as the sequences are."""
+    cut = program("model.mesh_shape=[[4,2],[fsdp,tp]]", "training.gradient_accumulation_steps=2")
+    given = batch(sequences=8, microbatches=2)
+    with jax.set_mesh(cut.mesh):
+        share = abstract_batch(cut.cfg, cut.mesh)["share"]
+    assert share.shape == (2, 4)
+    even = cut.run(given | {"share": np.ones((2, 4), np.float32)}, steps=1)[0]
+    cut = program("model.mesh_shape=[[4,2],[fsdp,tp]]", "training.gradient_accumulation_steps=2")
+    uneven = cut.run(given | {"share": np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)}, steps=1)[0]
+    assert even["log_prob"] != uneven["log_prob"]
+
+
+def test_log_probabilities_of_tokens_are_those_of_the_logits():
+    one = program(*ONE)
+    with jax.set_mesh(one.mesh):
+        rows = {name: leaf[0] for name, leaf in to_global(batch(sequences=4), one.mesh).items()}
+        model = one.arch.module(one.state["params"])
+        found = token_log_probs(model, rows, None, chunk_size=8)
+        logits = model(rows["tokens"], rows["positions"], rows["segment_ids"])
+        expected = jnp.take_along_axis(jax.nn.log_softmax(logits), rows["targets"][..., None], -1)[..., 0]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        loss = loss_kind(one.cfg).make(one.cfg)(model, rows, None)
+        np.testing.assert_allclose(loss.sums["loss"], -jnp.sum(found * rows["loss_mask"]), rtol=1e-5)
+        assert loss.weight == rows["loss_mask"].sum()
+
+
+def test_examples_have_the_fields_of_the_table():
+    example = empty_example(7, {**FIELDS, "share": Field("AB", "float32")})
+    assert {name: (value.shape, value.dtype.name) for name, value in example.items()} == {
+        **{name: ((7,), field.dtype) for name, field in FIELDS.items()},
+        "share": ((), "float32"),
+    }
+
+
+def test_fields_of_a_batch_are_listed_in_one_place():
+    """Two files besides read or write single fields: the one that fills sequences, and the one that scores them."""
+    named = {
+        str(path.relative_to(ROOT / "tunix"))
+        for path in (ROOT / "tunix").rglob("*.py")
+        if '"segment_ids"' in path.read_text()
+    }
+    assert named == {"data/batch.py", "data/packing.py", "training/losses.py"}
