@@ -17,7 +17,7 @@ ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 
 def unlikely_sequences(model, batch, seed):
     """A dummy: the mean over sequences of each one's probability to be wrong somewhere, weighted by a field of its own."""
-    log_probs = jnp.sum(token_log_probs(model, batch, seed, chunk_size=16) * batch["loss_mask"], axis=1)
+    log_probs = jnp.sum(token_log_probs(model, batch, seed, chunk_size=16)[0] * batch["loss_mask"], axis=1)
     share = batch.get("share", jnp.ones_like(log_probs))  # [B]
     loss = jnp.sum((1 - jnp.exp(log_probs)) * share)
     return Loss(loss, jnp.sum(share), {"loss": loss, "log_prob": jnp.sum(log_probs * share)})
@@ -71,7 +71,7 @@ def test_log_probabilities_of_tokens_are_those_of_the_logits():
     with jax.set_mesh(one.mesh):
         rows = {name: leaf[0] for name, leaf in to_global(batch(sequences=4), one.mesh).items()}
         model = one.arch.module(one.state["params"])
-        found = token_log_probs(model, rows, None, chunk_size=8)
+        found, _ = token_log_probs(model, rows, None, chunk_size=8)
         logits = model(rows["tokens"], rows["positions"], rows["segment_ids"])
         shares = np.asarray(jax.nn.log_softmax(logits))
         expected = np.take_along_axis(shares, np.asarray(rows["targets"])[..., None], -1)[..., 0]
