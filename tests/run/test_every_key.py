@@ -71,7 +71,7 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
 
     def use() -> None:
         for cfg in configs:
-            TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg), 1).stages(10)
+            TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg)).stages(10)
 
     return use
 
