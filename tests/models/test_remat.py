@@ -8,7 +8,7 @@ from support.harness import batch, program
 
 from tunix.config.model import KERNELS
 from tunix.models import attention, products
-from tunix.training.losses import make_loss
+from tunix.training.losses import loss_kind
 
 ONE = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
 
@@ -57,9 +57,9 @@ def count(jaxpr, primitive: str) -> int:
 def gradient(*overrides: str):
     """The program of the gradient of a small model, as JAX traces it."""
     small = program(*ONE, *overrides)
-    loss, rows = make_loss(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+    loss, rows = loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
     with jax.set_mesh(small.mesh):
-        return jax.make_jaxpr(jax.grad(lambda params: loss(small.arch.module(params), rows)[0]))(
+        return jax.make_jaxpr(jax.grad(lambda params: loss(small.arch.module(params), rows, None).objective))(
             small.state["params"]
         ).jaxpr
 
@@ -87,10 +87,10 @@ def test_gathered_weights_are_not_kept():
 
     def weights(remat: str) -> int:
         small = program("model.mesh_shape=[[8],[fsdp]]", f"training.remat={remat}")
-        loss, rows = make_loss(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+        loss, rows = loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
 
         def kept(params):
-            return jax.vjp(lambda params: loss(small.arch.module(params), rows)[0], params)[1]
+            return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
 
         with jax.set_mesh(small.mesh):
             leaves = jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))
