@@ -12,7 +12,7 @@ from conftest import write_corpus
 from support.harness import ROOT
 
 from tunix.cli.command import command_parser
-from tunix.cli.compose import compose, searched
+from tunix.cli.compose import add_search_path, compose
 from tunix.data.corpus import load_corpus
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -55,14 +55,14 @@ def test_example(files, command):
     args = command_parser("prepare", "").parse_intermixed_args(words)
     light = any(word.startswith("data=") and word != "data=web_and_code" for word in words)
     heavy = [] if light else ["tokenizer=bytes", "dry_run=true"]
-    cfg = compose(searched([*args.overrides, *SHORT, *heavy], args.config_dir)).config
+    cfg = compose(add_search_path([*args.overrides, *SHORT, *heavy], args.config_dir)).config
     if not cfg.dry_run:
         corpus = load_corpus(cfg)
         assert corpus.num_sequences > 0
 
 
 def test_the_mixture_of_the_page(files):
-    data = compose(searched(["data=web_and_code"], "mine")).config.data
+    data = compose(add_search_path(["data=web_and_code"], "mine")).config.data
     assert list(data.parts) == ["code", "web"]
     assert data.parts["web"].columns.text == "content"
     assert data.stages[0].name == "more code"

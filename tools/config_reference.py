@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from tunix.base.dotted import Choices
 from tunix.cli.compose import compose
-from tunix.cli.keys import sections, tag, tag_key
+from tunix.cli.keys import list_sections, tag, tag_key
 from tunix.config import Config, Section
 from tunix.config.values import CONF
 
@@ -34,9 +34,9 @@ def page() -> str:
     """The reference as Markdown."""
     parts = [HEAD, "## Root\n", _table(Config, "", compose([]).config)]
     for group, field in Config.model_fields.items():
-        for kind in sections(field.annotation):
+        for kind in list_sections(field.annotation):
             choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-            choice = tag(kind) if len(sections(field.annotation)) > 1 else None
+            choice = tag(kind) if len(list_sections(field.annotation)) > 1 else None
             parts.append(f"## {group}{f'={choice}' if choice else ''}\n")
             offered = "" if choice else f" Choices: {', '.join(f'`{group}={c}`' for c in choices)}."
             parts.append(_about(kind) + offered + "\n")
@@ -50,7 +50,7 @@ def _nested(section: type[Section], group: str, values: Section) -> list[str]:
     """Sections within a section; of a union, each member, with values where it is the one chosen."""
     parts = []
     for name, field in section.model_fields.items():
-        kinds = sections(field.annotation)
+        kinds = list_sections(field.annotation)
         for kind in kinds:
             choice = f".{tag_key(kind)}={tag(kind)}" if len(kinds) > 1 else ""
             parts.append(f"### {group}.{name}{choice}\n\n{_about(kind)}\n")
@@ -72,7 +72,7 @@ def _config(group: str, tag: str | None) -> Config:
 def _table(kind: type[Section], prefix: str, values: Section | None) -> str:
     rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for name, field in kind.model_fields.items():
-        if not sections(field.annotation):
+        if not list_sections(field.annotation):
             meaning = " ".join((field.description or "").split())
             shown = f"`{_shown(getattr(values, name))}`".replace(FUNCTION, "MODULE:NAME") if values else ""
             rows.append(f"| `{prefix}{field.alias or name}` | {_takes_field(field)} | {shown} | {meaning} |")

@@ -28,7 +28,7 @@ def train(config_or_overrides: "Config | list[str]") -> "Result":
 
     if isinstance(config_or_overrides, list):
         return run(compose.compose(config_or_overrides))
-    return run(compose.job_of(config_or_overrides))
+    return run(compose.make_job(config_or_overrides))
 
 
 def load_pretrained(

@@ -20,10 +20,10 @@ from omegaconf import DictConfig
 
 from tunix.base.errors import Ending, UserError
 from tunix.cli import compose
-from tunix.cli.mistakes import explained
+from tunix.cli.mistakes import explain_errors
 from tunix.config.values import CONF
 from tunix.processes import exits, supervisor
-from tunix.processes.identity import who_am_i
+from tunix.processes.identity import find_identity
 
 COMMANDS = ("plan", "doctor", "verify", "prepare", "generate", "evaluate", "export", "launch")  # tunix.NAME
 
@@ -47,21 +47,21 @@ def train_command() -> int:
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
 
     def work() -> int | None:
-        words = compose.searched(args.overrides, args.config_dir, args.config_path and CONF)
-        sys.argv[1:] = [*flags, *compose.implied(words)]  # flags anywhere
+        words = compose.add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
+        sys.argv[1:] = [*flags, *compose.add_implied_model(words)]  # flags anywhere
         where = args.config_path, args.config_name or "config"
         if not any(only_hydra):
             return launch(compose.compose(words, *where))
         if args.cfg == "job" and any(word.startswith("resume=") for word in words):
             print(compose.to_yaml(compose.compose(words).config), end="")
             return None
-        with explained():
+        with explain_errors():
             if args.multirun:
                 return sweep(words, *where)
             under_hydra(run_point)
             return 0
 
-    return exits.reported(work)
+    return exits.report_errors(work)
 
 
 def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
@@ -101,7 +101,7 @@ def run_point(composed: DictConfig) -> int:
     point = HydraConfig.get()
     print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
     overrides = [str(word) for word in point.overrides.task]
-    job = compose.Job(compose.checked(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
+    job = compose.Job(compose.check(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
     return launch(job)
 
 
@@ -121,7 +121,7 @@ def launch(job: compose.Job) -> int:
 
 def supervise(job: compose.Job) -> int | None:
     """Run this command line in a child and return its exit code; None in the child, and for a run of one process."""
-    identity = who_am_i(job.config.distributed)
+    identity = find_identity(job.config.distributed)
     if identity is None or supervisor.is_child():
         return None
     return supervisor.supervise(identity, job.config.distributed.heartbeat_timeout_s)
@@ -146,7 +146,7 @@ def train(job: compose.Job) -> int:
             print(why, flush=True)
             return code
     except Exception as error:
-        if not who_am_i(job.config.distributed):
+        if not find_identity(job.config.distributed):
             raise  # a bug: with its traceback
         code, why = peers.blame(error)
     print(f"error: {why}", file=sys.stderr)

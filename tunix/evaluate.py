@@ -19,7 +19,7 @@ from tunix.config import Config, Evaluate
 from tunix.config.data import Mixture
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.questions import Question, _cut
-from tunix.generate import stop_ids
+from tunix.generate import find_stop_ids
 from tunix.hf.hub import find
 from tunix.inference.pretrained import load_params, load_pretrained
 from tunix.inference.sampling import Sampling
@@ -64,7 +64,7 @@ def _config(cmd: Evaluate) -> Config:
 
 
 def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
-    """As a run with this config measures it: on the same sequences, mesh and dtypes."""
+    """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes."""
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
@@ -86,7 +86,9 @@ def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
     model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
     questions, vocabulary = _questions(cmd, cfg)
     special = special_tokens(vocabulary.backend)
-    ends = {vocabulary.eos, *stop_ids(model)} | {word for each in questions for word in each.answer if word in special}
+    ends = {vocabulary.eos, *find_stop_ids(model)} | {
+        word for each in questions for word in each.answer if word in special
+    }
     how = Sampling(cmd.max_new_tokens, cmd.temperature, stop=tuple(sorted(ends)))
 
     def text(tokens: list[int]) -> str:
@@ -139,4 +141,4 @@ def _without_split(cfg: Config) -> Config:
 METRICS = {"loss": measure_loss, "exact_match": measure_exact_match}
 
 if __name__ == "__main__":
-    sys.exit(command.command_line(Evaluate, evaluate))
+    sys.exit(command.run_command(Evaluate, evaluate))

@@ -13,41 +13,47 @@ from safetensors.numpy import save_file
 
 from tunix.base.disk import read_json, replacing
 from tunix.base.errors import UserError
-from tunix.cli import architecture, command
+from tunix.cli import architecture
+from tunix.cli.command import run_command
 from tunix.config import Export
 from tunix.hf.config_json import write_config
 from tunix.hf.names import FAMILIES
 from tunix.hf.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.models.paths import named
-from tunix.tokenizer.vocabulary import PAD, Vocabulary, load, read_backend, tokenizer_digest
+from tunix.tokenizer.vocabulary import PAD, Vocabulary, load_vocabulary, read_backend, tokenizer_digest
 
-ABOUT_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", *TEMPLATES,
-)  # fmt: skip
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    *TEMPLATE_FILES,
+)
 
 
-def export(cfg: Export) -> str:
-    """Write `cfg.output`, whole or not at all; returns a line about it.
+def export(command: Export) -> str:
+    """Write the folder `command.output`, which appears complete or not at all; return a line about it.
 
     Raises:
-        UserError: an output that exists, a checkpoint that cannot be read, or an adapter that PEFT has no form for.
+        UserError: the output exists, the checkpoint cannot be read, or PEFT has no form for the adapter.
     """
-    output = Path(cfg.output).expanduser()
+    output = Path(command.output).expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output={output} exists already; name a new folder")
-    model = load_pretrained(cfg.checkpoint, weights=cfg.weights)
-    adapter = model.cfg.lora.rank and not cfg.merge_lora
-    dtype = cfg.dtype or ("float32" if adapter else _dtype_of_source(model.files))
+    model = load_pretrained(command.checkpoint, weights=command.weights)
+    adapter = model.cfg.lora.rank and not command.merge_lora
+    dtype = command.dtype or ("float32" if adapter else _find_dtype(model.files))
     write = _write_adapter if adapter else _write_model
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with replacing(output) as folder:
             folder.mkdir()
-            line = write(model, folder, dtype, cfg.shard_gb)
+            line = write(model, folder, dtype, command.shard_gb)
     except OSError as error:
         raise UserError(f"output={output} cannot be written: {error.strerror}") from None
     return f"{output}: {line}"
@@ -58,7 +64,7 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
         raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {why}")
     model = model.merged()
     size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)
-    tokens = _special_tokens(model)
+    tokens = _find_token_ids(model)
     _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
     _write_generation_config(model, folder, tokens)
     _write_tokenizer(model, folder)
@@ -66,7 +72,7 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
 
 
 def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
-    """The low-rank updates alone, as PEFT keeps them: lora_A [r, in], lora_B [out, r]."""
+    """Write the low-rank updates alone, as PEFT stores them: lora_A [r, in], lora_B [out, r]."""
     cfg, lora = model.cfg, model.cfg.lora
     names = FAMILIES[cfg.family].names
     if lora.train_also is not None:
@@ -77,8 +83,10 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
             continue
         name = names[path.replace("lora.a", "w").replace("lora.b", "w")]
         if name.parts > 1:
-            raise UserError(f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
-                            "set merge_lora=true")  # fmt: skip
+            raise UserError(
+                f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
+                "set merge_lora=true"
+            )
         module = name.tensor.removesuffix(".weight")
         modules.add(module.rpartition(".")[2])
         for layer in range(cfg.num_layers):
@@ -88,45 +96,53 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
             key = f"base_model.model.{module.format(layer)}.lora_{'A' if is_first else 'B'}.weight"
             tensors[key] = np.ascontiguousarray(matrix.T)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    about = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": cfg.init_from, "r": lora.rank,
-        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": sorted(modules), "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True,
-    }  # fmt: skip
-    _write_json(folder / "adapter_config.json", about)
+    adapter_config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": cfg.init_from,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    _write_json(folder / "adapter_config.json", adapter_config)
     _write_tokenizer(model, folder)
     size = sum(math.prod(tensor.shape) for tensor in tensors.values())
     return f"adapter for PEFT of rank {lora.rank}, {size:,} parameters; merge_lora=true writes the whole model"
 
 
-def _dtype_of_source(files: Path | None) -> str:
+def _find_dtype(files: Path | None) -> str:
+    """Return the dtype of the Hugging Face files from which the model was trained; float32 if there are none."""
     if files is None or not (files / "config.json").is_file():
         return "float32"
-    about = read_json(files / "config.json")
-    about |= about.get("text_config", {})
-    return about.get("dtype") or about.get("torch_dtype") or "float32"
+    config = read_json(files / "config.json")
+    config |= config.get("text_config", {})
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
 def _keeps_tokenizer(model: Pretrained) -> bool:
-    """Whether the tokenizer is that of the files which the model comes from."""
+    """Return whether the run has the tokenizer of the files from which the model was trained."""
     own, source = model.vocabulary, read_backend(model.files) if model.files is not None else None
     return own is None or (source is not None and tokenizer_digest(source) == tokenizer_digest(own.backend))
 
 
 def _named_tokens(own: Vocabulary) -> dict[str, str]:
-    """The tokens that a run's tokenizer has for the beginning, the end, and places without text."""
+    """Return the special tokens of a run's tokenizer: begin and end of a document, and padding."""
     pad = PAD if own.backend.token_to_id(PAD) is not None else None
     tokens = {"bos_token": own.bos_token, "eos_token": own.eos_token, "pad_token": pad}
     return {key: token for key, token in tokens.items() if token is not None}
 
 
-def _special_tokens(model: Pretrained) -> dict[str, Any]:
-    """Ids as the source says them, or those that a run was trained with."""
+def _find_token_ids(model: Pretrained) -> dict[str, Any]:
+    """Return the ids of special tokens: those of the run's own tokenizer, or those in the source's config.json."""
     own = model.vocabulary
     if own is not None and not _keeps_tokenizer(model):
         return {f"{key}_id": own.backend.token_to_id(token) for key, token in _named_tokens(own).items()}
-    about = {} if model.files is None else read_json(model.files / "config.json")
-    return {key: about[key] for key in ABOUT_TOKENS if key in about}
+    config = {} if model.files is None else read_json(model.files / "config.json")
+    return {key: config[key] for key in TOKEN_IDS if key in config}
 
 
 def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, Any]) -> None:
@@ -137,24 +153,27 @@ def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, 
 
 
 def _write_tokenizer(model: Pretrained, folder: Path) -> None:
-    """The source's files, with a run's own chat template where it has another; or a run's own tokenizer."""
-    own, about = model.vocabulary, folder / "tokenizer_config.json"
+    """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
+    own, config_file = model.vocabulary, folder / "tokenizer_config.json"
     if own is not None and not _keeps_tokenizer(model):
-        own.beginning().save(str(folder / "tokenizer.json"))
+        own.with_bos().save(str(folder / "tokenizer.json"))
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
         template = {} if own.chat_template is None else {"chat_template": own.chat_template}
-        _write_json(about, _named_tokens(own) | length | template)
+        _write_json(config_file, _named_tokens(own) | length | template)
         return
     if model.files is None:
         return
-    for name in TOKENIZER:
+    for name in TOKENIZER_FILES:
         if (model.files / name).is_file():
             shutil.copy(model.files / name, folder / name)
-    if own is not None and own.chat_template != load(str(model.files), own.bos_token, own.eos_token).chat_template:
-        for name in TEMPLATES:
+    if (
+        own is not None
+        and own.chat_template != load_vocabulary(str(model.files), own.bos_token, own.eos_token).chat_template
+    ):
+        for name in TEMPLATE_FILES:
             (folder / name).unlink(missing_ok=True)
-        before = read_json(about) if about.is_file() else {}
-        _write_json(about, before | {"chat_template": own.chat_template})
+        before = read_json(config_file) if config_file.is_file() else {}
+        _write_json(config_file, before | {"chat_template": own.chat_template})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -162,4 +181,4 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.command_line(Export, lambda cfg: print(export(cfg))))
+    sys.exit(run_command(Export, lambda command: print(export(command))))

@@ -1,4 +1,4 @@
-"""Continue or answer prompts: `python -m tunix.generate checkpoint=RUN_DIR|HF_DIR prompt=...`."""
+"""Continue prompts, or answer them with chat=true: `python -m tunix.generate checkpoint=RUN_DIR|HF_DIR prompt=...`."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
-from tunix.cli import command
+from tunix.cli.command import run_command
 from tunix.config import Generate
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.inference.sampling import Answer, Sampling
@@ -19,45 +19,51 @@ from tunix.tokenizer.vocabulary import read_chat
 Row = dict[str, Any]
 
 
-def generate(cfg: Generate) -> None:
-    """Answer one prompt, a file of them, or a user at the terminal."""
-    rows = [{cfg.column: cfg.prompt}] if cfg.input is None else _read(Path(cfg.input).expanduser(), cfg.column)
-    write = None if cfg.output is None else _writer(Path(cfg.output).expanduser())
-    model = load_pretrained(cfg.checkpoint, cfg.dtype, cfg.mesh_shape, cfg.weights)
-    speaker = Speaker(model, cfg)
-    if cfg.prompt is None and cfg.input is None:
-        _converse(speaker, cfg)
+def generate(command: Generate) -> None:
+    """Answer one prompt, a file of prompts, or a user at the terminal."""
+    if command.input is None:
+        rows: list[Row] = [{command.column: command.prompt}]
+    else:
+        rows = _read_rows(Path(command.input).expanduser(), command.column)
+    write = None if command.output is None else _make_writer(Path(command.output).expanduser())
+    model = load_pretrained(command.checkpoint, command.dtype, command.mesh_shape, command.weights)
+    speaker = Speaker(model, command)
+    if command.prompt is None and command.input is None:
+        _converse(speaker, command)
         return
     try:
-        for start in range(0, len(rows), cfg.batch_size):
-            part = rows[start : start + cfg.batch_size]
-            answers = speaker.answer([_message(row, cfg) for row in part], cfg.seed + start)
-            for row, answer in zip(part, answers, strict=True):
-                row["prediction"], row["log_probability"] = speaker.text(answer), sum(answer.log_probabilities)
-    finally:  # what is answered is kept, whatever ends it
+        for start in range(0, len(rows), command.batch_size):
+            batch = rows[start : start + command.batch_size]
+            answers = speaker.answer([_make_prompt(row, command) for row in batch], command.seed + start)
+            for row, answer in zip(batch, answers, strict=True):
+                row["prediction"], row["log_probability"] = speaker.decode(answer), sum(answer.log_probabilities)
+    finally:  # answers that exist are written, even if an error or Ctrl-C ends this
         answered = [row for row in rows if "prediction" in row]
         if write and answered:
             write(answered)
     if not write:
-        print(*(row["prediction"] for row in rows), sep="\n" if cfg.input is None else "\n---\n")
+        print(*(row["prediction"] for row in rows), sep="\n" if command.input is None else "\n---\n")
 
 
 class Speaker:
-    """A model that takes text and gives text."""
+    """A model with its tokenizer: it takes text or conversations, and returns answers."""
 
-    def __init__(self, model: Pretrained, cfg: Generate):
+    def __init__(self, model: Pretrained, command: Generate):
         if model.tokenizer is None:
-            raise UserError(f"checkpoint={cfg.checkpoint} has no tokenizer.json")
-        self.model, self.cfg, self.tokenizer = model, cfg, model.tokenizer
-        self.template = read_chat(model.tokenizer_files, cfg.chat_template) if cfg.chat else None
-        stop = [*stop_ids(model), *(self._id(word) for word in cfg.stop)]
-        self.how = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(stop))
+            raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
+        self.model, self.tokenizer = model, model.tokenizer
+        self.template = read_chat(model.tokenizer_files, command.chat_template) if command.chat else None
+        stop = (*find_stop_ids(model), *(self._find_id(word) for word in command.stop))
+        self.sampling = Sampling(
+            command.max_new_tokens, command.temperature, command.top_k, command.top_p, command.min_p, stop
+        )
 
     def answer(self, prompts: list[str] | list[list[Row]], seed: int) -> list[Answer]:
-        """An answer to each text, or to each conversation."""
-        return self.model.sample([self._encode(prompt) for prompt in prompts], self.how, seed)
+        """Return an answer to each text, or to each conversation."""
+        return self.model.sample([self._encode(prompt) for prompt in prompts], self.sampling, seed)
 
-    def text(self, answer: Answer) -> str:
+    def decode(self, answer: Answer) -> str:
+        """Return the text of an answer, without the token that stopped it."""
         tokens = answer.tokens[:-1] if answer.stopped else answer.tokens
         return self.tokenizer.decode(tokens)
 
@@ -68,47 +74,51 @@ class Speaker:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         vocabulary = self.model.vocabulary
         if vocabulary is None or self.model.files is not None:
-            return self.tokenizer.encode(prompt).ids
-        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids  # as its documents were
-        return ids if vocabulary.bos is None else [vocabulary.bos, *ids]
+            return self.tokenizer.encode(prompt).ids  # a tokenizer of Hugging Face adds the first token itself
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        return ids if vocabulary.bos is None else [vocabulary.bos, *ids]  # as the documents in training
 
-    def _id(self, word: str) -> int:
+    def _find_id(self, word: str) -> int:
         index = self.tokenizer.token_to_id(word)
         if index is None:
             raise UserError(f"stop={word} is not a token of the tokenizer")
         return index
 
 
-def stop_ids(model: Pretrained) -> list[int]:
-    """As generation_config.json or config.json say; of a run, the token that ends a document too."""
+def find_stop_ids(model: Pretrained) -> list[int]:
+    """Return the ids of the tokens that end an answer.
+
+    They are those of generation_config.json, or of config.json, and for a run the token that ends a document.
+    """
     own = [] if model.vocabulary is None else [model.vocabulary.eos]
     for file in (model.files / name for name in ("generation_config.json", "config.json")) if model.files else ():
-        said = read_json(file).get("eos_token_id") if file.is_file() else None
-        if said is not None:
-            return sorted({*own, *(said if isinstance(said, list) else [said])})
+        ids = read_json(file).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            return sorted({*own, *(ids if isinstance(ids, list) else [ids])})
     return own
 
 
-def _message(row: Row, cfg: Generate) -> Any:
-    """The prompt of a row as the model takes it: text, or a conversation that it begins."""
-    return [*_conversation(cfg), {"role": "user", "content": row[cfg.column]}] if cfg.chat else row[cfg.column]
+def _make_prompt(row: Row, command: Generate) -> Any:
+    """Return the prompt of a row as the model takes it: text, or with chat=true the first turns of a conversation."""
+    prompt = row[command.column]
+    return [*_begin_conversation(command), {"role": "user", "content": prompt}] if command.chat else prompt
 
 
-def _conversation(cfg: Generate) -> list[Row]:
-    return [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
+def _begin_conversation(command: Generate) -> list[Row]:
+    return [] if command.system is None else [{"role": "system", "content": command.system}]
 
 
-def _converse(speaker: Speaker, cfg: Generate) -> None:
-    """Turn by turn at the terminal, until an empty line or the end of input."""
-    messages = _conversation(cfg)
-    for turn, line in enumerate(_lines()):
+def _converse(speaker: Speaker, command: Generate) -> None:
+    """Answer turn by turn at the terminal, until an empty line or the end of input."""
+    messages = _begin_conversation(command)
+    for turn, line in enumerate(_read_lines()):
         messages.append({"role": "user", "content": line})
-        text = speaker.text(speaker.answer([messages], cfg.seed + turn)[0])
+        text = speaker.decode(speaker.answer([messages], command.seed + turn)[0])
         messages.append({"role": "assistant", "content": text})
         print(text, flush=True)
 
 
-def _lines() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -119,7 +129,12 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _read(path: Path, column: str) -> list[Row]:
+def _read_rows(path: Path, column: str) -> list[Row]:
+    """Read the rows of a file of prompts.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or has a row without a prompt.
+    """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = READERS.get(path.suffix, _read_text)(file, column)
@@ -130,13 +145,13 @@ def _read(path: Path, column: str) -> list[Row]:
     if not rows:
         raise UserError(f"input={path} is empty")
     for number, row in enumerate(rows, 1):
-        if problem := _problem(row, column):
+        if problem := _find_problem(row, column):
             raise UserError(f"input={path} {problem} in row {number}; column=NAME says which column holds the prompts")
     return rows
 
 
-def _problem(row: Any, column: str) -> str | None:
-    """What keeps a row from being a prompt, if something does."""
+def _find_problem(row: Any, column: str) -> str | None:
+    """Return why a row has no prompt; None if it has one."""
     if not isinstance(row, dict):
         return "has no JSON object"
     if None in row:
@@ -164,7 +179,7 @@ READERS = {
 
 
 def _write_csv(file: Any, rows: list[Row]) -> None:
-    columns = dict.fromkeys(name for row in rows for name in row)  # rows of JSON may have others than the first
+    columns = dict.fromkeys(name for row in rows for name in row)  # of all rows: JSON rows may differ in their columns
     writer = csv.DictWriter(file, list(columns))
     writer.writeheader()
     writer.writerows(rows)
@@ -176,8 +191,8 @@ WRITERS = {
 }
 
 
-def _writer(path: Path) -> Any:
-    """A function that writes rows; refused before the model is loaded where that could not work."""
+def _make_writer(path: Path) -> Any:
+    """Return a function that writes rows to a file. A file that cannot be written is refused now, not after hours."""
     if path.suffix not in WRITERS:
         raise UserError(f"output={path} must end in {' or '.join(WRITERS)}")
     if not path.absolute().parent.is_dir():
@@ -193,4 +208,4 @@ def _writer(path: Path) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(command.command_line(Generate, generate))
+    sys.exit(run_command(Generate, generate))

@@ -14,12 +14,12 @@ from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Config
 from tunix.costs.devices import peak_tflops
-from tunix.costs.hlo import collectives, summary
+from tunix.costs.hlo import read_collectives, summarise
 from tunix.data.batches import BatchSource, ReadAhead, TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.position import Position
 from tunix.inference.sampling import continue_text
-from tunix.plan.choice import decided
+from tunix.plan.choice import resolve_auto
 from tunix.processes import joining, peers, stopping
 from tunix.processes.watchdog import Watchdog
 from tunix.run import environment, logs, run_folder
@@ -62,9 +62,9 @@ def run(job: compose.Job) -> Result:
     # Join the other processes first: jax must know all devices before it is asked for one. The roll call compares
     # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
     # the devices known.
-    remarks = joining.start(job.config.distributed, environment.versions() | compose.facts(job.config))
+    remarks = joining.start(job.config.distributed, environment.versions() | compose.list_facts(job.config))
     waiting_log = logs.start_logging(remarks)
-    cfg = decided(job.config)
+    cfg = resolve_auto(job.config)
     # Code that the user brings is called once on made-up input, before anything is written.
     for section in (cfg.data, cfg.optimizer, cfg.scheduler):
         section.try_out()
@@ -228,7 +228,7 @@ def compile_step(step_fn, state: State, batch: dict[str, jax.ShapeDtypeStruct], 
         memory.argument_size_in_bytes / 2**30,
         memory.temp_size_in_bytes / 2**30,
     )
-    log.info("collectives of a step: %s", summary(collectives(compiled.as_text() or "")))
+    log.info("collectives of a step: %s", summarise(read_collectives(compiled.as_text() or "")))
     return compiled
 
 

@@ -1,8 +1,8 @@
 """Train a few steps on several meshes and compare: `python -m tunix.verify [group=option] [key=value]`.
 
 Every mesh starts from the same weights and takes the same global batches of the config's data, in float32 unless
-`training.mixed_precision` is given. Exit code 1 where loss or gradient norm differ by more than the tolerance. Where
-the CPU is all there is, it stands for 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another number).
+`training.mixed_precision` is given. Exit code 1 if loss or gradient norm differ by more than the tolerance. Without
+other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another number).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tunix.config import Config
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.processes import exits
-from tunix.processes.identity import who_am_i
+from tunix.processes.identity import find_identity
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 from tunix.trainer import check_compiler_options, compile_step
@@ -38,31 +38,31 @@ FAKE_DEVICES = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """A few steps on one mesh."""
+    """Result of a few steps on one mesh."""
 
     mesh: str  # as users write it
     num_microbatches: int  # A
-    metrics: dict[str, list[float]]  # of COMPARED, one number a step
+    metrics: dict[str, list[float]]  # one number a step, keyed by the names in COMPARED
 
     def differences(self, reference: "Trial") -> dict[str, float]:
-        """Largest relative difference over the steps; infinite where a number is not finite."""
+        """Return the largest relative difference of each metric over the steps; infinite if a number is not finite."""
         pairs = {name: zip(self.metrics[name], reference.metrics[name], strict=True) for name in COMPARED}
         return {name: max(_relative(ours, theirs) for ours, theirs in pair) for name, pair in pairs.items()}
 
 
 def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int) -> list[Trial]:
-    """`num_steps` steps on each mesh, or on each of a choice of legal ones; the first is the reference."""
+    """Take `num_steps` steps on each mesh, by default on those of `choose_meshes`; the first is the reference."""
     sequences = _global_batch(cfg)
     shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in choose_meshes(cfg, sequences)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
-    device_meshes = [build_mesh(each) for each in configs]  # all are checked before the first is tried
+    device_meshes = [build_mesh(each) for each in configs]  # all are checked before the first one trains
     check_compiler_options(cfg.training.compiler_options)
     corpus = load_corpus(cfg)
     return [_train(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
 
 
 def choose_meshes(cfg: Config, sequences: int) -> list[dict[str, int]]:
-    """One device; all devices on each axis alone; and the most even split over as many axes as can be."""
+    """Choose one device, all devices on each axis alone, and the most even split over as many axes as possible."""
     num_devices = jax.device_count()
     legal = [sizes for sizes in meshes(num_devices) if _is_legal(cfg, sizes, sequences)]
     alone = [sizes for sizes in legal if max(sizes.values()) == num_devices]
@@ -81,7 +81,7 @@ def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
 
 
 def _global_batch(cfg: Config) -> int:
-    """Sequences of a step of this config on the devices that are visible."""
+    """Return the sequences in one step of this config on the visible devices."""
     sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
     return cfg.training.batch_shape(sizes).num_sequences
 
@@ -92,7 +92,7 @@ def _in_sequences(count: int) -> dict[str, int | None]:
 
 
 def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
-    """The config with another mesh and the same global batch; the mesh may leave devices idle."""
+    """Return the config with another mesh and the same global batch; the mesh may leave devices idle."""
     values = cfg.model_dump(mode="json", by_alias=True)
     values["model"]["mesh_shape"] = mesh_shape
     values["training"] |= _in_sequences(sequences)
@@ -101,7 +101,7 @@ def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
 
 
 def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int) -> Trial:
-    # Some GPUs take float32 products in fewer bits unless told otherwise.
+    # Some GPUs compute float32 products with fewer bits (TF32) by default.
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         program = assemble(cfg, mesh)
         check_init_from(cfg, program.arch)
@@ -126,32 +126,32 @@ def _relative(ours: float, theirs: float) -> float:
 
 
 def report(trials: list[Trial], tolerance: float) -> tuple[Table, float]:
-    """A row for each mesh, and the largest difference from the first."""
+    """Return a table with a row for each mesh, and the largest difference from the first mesh."""
     num_steps = len(trials[0].metrics[COMPARED[0]])
     table = Table(title=f"after {num_steps} steps on {jax.devices()[0].device_kind}", title_justify="left")
     for name in ("mesh", "microbatches", "loss", "gradient norm", "loss differs by", "norm differs by"):
         table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
     largest = 0.0
     for trial in trials:
-        apart = trial.differences(trials[0])
-        largest = max(largest, *apart.values())
+        differences = trial.differences(trials[0])
+        largest = max(largest, *differences.values())
         table.add_row(
             trial.mesh,
             str(trial.num_microbatches),
             *(f"{trial.metrics[name][-1]:.8g}" for name in COMPARED),
-            *(f"{value:.1e}{' !' if value > tolerance else ''}" for value in apart.values()),
+            *(f"{value:.1e}{' !' if value > tolerance else ''}" for value in differences.values()),
         )
     return table, largest
 
 
 def _read_meshes(text: str) -> list[Any]:
     try:
-        found = yaml.safe_load(text)
+        shapes = yaml.safe_load(text)
     except yaml.YAMLError:
-        found = None
-    if not isinstance(found, list) or not found or not all(isinstance(shape, list) for shape in found):
+        shapes = None
+    if not isinstance(shapes, list) or not shapes or not all(isinstance(shape, list) for shape in shapes):
         raise UserError(f'--meshes {text}: expected a list of meshes like [[[8],["fsdp"]],[[4,2],["fsdp","tp"]]]')
-    return found
+    return shapes
 
 
 def _arguments() -> argparse.Namespace:
@@ -173,14 +173,14 @@ def _config(args: argparse.Namespace) -> Config:
     if not args.tolerance >= 0:
         raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
     precision = [] if "training.mixed_precision" in given else ["training.mixed_precision=fp32"]
-    cfg = compose.compose(compose.searched([*precision, *args.overrides], args.config_dir)).config
-    if who_am_i(cfg.distributed):
+    cfg = compose.compose(compose.add_search_path([*precision, *args.overrides], args.config_dir)).config
+    if find_identity(cfg.distributed):
         raise UserError("tunix.verify is one process with all devices of its machine; start it without a launcher")
     return cfg
 
 
 def main() -> int:
-    """Exit code of the command line."""
+    """Run the command line and return its exit code."""
     args = _arguments()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
@@ -197,7 +197,7 @@ def main() -> int:
         print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {args.tolerance:g}")
         return int(largest > args.tolerance)
 
-    return exits.reported(work)
+    return exits.report_errors(work)
 
 
 if __name__ == "__main__":

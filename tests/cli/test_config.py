@@ -8,8 +8,8 @@ import pytest
 from support.harness import ROOT
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose, searched, to_yaml
-from tunix.cli.keys import keys
+from tunix.cli.compose import add_search_path, compose, to_yaml
+from tunix.cli.keys import list_keys
 from tunix.config.values import CONF
 
 MISTAKES = [
@@ -179,10 +179,10 @@ def test_a_folder_of_ones_own(fresh, tmp_path):
     (folder / "optimizer" / "mine.yaml").write_text("defaults: [lion]\nlearning_rate: 1.0\n")
     (tmp_path / "config.yaml").write_text(to_yaml(compose([]).config))
     words = ["optimizer=mine"] if fresh else [f"resume={tmp_path}", "optimizer=mine"]
-    optimizer = compose(searched(words, folder)).config.optimizer
+    optimizer = compose(add_search_path(words, folder)).config.optimizer
     assert (optimizer.name, optimizer.learning_rate) == ("lion", 1.0)
     with pytest.raises(UserError, match="--config-dir nowhere: there is no such folder"):
-        searched([], "nowhere")
+        add_search_path([], "nowhere")
 
 
 def test_batch_keys_agree():
@@ -197,7 +197,7 @@ def test_batch_keys_agree():
 
 
 def test_every_key_is_described():
-    assert [key for key, field in keys() if not field.description] == []
+    assert [key for key, field in list_keys() if not field.description] == []
 
 
 def test_the_reference_page_is_current():

@@ -23,12 +23,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.costs import communication_report
-from tunix.costs.communication import measured, predict, readable
-from tunix.costs.communication_report import COLOURS, EXPOSED, picture
+from tunix.costs.communication import format_scope, measure, predict
+from tunix.costs.communication_report import COLOURS, EXPOSED, draw_communication
 from tunix.costs.derived import derive
 from tunix.costs.devices import device_kinds
-from tunix.costs.hlo import Collective, collectives
-from tunix.costs.timeline import UNKNOWN, events, timelines
+from tunix.costs.hlo import Collective, read_collectives
+from tunix.costs.timeline import UNKNOWN, measure_devices, read_events
 from tunix.costs.transfers import Transfer, seconds
 from tunix.run.trace import CommunicationTrace
 from tunix.trainer import run
@@ -175,7 +175,7 @@ def test_kernels_of_a_gpu():
     """Written by hand as XLA's CUPTI collector writes them: 5 us of a gather, 3 of them beside a fusion."""
     trace = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(GPU_TRACE))
     names = {"all-gather-start.3"}
-    found = timelines(events(trace, "jit_train_step", names), 1, names, set())
+    found = measure_devices(read_events(trace, "jit_train_step", names), 1, names, set())
     assert found.keys() == {"0"}
     assert found["0"].collectives["all-gather-start.3"] == (1, pytest.approx(5e-6), pytest.approx(2e-6))
     assert found["0"].collectives[UNKNOWN] == (2, pytest.approx(1.5e-6), pytest.approx(1e-6))
@@ -188,19 +188,19 @@ def test_kernels_of_a_gpu():
     )
     kind, sizes = device_kinds()["h200"], {"dp": 1, "fsdp": 4, "tp": 1}
     transfer = Transfer("all-gather", ("dp", "fsdp"), 30_000)
-    communication = measured(4, 1, found, [gather], sizes, predict([transfer], sizes, kind, 4))
+    communication = measure(4, 1, found, [gather], sizes, predict([transfer], sizes, kind, 4))
     [row] = communication.rows
     assert row.num_bytes == 20_000
     assert row.algorithm_gb_per_s == pytest.approx(4.0)
     assert row.bus_gb_per_s == pytest.approx(3.0)
-    assert communication.lost == 1  # of two executions
+    assert communication.num_lost == 1  # of two executions
     predicted = communication.predicted["all-gather", ("fsdp",)]
     assert predicted.num_bytes == 30_000
     assert predicted.time_s == pytest.approx(seconds(transfer, sizes, kind, 4))
-    text = communication_report.text(communication)
+    text = communication_report.format_text(communication)
     assert "INCOMPLETE: the trace lacks 1 executions" in text
-    assert "0.002 ms of NCCL kernels that the trace ascribes to no instruction" in text
-    assert picture(communication).startswith(b"\x89PNG")
+    assert "0.002 ms of NCCL kernels for which the trace names no instruction" in text
+    assert draw_communication(communication).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_kernels_of_a_gpu():
 def test_axes_of_a_collective(groups, axes):
     kind = "collective-permute" if groups.startswith("source") else "all-reduce"
     hlo = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %x.1 = f32[8]{{0}} {kind}(%p), channel_id=1, {groups}, metadata={{}}\n}}"
-    [found] = collectives(hlo)
+    [found] = read_collectives(hlo)
     assert found.name == "x.1"
     assert found.axes({"dp": 2, "fsdp": 2, "tp": 2}) == axes
 
@@ -235,7 +235,7 @@ def test_axes_of_a_collective(groups, axes):
     ],
 )  # fmt: skip
 def test_names_of_scopes(stack, words):
-    assert readable(stack) == words
+    assert format_scope(stack) == words
 
 
 @pytest.mark.parametrize(

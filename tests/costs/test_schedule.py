@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunix.costs.hlo import collectives
+from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import Speeds, walk
 
 HLO = """HloModule step, is_scheduled=true
@@ -50,7 +50,7 @@ PRODUCT, MOVED = 2 * 64 * 128 * 32, 2 * 100 * 4 + 4  # FLOPs; bytes: one row rea
 
 @pytest.mark.parametrize(("gather_s", "exposed_s"), [(MOVED / 2, 0), (MOVED + 3, 3)], ids=["hidden", "partly exposed"])
 def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
-    found = collectives(HLO)
+    found = read_collectives(HLO)
     assert [each.times for each in found] == [5]
     timeline = walk(HLO, found, Speeds(flops_per_s=PRODUCT / 1e5, bytes_per_s=1.0, collective_s=lambda _: gather_s))
     assert timeline.flops == 5 * PRODUCT

@@ -15,14 +15,14 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.data.mixture import SampleOrder, Stage, drawn
+from tunix.data.mixture import SampleOrder, Stage, split_samples
 
 shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)
 
 
 @given(shares, st.integers(0, 10**9))
 def test_counts_are_within_one_of_the_shares_and_grow_by_one(shares, count):
-    now, then = drawn(count, shares), drawn(count + 1, shares)
+    now, then = split_samples(count, shares), split_samples(count + 1, shares)
     assert sum(now) == count
     assert sorted(b - a for a, b in zip(now, then, strict=True)) == [0] * (len(shares) - 1) + [1]
     assert all(abs(each - count * share / sum(shares)) < len(shares) for each, share in zip(now, shares, strict=True))
@@ -39,7 +39,7 @@ def test_every_part_is_read_in_order_through_all_stages(lengths_and_shares):
     )
     seen = [0, 0, 0]
     for sample in range(firsts[-1] + 20):
-        assert order.drawn(sample) == seen
+        assert order.count_by_part(sample) == seen
         part, number = order[sample]
         assert number == seen[part]
         seen[part] += 1
@@ -76,7 +76,7 @@ def batches(tmp_path, *words):
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "pad"])
 def test_shares_are_of_the_unit_asked_for(tmp_path, unit, packing):
     corpus, data = batches(tmp_path, f"data.weight_unit={unit}", f"loading.packing={packing}")
-    counts = dict(zip(data.parts, data.order.drawn(10_000), strict=True))
+    counts = dict(zip(data.parts, data.order.count_by_part(10_000), strict=True))
     each = {
         "sample": dict.fromkeys(counts, 1.0),
         "token": {name: part.num_tokens / len(part) for name, part in corpus.train.items()},
@@ -103,7 +103,7 @@ STAGES = "data.stages=[{name: more, from_step: 10, weights: {short: 0, long: 1, 
 def test_stages_and_caps_and_the_table(tmp_path):
     _, data = batches(tmp_path, STAGES, "data.max_epochs={rare: 2}")
     assert [stage.first_sample for stage in data.order.stages] == [0, 40, 128]
-    before, after = data.order.drawn(40), data.order.drawn(128)
+    before, after = data.order.count_by_part(40), data.order.count_by_part(128)
     assert [b - a for a, b in zip(before, after, strict=True)] == [0, 88, 0]
     table = data.stages(40)
     for text in ("stage", "from step", "from token", "start", "more", "last", "rare: samples (epochs)", "4,096"):

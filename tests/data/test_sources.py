@@ -169,13 +169,13 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
     ("name", "tokens", "word", "message"),
     [
         ("a.bin", np.full(1001, 300, np.uint16), "", "has token 300, the tokenizer has 259; give the tokenizer that made it"),
-        ("a.bin", np.full(1001, 300, np.uint16), "data.dtype=uint32", "has 2002 bytes, not data.skip_bytes=0 and whole data.dtype=uint32"),
+        ("a.bin", np.full(1001, 300, np.uint16), "data.dtype=uint32", "has 2002 bytes, which is not data.skip_bytes=0 and a number of whole data.dtype=uint32"),
         ("a.bin", np.full(1000, 65535, np.uint16), "data.dtype=uint32", "has token 4294967295, the tokenizer has 259"),
         ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
         ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
-        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 is no token in data.paths; the tokenizer ends a document with 2"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 does not occur in data.paths; the tokenizer ends a document with 2"),
         ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "holds out nothing: no file of data.paths has a second document"),
-        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999 data.held_out_fraction=0", "data.document_end=999999 is no token in data.paths"),
+        ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999 data.held_out_fraction=0", "data.document_end=999999 does not occur in data.paths"),
     ],
 )  # fmt: skip
 def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, tokens, word, message):

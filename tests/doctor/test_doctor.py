@@ -99,9 +99,9 @@ def test_google_tunix_is_found(tmp_path, monkeypatch):
     info = tmp_path / "google_tunix-0.1.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: google-tunix\nVersion: 0.1.5\n")
-    assert [status for status, _ in of("versions", software.versions())] == ["ok"]
+    assert [status for status, _ in of("versions", software.check_versions())] == ["ok"]
     monkeypatch.syspath_prepend(tmp_path)
-    [_, (status, says)] = of("versions", software.versions())
+    [_, (status, says)] = of("versions", software.check_versions())
     assert status == "error"
     assert says.startswith("google-tunix 0.1.5: it has a package called tunix too")
 
@@ -117,14 +117,14 @@ def test_google_tunix_is_found(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_versions_that_do_not_work_together(installed, message):
-    [(first, _), (status, says)] = of("versions", software.versions(installed.get))
+    [(first, _), (status, says)] = of("versions", software.check_versions(installed.get))
     assert (first, status) == ("ok", "error")
     assert message in says
 
 
 def test_flags_that_kill_are_taken_out():
     given = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_dump_too=/tmp --nonsense"}
-    found = of("XLA_FLAGS", software.xla_flags(given))
+    found = of("XLA_FLAGS", software.check_xla_flags(given))
     assert (
         "error",
         "XLA does not know --xla_dump_too=/tmp (did you mean --xla_dump_to?); it would abort every process",
@@ -136,7 +136,7 @@ def test_flags_that_kill_are_taken_out():
 def test_a_flag_with_a_wrong_value():
     """Named beside the unknown ones."""
     flags = "--xla_dump_too=/tmp --xla_force_host_platform_device_count=abc"
-    says = [text for status, text in of("XLA_FLAGS", software.xla_flags({**os.environ, "XLA_FLAGS": flags}))]
+    says = [text for status, text in of("XLA_FLAGS", software.check_xla_flags({**os.environ, "XLA_FLAGS": flags}))]
     assert says[0].startswith("XLA cannot read the value of --xla_force_host_platform_device_count=abc; it would abort")
     assert says[1].startswith("XLA does not know --xla_dump_too=/tmp (did you mean --xla_dump_to?)")
 
@@ -161,7 +161,7 @@ def test_names_of_variables():
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
         "NCCLX": "",
     }
-    assert of("variables", software.variables(given)) == [
+    assert of("variables", software.check_variables(given)) == [
         ("warning", "TUNIX_CACHE_DIRS=a: nothing reads this name; did you mean TUNIX_CACHE_DIR?"),
         ("warning", "NCCL_IB_DISABLE=1: nodes talk over TCP in place of InfiniBand"),
         ("ok", "NCCL_ALGO=Ring, NCCL_IB_DISABLE=1, XLA_PYTHON_CLIENT_MEM_FRACTION=.9"),
@@ -193,9 +193,9 @@ def test_what_is_short(tmp_path, monkeypatch):
 def test_differences_between_processes(tmp_path, monkeypatch):
     """Two processes as `gather` would hear them: another flax, a clock an hour late, a folder of its own, a slow link."""
     answers = iter([['{"flax": "0.12.8"}', '{"flax": "0.12.9"}'], [repr(time.time()), repr(time.time() - 3600)]])
-    monkeypatch.setattr(together.distributed, "gather", lambda text, name: next(answers))
-    monkeypatch.setattr(together.distributed, "agree", lambda text, name: text)
-    monkeypatch.setattr(together, "blind_to", lambda folder: [1])
+    monkeypatch.setattr(together.peers, "gather", lambda text, name: next(answers))
+    monkeypatch.setattr(together.peers, "agree", lambda text, name: text)
+    monkeypatch.setattr(together, "find_blind", lambda folder: [1])
     found = list(
         together.compare(
             compose([f"hydra.run.dir={tmp_path}", "distributed.shared_filesystem=true"]), {"flax": "0.12.8"}

@@ -15,7 +15,7 @@ from support.harness import RUN, batch, metrics, program
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.command import command_line, settings
+from tunix.cli.command import read_settings, run_command
 from tunix.cli.compose import compose
 from tunix.config import Evaluate, Export, Generate
 from tunix.data.corpus import load_corpus
@@ -112,7 +112,7 @@ def command(monkeypatch, capsys, *words):
     """Exit code and error of the command line, and what it wrote."""
     monkeypatch.setattr(sys, "argv", ["evaluate", *words])
     monkeypatch.setattr(logging, "raiseExceptions", False)  # a run of this process logs to a stream of an earlier test
-    code, path = command_line(Evaluate, evaluate), "results.json"
+    code, path = run_command(Evaluate, evaluate), "results.json"
     said = capsys.readouterr()
     return code, said.err, json.load(open(path)) if code == 0 else said.out
 
@@ -184,7 +184,7 @@ def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir
     ]
     tunix.train([*words, "evaluation.every_steps=null"])
     shutil.rmtree("words")
-    assert export(settings(Export, ["checkpoint=run", "output=out"]))
+    assert export(read_settings(Export, ["checkpoint=run", "output=out"]))
     about = json.loads(Path("out/tokenizer_config.json").read_text())
     assert (about["bos_token"], about["eos_token"], about["chat_template"]) == (
         "<bos>",
@@ -195,8 +195,8 @@ def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
     prompts = {}
     for source in ("run", "out"):
-        speaker = Speaker(load_pretrained(source), settings(Generate, [f"checkpoint={source}", "chat=true"]))
-        assert speaker.how.stop == (2,)
+        speaker = Speaker(load_pretrained(source), read_settings(Generate, [f"checkpoint={source}", "chat=true"]))
+        assert speaker.sampling.stop == (2,)
         prompts[source] = speaker._encode("plain"), speaker._encode([{"role": "user", "content": "hi"}])
         assert speaker.tokenizer.decode(prompts[source][1], False) == "<bos>(user) hi<eos><bos>(assistant) "
     assert prompts["run"] == prompts["out"]
@@ -214,7 +214,7 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
     with pytest.raises(
         UserError, match=r"model.mlp={kind:gated,activation:silu} \(a gemma3 has {kind:gated,activation:gelu}\)"
     ):
-        export(settings(Export, ["checkpoint=run", "output=out"]))
+        export(read_settings(Export, ["checkpoint=run", "output=out"]))
     assert not Path("out").exists()
 
 

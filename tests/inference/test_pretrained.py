@@ -18,7 +18,7 @@ from tunix.cli.compose import compose
 from tunix.config import Export
 from tunix.export import export
 from tunix.models.paths import named
-from tunix.tokenizer.vocabulary import read
+from tunix.tokenizer.vocabulary import read_vocabulary
 
 PARITY = ROOT / "tests" / "models" / "parity"
 
@@ -120,7 +120,7 @@ def test_the_folders_tokenizer_is_used_unless_one_is_given(hf_dir, copy):
         [f"model.init_from={hf_dir}", "training.seq_len=64", "training.loss_chunk_size=64"]
     ).config.tokenizer
     assert tokenizer.path == str(hf_dir)
-    vocabulary = read(tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
     assert (vocabulary.bos_token, vocabulary.eos_token, vocabulary.chat_template) == ("<bos>", "<eos>", TEMPLATE)
     other = [f"tokenizer.path={copy}/tokenizer.json", "training.seq_len=64", "training.loss_chunk_size=64"]
     assert compose([f"model.init_from={hf_dir}", *other]).config.tokenizer.path == str(copy / "tokenizer.json")

@@ -14,7 +14,7 @@ from support.harness import ROOT
 import tunix
 from tunix import generate
 from tunix.base.errors import UserError
-from tunix.cli.command import settings
+from tunix.cli.command import read_settings
 from tunix.config import Generate
 from tunix.inference.cache import prefill
 from tunix.inference.sampling import Sampling, choose
@@ -115,7 +115,7 @@ def test_mistakes_are_told_before_the_model_is_loaded(words, message, tmp_path, 
         (tmp_path / f"in{words[0]}").write_text(words[1])
         words = [f"input=in{words[0]}"]
     with pytest.raises(UserError) as error:
-        generate.generate(settings(Generate, ["checkpoint=nowhere", *words]))
+        generate.generate(read_settings(Generate, ["checkpoint=nowhere", *words]))
     assert message in str(error.value)
 
 
@@ -124,11 +124,11 @@ def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('\ufeff{"prompt": "a few"}\n{"prompt": "words", "id": 2}\n', encoding="utf-8")
     words = [f"checkpoint={hf_dir}", "max_new_tokens=2", "batch_size=1", "output=out.csv"]
-    generate.generate(settings(Generate, [*words, "input=in.jsonl"]))
+    generate.generate(read_settings(Generate, [*words, "input=in.jsonl"]))
     assert [row["id"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["", "2"]
     (tmp_path / "in.csv").write_text(f"prompt\nmerged\n{'a few words ' * 20_000}\n", encoding="utf-8-sig")
     with pytest.raises(UserError, match="are more than the model's context of 64"):
-        generate.generate(settings(Generate, [*words, "input=in.csv"]))
+        generate.generate(read_settings(Generate, [*words, "input=in.csv"]))
     assert [row["prompt"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["merged"]
 
 

@@ -16,7 +16,7 @@ from support.harness import ROOT
 from tunix.base.errors import UserError
 from tunix.launch import accelerate
 from tunix.launch.__main__ import main, parser
-from tunix.launch.nodes import Asked, free_port, this_node
+from tunix.launch.nodes import NodeFlags, find_node, free_port
 from tunix.launch.rendezvous import meet
 
 LAUNCHED = str(ROOT / "tests" / "support" / "launched.py")
@@ -84,7 +84,7 @@ def alive(pid: int) -> bool:
     ],
 )  # fmt: skip
 def test_which_node(flags, environment, ranks):
-    node = this_node(asked(flags), environment)
+    node = find_node(asked(flags), environment)
     found = [node.environment(local) for local in range(node.num_processes)]
     assert [int(values["RANK"]) for values in found] == ranks
     assert [int(values["LOCAL_RANK"]) for values in found] == list(range(len(ranks)))
@@ -95,9 +95,9 @@ def test_which_node(flags, environment, ranks):
         assert (found[0]["MASTER_ADDR"], found[0]["MASTER_PORT"]) == ("192.0.2.10", "29500")
 
 
-def asked(flags: str) -> Asked:
+def asked(flags: str) -> NodeFlags:
     parsed = parser().parse_args([*flags.split(), "script.py"])
-    return Asked(**{name: getattr(parsed, name) for name in Asked.__annotations__})
+    return NodeFlags(**{name: getattr(parsed, name) for name in NodeFlags.__annotations__})
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def asked(flags: str) -> Asked:
 )  # fmt: skip
 def test_what_does_not_fit_together(flags, environment, message):
     with pytest.raises(UserError) as error:
-        this_node(asked(flags), environment)
+        find_node(asked(flags), environment)
     assert message in str(error.value)
 
 
@@ -194,23 +194,27 @@ def test_accelerate_config(tmp_path):
     """num_processes counts the processes of all machines, as accelerate counts them."""
     file = tmp_path / "accelerate.yaml"
     file.write_text(ONE_MACHINE)
-    node = this_node(accelerate.read(file).asked, {"RANK": "3", "WORLD_SIZE": "4"})
+    node = find_node(accelerate.read_config(file).flags, {"RANK": "3", "WORLD_SIZE": "4"})
     assert (node.num_processes, node.world_size, node.master_addr) == (8, 8, "127.0.0.1")
     file.write_text(TWO_MACHINES)
     flags = asked("--node_rank=1")
-    node = this_node(flags.or_else_file(accelerate.read(file).asked, {}), {})
+    node = find_node(flags.with_defaults(accelerate.read_config(file).flags, {}), {})
     assert (node.num_processes, node.world_size, node.rank, node.master_port) == (4, 8, 1, 29500)
     assert (
-        this_node(asked("").or_else_file(accelerate.read(file).asked, {"NODE_RANK": "1"}), {"NODE_RANK": "1"}).rank == 1
+        find_node(
+            asked("").with_defaults(accelerate.read_config(file).flags, {"NODE_RANK": "1"}), {"NODE_RANK": "1"}
+        ).rank
+        == 1
     )
     file.write_text(TWO_MACHINES.replace("machine_rank: 0", "machine_rank: 1"))
     assert (
-        this_node(asked("--node_rank=0").or_else_file(accelerate.read(file).asked, {"NODE_RANK": "1"}), {}).rank == 0
+        find_node(asked("--node_rank=0").with_defaults(accelerate.read_config(file).flags, {"NODE_RANK": "1"}), {}).rank
+        == 0
     )  # flags win
     file.write_text(ONE_MACHINE.replace("use_cpu: false", "use_cpu: true"))
-    assert accelerate.read(file).environment == {"JAX_PLATFORMS": "cpu"}
+    assert accelerate.read_config(file).environment == {"JAX_PLATFORMS": "cpu"}
     file.write_text(ONE_MACHINE.replace("gpu_ids: all", "gpu_ids: 2,3"))
-    assert accelerate.read(file).environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert accelerate.read_config(file).environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.harness import ROOT
 from tunix.cli import compose
 from tunix.launch import accelerate, kubernetes, rendezvous, slurm
 from tunix.launch.__main__ import parser
-from tunix.launch.nodes import Asked, Node, this_node
+from tunix.launch.nodes import Node, NodeFlags, find_node
 
 PAGES = [ROOT / "docs" / name for name in ("coming_from.md", "slurm.md", "kubernetes.md")]
 HERE = {  # what the shell of each example has
@@ -60,17 +60,17 @@ def test_command(environment, words, tmp_path, monkeypatch):
         return
     job = compose.compose(words)
     if job.config.launcher.name == "slurm":
-        assert f"--nodes={job.config.launcher.nodes}" in slurm.script(job.config, job.config.launcher, tmp_path)
+        assert f"--nodes={job.config.launcher.nodes}" in slurm.format_script(job.config, job.config.launcher, tmp_path)
     if job.config.launcher.name == "kubernetes":
-        assert len(kubernetes.manifests(job.config, job.config.launcher, "name")) == 2
+        assert len(kubernetes.make_manifests(job.config, job.config.launcher, "name")) == 2
 
 
 def launched(words: list[str], environment: dict[str, str]) -> Node:
     flags = parser().parse_args(words)
-    asked = Asked(**{name: getattr(flags, name) for name in Asked.__annotations__})
+    asked = NodeFlags(**{name: getattr(flags, name) for name in NodeFlags.__annotations__})
     if flags.accelerate_config:
-        asked = asked.or_else_file(accelerate.read(flags.accelerate_config).asked, environment)
-    return this_node(asked, environment)
+        asked = asked.with_defaults(accelerate.read_config(flags.accelerate_config).flags, environment)
+    return find_node(asked, environment)
 
 
 def test_every_launcher_is_shown():

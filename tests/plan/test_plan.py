@@ -13,13 +13,13 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.costs.derived import derive
 from tunix.costs.devices import device_kinds, peak_tflops
-from tunix.costs.hlo import collectives
+from tunix.costs.hlo import read_collectives
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
-from tunix.plan.choice import decided
-from tunix.plan.compiled import backend
-from tunix.plan.ranking import _to_compile, micro_batch_sizes, rank
+from tunix.plan.choice import resolve_auto
+from tunix.plan.compiled import find_backend
+from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, rank
 from tunix.plan.topology import read_topology
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes
 
@@ -49,7 +49,7 @@ def test_derived_is_what_is_compiled(mesh, more):
     given = sum(leaf.nbytes for leaf in rows.values()) // data_shards(step.mesh.shape) + 8  # the batch, two counters
     held = costs.num_bytes["weights"] + costs.num_bytes["optimizer"]
     assert held + given == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
-    found = [c for c in collectives(compiled.as_text()) if c.group_size > 1]
+    found = [c for c in read_collectives(compiled.as_text()) if c.group_size > 1]
     sizes = dict(step.mesh.shape)
     for kinds in (("all-gather",), ("all-reduce", "reduce-scatter")):
         moved = sum(c.num_bytes * c.times for c in found if c.kind in kinds)
@@ -144,7 +144,7 @@ def test_one_compile_is_for_the_fastest():
     """Not for the mesh of least memory."""
     ranking = rank(compose([*AUTO, "plan.num_compiled=0"]).config, read_topology("h200:8"))
     candidates = [*reversed(ranking.fit)]
-    (place,) = _to_compile(candidates, 1, ranking.limit)
+    (place,) = _pick_to_compile(candidates, 1, ranking.limit)
     assert candidates[place].tokens_per_s == max(each.tokens_per_s for each in candidates)
 
 
@@ -153,7 +153,7 @@ def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
 
     With the plugin: test_gpu_program.py.
     """
-    if backend() == "gpu":
+    if find_backend() == "gpu":
         pytest.skip("the CUDA plugin is installed here")
     words = [*AUTO, "plan.num_compiled=1", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"]
     code, out, told = run(*words, "plan.memory_share=6e-6")
@@ -196,21 +196,21 @@ def test_the_largest_micro_batch_that_fits(run):
 
 def test_a_run_takes_what_plan_would():
     cfg = compose([*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0"]).config
-    ours = decided(cfg)
-    assert ours.training.micro_batch_size in micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
+    ours = resolve_auto(cfg)
+    assert ours.training.micro_batch_size in list_micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
     ranking = rank(cfg, read_topology("h200:8"))
     assert ranking.fit[0].sizes == explicit_sizes(ours.model.mesh_shape)
-    kept = decided(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
+    kept = resolve_auto(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
     assert explicit_sizes(kept.model.mesh_shape) == {"dp": 4, "fsdp": 1, "tp": 2}
     assert kept.training.micro_batch_size == 16
     untouched = compose(SMALL).config
-    assert decided(untouched) is untouched
+    assert resolve_auto(untouched) is untouched
 
 
 def test_a_run_that_fits_nowhere():
     cfg = compose([*AUTO, "plan.memory_share=1e-9", "plan.num_compiled=0"]).config
     with pytest.raises(UserError, match=r"fits on no mesh of this run's devices: .* needs .* more than the 0.0 GiB"):
-        decided(cfg)
+        resolve_auto(cfg)
 
 
 def test_what_would_make_it_fit(run):

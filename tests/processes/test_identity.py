@@ -5,7 +5,7 @@ from jax._src.clusters import ClusterEnv
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.processes.identity import Identity, who_am_i
+from tunix.processes.identity import Identity, find_identity
 
 TORCHRUN = {
     "RANK": "3",
@@ -26,7 +26,7 @@ MPI = {
 
 
 def identity(environment: dict[str, str], *overrides: str) -> Identity | None:
-    return who_am_i(compose(list(overrides)).config.distributed, environment)
+    return find_identity(compose(list(overrides)).config.distributed, environment)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_keys_win_over_the_environment():
         ),
         ({k: v for k, v in MPI.items() if "uri" not in k}, [], "set distributed.coordinator_address=HOST:PORT"),
         (TORCHRUN, ["distributed.coordinator_address=nohost"], "must be HOST:PORT"),
-        ({}, ["distributed.local_device_ids=[0]"], "this one is alone: CUDA_VISIBLE_DEVICES does"),
+        ({}, ["distributed.local_device_ids=[0]"], "but this run has one process; use CUDA_VISIBLE_DEVICES instead"),
     ],
 )
 def test_contradictions(environment, words, said):

@@ -14,7 +14,7 @@ from support.harness import RUN, metrics
 
 import tunix
 from tunix.base.errors import Stopped, UserError
-from tunix.cli.command import settings
+from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
 from tunix.config import Export
 from tunix.data.corpus import load_corpus
@@ -295,7 +295,7 @@ def test_a_moving_average_goes_on_bit_identically_and_is_exported(run):
     tokens = np.arange(16)[None]
     trained, averaged = (tunix.load_pretrained(part, weights=name)(tokens) for name in ("trained", "ema"))
     assert not np.allclose(trained, averaged, atol=1e-3)
-    export(settings(Export, [f"checkpoint={part}", "output=averaged", "weights=ema"]))
+    export(read_settings(Export, [f"checkpoint={part}", "output=averaged", "weights=ema"]))
     np.testing.assert_allclose(tunix.load_pretrained("averaged")(tokens), averaged, atol=1e-5)
     for source in (run("hydra.run.dir=plain", "training.max_steps=1"), "averaged"):
         with pytest.raises(UserError, match=r"^weights=ema: .* weights=trained"):

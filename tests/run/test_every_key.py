@@ -15,7 +15,7 @@ from support.harness import RUN
 from tunix.__main__ import LAUNCHERS
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.cli.keys import sections
+from tunix.cli.keys import list_sections
 from tunix.config import Config, Section
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus
@@ -174,7 +174,7 @@ def reads(corpus, tmp_path_factory) -> Callable[[Callable], Reads]:
 def test_a_part_reads_its_keys(part, reads):
     read = reads(part)
     for field in PARTS[part]:
-        for kind in sections(Config.model_fields[field].annotation):
+        for kind in list_sections(Config.model_fields[field].annotation):
             assert [key for key in unread(kind, read) if not key.startswith(untested())] == []
 
 
@@ -235,6 +235,6 @@ def unread(section: type[Section], read: Reads) -> list[str]:
         chooses = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
         if not read & owners and not chooses:
             found.append(f"{section.__name__}.{name}")
-        for kind in sections(field.annotation):
+        for kind in list_sections(field.annotation):
             found += unread(kind, read)
     return found

@@ -53,7 +53,9 @@ def test_training_one_to_a_path(load, tmp_path):
     made = load(f"tokenizer.path={path}", "tokenizer.train=true")
     assert load(f"tokenizer.path={path}").fingerprint == made.fingerprint == load().fingerprint
     assert load(f"tokenizer.path={path}", "tokenizer.train=true").fingerprint == made.fingerprint  # begun again
-    with pytest.raises(UserError, match=r"would write tokenizer.path=.*, which exists and is another; remove one"):
+    with pytest.raises(
+        UserError, match=r"would write tokenizer.path=.*, which exists and is another tokenizer; remove"
+    ):
         load(f"tokenizer.path={path}", "tokenizer.train=true", "tokenizer.vocab_size=270")
     with pytest.raises(UserError, match=r"tokenizer.train=false, and tokenizer.path names none; set the path"):
         load("tokenizer.train=false")

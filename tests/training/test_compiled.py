@@ -6,7 +6,7 @@ import jax
 import pytest
 from support.harness import batch, program
 
-from tunix.costs.hlo import collectives
+from tunix.costs.hlo import read_collectives
 
 MICROBATCHES = 4
 
@@ -20,7 +20,7 @@ def moved(*overrides: str) -> dict[str, float]:
     ]
     table = step.state["params"]["embedding"]["table"].nbytes
     compiled = step.compile(batch(32, MICROBATCHES))
-    found = [c for c in collectives(compiled.as_text()) if c.group_size > 1]
+    found = [c for c in read_collectives(compiled.as_text()) if c.group_size > 1]
 
     def total(*kinds: str) -> float:
         return sum(c.num_bytes * c.times for c in found if c.kind in kinds) / sum(matrices)
@@ -81,7 +81,7 @@ def test_strategies_order_by_bytes_per_device():
 def test_replicas_reduce_only_their_shards():
     """HSDP: gradients are summed inside a replica first, so that replicas exchange one shard."""
     step = program("model.mesh_shape=[[2,4],[dp,fsdp]]", "training.gradient_accumulation_steps=1")
-    found = [c for c in collectives(step.compile(batch(8)).as_text()) if c.kind == "all-reduce"]
+    found = [c for c in read_collectives(step.compile(batch(8)).as_text()) if c.kind == "all-reduce"]
     matrices = sum(
         leaf.nbytes for path, leaf in jax.tree.leaves_with_path(step.state["params"]) if path[-1].key != "scale"
     )

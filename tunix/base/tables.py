@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def as_text(table: Table, width: int = 160) -> str:
-    """The table as lines of at most `width` characters."""
+    """Format the table as lines of at most `width` characters."""
     out = io.StringIO()
     Console(file=out, width=width).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tunix.base.errors import UserError
-from tunix.cli.mistakes import validated
+from tunix.cli.mistakes import validate
 from tunix.cli.saved import upgrade
 from tunix.config import Model
 from tunix.config.values import CONF
@@ -43,7 +43,7 @@ def trained_model(folder: Path, mesh_shape: Any) -> Model:
     if not (folder / "config.yaml").is_file():
         return _described(config_json.read_config(folder), f"{folder}/config.json", mesh_shape)
     values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    return validated(Model, upgrade(values)["model"] | {"mesh_shape": mesh_shape}, "model")
+    return validate(Model, upgrade(values)["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
 def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
@@ -52,7 +52,7 @@ def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
     values: Any = OmegaConf.to_container(OmegaConf.merge(pretrained, common))
     del values["defaults"]
     _fill_architecture(values, read, where)
-    return validated(Model, values | {"mesh_shape": mesh_shape}, "model")
+    return validate(Model, values | {"mesh_shape": mesh_shape}, "model")
 
 
 def unlike_its_family(cfg: Model) -> str:

@@ -1,4 +1,8 @@
-"""The command lines beside training, `python -m tunix.NAME`: keys of their own, or those of training. Knows no jax."""
+"""Command lines beside training, `python -m tunix.NAME`. Imports no jax.
+
+`generate`, `evaluate` and `export` have keys of their own, a section of conf/command (`run_command`). `plan`, `doctor`,
+`verify` and `prepare` take the keys of training (`command_parser`).
+"""
 
 import argparse
 import sys
@@ -9,8 +13,8 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from tunix.cli.keys import keys
-from tunix.cli.mistakes import explained, validated
+from tunix.cli.keys import list_keys
+from tunix.cli.mistakes import explain_errors, validate
 from tunix.config import Section
 from tunix.config.values import CONF
 from tunix.processes import exits
@@ -18,38 +22,42 @@ from tunix.processes import exits
 S = TypeVar("S", bound=Section)
 
 
-def command_line(section: type[S], work: Callable[[S], None]) -> int:
-    """`python -m tunix.NAME key=value ...`: exit code 2 and one line on stderr for what the user got wrong.
+def run_command(section: type[S], work: Callable[[S], None]) -> int:
+    """Run `work` with the section that `python -m tunix.NAME key=value ...` describes; return the exit code.
 
-    A section with `overrides` is given there the words whose keys are not its own.
+    An error of the user's gives exit code 2 and one line on stderr. If the section has a key `overrides`, it gets the
+    words whose keys are not the section's own: they are keys of training.
     """
     words, name = sys.argv[1:], section.__name__.lower()
     if "--help" in words or "-h" in words:
         print(f"python -m tunix.{name} key=value ...\n\n{section.__doc__}\n")
-        for key, field in keys(section):
+        for key, field in list_keys(section):
             print(f"  {key:24} {' '.join((field.description or '').split())}")
         return 0
     fields = section.model_fields
     others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
-    own, more = [word for word in words if word not in others], {"overrides": others} if others else {}
-    return exits.reported(lambda: work(settings(section, own, more)))
+    own = [word for word in words if word not in others]
+    return exits.report_errors(lambda: work(read_settings(section, own, {"overrides": others} if others else {})))
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Of a command `python -m tunix.NAME` that takes the keys of training, beside flags of its own."""
+    """Return the parser of a command `python -m tunix.NAME` that takes the keys of training.
+
+    The command adds its own flags to the parser.
+    """
     parser = argparse.ArgumentParser(
         f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder of one's own, laid out like conf/")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own folder of config files, laid out like conf/")
     return parser
 
 
-def settings(section: type[S], words: list[str], more: dict[str, Any] | None = None) -> S:
-    """The section of conf/command, with the words that change it, and `more` keys on top."""
-    with explained(section):
+def read_settings(section: type[S], words: list[str], more: dict[str, Any] | None = None) -> S:
+    """Return the section of conf/command, changed by the words of the command line and then by the values `more`."""
+    with explain_errors(section):
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(CONF / "command"), version_base="1.3"):
             composed = hydra.compose(section.__name__.lower(), words)
         values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    return validated(section, values | (more or {}))
+    return validate(section, values | (more or {}))

@@ -1,4 +1,4 @@
-"""The keys of the config as users type them, read off its types."""
+"""Keys of the config as users type them, read from the pydantic types of `tunix.config`."""
 
 import types
 import typing
@@ -10,38 +10,38 @@ from pydantic import BaseModel
 from tunix.config import Config, Section
 
 
-def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key as users type it, with its pydantic field; variants of a union one after the other."""
+def list_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key as users type it, with its pydantic field; for a union, the keys of each variant in turn."""
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
-        kinds = sections(field.annotation)
+        kinds = list_sections(field.annotation)
         for kind in kinds:
-            yield from keys(kind, f"{key}.")
+            yield from list_keys(kind, f"{key}.")
         if not kinds:
             yield key, field
 
 
-def sections(annotation: Any) -> list[type[Section]]:
-    """The section that a field holds, or the members of a union of them; none for a plain value."""
+def list_sections(annotation: Any) -> list[type[Section]]:
+    """Return the section that a field holds, or the members of a union of sections; none for a plain value."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
-def variants(section: type[BaseModel] = Config) -> dict[str, type[Section]]:
-    """The sections that are members of a union (data sources, optimizers), by the value that tells them apart."""
+def find_variants(section: type[BaseModel] = Config) -> dict[str, type[Section]]:
+    """Return the sections that are members of a union (data sources, optimizers), keyed by their tag."""
     found: dict[str, type[Section]] = {}
     for field in section.model_fields.values():
-        kinds = sections(field.annotation)
+        kinds = list_sections(field.annotation)
         found |= {tag(kind): kind for kind in kinds} if len(kinds) > 1 else {}
         for kind in kinds:
-            found |= variants(kind)
+            found |= find_variants(kind)
     return found
 
 
 def variant_of(values: Mapping[str, Any]) -> type[Section] | None:
     """The member of a union that has these values, or None."""
-    members = [variants().get(str(values.get(name))) for name in TAGS]
+    members = [find_variants().get(str(values.get(name))) for name in TAGS]
     return next((member for member in members if member), None)
 
 

@@ -1,4 +1,7 @@
-"""What Hydra, OmegaConf and pydantic say of a mistake, as one line with the key, the value and the way out."""
+"""Error messages for wrong config: one line with the key, the value and the way out.
+
+Hydra, OmegaConf and pydantic find the errors; this file rewrites their messages.
+"""
 
 import difflib
 import re
@@ -11,15 +14,20 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
-from tunix.cli.keys import keys, tag, variant_of, variants
+from tunix.cli.keys import find_variants, list_keys, tag, variant_of
 from tunix.cli.saved import GONE
 from tunix.config import Config, ParameterGroup, Section
 
 S = TypeVar("S", bound=Section)
+IN_QUOTES = re.compile(r"'([^']*)'")
 
 
-def validated(section: type[S], values: dict[Any, Any], *above: str) -> S:
-    """A section of plain `values`, whose key is `above`; raises `UserError` with a line for each mistake."""
+def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
+    """Check plain `values` and return the section; `above` is the section's own key, for messages.
+
+    Raises:
+        UserError: a line for each error.
+    """
     try:
         return section.model_validate(values)
     except ValidationError as errors:
@@ -28,8 +36,8 @@ def validated(section: type[S], values: dict[Any, Any], *above: str) -> S:
 
 
 @contextmanager
-def explained(root: type[Section] = Config) -> Iterator[None]:
-    """Turn what Hydra and OmegaConf say of a mistake into one `UserError` line; `root` has the legal keys."""
+def explain_errors(root: type[Section] = Config) -> Iterator[None]:
+    """Turn errors of Hydra and OmegaConf into a `UserError` of one line; `root` is the section with the legal keys."""
     try:
         yield
     except MissingConfigException as error:
@@ -42,14 +50,15 @@ def explained(root: type[Section] = Config) -> Iterator[None]:
             f"choose from {', '.join(options)}{did_you_mean(choice, options)}"
         ) from None
     except OverrideParseException as error:
-        said = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
+        # The lines of the message that are neither a marker (^^^) nor a link; the last one says what is wrong.
+        lines = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
         hint = "values with special characters need quotes within quotes: \"key='<a b>'\""
         override = str(error.override).replace("\n", "\\n")
-        raise UserError(f"cannot read {override}: {said[-1]}; {hint}") from None
+        raise UserError(f"cannot read {override}: {lines[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
         key = str(error.full_key)
-        fields = dict(reversed([*keys(root)]))  # of keys that several variants have, the first
-        known = key if key in fields else f"data.{key.rpartition('.')[2]}"  # of a part of a mixture
+        fields = dict(reversed([*list_keys(root)]))  # reversed: where several variants have a key, the first wins
+        known = key if key in fields else f"data.{key.rpartition('.')[2]}"  # data.parts.NAME.KEY of a mixture
         description = fields[known].description
         raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
     except (HydraException, OmegaConfBaseException) as error:
@@ -61,9 +70,7 @@ def explained(root: type[Section] = Config) -> Iterator[None]:
             variant = variant_of(parent)
             raise UserError(unknown_key(unknown, variant, root)) from None
         if "No match in the defaults list" in first:
-            raise UserError(
-                f"{first.split('. ')[0]}; write +{re.findall(chr(39) + '(.*?)' + chr(39), first)[0]}=..."
-            ) from None
+            raise UserError(f"{first.split('. ')[0]}; write +{IN_QUOTES.findall(first)[0]}=...") from None
         if first.startswith("Ambiguous value"):
             word = re.findall("'(.*)'", first)[0]
             key, _, values = word.partition("=")
@@ -74,7 +81,8 @@ def explained(root: type[Section] = Config) -> Iterator[None]:
         raise UserError(first) from None
 
 
-EXPECTED = {  # in place of pydantic's words
+# Messages in place of pydantic's, by the type of the error.
+EXPECTED = {
     "int_parsing": "expected a whole number",
     "int_type": "expected a whole number",
     "int_from_float": "expected a whole number",
@@ -88,14 +96,15 @@ EXPECTED = {  # in place of pydantic's words
 
 
 def _explain(error: dict[str, Any]) -> str:
-    """One line for one pydantic error: the key, the value, the way out."""
+    """Return one line for one pydantic error: the key, the value, the way out."""
     path, variant = [str(part) for part in error["loc"]], None
-    for place, part in enumerate(path):  # pydantic names the member of a union in the path
-        if place and (variant := variants().get(part)):
+    # Within a union pydantic's path has the tag too, (data, jsonl, paths); users type data.paths.
+    for place, part in enumerate(path):
+        if place and (variant := find_variants().get(part)):
             del path[place]
             break
     if path[:2] == ["data", "parts"] and len(path) > 3:  # data.parts.NAME.SOURCE.KEY
-        variant = variants().get(path.pop(3))
+        variant = find_variants().get(path.pop(3))
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))
     if kind == "extra_forbidden":
@@ -104,36 +113,39 @@ def _explain(error: dict[str, Any]) -> str:
         return f"{key} is missing"
     if kind in ("literal_error", "union_tag_invalid"):
         context = error["ctx"]
-        choices = re.findall(r"'([^']*)'", context.get("expected") or context["expected_tags"])
+        choices = IN_QUOTES.findall(context.get("expected") or context["expected_tags"])
         if kind == "union_tag_invalid":
-            key, value = f"{key}.{context['discriminator'].strip(chr(39))}", context["tag"]
+            discriminator = context["discriminator"].strip("'")
+            key, value = f"{key}.{discriminator}", context["tag"]
         return f"{key}={value}: expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
-    if isinstance(value, dict | BaseModel):  # a check across keys: its message names them
+    if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
         return message
     return f"{key}={value}: {message[0].lower()}{message[1:]}"
 
 
 def unknown_key(key: str, variant: type[Section] | None = None, root: type[Section] = Config) -> str:
-    """The line for a key that does not exist, with the legal key nearest to it."""
+    """Return the message for a key that does not exist, with the most similar legal key."""
     if key in GONE:
         return f"{key} is gone: {GONE[key]}"
-    legal = [name for name, _ in keys(root)]
+    legal = [name for name, _ in list_keys(root)]
     head, _, leaf = key.rpartition(".")
-    if variant and leaf in variant.model_fields:  # it has the key, the member chosen until now has not
+    if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
         return f"{head} is changed as a whole by ++{head}={{...}}"
-    if variant and key in legal:  # of another member of the union
+    if variant and key in legal:  # a key of another variant
         return f"unknown key {key}: {head}={tag(variant)} has none; its keys are {', '.join(variant.model_fields)}"
     if head.startswith("optimizer.groups."):
         legal = [f"{head}.{name}" for name in ParameterGroup.model_fields]
     leaves = {name.rpartition(".")[2]: name for name in legal}
     here = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == head}
-    whole = {name: name for name in [*legal, *root.model_fields]}
+    full = {name: name for name in [*legal, *root.model_fields]}
+    # What to compare, with which keys, and how similar they must be (0 to 1). The first match wins.
     guesses = [
-        (leaf, leaves, 1.0),
-        (leaf, here, 0.6),
-        (leaf, leaves, 0.7),
-        *([] if head and here else [(key, whole, 0.6)]),
+        (leaf, leaves, 1.0),  # the right name in another section
+        (leaf, here, 0.6),  # a typo in the name
+        (leaf, leaves, 0.7),  # both
     ]
+    if not (head and here):
+        guesses.append((key, full, 0.6))  # a typo in the section's name
     for word, choices, cutoff in guesses:
         if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
             return f"unknown key {key}; did you mean {choices[near[0]]}?"

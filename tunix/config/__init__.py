@@ -1,4 +1,4 @@
-"""Types, units and checks of every config key. Values live in conf/, each in one place; knows no jax.
+"""Config: types, units and checks of every key. Values live in conf/, each in one place. Imports no jax.
 
 Sections have no defaults on purpose: `--cfg job` then shows everything that a run uses. A key's description is the
 string below it; docs/config.md is made from these.

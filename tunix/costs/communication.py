@@ -1,7 +1,10 @@
-"""The communication of a traced step: bytes from the program that ran, times from the trace, beside what was derived.
+"""Communication of a traced step: bytes come from the compiled program, times from the trace.
 
-Bandwidths as in NCCL-tests (doc/PERFORMANCE.md): the algorithm bandwidth is the size of the whole array over the time;
-the bus bandwidth is that times what each device has to send for a byte of it, and can be held against the link's speed.
+Beside each measured row stands the prediction that `tunix.costs.derived` makes from the config.
+
+Two bandwidths are reported, defined as in NCCL-tests (doc/PERFORMANCE.md). The algorithm bandwidth is the size of the
+whole array divided by the time. The bus bandwidth is the algorithm bandwidth times the bytes that each device has to
+send for one byte of the array (`BUS_FACTORS`); it can be compared with the speed of the link.
 """
 
 import re
@@ -14,30 +17,35 @@ from tunix.costs.hlo import Collective
 from tunix.costs.timeline import UNKNOWN, Timeline
 from tunix.costs.transfers import Transfer, seconds
 
-BUS_FACTORS = {  # by the number n of devices in a group
+# Bytes that each of n devices in a group sends for one byte of the array, with a ring algorithm.
+BUS_FACTORS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
 }
+# Parts of JAX's name stack that JAX adds by itself; only the names that our source gave are shown.
 NO_SCOPE = re.compile(r"while|body|closed_call|checkpoint|cond|branch_\d+_fun|rematted_computation|.*->.*|")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One collective of a step, or all of one kind on the same axes; of one step, seconds are the devices' mean."""
+    """One collective of a step, or the sum of all collectives of one kind over the same mesh axes.
+
+    Numbers are for one step. Seconds are means over devices.
+    """
 
     kind: str
-    axes: tuple[str, ...]  # of the mesh, without those of size 1
+    axes: tuple[str, ...]  # mesh axes, without those of size 1
     group_size: int
-    count: int
-    num_bytes: int  # of the whole arrays, all executions together
+    count: int  # executions in one step
+    num_bytes: int  # size of the whole arrays, summed over all executions
     time_s: float
-    exposed_s: float  # while nothing else ran on the device
-    name: str = ""
+    exposed_s: float  # time during which the device did nothing else
+    name: str = ""  # the HLO instruction; empty for a sum
     dtype: str = ""
-    scope: str = ""  # named scopes of the source, and the phase
+    scope: str = ""  # named scopes of the source, and the phase (forward, backward, ...)
 
     @property
     def algorithm_gb_per_s(self) -> float:
@@ -49,117 +57,137 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """Of one kind on the same axes, in one step."""
+class Prediction:
+    """Predicted communication of one kind over the same mesh axes, in one step."""
 
     num_bytes: int
-    time_s: float | None  # None where the kind of device is not known
+    time_s: float | None  # None if the speed of this kind of device is not known
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Of the steps that were traced."""
+    """Communication of the traced steps, over all traced devices."""
 
     first_step: int
     num_steps: int
-    timelines: dict[str, Timeline]  # by device, like "process 0 device 3"
-    rows: list[Row]  # one for each collective, longest first
-    per_axis: list[Row]
-    predicted: dict[tuple[str, tuple[str, ...]], Predicted]
-    unnamed_s: float  # of kernels that the trace ascribes to no instruction
+    timelines: dict[str, Timeline]  # keyed by device, like "process 0 device 3"
+    rows: list[Row]  # one row per collective, longest first
+    per_axis: list[Row]  # one row per kind and mesh axes, longest first
+    predicted: dict[tuple[str, tuple[str, ...]], Prediction]  # keyed by kind and mesh axes
+    unnamed_s: float  # seconds per step of NCCL kernels for which the trace names no instruction
 
     @property
     def steps(self) -> str:
         return f"steps {self.first_step} to {self.first_step + self.num_steps - 1}"
 
     def mean(self, name: str) -> float:
-        """Seconds of a step in which `name` of a timeline holds, over devices."""
-        return sum(getattr(each, name) for each in self.timelines.values()) / len(self.timelines) / self.num_steps
+        """Return the mean of `Timeline.name` over devices and steps, in seconds per step."""
+        total_s = sum(getattr(timeline, name) for timeline in self.timelines.values())
+        return total_s / len(self.timelines) / self.num_steps
 
     @property
-    def lost(self) -> int:
-        """Executions that the program must have had and the trace does not show."""
+    def num_lost(self) -> int:
+        """Number of executions that the program ran and the trace lacks; the profiler's buffer was too small."""
         seen: dict[str, int] = defaultdict(int)
-        for each in self.timelines.values():
-            for name, (count, *_) in each.collectives.items():
+        for timeline in self.timelines.values():
+            for name, (count, *_) in timeline.collectives.items():
                 seen[name] += count
-        due = self.num_steps * len(self.timelines)
-        return sum(max(0, row.count * due - seen[row.name]) for row in self.rows)
+        num_runs = self.num_steps * len(self.timelines)
+        return sum(max(0, row.count * num_runs - seen[row.name]) for row in self.rows)
 
 
-def measured(
+def measure(
     first_step: int,
     num_steps: int,
     timelines: dict[str, Timeline],
     collectives: Iterable[Collective],
     sizes: Mapping[str, int],
-    predicted: dict[tuple[str, tuple[str, ...]], Predicted],
+    predicted: dict[tuple[str, tuple[str, ...]], Prediction],
 ) -> Communication:
-    """`sizes` are those of the mesh; `timelines` must not be empty."""
+    """Join the collectives of the compiled step with the times that the trace shows for them.
+
+    `timelines` must not be empty. `sizes` are the sizes of the mesh axes.
+    """
     share = 1 / (num_steps * len(timelines))
 
-    def times(name: str) -> tuple[float, float]:
-        found = [each.collectives[name] for each in timelines.values() if name in each.collectives]
-        return share * sum(time for _, time, _ in found), share * sum(exposed for *_, exposed in found)
+    def mean_times(name: str) -> tuple[float, float]:
+        """Mean time and exposed time of the instruction `name`, in seconds per step and device."""
+        totals = [each.collectives[name] for each in timelines.values() if name in each.collectives]
+        return share * sum(time_s for _, time_s, _ in totals), share * sum(exposed_s for *_, exposed_s in totals)
 
-    rows = [
-        Row(each.kind, each.axes(sizes), each.group_size, each.times, each.num_bytes * each.times, *times(each.name),
-            each.name, each.dtype, readable(each.scope))
-        for each in collectives
-        if each.group_size > 1
-    ]  # fmt: skip
+    rows = []
+    for collective in collectives:
+        if collective.group_size > 1:
+            time_s, exposed_s = mean_times(collective.name)
+            rows.append(
+                Row(
+                    kind=collective.kind,
+                    axes=collective.axes(sizes),
+                    group_size=collective.group_size,
+                    count=collective.times,
+                    num_bytes=collective.num_bytes * collective.times,
+                    time_s=time_s,
+                    exposed_s=exposed_s,
+                    name=collective.name,
+                    dtype=collective.dtype,
+                    scope=format_scope(collective.scope),
+                )
+            )
     rows.sort(key=lambda row: -row.time_s)
-    return Communication(first_step, num_steps, timelines, rows, _per_axis(rows), predicted, times(UNKNOWN)[0])
+    return Communication(first_step, num_steps, timelines, rows, _sum_by_axes(rows), predicted, mean_times(UNKNOWN)[0])
 
 
-def _per_axis(rows: list[Row]) -> list[Row]:
-    together: dict[tuple, list[Row]] = defaultdict(list)
+def _sum_by_axes(rows: list[Row]) -> list[Row]:
+    groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
-        together[row.kind, row.axes, row.group_size].append(row)
-    found = [
-        Row(*key, *(sum(getattr(row, name) for row in ours) for name in ("count", "num_bytes", "time_s", "exposed_s")))
-        for key, ours in together.items()
-    ]
-    return sorted(found, key=lambda row: -row.time_s)
+        groups[row.kind, row.axes, row.group_size].append(row)
+    sums = []
+    for key, members in groups.items():
+        totals = (sum(getattr(row, name) for row in members) for name in ("count", "num_bytes", "time_s", "exposed_s"))
+        sums.append(Row(*key, *totals))
+    return sorted(sums, key=lambda row: -row.time_s)
 
 
 def predict(
     transfers: Iterable[Transfer], sizes: Mapping[str, int], kind: DeviceKind | None, per_node: int
-) -> dict[tuple[str, tuple[str, ...]], Predicted]:
-    """What `tunix.costs` derives for the config, by kind and axes."""
-    found: dict[tuple[str, tuple[str, ...]], Predicted] = {}
+) -> dict[tuple[str, tuple[str, ...]], Prediction]:
+    """Sum the transfers that `tunix.costs.derived` derives from a config, by kind and mesh axes."""
+    predicted: dict[tuple[str, tuple[str, ...]], Prediction] = {}
     for transfer in transfers:
         axes = tuple(axis for axis in transfer.axes if sizes[axis] > 1)
         if not axes:
             continue
-        before = found.get((transfer.kind, axes), Predicted(0, 0.0 if kind else None))
+        before = predicted.get((transfer.kind, axes), Prediction(0, 0.0 if kind else None))
         time_s = None
         if kind and before.time_s is not None:
             time_s = before.time_s + seconds(transfer, dict(sizes), kind, per_node)
-        found[transfer.kind, axes] = Predicted(before.num_bytes + transfer.num_bytes, time_s)
-    return found
+        predicted[transfer.kind, axes] = Prediction(before.num_bytes + transfer.num_bytes, time_s)
+    return predicted
 
 
-def readable(op_name: str) -> str:
-    """JAX's name stack as the scopes of the source and the phase: `blocks/mlp backward`.
+def format_scope(op_name: str) -> str:
+    """Format JAX's name stack as the scopes of the source and the phase: `blocks/mlp backward`.
 
-    XLA writes the stacks of what it has put together as `common/(one:other)`, or on GPUs writes none.
+    Where XLA has merged instructions, it writes their stacks as `common/(one:other)`. On GPUs it may write none.
     """
     if not op_name:
         return ""
     common, bracket, rest = op_name.partition("/(")
     stacks = [f"{common}/{part}" for part in rest.removesuffix(")").split(":")] if bracket else [op_name]
-    found = list(dict.fromkeys(_scopes(stack) for stack in stacks))
-    phases = list(dict.fromkeys(_phase(stack) for stack in stacks))
-    return f"{' + '.join(filter(None, found)) or 'step'} {'/'.join(phases)}"
+    scopes = list(dict.fromkeys(_read_scopes(stack) for stack in stacks))
+    phases = list(dict.fromkeys(_read_phase(stack) for stack in stacks))
+    return f"{' + '.join(filter(None, scopes)) or 'step'} {'/'.join(phases)}"
 
 
-def _scopes(stack: str) -> str:
+def _read_scopes(stack: str) -> str:
     parts = [re.sub(r"transpose\(|jvp\(|[()]", "", part) for part in stack.split("/")[1:-1]]
     return "/".join(part for part in parts if not NO_SCOPE.fullmatch(part))
 
 
-def _phase(stack: str) -> str:
+def _read_phase(stack: str) -> str:
+    # jax.grad wraps the names of the forward pass in jvp(...), and of the backward pass in transpose(jvp(...)).
     if "rematted_computation" in stack:
         return "recomputed"
-    return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else "update"
+    if "transpose(" in stack:
+        return "backward"
+    return "forward" if "jvp(" in stack else "update"

@@ -1,4 +1,4 @@
-"""What kinds of devices can do."""
+"""Kinds of devices: their peak speed, memory and links, read from conf/command/device."""
 
 from functools import cache
 
@@ -10,18 +10,19 @@ from tunix.config.values import CONF
 
 @cache
 def device_kinds() -> dict[str, DeviceKind]:
-    """The kinds of conf/command/device by file name."""
+    """Return the kinds of devices in conf/command/device, keyed by file name."""
     files = sorted((CONF / "command" / "device").glob("*.yaml"))
     return {file.stem: DeviceKind.model_validate(yaml.safe_load(file.read_text())) for file in files}
 
 
-def kind_named(device_kind: str) -> DeviceKind | None:
-    """The kind that the driver's name for a device means; None where it is not known."""
-    named = [kind for kind in device_kinds().values() if kind.name in device_kind]
-    return max(named, key=lambda kind: len(kind.name)) if named else None
+def find_kind(device_kind: str) -> DeviceKind | None:
+    """Return the kind of a device by the name that its driver gives it; None if that name is not known."""
+    matches = [kind for kind in device_kinds().values() if kind.name in device_kind]
+    # "H100 PCIe" contains "H100" too: the longest name is the most specific one.
+    return max(matches, key=lambda kind: len(kind.name)) if matches else None
 
 
 def peak_tflops(device_kind: str) -> float | None:
-    """Dense bf16 peak of one device in TFLOP/s by the driver's name for it; None where it is not known."""
-    kind = kind_named(device_kind)
+    """Return the dense bf16 peak of one device in TFLOP/s by its driver's name; None if the name is not known."""
+    kind = find_kind(device_kind)
     return kind.peak_tflops if kind else None

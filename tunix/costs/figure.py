@@ -1,4 +1,4 @@
-"""Tables as text, and pictures of horizontal bars, each of stacked parts."""
+"""Pictures of horizontal bars, each made of stacked parts, drawn with Pillow."""
 
 import io
 from dataclasses import dataclass, field
@@ -12,24 +12,24 @@ INK, PALE, LIMIT = "#222222", "#8a8a8a", "#b02a37"
 
 @dataclass(frozen=True)
 class Bar:
-    parts: dict[str, float]  # lengths, in the order in which they are drawn
-    words: str
-    mark: float | None = None  # where a line crosses it
+    parts: dict[str, float]  # length of each part by its name, drawn from left to right
+    words: str  # text to the right of the bar
+    mark: float | None = None  # where a vertical line crosses the bar, in the unit of the lengths
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars one below the other, to one scale."""
+    """Bars below one another, all to the same scale."""
 
     title: str
-    colours: dict[str, str]  # of the parts
+    colours: dict[str, str]  # colour of each part by its name; also the legend
     bars: list[Bar]
-    limit: float | None = None  # where a line crosses all of them
-    notes: dict[str, str] = field(default_factory=dict)  # more for the legend, with their colours
+    limit: float | None = None  # where a vertical line crosses all bars
+    notes: dict[str, str] = field(default_factory=dict)  # more entries of the legend, with their colours
 
 
 def draw(title: str, labels: list[tuple[str, str]], panels: list[Panel]) -> bytes:
-    """A PNG of panels beside one another; `labels` are texts and colours of the rows that they share."""
+    """Return a PNG of panels beside one another; `labels` are text and colour of each row, shared by all panels."""
     font = ImageFont.load_default(13)
     panel_width = BARS + 30 + round(max(font.getlength(bar.words) for panel in panels for bar in panel.bars))
     image = Image.new("RGB", (LABEL + len(panels) * panel_width, ROW * (len(labels) + 4)), "white")
@@ -53,7 +53,7 @@ def _draw(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> No
         at += 26 + round(canvas.textlength(name, font))
     longest = max([panel.limit or 0.0, *(max(sum(bar.parts.values()), bar.mark or 0.0) for bar in panel.bars)])
     if panel.limit:
-        longest = min(longest, 2 * panel.limit)  # what is far too large would leave no room for the rest
+        longest = min(longest, 2 * panel.limit)  # a bar far past the limit is cut, or it would dwarf all others
     scale = (BARS - 10) / longest if longest else 0.0
     for place, bar in enumerate(panel.bars):
         top, start = ROW * (place + 3), float(left)

@@ -1,4 +1,11 @@
-"""What a compiled program moves between devices, read from its optimized HLO text."""
+"""Collectives of a compiled program, read from its optimized HLO text.
+
+HLO is XLA's own language. A program is a list of computations; a computation is a list of instructions, one a line:
+
+    %all-gather.3 = bf16[1024,640]{1,0} all-gather(%param.2), replica_groups=[2,4]<=[8], metadata={op_name="..."}
+
+The parser reads only what the cost report needs: kind, size, group of devices, and how often a loop runs the line.
+"""
 
 import math
 import re
@@ -14,78 +21,79 @@ _INSTRUCTION = re.compile(rf"%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<kind>{'|'.
 _CONTROL = re.compile(r"%?([\w.\-]+) = .+? (?:while|conditional|call)\(")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
+_CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")  # the computation that an instruction runs
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")  # dtype and dimensions
-TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')  # how often a while loop runs its body
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One instruction of the program."""
+    """One collective instruction of the program."""
 
-    name: str  # as a trace shows it
-    kind: str  # of KINDS
+    name: str  # the instruction's name, which a trace shows too
+    kind: str  # one of KINDS
     dtype: str  # HLO's name of the (first) element type
-    num_bytes: int  # of the whole array that a group of devices gathers, reduces or scatters
+    num_bytes: int  # size of the whole array that a group of devices gathers, reduces or scatters
     group: tuple[int, ...]  # the first of its groups of devices, as positions in the mesh
     times: int  # executions in one run of the program: the product of the trip counts of the loops around it
-    scope: str  # where it comes from in the source: JAX's name stack
+    scope: str  # JAX's name stack: the place in the source
 
     @property
     def group_size(self) -> int:
-        """Devices that take part together."""
+        """Number of devices that communicate with each other."""
         return len(self.group)
 
     def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of a mesh of these sizes over which it communicates."""
-        places = np.unravel_index(self.group, tuple(sizes.values()))
-        return tuple(axis for axis, place in zip(sizes, places, strict=True) if np.ptp(place))
+        """Return the axes over which the collective communicates, on a mesh with these axis sizes."""
+        coordinates = np.unravel_index(self.group, tuple(sizes.values()))
+        # Devices of a group differ in their coordinates (ptp is max - min) exactly along the axes they talk over.
+        return tuple(axis for axis, values in zip(sizes, coordinates, strict=True) if np.ptp(values))
 
 
-def collectives(hlo: str) -> list[Collective]:
-    """All collectives of a program as `compiled.as_text()` gives it."""
-    found = computations(hlo)
-    times = _times(found)
-    return [
-        _parse(line, match, times[name])
-        for name, lines in found.items()
-        for line in lines
-        if times[name] and (match := _INSTRUCTION.search(line))
-    ]
+def read_collectives(hlo: str) -> list[Collective]:
+    """Return all collectives of a program; `hlo` is the text of `compiled.as_text()`."""
+    computations = read_computations(hlo)
+    times = _count_runs(computations)
+    collectives = []
+    for name, lines in computations.items():
+        for line in lines:
+            if times[name] and (match := _INSTRUCTION.search(line)):
+                collectives.append(_parse(line, match, times[name]))
+    return collectives
 
 
-def control_flow(hlo: str) -> set[str]:
-    """Names of the instructions that only run others."""
+def read_control_flow(hlo: str) -> set[str]:
+    """Return the names of the instructions that only run other instructions: loops, conditionals, calls."""
     return set(_CONTROL.findall(hlo))
 
 
-def computations(hlo: str) -> dict[str, list[str]]:
-    """The instructions of each computation as written, in order, by its name; that of the program is ENTRY."""
-    found: dict[str, list[str]] = {}
+def read_computations(hlo: str) -> dict[str, list[str]]:
+    """Return the lines of each computation, keyed by its name; the computation that runs first is named ENTRY."""
+    computations: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in hlo.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
-            lines = found["ENTRY" if header[1] else header[2]] = []
+            lines = computations["ENTRY" if header[1] else header[2]] = []
         else:
             lines.append(line)
-    return found
+    return computations
 
 
-def branches(line: str) -> list[str]:
-    """The computations of which a conditional runs one."""
+def read_branches(line: str) -> list[str]:
+    """Return the names of the computations of which a conditional runs one."""
     return [name for found in _BRANCHES.findall(line) for name in re.findall(r"[\w.\-]+", "".join(found))]
 
 
-def _times(computations: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs when the program runs once."""
+def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
+    """Count how often each computation runs when the program runs once."""
     times: dict[str, int] = defaultdict(int)
 
     def visit(name: str, factor: int) -> None:
         times[name] += factor
         for line in computations.get(name, ()):
             trips = int(found[1]) if " while(" in line and (found := TRIPS.search(line)) else 1
-            for called in _CALLED.findall(line) + branches(line):
+            for called in _CALLED.findall(line) + read_branches(line):
                 visit(called, factor * trips)
 
     visit("ENTRY", 1)
@@ -95,27 +103,39 @@ def _times(computations: dict[str, list[str]]) -> dict[str, int]:
 def _parse(line: str, match: re.Match, times: int) -> Collective:
     arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"])]
     sizes, group = [size for _, size in arrays], _group(line)
-    if match["start"] and match["kind"] in ("all-gather", "reduce-scatter"):  # (operands, results)
+    if match["start"] and match["kind"] in ("all-gather", "reduce-scatter"):
+        # The type of a -start is the pair (operands, results); the larger half is the whole array.
         num_bytes = max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))
     else:
+        # The result of a reduce-scatter is one device's part, so the whole array is as many times larger.
         num_bytes = sum(sizes) * (len(group) if match["kind"] == "reduce-scatter" else 1)
     scope = re.search(r'op_name="([^"]*)"', line)
     return Collective(match["name"], match["kind"], arrays[0][0], num_bytes, group, times, scope[1] if scope else "")
 
 
 def array_bytes(dtype: str, dims: str) -> int:
-    """Bytes of HLO's `dtype[dims]`: a dtype's name has its bits (bf16, u4, f8e4m3fn); pred is a byte, token nothing."""
-    bits = 8 if dtype == "pred" else int(found[0]) if (found := re.search(r"\d+", dtype)) else 0
+    """Return the bytes of HLO's `dtype[dims]`.
+
+    The first number in a dtype's name is its bits (bf16, u4, f8e4m3fn). `pred` takes a byte, `token` takes none.
+    """
+    digits = re.search(r"\d+", "8" if dtype == "pred" else dtype)
+    bits = int(digits[0]) if digits else 0
     return -(-math.prod(int(dim) for dim in dims.split(",") if dim) * bits // 8)
 
 
 def _group(line: str) -> tuple[int, ...]:
-    """The first group, in any of the ways that HLO writes them: by mesh, by iota, as a list, as pairs."""
+    """Return the first group of devices. HLO writes groups in four ways: by mesh, by iota, as a list, as pairs.
+
+    by mesh:   replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp'}
+    by iota:   replica_groups=[2,4]<=[4,2]T(1,0)             2 groups of 4: count, reshape, transpose
+    as a list: replica_groups={{0,2,4,6},{1,3,5,7}}
+    as pairs:  source_target_pairs={{0,1},{1,2}}             of a collective-permute
+    """
     if named := _MESH.search(line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         dims, taken = [], []
         for axis, size in sizes.items():
-            if part := re.search(rf"'{axis}':\((\d+)\)(\d+)", named[3]):  # a factor of the axis
+            if part := re.search(rf"'{axis}':\((\d+)\)(\d+)", named[3]):  # only a factor of the axis takes part
                 before, ours = int(part[1]), int(part[2])
                 dims += [before, ours, size // (before * ours)]
                 taken += [False, True, False]
@@ -123,8 +143,8 @@ def _group(line: str) -> tuple[int, ...]:
                 dims.append(size)
                 taken.append(f"'{axis}'" in named[3])
         devices = _iota(named[2]) if named[2] else np.arange(math.prod(dims))
-        chosen = devices.reshape(dims)[tuple(slice(None) if each else 0 for each in taken)]
-        return tuple(map(int, chosen.flat))
+        group = devices.reshape(dims)[tuple(slice(None) if is_taken else 0 for is_taken in taken)]
+        return tuple(map(int, group.flat))
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=(\S+)", line):
         return tuple(map(int, _iota(iota[2]).flat[: int(iota[1])]))
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
@@ -134,7 +154,7 @@ def _group(line: str) -> tuple[int, ...]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """[4,2]T(1,0): 0, 1, 2, ... in these dimensions, transposed. Or a list: 0,2,1,3."""
+    """Read device numbers: `[4,2]T(1,0)` is 0, 1, 2, ... in these dimensions, transposed; `0,2,1,3` is a list."""
     if not (match := _IOTA.match(text)):
         return np.array([int(number) for number in text.split(",")])
     dims = [int(size) for size in match[1].split(",")]
@@ -142,12 +162,12 @@ def _iota(text: str) -> np.ndarray:
     return np.arange(math.prod(dims)).reshape(dims).transpose(order)
 
 
-def summary(found: list[Collective]) -> str:
-    """Count and size by kind, for one run of the program: `all-gather 112 x, 3.20 GiB; ...`."""
+def summarise(collectives: list[Collective]) -> str:
+    """Format count and size by kind for one run of the program: `all-gather 112 x, 3.200 GiB; ...`."""
     parts = []
     for kind in KINDS:
-        ours = [c for c in found if c.kind == kind and c.group_size > 1]
-        if ours:
-            size = sum(c.num_bytes * c.times for c in ours)
-            parts.append(f"{kind} {sum(c.times for c in ours):,} x, {size / 2**30:.3f} GiB")
+        members = [each for each in collectives if each.kind == kind and each.group_size > 1]
+        if members:
+            size = sum(each.num_bytes * each.times for each in members)
+            parts.append(f"{kind} {sum(each.times for each in members):,} x, {size / 2**30:.3f} GiB")
     return "; ".join(parts) or "none"

@@ -1,6 +1,15 @@
-"""How long a compiled program is predicted to take: its schedule walked with two clocks, of arithmetic and of links.
+"""Predicted time of a compiled program: a walk through its schedule with two clocks.
 
-Arithmetic goes on between a collective's `-start` and its `-done`; at `-done` it waits for what is left.
+One clock is the device's arithmetic, the other is the link to other devices. A collective is two instructions. Its
+`-start` puts it on the link; arithmetic goes on. At its `-done` arithmetic waits until the collective has ended:
+
+    instruction    gather-start   fusion.1   fusion.2   gather-done   fusion.3
+    arithmetic                    |=========|=========|   waits      |========|
+    link           |==================================================|
+                                                       ^ exposed    ^
+
+The wait is *exposed* communication: it makes the step longer. The rest of the collective is hidden. The link takes one
+collective at a time.
 """
 
 import math
@@ -9,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from tunix.costs.hlo import ARRAY, KINDS, TRIPS, Collective, array_bytes, branches, computations
+from tunix.costs.hlo import ARRAY, KINDS, TRIPS, Collective, array_bytes, read_branches, read_computations
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
-# Of no time: names for parts of arrays, and what a backend does once.
+# Instructions that take no time: they name parts of arrays, or the backend runs them once.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 
 
@@ -22,10 +31,10 @@ class Instruction:
     """One line of HLO."""
 
     name: str
-    type: str  # of the result, as written
+    type: str  # dtype and dimensions of the result, as written
     opcode: str
-    operands: tuple[str, ...]
-    text: str  # the line from its operands on
+    operands: tuple[str, ...]  # names of instructions of the same computation
+    text: str  # the rest of the line, from the operands on
 
     @property
     def num_bytes(self) -> int:
@@ -33,41 +42,42 @@ class Instruction:
 
     @property
     def dims(self) -> list[int]:
-        """Of the first array of the result."""
-        found = ARRAY.search(self.type)
-        return [int(size) for size in found[2].split(",") if size] if found else []
+        """Dimensions of the first array of the result."""
+        array = ARRAY.search(self.type)
+        return [int(size) for size in array[2].split(",") if size] if array else []
 
     @property
     def called(self) -> str:
-        """The computation that it runs."""
-        found = _CALLED.search(self.text)
-        return found[1] if found else ""
+        """Name of the computation that the instruction runs; empty if it runs none."""
+        call = _CALLED.search(self.text)
+        return call[1] if call else ""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the arithmetic of a device is assumed to reach, and the seconds that a collective takes."""
+    """Speeds that the prediction assumes for one device."""
 
-    flops_per_s: float
-    bytes_per_s: float
-    collective_s: Callable[[Collective], float]
+    flops_per_s: float  # of matrix products
+    bytes_per_s: float  # of reading and writing the device's memory
+    collective_s: Callable[[Collective], float]  # seconds of one execution
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTime:
     """Predicted seconds and counted FLOPs of one run of a program on one device."""
 
     compute_s: float = 0.0
-    exposed_s: float = 0.0  # waiting for collectives
-    communication_s: float = 0.0  # of all collectives, hidden or not
+    exposed_s: float = 0.0  # arithmetic waits for a collective
+    communication_s: float = 0.0  # of all collectives, hidden or exposed
     flops: float = 0.0  # of matrix products
 
     @property
     def step_s(self) -> float:
         return self.compute_s + self.exposed_s
 
-    def after(self, other: "Timeline", times: int = 1) -> "Timeline":
-        return Timeline(
+    def after(self, other: "StepTime", times: int = 1) -> "StepTime":
+        """Return the time of `other` followed by `times` runs of this."""
+        return StepTime(
             other.compute_s + times * self.compute_s,
             other.exposed_s + times * self.exposed_s,
             other.communication_s + times * self.communication_s,
@@ -75,108 +85,118 @@ class Timeline:
         )
 
 
-def walk(hlo: str, found: list[Collective], speeds: Speeds) -> Timeline:
-    """The timeline of a scheduled program, `compiled.as_text()`, with the collectives that were read from it."""
-    program = {name: _parsed(lines) for name, lines in computations(hlo).items()}
-    collective_s = {each.name: speeds.collective_s(each) for each in found}
-    work = cache(lambda name: _work(name, program))
+def walk(hlo: str, collectives: list[Collective], speeds: Speeds) -> StepTime:
+    """Predict the time of a scheduled program.
 
-    def one(instruction: Instruction, scope: dict[str, Instruction]) -> Timeline:
-        """Of an instruction that is no collective."""
-        if instruction.opcode == "conditional":
-            return max(map(run, branches(instruction.text)), key=lambda branch: branch.step_s).after(Timeline())
+    `hlo` is the text of `compiled.as_text()`, `collectives` are those that `read_collectives` found in it.
+    """
+    program = {name: _parse(lines) for name, lines in read_computations(hlo).items()}
+    collective_s = {each.name: speeds.collective_s(each) for each in collectives}
+    work = cache(lambda name: _count_work(name, program))  # a fusion may run many times
+
+    def run_instruction(instruction: Instruction, scope: dict[str, Instruction]) -> StepTime:
+        """Time of an instruction that is no collective; `scope` is its computation."""
+        if instruction.opcode == "conditional":  # the slowest branch counts
+            return max(map(run, read_branches(instruction.text)), key=lambda branch: branch.step_s).after(StepTime())
         if instruction.opcode in ("while", "call"):
             trips = TRIPS.search(instruction.text)
-            return run(instruction.called).after(Timeline(), int(trips[1]) if trips else 1)
-        flops, num_bytes = work(instruction.called) if instruction.opcode == "fusion" else _alone(instruction, scope)
-        return Timeline(max(flops / speeds.flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
+            return run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
+        if instruction.opcode == "fusion":
+            flops, num_bytes = work(instruction.called)
+        else:
+            flops, num_bytes = _count_alone(instruction, scope)
+        # A kernel computes and reads at the same time: the slower of the two decides ("roofline").
+        return StepTime(max(flops / speeds.flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
 
     @cache
-    def run(name: str) -> Timeline:
-        scope = {each.name: each for each in program.get(name, ())}
-        total, link_free = Timeline(), 0.0
-        ends: dict[str, float] = {}  # of collectives under way
+    def run(name: str) -> StepTime:
+        scope = {instruction.name: instruction for instruction in program.get(name, ())}
+        total, link_free = StepTime(), 0.0  # link_free: when the link has sent everything so far
+        ends: dict[str, float] = {}  # when each collective that has started ends
         for instruction in scope.values():
             kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
             if kind not in KINDS:
-                total = one(instruction, scope).after(total)
+                total = run_instruction(instruction, scope).after(total)
                 continue
+            # A collective is `-start` and `-done`, or one instruction that is both.
             if not instruction.opcode.endswith("-done"):
                 seconds = collective_s[instruction.name]
                 link_free = ends[instruction.name] = max(total.step_s, link_free) + seconds
                 total = replace(total, communication_s=total.communication_s + seconds)
             if not instruction.opcode.endswith("-start"):
-                end = ends[instruction.operands[0] if instruction.opcode.endswith("-done") else instruction.name]
+                start = instruction.operands[0] if instruction.opcode.endswith("-done") else instruction.name
+                end = ends[start]
                 total = replace(total, exposed_s=total.exposed_s + max(0.0, end - total.step_s))
         return total
 
     return run("ENTRY")
 
 
-def _parsed(lines: list[str]) -> list[Instruction]:
-    found = []
+def _parse(lines: list[str]) -> list[Instruction]:
+    instructions = []
     for line in lines:
         if match := _INSTRUCTION.match(line):
             name, kind, opcode, rest = match.groups()
             operands = re.findall(r"%([\w.\-]+)", rest.split(")")[0])
-            found.append(Instruction(name, kind, opcode, tuple(operands), rest))
-    return found
+            instructions.append(Instruction(name, kind, opcode, tuple(operands), rest))
+    return instructions
 
 
-def _work(name: str, program: dict[str, list[Instruction]]) -> tuple[float, int]:
-    """FLOPs of a fusion's products, and the bytes that it reads and writes.
+def _count_work(name: str, program: dict[str, list[Instruction]]) -> tuple[float, int]:
+    """Count the FLOPs of a fusion's matrix products, and the bytes that the fusion reads and writes.
 
-    Of an array from which it takes slices it reads those; an array that it updates in place it writes in that part.
+    If a fusion takes slices of an array, only the slices are read. If it updates an array in place, only the updated
+    part is written. In a scan over layers both are a small part of the stacked array.
     """
-    scope = {each.name: each for each in program.get(name, ())}
+    scope = {instruction.name: instruction for instruction in program.get(name, ())}
     flops, num_bytes = 0.0, 0
     for instruction in scope.values():
         flops += _flops(instruction, scope)
         if instruction.called and instruction.opcode == "fusion":
-            flops += _work(instruction.called, program)[0]
+            flops += _count_work(instruction.called, program)[0]
         if instruction.opcode == "parameter":
-            users = _users(instruction, scope)
-            parts = [_part(user, instruction, scope) for user in users]
+            parts = [_bytes_read(user, instruction, scope) for user in _find_users(instruction, scope)]
             num_bytes += min(instruction.num_bytes, sum(parts))
     if scope:
-        num_bytes += _written(list(scope.values())[-1], scope)
+        num_bytes += _bytes_written(list(scope.values())[-1], scope)
     return flops, num_bytes
 
 
-def _users(instruction: Instruction, scope: dict[str, Instruction]) -> list[Instruction]:
-    """Instructions that take its values, past those that only name them."""
-    found = []
-    for each in scope.values():
-        if instruction.name in each.operands:
-            found += _users(each, scope) if each.opcode == "bitcast" else [each]
-    return found
+def _find_users(instruction: Instruction, scope: dict[str, Instruction]) -> list[Instruction]:
+    """Return the instructions that take its values. A bitcast only renames an array, so its own users count."""
+    users = []
+    for other in scope.values():
+        if instruction.name in other.operands:
+            users += _find_users(other, scope) if other.opcode == "bitcast" else [other]
+    return users
 
 
-def _part(user: Instruction, parameter: Instruction, scope: dict[str, Instruction]) -> int:
-    """Bytes of a parameter that one of its users reads."""
+def _bytes_read(user: Instruction, parameter: Instruction, scope: dict[str, Instruction]) -> int:
+    """Return the bytes of a parameter that one of its users reads."""
     if user.opcode in ("dynamic-slice", "slice", "gather"):
         return user.num_bytes
-    if user.opcode == "dynamic-update-slice" and _source(user.operands[0], scope) == parameter.name:
-        return 0
+    if user.opcode == "dynamic-update-slice" and _skip_bitcasts(user.operands[0], scope) == parameter.name:
+        return 0  # updated in place
     return parameter.num_bytes
 
 
-def _source(name: str, scope: dict[str, Instruction]) -> str:
+def _skip_bitcasts(name: str, scope: dict[str, Instruction]) -> str:
     while scope[name].opcode == "bitcast":
         name = scope[name].operands[0]
     return name
 
 
-def _written(root: Instruction, scope: dict[str, Instruction]) -> int:
+def _bytes_written(root: Instruction, scope: dict[str, Instruction]) -> int:
+    """Return the bytes that a fusion writes; `root` is its last instruction, the result."""
     if root.opcode == "tuple":
-        return sum(_written(scope[name], scope) for name in root.operands)
+        return sum(_bytes_written(scope[name], scope) for name in root.operands)
     if root.opcode == "bitcast":
-        return _written(scope[root.operands[0]], scope)
+        return _bytes_written(scope[root.operands[0]], scope)
     return scope[root.operands[1]].num_bytes if root.opcode == "dynamic-update-slice" else root.num_bytes
 
 
-def _alone(instruction: Instruction, scope: dict[str, Instruction]) -> tuple[float, int]:
-    """FLOPs and bytes of an instruction outside of a fusion."""
+def _count_alone(instruction: Instruction, scope: dict[str, Instruction]) -> tuple[float, int]:
+    """Count the FLOPs and bytes of an instruction that is in no fusion."""
     if instruction.opcode in FREE:
         return 0.0, 0
     if instruction.opcode in ("dynamic-slice", "slice"):
@@ -186,8 +206,12 @@ def _alone(instruction: Instruction, scope: dict[str, Instruction]) -> tuple[flo
 
 
 def _flops(instruction: Instruction, scope: dict[str, Instruction]) -> float:
-    """Two for each multiplication of a matrix product, also in a fused attention kernel; 0 of anything else."""
-    if "__cudnn$fmha" in instruction.text:  # of [B, T, N, H]: two products forward, five backward, masked or not
+    """Count FLOPs of matrix products, two for each multiplication, also in a fused attention kernel.
+
+    Everything else counts 0: its time is that of reading and writing memory.
+    """
+    # cuDNN's fused attention, operands [B, T, N, H]: two products forward, five backward. The mask saves none.
+    if "__cudnn$fmha" in instruction.text:
         batch, length, heads, dim = scope[instruction.operands[0]].dims
         products = 5 if "Backward" in instruction.text else 2
         return 2.0 * products * batch * heads * dim * length * scope[instruction.operands[1]].dims[1]

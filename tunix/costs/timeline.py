@@ -1,4 +1,8 @@
-"""What devices did while a step was traced: how long each collective took, and how much of that arithmetic hid."""
+"""Activity of each device in a trace: how long each collective took, and how much of that time arithmetic hid.
+
+Each operation in the trace is an interval of time. Collectives and all other operations are two sets of intervals, and
+communication that no other operation overlaps is exposed: the device did nothing but wait for it.
+"""
 
 import re
 from collections import defaultdict
@@ -10,40 +14,42 @@ from jax.profiler import ProfileData
 
 GPU = re.compile(r"/device:GPU:\d+")
 NCCL = re.compile(r"nccl(?:Dev)?Kernel", re.IGNORECASE)
-UNKNOWN = "(not named)"  # kernels of NCCL that the trace ascribes to no instruction
+UNKNOWN = "(not named)"  # NCCL kernels for which the trace names no instruction
 
 
 @dataclass(frozen=True)
 class Event:
     """One operation on one device."""
 
-    device: str  # number among those of its process
-    name: str  # of the HLO instruction; of the kernel where the trace does not say
+    device: str  # its number within its process
+    name: str  # the HLO instruction, or `UNKNOWN`
     start_ns: float
     end_ns: float
 
 
 @dataclass
 class Timeline:
-    """Of one device, over all steps traced; seconds."""
+    """Seconds of one device, summed over all traced steps."""
 
     span_s: float = 0.0  # from the first operation of a step to its last
-    communication_s: float = 0.0  # during which at least one collective runs
-    exposed_s: float = 0.0  # and nothing else
-    collectives: dict[str, tuple[int, float, float]] = field(default_factory=dict)  # executions, time, exposed time
+    communication_s: float = 0.0  # at least one collective runs
+    exposed_s: float = 0.0  # at least one collective runs, and nothing else
+    # Executions, time and exposed time of each collective, keyed by its instruction.
+    collectives: dict[str, tuple[int, float, float]] = field(default_factory=dict)
 
 
-def events(trace: ProfileData, module: str, communicating: set[str]) -> Iterator[Event]:
-    """Operations of the program `module`; `communicating` are the names of its collectives.
+def read_events(trace: ProfileData, module: str, communicating: set[str]) -> Iterator[Event]:
+    """Yield the operations of the program `module`; `communicating` are the names of its collectives.
 
-    On GPUs, kernels stand on the lines of their streams and carry the instruction as `hlo_op`. On CPUs the lines are
-    threads, which all devices share, and `device_ordinal` tells whose operation it is.
+    A trace is planes of lines of events. On GPUs a plane is a device, a line is a stream, an event is a kernel, and the
+    event's `hlo_op` is its instruction. On CPUs a line is a thread, which all devices share, and the event's
+    `device_ordinal` is its device.
     """
     planes = [plane for plane in trace.planes if GPU.fullmatch(plane.name)]
     for plane in planes or trace.planes:
         for line in plane.lines:
             if planes and not line.name.startswith("Stream"):
-                continue  # the same operations again, by name or by step
+                continue  # other lines repeat the same operations, grouped by name or by step
             for event in line.events:
                 stats = dict(event.stats)
                 if stats.get("hlo_module", module) != module or not ("hlo_op" in stats or NCCL.match(event.name)):
@@ -55,66 +61,81 @@ def events(trace: ProfileData, module: str, communicating: set[str]) -> Iterator
                 yield Event(device, name, event.start_ns, event.end_ns)
 
 
-def timelines(
-    found: Iterator[Event], num_steps: int, communicating: set[str], control_flow: set[str]
+def measure_devices(
+    events: Iterator[Event], num_steps: int, communicating: set[str], control_flow: set[str]
 ) -> dict[str, Timeline]:
-    """By device, of so many steps. What is in neither set is arithmetic, or copying, that can hide communication."""
-    by_device: dict[str, tuple[list[Event], list[Event]]] = defaultdict(lambda: ([], []))
-    for event in found:
+    """Measure each device over `num_steps` steps; the keys are devices.
+
+    Operations in neither set are arithmetic or copies. They can hide communication. An operation of `control_flow`
+    lasts as long as the operations that it runs, so it is left out.
+    """
+    others: dict[str, list[Event]] = defaultdict(list)
+    collectives: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
         if event.name not in control_flow:
-            by_device[event.device][event.name in communicating or event.name == UNKNOWN].append(event)
-    return {device: _timeline(*both, num_steps) for device, both in sorted(by_device.items())}
+            is_collective = event.name in communicating or event.name == UNKNOWN
+            (collectives if is_collective else others)[event.device].append(event)
+    return {
+        device: _measure_device(others[device], collectives[device], num_steps)
+        for device in sorted({*others, *collectives})
+    }
 
 
-def _timeline(others: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
-    work, moves = _intervals(others), _intervals(collectives)
-    hides, lengths = _union(work), moves[:, 1] - moves[:, 0]
-    exposed = lengths - _covered(moves, hides)
-    found: dict[str, tuple[int, float, float]] = {}
+def _measure_device(others: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
+    moves = _intervals(collectives)  # nanoseconds, [collectives, 2]
+    busy = _union(_intervals(others))
+    lengths = moves[:, 1] - moves[:, 0]
+    exposed = lengths - _covered(moves, busy)
+    totals: dict[str, tuple[int, float, float]] = {}
     for event, length, alone in zip(collectives, lengths.tolist(), exposed.tolist(), strict=True):
-        count, time_s, exposed_s = found.get(event.name, (0, 0.0, 0.0))
-        found[event.name] = (count + 1, time_s + length / 1e9, exposed_s + alone / 1e9)
-    together = _union(moves)
-    communication = float(np.sum(together[:, 1] - together[:, 0]))
+        count, time_s, exposed_s = totals.get(event.name, (0, 0.0, 0.0))
+        totals[event.name] = (count + 1, time_s + length / 1e9, exposed_s + alone / 1e9)
+    # Collectives may overlap each other; their union counts such a time once.
+    communicating = _union(moves)
+    communication = float(np.sum(communicating[:, 1] - communicating[:, 0]))
     return Timeline(
         _span([*others, *collectives], num_steps) / 1e9,
         communication / 1e9,
-        (communication - float(np.sum(_covered(together, hides)))) / 1e9,
-        found,
+        (communication - float(np.sum(_covered(communicating, busy)))) / 1e9,
+        totals,
     )
 
 
-def _span(found: list[Event], num_steps: int) -> float:
-    """Nanoseconds within steps, without what runs between them: their ends are those of what runs once in each."""
+def _span(events: list[Event], num_steps: int) -> float:
+    """Return the nanoseconds within steps, without the time between two steps.
+
+    The trace does not say where a step begins. An instruction that ran exactly `num_steps` times ran once in each step,
+    so the k-th runs of all such instructions belong to step k.
+    """
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for event in found:
+    for event in events:
         times[event.name].append((event.start_ns, event.end_ns))
-    once = [sorted(each) for each in times.values() if len(each) == num_steps]
+    once = [sorted(runs) for runs in times.values() if len(runs) == num_steps]
     return sum(max(end for _, end in step) - min(start for start, _ in step) for step in zip(*once, strict=True))
 
 
-def _intervals(found: list[Event]) -> np.ndarray:
-    return np.array([(event.start_ns, event.end_ns) for event in found]).reshape(-1, 2)
+def _intervals(events: list[Event]) -> np.ndarray:
+    return np.array([(event.start_ns, event.end_ns) for event in events]).reshape(-1, 2)
 
 
 def _union(intervals: np.ndarray) -> np.ndarray:
-    """The same time [intervals, 2] as intervals that are sorted and do not touch."""
+    """Merge intervals [intervals, 2] that overlap or touch; the result is sorted."""
     if not len(intervals):
         return intervals
     sorted_ = intervals[np.argsort(intervals[:, 0])]
     starts, ends = sorted_[:, 0], np.maximum.accumulate(sorted_[:, 1])
-    begins = np.concatenate([[True], starts[1:] > ends[:-1]])
+    begins = np.concatenate([[True], starts[1:] > ends[:-1]])  # a gap lies before this interval
     return np.stack([starts[begins], ends[np.concatenate([begins[1:], [True]])]], axis=1)
 
 
 def _covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Length of each interval that lies in the union `by`."""
+    """Return how much of each interval the intervals `by` cover; `by` is a result of `_union`."""
     if not len(by):
         return np.zeros(len(intervals))
-    until = np.concatenate([[0.0], np.cumsum(by[:, 1] - by[:, 0])])
+    until = np.concatenate([[0.0], np.cumsum(by[:, 1] - by[:, 0])])  # total length of the first n of `by`
 
     def before(time: np.ndarray) -> np.ndarray:
-        """Length of `by` before a time."""
+        """Return the total length of `by` before each time."""
         index = np.searchsorted(by[:, 0], time, side="right")
         return until[index] - np.maximum(0.0, by[np.maximum(index - 1, 0), 1] - time) * (index > 0)
 

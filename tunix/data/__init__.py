@@ -1,0 +1,30 @@
+"""Data: from files on disk to batches of token ids. The pipeline in order, with the name of each thing on the way:
+
+    find   `tunix.sources`      Unit       a piece of work for one process: a file, or a range of its bytes or rows
+    read   `tunix.sources`      Item       one thing in a unit: a text, or a row with named columns
+           `documents`          Document   an item as the task needs it: a text, or the turns of a conversation
+    make   `shards`             Part       tokens of the documents of one split, train or held out, while collected
+           `stream`             Arrays     the same on disk, for one shard: tokens, starts of documents, answers
+    open   `stream`             Stream     all shards of a split, mapped into memory when they are read
+    pack   `packing`            Sequences  a stream cut into sequences of T = training.seq_len tokens
+                                Example    one of them: the arrays that the model is trained on
+
+`tokenize` runs the first half once and keeps the result in the cache, `corpus.load_corpus` runs all of it, `mixture`
+orders samples of several sources, and `batches` reads the samples of a step. Read `corpus` first.
+
+An example. The row {"prompt": "1+1?", "completion": "2"} of a JSONL file (task=sft) becomes a conversation of two
+turns; the chat template makes it text, and the tokenizer makes that tokens (written as text here, with T = 8):
+
+    document      <bos>   user:\\n  1+1?           \\nassistant:\\n  2      <eos>
+    answers       False   False    False          False           True   True
+
+    tokens        <bos>   user:\\n  1+1?           \\nassistant:\\n  2      <pad>  <pad>  <pad>
+    targets       user:\\n 1+1?     \\nassistant:\\n  2              <eos>  <pad>  <pad>  <pad>
+    positions     0       1        2              3               4      0      0      0
+    segment_ids   1       1        1              1               1      0      0      0
+    loss_mask     0       0        0              1               1      0      0      0
+
+A target is the token after. The model learns only the targets that are part of an answer (loss_mask 1). Documents in
+one sequence have segment ids 1, 2, ...; a token sees only tokens with its own id. Without task=sft a document is a
+text, and each of its tokens but the first is learnt.
+"""

@@ -13,7 +13,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
 from tunix.data.batch import Batch, Example, empty_example, stack_examples
-from tunix.data.mixture import SampleOrder, stage_table, stages
+from tunix.data.mixture import SampleOrder, read_stages, stage_table
 from tunix.data.packing import Sequences
 from tunix.data.position import Position
 from tunix.sharding.arrays import local_rows, to_global
@@ -35,7 +35,7 @@ class TrainBatches:
                 f"one step needs {self.batch_size}; add data or make the batch or seq_len smaller"
             )
         self.mixture = cfg.data if isinstance(cfg.data, Mixture) else None
-        self.order = SampleOrder(stages(self.mixture, parts, self.batch_size, cfg.training.seq_len))
+        self.order = SampleOrder(read_stages(self.mixture, parts, self.batch_size, cfg.training.seq_len))
         shuffled = [grain.MapDataset.source(part).seed(cfg.seed).shuffle().repeat() for part in parts.values()]
         self.samples = grain.MapDataset.select_from_datasets(shuffled, self.order)
 
@@ -68,7 +68,7 @@ class TrainBatches:
         run's."""
         if self.mixture is None:
             return {}
-        counts = self.order.drawn(next_sample)
+        counts = self.order.count_by_part(next_sample)
         return {name: count * self.cfg.training.seq_len for name, count in zip(self.parts, counts, strict=True)}
 
     def read(self, first_sample: int) -> Example:

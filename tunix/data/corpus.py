@@ -1,4 +1,4 @@
-"""A corpus as the model sees it: sources tokenized once, packed into sequences, each split by document."""
+"""The corpus of a run: tokenize each source once, pack it into sequences, and hold out documents for evaluation."""
 
 import hashlib
 import logging
@@ -16,22 +16,24 @@ from tunix.data.stream import Prepared, open_prepared
 from tunix.data.tokenize import find_units, find_vocabulary, prepare
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
-from tunix.tokenizer.vocabulary import Vocabulary, check_fits, read
+from tunix.tokenizer.vocabulary import Vocabulary, check_fits, read_vocabulary
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    prepared: dict[str, Prepared]  # by the name of the source
-    train: dict[str, Sequences]  # by the name of the source
+    """Sequences to train on and to evaluate on, and the tokenizer that made them."""
+
+    prepared: dict[str, Prepared]  # keyed by the name of the source
+    train: dict[str, Sequences]  # keyed by the name of the source
     held_out: grain.MapDataset  # sequences of all sources
     num_held_out: int  # documents
     vocabulary: Vocabulary
-    fingerprint: str  # of what is trained on: documents, tokenizer, split, packing
-    unigram_bits_per_byte: float  # of the training data, under a model that knows only how frequent each token is
-    summary: str
-    example: list[int]  # tokens of a held-out document; none if nothing is held out
+    fingerprint: str  # identifies the training data: documents, tokenizer, split, packing
+    unigram_bits_per_byte: float  # loss on the training data of a model that knows only how frequent each token is
+    summary: str  # a line for each source
+    example: list[int]  # tokens of a held-out document; empty if nothing is held out
 
     @property
     def tokenizer(self) -> Backend:
@@ -44,70 +46,87 @@ class Corpus:
 
 
 def load_corpus(cfg: Config) -> Corpus:
-    """Read, split, tokenize and pack the documents of `cfg.data`, or find that done."""
+    """Read, split, tokenize and pack the documents of `cfg.data`; work that is in the cache is not done again.
+
+    Raises:
+        UserError: the data cannot be read, or there are too few, or too many, sequences to shuffle.
+    """
     prepared, vocabulary = prepare_corpus(cfg)
     cache_dir = Path(cfg.loading.cache_dir).expanduser()
 
-    def packed(split: str) -> dict[str, Sequences]:
+    def pack(split: str) -> dict[str, Sequences]:
         return {
-            name: Sequences(each.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir)
-            for name, each in prepared.items()
+            name: Sequences(folder.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+            for name, folder in prepared.items()
         }
 
-    train, held_out = packed("train"), packed("held_out")
+    train, held_out = pack("train"), pack("held_out")
     for name, sequences in train.items():
         if not 0 < len(sequences) < 2**32:
             raise UserError(
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "
                 f"training.seq_len={cfg.training.seq_len}; 1 to 4,294,967,295 can be shuffled"
             )
-    everything = [grain.MapDataset.source(each) for each in held_out.values()]
-    size = sum(each.index["bytes"] for each in prepared.values())
-    entropy = sum(each.index["unigram_bits_per_byte"] * each.index["bytes"] for each in prepared.values()) / size
+    indices = [folder.index for folder in prepared.values()]
+    size = sum(index["bytes"] for index in indices)
+    entropy = sum(index["unigram_bits_per_byte"] * index["bytes"] for index in indices) / size
     return Corpus(
-        prepared,
-        train,
-        grain.MapDataset.concatenate(everything),
-        sum(each.stream.num_documents for each in held_out.values()),
-        vocabulary,
-        _fingerprint(cfg, prepared),
-        entropy,
-        "\n".join(_summary(name, prepared[name], train[name], held_out[name], vocabulary) for name in prepared),
-        _example(held_out),
+        prepared=prepared,
+        train=train,
+        held_out=grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in held_out.values()]),
+        num_held_out=sum(part.stream.num_documents for part in held_out.values()),
+        vocabulary=vocabulary,
+        fingerprint=_compute_fingerprint(cfg, prepared),
+        unigram_bits_per_byte=entropy,
+        summary="\n".join(
+            _summarise(name, prepared[name], train[name], held_out[name], vocabulary) for name in prepared
+        ),
+        example=_pick_example(held_out),
     )
 
 
 def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
-    """The tokenized form of each source by its name, and the tokenizer they share."""
+    """Tokenize each source; return the results keyed by the sources' names, and the tokenizer that they share.
+
+    A source may be a folder that `tunix.prepare` made, perhaps on another machine (`copied` below). Such a folder has
+    a tokenizer of its own, which is then the tokenizer of all sources.
+    """
     sources: dict[str, Source] = cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
-    ready = {name: folder for name, source in sources.items() if (folder := _prepared_folder(source))}
-    units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in ready}
+    copied = {name: folder for name, source in sources.items() if (folder := _find_copied(source))}
+    units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in copied}
     cache_dir = Path(cfg.loading.cache_dir).expanduser()
     tokenizer = cfg.tokenizer
-    if ready and tokenizer.path is None:
-        tokenizer = tokenizer.model_copy(update={"path": str(next(iter(ready.values())) / "tokenizer"), "train": False})
-    pairs: list[tuple[Source, list[Unit]]] = [(sources[name], found) for name, found in units.items()]
+    if copied and tokenizer.path is None:
+        first = next(iter(copied.values()))
+        tokenizer = tokenizer.model_copy(update={"path": str(first / "tokenizer"), "train": False})
+    pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
     vocabulary = find_vocabulary(tokenizer, cfg.task, pairs, cache_dir)
     check_fits(vocabulary, cfg.model.vocab_size)
     prepared = {}
     for name, source in sources.items():
-        if name in ready:
-            prepared[name] = _opened(ready[name], vocabulary, cfg)
+        if name in copied:
+            prepared[name] = _open_copied(copied[name], vocabulary, cfg)
         else:
             prepared[name] = prepare(source, units[name], cfg.task, vocabulary, cfg.loading)
-        _tell_left_out(name, prepared[name])
+        _warn_left_out(name, prepared[name])
     return prepared, vocabulary
 
 
-def _prepared_folder(source: Source) -> Path | None:
+def _find_copied(source: Source) -> Path | None:
+    """Return the folder of a source that `tunix.prepare` has tokenized already; None for any other source."""
     if isinstance(source, Tokens) and len(source.paths) == 1:
         folder = Path(source.paths[0]).expanduser()
         return folder if (folder / "index.json").is_file() else None
     return None
 
 
-def _opened(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
-    own = read(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
+def _open_copied(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
+    """Open a folder that `tunix.prepare` made.
+
+    Raises:
+        UserError: its tokenizer or its task is not that of the run.
+    """
+    own = read_vocabulary(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
     if own.backend.to_str() != vocabulary.backend.to_str():
         raise UserError(
             f"data.paths: {folder} was made with another tokenizer ({own.num_tokens} tokens) than tokenizer.path="
@@ -119,17 +138,18 @@ def _opened(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
     return prepared
 
 
-def _fingerprint(cfg: Config, prepared: dict[str, Prepared]) -> str:
-    mixing = ""
+def _compute_fingerprint(cfg: Config, prepared: dict[str, Prepared]) -> str:
+    """Hash everything that decides which sequences a run trains on; a checkpoint keeps it, and resuming compares it."""
+    mixing, parts = "", []
     if isinstance(cfg.data, Mixture):
         mixing = f"{cfg.data.source} {cfg.data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
-    parts = [part for name, each in prepared.items() for part in (name, each.fingerprint)] if mixing else [
-        each.fingerprint for each in prepared.values()
-    ]  # fmt: skip
+    for name, folder in prepared.items():
+        parts += [name, folder.fingerprint] if mixing else [folder.fingerprint]
     return hashlib.sha256("\0".join([cfg.loading.packing, mixing, *parts]).encode()).hexdigest()[:20]
 
 
-def _tell_left_out(name: str, prepared: Prepared) -> None:
+def _warn_left_out(name: str, prepared: Prepared) -> None:
+    """Log how many items gave no document, and the names of the first; empty documents have no name worth showing."""
     left_out = {reason: count for reason, count in prepared.index["left_out"].items() if count}
     if left_out:
         names = prepared.index["left_out_names"]
@@ -138,7 +158,7 @@ def _tell_left_out(name: str, prepared: Prepared) -> None:
         log.warning("%s: left out: %s%s", name, counted, f" ({', '.join(names + more)})" if names else "")
 
 
-def _summary(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocabulary: Vocabulary) -> str:
+def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocabulary: Vocabulary) -> str:
     return (
         f"{name}: {train.stream.num_documents:,} documents, {train.stream.num_tokens:,} tokens to train on; "
         f"{held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
@@ -148,16 +168,16 @@ def _summary(name: str, prepared: Prepared, train: Sequences, held_out: Sequence
     )
 
 
-def _example(held_out: dict[str, Sequences]) -> list[int]:
-    """The longest of the first held-out documents, up to a few thousand tokens."""
-    found: list[int] = []
+def _pick_example(held_out: dict[str, Sequences]) -> list[int]:
+    """Return up to 4096 tokens of the longest among the first 32 held-out documents of each source."""
+    longest: list[int] = []
     for sequences in held_out.values():
         for number, (_, documents) in enumerate(sequences.stream.sizes):
             if documents:
                 shard = sequences.stream.shard(number)
                 ends = [*shard.starts[1:33].tolist(), len(shard.tokens)]
                 for start, end in zip(shard.starts[:32].tolist(), ends, strict=False):
-                    if end - start > len(found):
-                        found = shard.tokens[start : min(end, start + 4096)].tolist()
-                break
-    return found
+                    if end - start > len(longest):
+                        longest = shard.tokens[start : min(end, start + 4096)].tolist()
+                break  # the first shard with documents is enough
+    return longest

@@ -1,4 +1,4 @@
-"""What a source read, as documents of a task: a text, or the turns of a conversation."""
+"""Documents of a task, made of the items that a source reads: a text, or the turns of a conversation."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from tunix.sources import Columns, Item, Rows, Source
 from tunix.sources.files import Unit
 from tunix.tokenizer.chat import Message
 
-ASKING = {"system", "developer", "user", "tool"}  # roles of which nothing is learnt
+PROMPT_ROLES = {"system", "developer", "user", "tool"}  # the model learns nothing from turns of these roles
 
 
 class Document(NamedTuple):
@@ -19,67 +19,69 @@ class Document(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A place in a source that gives no document."""
+    """An item of a source that gives no document."""
 
     name: str
-    reason: str  # empty, not UTF-8, bad row
+    reason: str  # "empty", "not UTF-8", "bad row"
 
 
-def read_documents(cfg: Source, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
-    """Documents of one unit in order, and what had to be left out.
+def read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
+    """Yield the documents of one unit in order, and a `LeftOut` in place of each item that gives none.
 
     Raises:
-        UserError: a file that cannot be read, or a bad row where those are refused.
+        UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
-    for item in cfg.read(unit):
+    for item in source.read(unit):
         if isinstance(item.content, str):
             if task.documents == "conversation":
                 raise UserError(
                     f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
-                    f"not data.source={cfg.source}"
+                    f"not data.source={source.source}"
                 )
             yield Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
-        elif isinstance(cfg, Rows):
-            yield _of_row(cfg, task, item)
+        elif isinstance(source, Rows):
+            yield _read_row(source, task, item)
         else:
             assert item.content is None
             yield LeftOut(item.name, item.problem)
 
 
 class BadRow(ValueError):
-    """What is wrong with a row."""
+    """A row that gives no document; the text says why, and begins with a verb: "has no column text"."""
 
 
-def _of_row(cfg: Rows, task: Task, item: Item) -> Document | LeftOut:
+def _read_row(source: Rows, task: Task, item: Item) -> Document | LeftOut:
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
-        content = CONTENT[task.documents](cfg.columns, item.content)
-        json.dumps(content, ensure_ascii=False).encode()
+        content = CONTENT[task.documents](source.columns, item.content)
+        json.dumps(content, ensure_ascii=False).encode()  # fails for text that cannot be written as UTF-8
     except (BadRow, UnicodeEncodeError) as error:
-        if cfg.bad_rows == "error":
-            said = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
+        if source.bad_rows == "error":
+            problem = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
             raise UserError(
-                f"data: {item.where()} {said}; data.bad_rows=skip leaves such rows out and counts them"
+                f"data: {item.where()} {problem}; data.bad_rows=skip leaves such rows out and counts them"
             ) from None
         return LeftOut(item.name, "bad row")
     return Document(item.name, content) if content else LeftOut(item.name, "empty")
 
 
-def _text(columns: Columns, row: dict[str, Any]) -> str:
-    return _cell(columns, "text", row)
+def _read_text(columns: Columns, row: dict[str, Any]) -> str:
+    return _read_cell(columns, "text", row)
 
 
-def _conversation(columns: Columns, row: dict[str, Any]) -> list[Message]:
+def _read_conversation(columns: Columns, row: dict[str, Any]) -> list[Message]:
+    """Return the turns of a row's conversation; none if its answer is empty."""
     if columns.prompt is None:
-        return _messages(_cell(columns, "messages", row, (str, list)), columns.messages)
-    turns = [("user", _cell(columns, "prompt", row)), ("assistant", _cell(columns, "completion", row))]
-    if columns.system is not None and (system := _cell(columns, "system", row)):
+        return _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
+    turns = [("user", _read_cell(columns, "prompt", row)), ("assistant", _read_cell(columns, "completion", row))]
+    if columns.system is not None and (system := _read_cell(columns, "system", row)):
         turns.insert(0, ("system", system))
     return [{"role": role, "content": content} for role, content in turns] if turns[-1][1] else []
 
 
-def _messages(value: Any, column: str | None) -> list[Message]:
+def _read_messages(value: Any, column: str | None) -> list[Message]:
+    """Return the turns of a list of {role, content}, or of such a list written as JSON; none without an assistant."""
     try:
         turns = json.loads(value) if isinstance(value, str) else value
         messages = [{"role": str(turn["role"]), "content": turn["content"]} for turn in turns]
@@ -88,13 +90,13 @@ def _messages(value: Any, column: str | None) -> list[Message]:
     if not all(isinstance(message["content"], str) for message in messages):
         raise BadRow(f"has a content in column {column} that is not text")
     roles = {message["role"] for message in messages}
-    if "assistant" not in roles and (others := roles - ASKING):
+    if "assistant" not in roles and (others := roles - PROMPT_ROLES):
         raise BadRow(f"has role {min(others)} in column {column} and no assistant, whose turns are the answers")
     return messages if "assistant" in roles else []
 
 
-def _cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type, ...] = (str,)) -> Any:
-    """The row's value of a column; None in it reads as nothing."""
+def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type, ...] = (str,)) -> Any:
+    """Return the row's value in the column that data.columns names for `meaning`; None is read as an empty value."""
     name = getattr(columns, meaning)
     if name is None:
         raise UserError(f"data.columns.{meaning} is not set; name the column that holds it")
@@ -108,4 +110,4 @@ def _cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type
     return value
 
 
-CONTENT: dict[str, Callable[[Columns, dict[str, Any]], Any]] = {"text": _text, "conversation": _conversation}
+CONTENT: dict[str, Callable[[Columns, dict[str, Any]], Any]] = {"text": _read_text, "conversation": _read_conversation}

@@ -1,4 +1,9 @@
-"""Which source each sample of a run comes from: a function of the sample's number alone."""
+"""The source of each sample of a run, computed from the sample's number alone.
+
+A mixture trains on several sources (parts) with given weights, in stages. Nothing is drawn at random: the samples of a
+stage are dealt out so that after any number of them each part has its share, up to one sample. So a resumed run, and
+any number of processes, see the same order.
+"""
 
 import sys
 from bisect import bisect_right
@@ -18,15 +23,18 @@ PRECISION = 10**6  # shares are whole millionths
 
 @dataclass(frozen=True)
 class Stage:
+    """A period of the run with constant shares. (The run's fingerprint holds this class as text: rename nothing.)"""
+
     name: str
     first_sample: int
-    shares: tuple[int, ...]  # of samples, one for each part
+    shares: tuple[int, ...]  # of samples, one for each part, in millionths
 
 
-def drawn(count: int, shares: tuple[int, ...]) -> list[int]:
-    """Of the first `count` samples of a stage, how many are of each part; off by less than one from the share.
+def split_samples(count: int, shares: tuple[int, ...]) -> list[int]:
+    """Return how many of the first `count` samples of a stage are of each part: `count * share / sum(shares)`, rounded.
 
-    The parts before are split off one by one, as Grain's own `mix` does, so that this needs no table.
+    Parts are split off one after the other, as Grain's own `mix` does, so no table of samples is needed. From one
+    count to the next exactly one part grows, by one sample.
     """
     left, total, counts = count, sum(shares), []
     for share in shares:
@@ -37,75 +45,77 @@ def drawn(count: int, shares: tuple[int, ...]) -> list[int]:
 
 
 class SampleOrder(grain.transforms.DatasetSelectionMap):
-    """Sample number -> (part, number within the part), for stages that follow one another."""
+    """Map from a sample's number to its part and its number within the part, over all stages of a run."""
 
     def __init__(self, stages: list[Stage]):
         self.stages = stages
         self.firsts = [stage.first_sample for stage in stages]
         self.before = [[0] * len(stages[0].shares)]  # samples of each part before each stage
         for stage, after in pairwise(stages):
-            counts = drawn(after.first_sample - stage.first_sample, stage.shares)
+            counts = split_samples(after.first_sample - stage.first_sample, stage.shares)
             self.before.append([a + b for a, b in zip(self.before[-1], counts, strict=True)])
 
     def __len__(self) -> int:
         return sys.maxsize
 
-    def drawn(self, count: int) -> list[int]:
-        """Samples of each part among the first `count` of the run."""
+    def count_by_part(self, count: int) -> list[int]:
+        """Return how many of the first `count` samples of the run are of each part."""
         number = bisect_right(self.firsts, max(0, count - 1)) - 1
         stage = self.stages[number]
-        counts = drawn(count - stage.first_sample, stage.shares)
+        counts = split_samples(count - stage.first_sample, stage.shares)
         return [a + b for a, b in zip(self.before[number], counts, strict=True)]
 
     def __getitem__(self, sample: int) -> tuple[int, int]:
-        before, after = self.drawn(sample), self.drawn(sample + 1)
+        # The sample belongs to the part whose count grows by it.
+        before, after = self.count_by_part(sample), self.count_by_part(sample + 1)
         part = next(part for part, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
         return part, before[part]
 
 
-def stages(cfg: Mixture | None, parts: dict[str, Sequences], batch_size: int, seq_len: int) -> list[Stage]:
-    """Stages of a run in samples; one source is a mixture of one.
+def read_stages(mixture: Mixture | None, parts: dict[str, Sequences], batch_size: int, seq_len: int) -> list[Stage]:
+    """Return the stages of a run, in samples; None, a single source, is a mixture of one part with one stage.
 
     Raises:
-        UserError: stages out of order.
+        UserError: the stages are out of order.
     """
-    if cfg is None:
+    if mixture is None:
         return [Stage("all", 0, (PRECISION,))]
-    found = [Stage("start", 0, _shares(cfg, cfg.weights, parts))]
-    for stage in cfg.stages:
-        first = (
-            -(-stage.from_tokens // seq_len) if stage.from_tokens is not None else (stage.from_step or 0) * batch_size
-        )
-        if first <= found[-1].first_sample:
+    stages = [Stage("start", 0, _compute_shares(mixture, mixture.weights, parts))]
+    for stage in mixture.stages:
+        if stage.from_tokens is not None:
+            first = -(-stage.from_tokens // seq_len)
+        else:
+            first = (stage.from_step or 0) * batch_size
+        if first <= stages[-1].first_sample:
             raise UserError(
-                f"data.stages: stage {stage.name} begins at sample {first}, not after stage {found[-1].name} "
-                f"(sample {found[-1].first_sample}); put the stages in order"
+                f"data.stages: stage {stage.name} begins at sample {first}, not after stage {stages[-1].name} "
+                f"(sample {stages[-1].first_sample}); put the stages in order"
             )
-        found.append(Stage(stage.name, first, _shares(cfg, stage.weights, parts)))
-    return found
+        stages.append(Stage(stage.name, first, _compute_shares(mixture, stage.weights, parts)))
+    return stages
 
 
-def _shares(cfg: Mixture, weights: dict[str, float], parts: dict[str, Sequences]) -> tuple[int, ...]:
-    """Shares of samples that give the shares of tokens or documents asked for."""
-    unit = {
+def _compute_shares(mixture: Mixture, weights: dict[str, float], parts: dict[str, Sequences]) -> tuple[int, ...]:
+    """Convert the weights, which are of samples, tokens or documents, to shares of samples in millionths."""
+    per_sample = {
         "sample": lambda part: 1.0,
         "token": lambda part: part.num_tokens / len(part),
         "document": lambda part: part.documents_per_sequence,
-    }[cfg.weight_unit]
-    samples = [weights[name] / unit(part) for name, part in parts.items()]
-    return tuple(round(PRECISION * each / sum(samples)) for each in samples)
+    }[mixture.weight_unit]
+    samples = [weights[name] / per_sample(part) for name, part in parts.items()]
+    return tuple(round(PRECISION * number / sum(samples)) for number in samples)
 
 
 def stage_table(
-    order: SampleOrder, cfg: Mixture, parts: dict[str, Sequences], num_samples: int, batch_size: int, seq_len: int
+    order: SampleOrder, mixture: Mixture, parts: dict[str, Sequences], num_samples: int, batch_size: int, seq_len: int
 ) -> str:
-    """The stages of a run of `num_samples` as a table: where each begins, what it takes, how often each part is seen.
+    """Format the stages of a run of `num_samples`: where each begins, and the samples and epochs of each part.
 
     Raises:
         UserError: a part would be repeated more often than data.max_epochs allows.
     """
-    total = dict(zip(parts, order.drawn(num_samples), strict=True))
-    for name, most in (cfg.max_epochs or {}).items():
+    total = dict(zip(parts, order.count_by_part(num_samples), strict=True))
+    for name, most in (mixture.max_epochs or {}).items():
         epochs = total[name] / len(parts[name])
         if epochs > most:
             raise UserError(
@@ -119,9 +129,8 @@ def stage_table(
     ends = [*order.firsts[1:], num_samples]
     for stage, end in zip(order.stages, ends, strict=True):
         first = min(stage.first_sample, num_samples)
-        counts = [
-            b - a for a, b in zip(order.drawn(first), order.drawn(max(first, min(end, num_samples))), strict=True)
-        ]
+        before, after = order.count_by_part(first), order.count_by_part(max(first, min(end, num_samples)))
+        counts = [b - a for a, b in zip(before, after, strict=True)]
         cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
         table.add_row(stage.name, f"{first / batch_size:,.4g}", f"{first * seq_len:,}", *cells)
     return as_text(table)

@@ -1,4 +1,4 @@
-"""One shard of a tokenized corpus: the documents of some units, tokenized by one process."""
+"""One shard of a tokenized corpus: one process reads some units, tokenizes their documents and writes the arrays."""
 
 import hashlib
 import json
@@ -12,44 +12,50 @@ from typing import Any
 import numpy as np
 
 from tunix.base.errors import UserError
-from tunix.config import Task, Tokenizer
+from tunix.config import Task
 from tunix.data.documents import Document, LeftOut, read_documents
-from tunix.data.stream import SPLITS, flat_tokens
+from tunix.data.stream import SPLITS, map_tokens
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
-from tunix.tokenizer.vocabulary import Vocabulary, read
+from tunix.tokenizer.vocabulary import Vocabulary, load_vocabulary
 
-BATCH_CHARS = 1 << 20  # text that is tokenized at one time
+BATCH_CHARS = 1 << 20  # characters of text that are tokenized at one time
 HASH_BITS = 64
-SCAN = 1 << 24  # elements of an array looked at at one time
+BLOCK = 1 << 24  # elements of an array that are read at one time
 
 
 @dataclass(frozen=True)
 class ShardPlan:
+    """Everything that a process needs to know to make one shard."""
+
     name: str
     units: tuple[Unit, ...]
     source: Source
     task: Task
-    tokenizer: Path  # folder of its files
-    held_out_below: int  # documents whose name hashes to less are held out
+    tokenizer: Path  # folder of the tokenizer's files
+    held_out_below: int  # a document is held out if the hash of its name is less than this
 
 
 def document_hash(name: str) -> int:
-    """Where a document stands in a fixed random order that does not depend on the others."""
-    encoded = name.encode(errors="surrogateescape")  # a file's name may be no UTF-8
+    """Return a number from 0 to 2^64 - 1 that depends on the name alone.
+
+    The numbers are a fixed random order of documents. Adding or removing documents does not change those of others.
+    """
+    encoded = name.encode(errors="surrogateescape")  # a file's name need not be UTF-8
     return int.from_bytes(hashlib.sha256(encoded).digest()[: HASH_BITS // 8], "big")
 
 
 @dataclass
 class Part:
-    """Documents of one split while they are collected."""
+    """Documents of one split of a shard, while they are collected."""
 
-    tokens: list[np.ndarray] = field(default_factory=list)
-    answers: list[np.ndarray] | None = None  # of conversations
-    bytes: int = 0
+    tokens: list[np.ndarray] = field(default_factory=list)  # an array for each document
+    answers: list[np.ndarray] | None = None  # an array for each conversation
+    bytes: int = 0  # of text
 
     def save(self, folder: Path, split: str, dtype: type) -> dict[str, Any]:
-        lengths = np.array([len(each) for each in self.tokens], np.int64)
+        """Write the arrays (`stream.Arrays`) to `folder`; return their counts and digest."""
+        lengths = np.array([len(document) for document in self.tokens], np.int64)
         starts = np.cumsum(lengths) - lengths
         tokens = np.concatenate([np.zeros(0, dtype), *self.tokens])
         arrays = {"tokens": tokens, "starts": starts}
@@ -61,11 +67,11 @@ class Part:
 
 
 def make_shard(plan: ShardPlan, folder: Path) -> None:
-    """Tokenize the plan's documents into `folder`: arrays of each split, tokens counted, and what there is to know."""
+    """Make a shard in `folder`: the arrays of each split, counts.npy with a count for each token, and facts.json."""
     folder.mkdir()
-    vocabulary = _vocabulary(plan.tokenizer)
+    vocabulary = _load_vocabulary(plan.tokenizer)
     if isinstance(plan.source, Tokens):
-        facts, counts = _scan(plan, folder, vocabulary)
+        facts, counts = _scan_tokens(plan, folder, vocabulary)
     else:
         facts, counts = _tokenize(plan, folder, vocabulary)
     np.save(folder / "counts.npy", counts)
@@ -79,7 +85,7 @@ def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[di
     left_out: Counter[str] = Counter()
     examples: list[str] = []
     smallest = 2**HASH_BITS
-    for documents in _batches(plan, left_out, examples):
+    for documents in _read_batches(plan, left_out, examples):
         hashes = [document_hash(document.name) for document in documents]
         smallest = min([smallest, *hashes])
         for number, (text_bytes, tokens, answers) in zip(hashes, _encode(vocabulary, documents), strict=True):
@@ -90,13 +96,16 @@ def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[di
                 part.answers.append(np.array(answers, bool))
     facts = {split: part.save(folder, split, dtype) for split, part in parts.items()}
     counts = np.zeros(vocabulary.num_tokens, np.int64)
-    for _, block in _blocks(np.load(folder / "train.tokens.npy", mmap_mode="r")):
+    for _, block in _read_blocks(np.load(folder / "train.tokens.npy", mmap_mode="r")):
         counts += np.bincount(block, minlength=len(counts))
     return {**facts, "left_out": left_out, "left_out_names": examples, "smallest_hash": smallest}, counts
 
 
-def _batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> Iterator[list[Document]]:
-    """Documents in order, about `BATCH_CHARS` of text at a time; what is left out is counted."""
+def _read_batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> Iterator[list[Document]]:
+    """Yield the documents in order, about `BATCH_CHARS` of text at a time.
+
+    `left_out` counts the items that give no document by reason; `examples` gets the names of the first five.
+    """
     batch: list[Document] = []
     size = 0
     for unit in plan.units:
@@ -104,7 +113,7 @@ def _batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> It
             if isinstance(document, LeftOut):
                 left_out[document.reason] += 1
                 if document.reason != "empty" and len(examples) < 5:
-                    examples.append(document.name.encode(errors="replace").decode())  # can be shown
+                    examples.append(document.name.encode(errors="replace").decode())  # a name that can be printed
                 continue
             batch.append(document)
             content = document.content
@@ -116,18 +125,18 @@ def _batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> It
 
 
 def _encode(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[tuple[int, list[int], list[bool] | None]]:
-    """Bytes of text, tokens, and of each token of a conversation whether it is part of an answer."""
+    """Yield for each document: its bytes of text, its tokens, and, of a conversation, which tokens are answers."""
     if documents and isinstance(documents[0].content, str):
         before = [] if vocabulary.bos is None else [vocabulary.bos]
         texts = [str(document.content) for document in documents]
-        vocabulary.backend.encode_special_tokens = True  # a document that writes <eos> does not end there
-        for text, encoding in zip(
-            texts, vocabulary.backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
+        vocabulary.backend.encode_special_tokens = True  # "<eos>" within a text is text, and does not end the document
+        encodings = vocabulary.backend.encode_batch_fast(texts, add_special_tokens=False)
+        for text, encoding in zip(texts, encodings, strict=True):
             yield len(text.encode()), [*before, *encoding.ids, vocabulary.eos], None
         return
     conversations = [vocabulary.chat.segments(document.content) for document in documents]  # type: ignore[arg-type]
-    vocabulary.backend.encode_special_tokens = False  # the template writes them
+    vocabulary.backend.encode_special_tokens = False  # "<eos>" comes from the chat template, and is the special token
+    # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
     pieces = [text for segments in conversations for text, _ in segments]
     encoded = iter(vocabulary.backend.encode_batch_fast(pieces, add_special_tokens=False))
     for segments in conversations:
@@ -140,14 +149,17 @@ def _encode(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[tuple
         yield sum(len(text.encode()) for text, _ in segments), tokens, answers
 
 
-def _scan(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
-    """A file of tokens that stays where it is: its documents are found, its tokens counted; its last are held out."""
-    cfg, (unit,) = plan.source, plan.units
-    assert isinstance(cfg, Tokens)
-    place = flat_place(cfg, Path(unit.path))
-    tokens = flat_tokens(**place)
+def _scan_tokens(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
+    """Make a shard of a file of tokens (data.source=tokens), which stays where it is.
+
+    The file's documents are found and its tokens are counted. The documents at the end of the file are held out.
+    """
+    source, (unit,) = plan.source, plan.units
+    assert isinstance(source, Tokens)
+    place = locate_tokens(source, Path(unit.path))
+    tokens = map_tokens(**place)
     counts, ends = np.zeros(vocabulary.num_tokens, np.int64), []
-    for first, block in _blocks(tokens):
+    for first, block in _read_blocks(tokens):
         least, most = int(block.min()), int(block.max())
         if least < 0 or most >= len(counts):
             raise UserError(
@@ -155,30 +167,35 @@ def _scan(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[s
                 "give the tokenizer that made it, or the right data.dtype and data.skip_bytes"
             )
         counts += np.bincount(block, minlength=len(counts))
-        if cfg.document_end is not None:
-            ends.append(np.flatnonzero(block == cfg.document_end) + first)
+        if source.document_end is not None:
+            ends.append(np.flatnonzero(block == source.document_end) + first)
     starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
     starts = starts[starts < len(tokens)]
-    cut = len(tokens) - round(cfg.held_out_fraction * len(tokens))
-    if cfg.document_end is None:
+    # Tokens from `cut` on are held out. Where documents are known, the cut moves to the next start of a document.
+    cut = len(tokens) - round(source.held_out_fraction * len(tokens))
+    if source.document_end is None:
         starts = np.array([start for start in (0, cut) if start < len(tokens)], np.int64)
-    elif len(starts) <= 1:  # a document is not cut
+    elif len(starts) <= 1:  # a single document is not cut in two
         cut = len(tokens)
-    elif cfg.held_out_fraction > 0:
+    elif source.held_out_fraction > 0:
         cut = int(starts[min(int(np.searchsorted(starts, cut)), len(starts) - 1)])
     facts: dict[str, Any] = {"left_out": {}, "left_out_names": [], "smallest_hash": 0}
     for split, first, stop in (("train", 0, cut), ("held_out", cut, len(tokens))):
         own = starts[(starts >= first) & (starts < stop)] - first
         np.save(folder / f"{split}.starts.npy", own)
         own_place = place | {"offset": place["offset"] + first * tokens.itemsize, "count": stop - first}
-        digest = _digest({"tokens": flat_tokens(**own_place), "starts": own})
+        digest = _digest({"tokens": map_tokens(**own_place), "starts": own})
         facts[split] = {"tokens": stop - first, "documents": len(own), "digest": digest, "flat": own_place}
-    facts["train"]["bytes"] = None  # follow from the tokens
+    facts["train"]["bytes"] = None  # `tokenize` computes them from the counts of tokens
     return facts, counts
 
 
-def flat_place(cfg: Tokens, path: Path) -> dict[str, Any]:
-    """Where the numbers of a file of tokens are."""
+def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
+    """Return where the numbers of a file of tokens are, as arguments of `map_tokens`. A .npy file says so itself.
+
+    Raises:
+        UserError: the file is damaged, or is no array of tokens.
+    """
     with path.open("rb") as file:
         if file.read(6) == b"\x93NUMPY":
             try:
@@ -188,31 +205,31 @@ def flat_place(cfg: Tokens, path: Path) -> dict[str, Any]:
             if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32, np.int32):
                 raise UserError(f"data: {path} holds {array.ndim} dimensions of {array.dtype}, not one of tokens")
             return {"path": str(path), "dtype": str(array.dtype), "offset": array.offset, "count": len(array)}
-    size = path.stat().st_size - cfg.skip_bytes
-    width = np.dtype(cfg.dtype).itemsize
+    size = path.stat().st_size - source.skip_bytes
+    width = np.dtype(source.dtype).itemsize
     if size < 0 or size % width:
         raise UserError(
-            f"data: {path} has {path.stat().st_size} bytes, not data.skip_bytes={cfg.skip_bytes} and whole "
-            f"data.dtype={cfg.dtype}; it ends early or is of another type"
+            f"data: {path} has {path.stat().st_size} bytes, which is not data.skip_bytes={source.skip_bytes} and a "
+            f"number of whole data.dtype={source.dtype}; the file ends early or is of another type"
         )
-    return {"path": str(path.absolute()), "dtype": cfg.dtype, "offset": cfg.skip_bytes, "count": size // width}
+    return {"path": str(path.absolute()), "dtype": source.dtype, "offset": source.skip_bytes, "count": size // width}
 
 
-def _blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Parts of an array that is larger than memory, each with its first index."""
-    for first in range(0, len(array), SCAN):
-        yield first, array[first : first + SCAN]
+def _read_blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the parts of an array that may be larger than memory, each with its first index."""
+    for first in range(0, len(array), BLOCK):
+        yield first, array[first : first + BLOCK]
 
 
 def _digest(arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name}\0{array.dtype}\0{len(array)}\0".encode())
-        for _, block in _blocks(array):
+        for _, block in _read_blocks(array):
             digest.update(np.ascontiguousarray(block).data)
     return digest.hexdigest()
 
 
-@lru_cache(1)
-def _vocabulary(folder: Path) -> Vocabulary:
-    return read(Tokenizer(path=str(folder), train=None, vocab_size=259, train_bytes=1, bos_token=None, eos_token=None))
+@lru_cache(1)  # a process makes many shards with one tokenizer
+def _load_vocabulary(folder: Path) -> Vocabulary:
+    return load_vocabulary(str(folder))

@@ -1,4 +1,13 @@
-"""Tokenized documents on disk, read by memory mapping: any place of any shard at the cost of a page."""
+"""Tokenized documents on disk, read by memory mapping: reading any place of any shard costs one page of the file.
+
+FOLDER/index.json                 counts, digests and names of the shards; written last
+FOLDER/tokenizer/                 files of the tokenizer
+FOLDER/00000/train.tokens.npy     [tokens] uint16 or uint32: the documents of the shard, one after the other
+FOLDER/00000/train.starts.npy     [documents] int64: where each document begins
+FOLDER/00000/train.answers.npy    [tokens] bool: tokens of answers; only of conversations
+FOLDER/00000/held_out.*.npy       the same for the held-out documents
+FOLDER/00001/ ...
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -12,25 +21,25 @@ import numpy as np
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 
-OPEN_SHARDS = 256  # at one time; each holds up to three file descriptors
-FORMAT = "2"  # of the files; part of their hash
+OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
+FORMAT = "2"  # version of the files; part of the hash that names their folder
 SPLITS = ("train", "held_out")
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """One shard of a split: documents one after the other."""
+    """The arrays of one shard of a split: its documents, one after the other."""
 
     tokens: np.ndarray  # [tokens] uint16 or uint32
-    starts: np.ndarray  # [documents] int64: where each begins
-    answers: np.ndarray | None = None  # [tokens] bool: tokens to be learnt; None is all
+    starts: np.ndarray  # [documents] int64: where each document begins
+    answers: np.ndarray | None = None  # [tokens] bool: the tokens to learn; None means all of them
 
 
 class Stream:
-    """A split of a corpus as shards that are opened when they are read."""
+    """A split of a corpus: a list of shards, each opened when it is first read."""
 
     def __init__(self, sizes: list[tuple[int, int]], open_shard: Callable[[int], Arrays], fingerprint: str):
-        """`sizes` are the tokens and documents of each shard; `fingerprint` is of all of them."""
+        """`sizes` are the numbers of tokens and documents of each shard; `fingerprint` identifies all of their data."""
         self.sizes, self.fingerprint = sizes, fingerprint
         self.shard = lru_cache(OPEN_SHARDS)(open_shard)
 
@@ -45,7 +54,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A folder of `prepare.py`: tokenizer files, shards, and the index that is written last."""
+    """The folder of a tokenized corpus and its index (see the top of this file)."""
 
     folder: Path
     index: dict[str, Any]
@@ -55,6 +64,7 @@ class Prepared:
         return self.index["fingerprint"]
 
     def stream(self, split: str) -> Stream:
+        """Return the stream of a split, "train" or "held_out"."""
         shards = [shard[split] for shard in self.index["shards"]]
         digest = hashlib.sha256("".join(shard["digest"] for shard in shards).encode()).hexdigest()[:20]
         sizes = [(shard["tokens"], shard["documents"]) for shard in shards]
@@ -63,14 +73,18 @@ class Prepared:
     def _open(self, number: int, split: str) -> Arrays:
         shard = self.index["shards"][number]
         folder = self.folder / shard["name"]
-        place = shard[split].get("flat")
-        tokens = flat_tokens(**place) if place else _mapped(folder / f"{split}.tokens.npy")
-        answers = _mapped(folder / f"{split}.answers.npy") if self.index["answers"] else None
-        return Arrays(tokens, _mapped(folder / f"{split}.starts.npy"), answers)
+        place = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
+        tokens = map_tokens(**place) if place else _map_array(folder / f"{split}.tokens.npy")
+        answers = _map_array(folder / f"{split}.answers.npy") if self.index["answers"] else None
+        return Arrays(tokens, _map_array(folder / f"{split}.starts.npy"), answers)
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Raises `UserError` where the index is damaged or of another version."""
+    """Open the folder of a tokenized corpus.
+
+    Raises:
+        UserError: the index is damaged or of another version.
+    """
     index = read_json(folder / "index.json")
     if index.get("format") != FORMAT:
         raise UserError(
@@ -80,31 +94,27 @@ def open_prepared(folder: Path) -> Prepared:
     return Prepared(folder, index)
 
 
-def flat_tokens(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
-    """`count` numbers of a file from a byte on."""
+def map_tokens(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
+    """Map `count` numbers of a file, from the byte `offset` on."""
     if count == 0:
-        return np.zeros(0, dtype)
-    with _explained(path):
+        return np.zeros(0, dtype)  # an empty range cannot be mapped
+    try:
         return np.memmap(path, dtype, "r", offset, (count,))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
 
 
-def _mapped(path: Path) -> np.ndarray:
-    with _explained(path):
+def _map_array(path: Path) -> np.ndarray:
+    try:
         return np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
 
 
-class _explained:
-    """Turns a shard that is gone or cut off into one line."""
-
-    def __init__(self, path: str | Path):
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError | ValueError):
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise UserError(
-                f"data: cannot read the tokens in {self.path}: {reason}; the folder was changed after it was made. "
-                "Remove it, and it is made again"
-            ) from None
+def _unreadable(path: str | Path, error: OSError | ValueError) -> UserError:
+    """Return the error for a shard that is missing or cut off."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return UserError(
+        f"data: cannot read the tokens in {path}: {reason}; the folder was changed after it was made. "
+        "Remove it, and it is made again"
+    )

@@ -1,7 +1,8 @@
-"""Tokenize a corpus once: shards made by all cores, each whole or not at all, then an index over them.
+"""Tokenize a corpus once: all cores make shards side by side, then an index over the shards is written.
 
-Training and `python -m tunix.prepare` both come here and find each other's work: a folder is named by the hash of the
-sources' files, of the tokenizer and of the keys that matter.
+Each shard appears complete or not at all, so work that was interrupted goes on with the missing shards. A corpus has a
+folder in `loading.cache_dir`, named by the hash of the sources' files, of the tokenizer and of the keys that change the
+result. Training and `python -m tunix.prepare` both come here and find each other's work.
 """
 
 import filecmp
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,87 +33,91 @@ from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
 from tunix.data.stream import FORMAT, Prepared, open_prepared
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
-from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read, train
+from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read_vocabulary, train_vocabulary
 
 log = logging.getLogger(__name__)
-IN_KEYS = {"text": "pretrain", "conversation": "sft"}  # kinds of documents in the names of caches, as ever
-MOVED = {"paths"}  # keys of a source that may change while its documents stay the same
+# Names of the kinds of documents in the hashes of caches: those of the tasks that first used them.
+IN_KEYS = {"text": "pretrain", "conversation": "sft"}
+PLACE_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
 
 
-def find_units(cfg: Source, loading: Loading) -> list[Unit]:
-    """What there is to read, in the fixed random order that the names' hashes give."""
-    return sorted(cfg.units(loading.shard_bytes), key=lambda unit: (document_hash(unit.name), unit.start))
+def find_units(source: Source, loading: Loading) -> list[Unit]:
+    """Return the units of a source in a fixed random order, that of the hashes of their names."""
+    units = source.units(loading.shard_bytes)
+    return sorted(units, key=lambda unit: (document_hash(unit.name), unit.start))
 
 
 def find_vocabulary(
-    cfg: Tokenizer, task: Task, sources: list[tuple[Source, list[Unit]]], cache_dir: Path
+    tokenizer: Tokenizer, task: Task, sources: list[tuple[Source, list[Unit]]], cache_dir: Path
 ) -> Vocabulary:
-    """The tokenizer of the config, read or trained on the training documents of all sources."""
-    if cfg.path is not None and not cfg.train:
-        return read(cfg, task.chat_template)
-    if cfg.train is False:
+    """Read the tokenizer of the config, or train it on the training documents of all sources.
+
+    Raises:
+        UserError: there is no tokenizer, or none can be trained, or a trained one would overwrite another file.
+    """
+    if tokenizer.path is not None and not tokenizer.train:
+        return read_vocabulary(tokenizer, task.chat_template)
+    if tokenizer.train is False:
         raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
-    key = _hash(
-        FORMAT,
-        cfg.model_dump_json(exclude={"path", "train"}),
-        IN_KEYS[task.documents],
-        *(_identity(*source) for source in sources),
-    )
+    settings = tokenizer.model_dump_json(exclude={"path", "train"})
+    key = _hash(FORMAT, settings, IN_KEYS[task.documents], *(_hash_source(*source) for source in sources))
 
     trained = cache_dir / "tokenizers" / key / "tokenizer.json"
-    path = None if cfg.path is None else Path(cfg.path).expanduser()
+    path = None if tokenizer.path is None else Path(tokenizer.path).expanduser()
     if path and path.exists() and not (trained.exists() and filecmp.cmp(path, trained, False)):
         raise UserError(
-            f"tokenizer.train=true would write tokenizer.path={path}, which exists and is another; remove one of the "
-            "two"
+            f"tokenizer.train=true would write tokenizer.path={path}, which exists and is another tokenizer; remove "
+            "that file, or unset tokenizer.train"
         )
 
     def make(folder: Path) -> None:
-        log.info("training a tokenizer of %d tokens", cfg.vocab_size)
-        train(cfg, _sample(sources, task, cfg.train_bytes)).save(folder)
+        log.info("training a tokenizer of %d tokens", tokenizer.vocab_size)
+        train_vocabulary(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes)).save(folder)
 
     folder = make_once(cache_dir / "tokenizers" / key, make)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "tokenizer.json", path)
-    return read(cfg.model_copy(update={"path": str(folder)}), task.chat_template)
+    return read_vocabulary(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template)
 
 
-def prepare(cfg: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Prepared:
-    """The tokenized corpus of a source: found, or made as far as a run before this one has not.
+def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Prepared:
+    """Return the tokenized corpus of a source: open it, or first make the shards that are missing.
 
     Raises:
-        UserError: documents that cannot be read, or none; a cache that cannot be written.
+        UserError: documents cannot be read, or there are none, or the cache cannot be written.
     """
     template = str(vocabulary.chat_template) if task.documents == "conversation" else ""
-    key = _hash(
-        FORMAT, _identity(cfg, units), IN_KEYS[task.documents], template, vocabulary.digest, str(loading.shard_bytes)
-    )
+    kind, shard_size = IN_KEYS[task.documents], str(loading.shard_bytes)
+    key = _hash(FORMAT, _hash_source(source, units), kind, template, vocabulary.digest, shard_size)
     folder = Path(loading.cache_dir).expanduser() / "tokens" / key
     if not (folder / "index.json").exists():
         begun = time.perf_counter()
         tokenizer = make_once(folder / "tokenizer", vocabulary.save)
-        limit = int(cfg.held_out_fraction * 2**HASH_BITS)
+        limit = int(source.held_out_fraction * 2**HASH_BITS)
+        shard_bytes = 0 if isinstance(source, Tokens) else loading.shard_bytes  # 0: each file of tokens is a shard
         plans = [
-            ShardPlan(f"{number:05}", tuple(part), cfg, task, tokenizer, limit)
-            for number, part in enumerate(_grouped(units, 0 if isinstance(cfg, Tokens) else loading.shard_bytes))
+            ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit)
+            for number, group in enumerate(_group_units(units, shard_bytes))
         ]
-        facts = _make(plans, folder, loading)
-        if limit and not isinstance(cfg, Tokens) and not any(each["held_out"]["documents"] for each in facts):
-            limit = min(each["smallest_hash"] for each in facts) + 1  # at least one, however few there are
-            plans = [ShardPlan(p.name, p.units, cfg, task, tokenizer, max(limit, p.held_out_below)) for p in plans]
-            facts = _make(plans, folder, loading, redo={f["name"] for f in facts if f["smallest_hash"] < limit})
-        make_once(
-            folder / "index.json", lambda path: path.write_text(json.dumps(_index(cfg, facts, folder, vocabulary)))
-        )
-        log.info("tokenized %s in %.1f s: %s", cfg.source, time.perf_counter() - begun, folder)
+        facts = _make_shards(plans, folder, loading)
+        if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in facts):
+            # A small corpus may have no document below the limit: hold out the one with the smallest hash, and make
+            # its shard again.
+            limit = min(fact["smallest_hash"] for fact in facts) + 1
+            plans = [replace(plan, held_out_below=max(limit, plan.held_out_below)) for plan in plans]
+            redo = {fact["name"] for fact in facts if fact["smallest_hash"] < limit}
+            facts = _make_shards(plans, folder, loading, redo)
+        index = _make_index(source, facts, folder, vocabulary)
+        make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
+        log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - begun, folder)
     return open_prepared(folder)
 
 
-def _make(plans: list[ShardPlan], folder: Path, loading: Loading, redo: set[str] | None = None) -> list[dict]:
-    """Facts of all shards; those that are not there yet, or are to be made again, are made by all cores."""
+def _make_shards(plans: list[ShardPlan], folder: Path, loading: Loading, redo: set[str] | None = None) -> list[dict]:
+    """Make the shards that are missing and those of `redo`, on all cores; return the facts of all shards."""
     for name in redo or ():
         shutil.rmtree(folder / name)
     missing = [plan for plan in plans if not (folder / plan.name).exists()]
@@ -122,26 +128,29 @@ def _make(plans: list[ShardPlan], folder: Path, loading: Loading, redo: set[str]
     columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
         bar = progress.add_task("", total=sum(sizes.values()))
-        for name in _shards(missing, folder, num_workers):
+        for name in _make_missing(missing, folder, num_workers):
             progress.advance(bar, sizes[name])
     return [json.loads((folder / plan.name / "facts.json").read_text()) for plan in plans]
 
 
-def _shards(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:
-    """Names of shards as they are done; one is made here, with the tokenizer's own threads."""
+def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:
+    """Make shards in worker processes and yield the name of each when it is done.
+
+    With one worker, this process makes them all, and the tokenizer uses a thread for each core.
+    """
     if num_workers <= 1:
         for plan in plans:
-            yield _one_shard(plan, folder)
+            yield _make_one(plan, folder)
         return
-    context = multiprocessing.get_context("spawn")  # jax has threads, which a fork would break
+    context = multiprocessing.get_context("spawn")  # not "fork": a forked copy of a process with threads can hang
     with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
-        futures = [pool.submit(_one_shard, plan, folder) for plan in plans]
+        futures = [pool.submit(_make_one, plan, folder) for plan in plans]
         try:
             for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool:
             raise UserError(
-                "a process that tokenizes was killed, perhaps for want of memory; fewer at a time: "
+                "a process that tokenizes was killed, perhaps because memory ran out; run fewer at a time: "
                 f"loading.prepare_processes={max(1, num_workers // 2)}. Finished shards are kept"
             ) from None
         except BaseException:
@@ -149,13 +158,13 @@ def _shards(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[
             raise
 
 
-def _one_shard(plan: ShardPlan, folder: Path) -> str:
+def _make_one(plan: ShardPlan, folder: Path) -> str:
     make_once(folder / plan.name, lambda path: make_shard(plan, path))
     return plan.name
 
 
 def _start_worker(parent: int) -> None:
-    """One core, and no life after the parent's."""
+    """Prepare a worker process: it uses one core, and it ends when its parent has ended."""
     os.environ["RAYON_NUM_THREADS"] = "1"
 
     def watch() -> None:
@@ -166,8 +175,8 @@ def _start_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _grouped(units: list[Unit], size: int) -> Iterator[list[Unit]]:
-    """Units in order, in groups of about `size` bytes."""
+def _group_units(units: list[Unit], size: int) -> Iterator[list[Unit]]:
+    """Yield the units in order, in groups of about `size` bytes; each group becomes a shard."""
     group: list[Unit] = []
     collected = 0
     for unit in units:
@@ -180,38 +189,43 @@ def _grouped(units: list[Unit], size: int) -> Iterator[list[Unit]]:
         yield group
 
 
-def _index(cfg: Source, facts: list[dict], folder: Path, vocabulary: Vocabulary) -> dict:
-    """What is known of the whole corpus."""
-    left_out = sum((Counter(each["left_out"]) for each in facts), Counter())
-    num_train, num_held_out = (sum(each[split]["documents"] for each in facts) for split in ("train", "held_out"))
+def _make_index(source: Source, facts: list[dict], folder: Path, vocabulary: Vocabulary) -> dict:
+    """Sum up the facts of all shards, and return what index.json says of the corpus.
+
+    Raises:
+        UserError: nothing to train on, or nothing held out though that was asked for.
+    """
+    left_out = sum((Counter(fact["left_out"]) for fact in facts), Counter())
+    num_train, num_held_out = (sum(fact[split]["documents"] for fact in facts) for split in ("train", "held_out"))
     if num_train == 0:
-        said = ", ".join(f"{left_out[reason]} {reason}" for reason in ("empty", "not UTF-8", "bad row"))
+        reasons = ", ".join(f"{left_out[reason]} {reason}" for reason in ("empty", "not UTF-8", "bad row"))
         if num_held_out == 0:
-            raise UserError(f"data.source={cfg.source}: no document with text in it ({said})")
+            raise UserError(f"data.source={source.source}: no document with text in it ({reasons})")
         raise UserError(
             f"all {num_held_out} documents are held out; add documents, or lower "
-            f"data.held_out_fraction={cfg.held_out_fraction} (0 holds out none)"
+            f"data.held_out_fraction={source.held_out_fraction} (0 holds out none)"
         )
-    if isinstance(cfg, Tokens) and cfg.held_out_fraction > 0 and num_held_out == 0:
+    if isinstance(source, Tokens) and source.held_out_fraction > 0 and num_held_out == 0:
         raise UserError(
-            f"data.held_out_fraction={cfg.held_out_fraction} holds out nothing: no file of data.paths has a second "
+            f"data.held_out_fraction={source.held_out_fraction} holds out nothing: no file of data.paths has a second "
             "document, or too few tokens; raise it, or set it to 0"
         )
-    counts = sum(np.load(folder / each["name"] / "counts.npy") for each in facts)
-    end = cfg.document_end if isinstance(cfg, Tokens) else None
+    counts = sum(np.load(folder / fact["name"] / "counts.npy") for fact in facts)  # [V]: how often each token occurs
+    end = source.document_end if isinstance(source, Tokens) else None
     if end is not None and (end >= len(counts) or counts[end] == 0):
         raise UserError(
-            f"data.document_end={end} is no token in data.paths; the tokenizer ends a document with {vocabulary.eos}, "
-            "and null takes each file for one document"
+            f"data.document_end={end} does not occur in data.paths; the tokenizer ends a document with "
+            f"{vocabulary.eos}, and data.document_end=null takes each file as one document"
         )
-    sizes = [each["train"]["bytes"] for each in facts]
+    sizes = [fact["train"]["bytes"] for fact in facts]
     size = int(counts @ bytes_by_token(vocabulary.backend)[: len(counts)]) if None in sizes else sum(sizes)
+    # The loss of a model that knows only how frequent each token is; a trained model must be better than that.
     shares = counts[counts > 0] / counts.sum()
     entropy_bits = float(-(shares * np.log2(shares)).sum())
     return {
         "format": FORMAT,
-        "fingerprint": _hash(FORMAT, vocabulary.digest, *(each["train"]["digest"] for each in facts)),
-        "source": cfg.source,
+        "fingerprint": _hash(FORMAT, vocabulary.digest, *(fact["train"]["digest"] for fact in facts)),
+        "source": source.source,
         "vocab_size": vocabulary.num_tokens,
         "tokens": int(counts.sum()),
         "documents": num_train,
@@ -219,34 +233,37 @@ def _index(cfg: Source, facts: list[dict], folder: Path, vocabulary: Vocabulary)
         "bytes_per_token": size / counts.sum(),
         "unigram_bits_per_byte": entropy_bits * float(counts.sum()) / max(1, size),
         "left_out": left_out,
-        "left_out_names": [name for each in facts for name in each["left_out_names"]][:5],
+        "left_out_names": [name for fact in facts for name in fact["left_out_names"]][:5],
         "answers": (folder / facts[0]["name"] / "train.answers.npy").exists(),
-        "shards": [{"name": each["name"], "train": each["train"], "held_out": each["held_out"]} for each in facts],
+        "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in facts],
     }
 
 
-def _sample(sources: list[tuple[Source, list[Unit]]], task: Task, limit: int) -> Iterator[str]:
-    """About `limit` bytes of training documents, an eighth of them at most from one unit."""
-    for cfg, units in sources:
+def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: int) -> Iterator[str]:
+    """Yield about `limit` bytes of training documents, for a tokenizer to learn from.
+
+    Sources give equal shares. At most an eighth comes from one unit, so that no single large file decides.
+    """
+    for source, units in sources:
         left = limit // len(sources)
         for unit in units:
-            of_unit = max(1, left if len(units) < 8 else limit // 8)
-            for document in read_documents(cfg, task, unit):
-                if left <= 0 or of_unit <= 0:
+            left_of_unit = max(1, left if len(units) < 8 else limit // 8)
+            for document in read_documents(source, task, unit):
+                if left <= 0 or left_of_unit <= 0:
                     break
-                held_out = document_hash(document.name) < int(cfg.held_out_fraction * 2**HASH_BITS)
+                held_out = document_hash(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
                 if isinstance(document, Document) and not held_out:
                     content = document.content
                     text = content if isinstance(content, str) else "\n".join(turn["content"] for turn in content)
                     yield text
-                    left, of_unit = left - len(text.encode()), of_unit - len(text.encode())
+                    left -= len(text.encode())
+                    left_of_unit -= len(text.encode())
 
 
-def _identity(cfg: Source, units: list[Unit]) -> str:
-    """What decides a source's documents, without reading them."""
-    return _hash(
-        cfg.model_dump_json(exclude=set() if isinstance(cfg, Tokens) else MOVED), *(unit.digest for unit in units)
-    )
+def _hash_source(source: Source, units: list[Unit]) -> str:
+    """Hash everything that decides a source's documents, without reading them: its keys, and its files' versions."""
+    excluded = set() if isinstance(source, Tokens) else PLACE_KEYS  # tokens are read from their own place in training
+    return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 
 
 def _hash(*parts: str) -> str:

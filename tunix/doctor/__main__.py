@@ -1,7 +1,7 @@
-"""`python -m tunix.doctor [group=option] [key=value] [--json]`: is what is here fit for this run.
+"""Check machine, software and links for a run: `python -m tunix.doctor [group=option] [key=value] [--json]`.
 
-Takes the keys of training; started by a launcher, as training is, it looks at all processes and the links between them.
-Exit code 0, or 1 where something would make training fail; 2 for a mistake in the command line.
+Takes the keys of training. Started by a launcher, as training is, it checks all processes and the links between them.
+Exit code 0; 1 if something would make training fail; 2 for an error in the command line.
 """
 
 import json
@@ -24,100 +24,108 @@ from tunix.doctor.findings import Finding
 from tunix.processes import exits, joining, peers
 from tunix.training.program import build_mesh
 
-START_S, TOGETHER_S = 30, 90  # for all processes to come, and for all that they do together
+START_S, TOGETHER_S = 30, 90  # seconds until all processes must have come; for all checks between processes
 MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "error": "[red]error  [/]"}
 
 
 @dataclass
 class Diagnosis:
-    """All that was found."""
+    """All findings of all processes."""
 
-    hosts: list[str]  # of the processes
-    of_each: list[list[Finding]]  # by process
-    between: list[Finding] = field(default_factory=list)
+    hosts: list[str]  # host of each process
+    by_process: list[list[Finding]]
+    between: list[Finding] = field(default_factory=list)  # findings that compare processes
     links: list[together.Link] = field(default_factory=list)
-    joined: bool = True  # the other processes, if there are any
+    joined: bool = True  # False: the other processes could not be joined, and these are the findings of one
 
     @property
     def is_fit(self) -> bool:
-        return all(each.status != "error" for found in [self.between, *self.of_each] for each in found)
+        return all(finding.status != "error" for group in [self.between, *self.by_process] for finding in group)
 
-    def merged(self) -> dict[Finding, list[int]]:
-        """What processes found, with their numbers."""
-        found: dict[Finding, list[int]] = defaultdict(list)
-        for rank, findings in enumerate(self.of_each):
-            for each in findings:
-                found[each].append(rank)
-        return found
+    def merge(self) -> dict[Finding, list[int]]:
+        """Return each finding once, with the ranks of the processes that have it."""
+        ranks: dict[Finding, list[int]] = defaultdict(list)
+        for rank, findings in enumerate(self.by_process):
+            for finding in findings:
+                ranks[finding].append(rank)
+        return ranks
 
 
 def examine(job: compose.Job) -> Diagnosis:
-    """Join the other processes, look, and tell each other."""
-    mine = [*software.versions(), *software.variables(os.environ), *software.xla_flags(os.environ)]
-    soon = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
+    """Check this process, join the others, and exchange findings with them."""
+    findings = [
+        *software.check_versions(),
+        *software.check_variables(os.environ),
+        *software.check_xla_flags(os.environ),
+    ]
+    distributed = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
     try:
-        joining.start(soon, {})  # differences are told below, all of them
+        joining.start(distributed, {})  # no facts to compare here: `together.compare` reports every difference
     except (UserError, PeerLost) as error:
-        return Diagnosis([socket.gethostname()], [[*mine, Finding("processes", "error", str(error))]], joined=False)
-    mine += machine.examine(job)
+        error_finding = Finding("processes", "error", str(error))
+        return Diagnosis([socket.gethostname()], [[*findings, error_finding]], joined=False)
+    findings += machine.examine(job)
     with peers.deadline(TOGETHER_S, "the processes did not all answer (a collective hangs, or a process has died)"):
-        return _together(job, mine)
+        return _examine_together(job, findings)
 
 
-def _together(job: compose.Job, mine: list[Finding]) -> Diagnosis:
+def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
     hosts = peers.hosts()
-    everyone = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, mine)]), "findings")]
-    found = Diagnosis(hosts, [[Finding(**each) for each in one] for one in everyone])
+    answers = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, findings)]), "findings")]
+    diagnosis = Diagnosis(hosts, [[Finding(**values) for values in answer] for answer in answers])
     facts = {
-        **{name: software.installed(name) for name in software.SHOWN},
+        **{name: software.installed_version(name) for name in software.SHOWN},
         "Python": platform.python_version(),
         "kind of device": jax.local_devices()[0].device_kind,
         "number of devices": str(jax.local_device_count()),
-        **{name: os.environ.get(name) for name in sorted({"XLA_FLAGS", *_nccl_of_all()})},
+        **{name: os.environ.get(name) for name in sorted({"XLA_FLAGS", *_gather_nccl_names()})},
     }
-    found.between = [*together.compare(job, facts), *together.slow_processes()]
+    diagnosis.between = [*together.compare(job, facts), *together.find_slow_processes()]
     try:
         mesh = build_mesh(job.config)
     except UserError:
-        return found  # each process has said so
+        return diagnosis  # `machine.examine` has reported the error on each process
     per_node = max(Counter(hosts).values()) * jax.local_device_count()
-    found.links = list(together.links(mesh, per_node))
-    found.between += together.judge(found.links)
-    return found
+    diagnosis.links = list(together.measure_links(mesh, per_node))
+    diagnosis.between += together.judge(diagnosis.links)
+    return diagnosis
 
 
-def _nccl_of_all() -> set[str]:
-    """Names of NCCL's variables that one of the processes has."""
-    mine = [name for name in os.environ if name.startswith("NCCL_")]
-    return {name for text in peers.gather(json.dumps(mine), "variables") for name in json.loads(text)}
+def _gather_nccl_names() -> set[str]:
+    """Return the names of NCCL's variables that at least one process has."""
+    names = [name for name in os.environ if name.startswith("NCCL_")]
+    return {name for text in peers.gather(json.dumps(names), "variables") for name in json.loads(text)}
 
 
-def show(found: Diagnosis) -> None:
-    """A line for each finding, the bad ones last."""
-    console, every = Console(highlight=False, soft_wrap=True), len(found.of_each)
-    lines = [(each, "" if len(ranks) == every else _who(ranks, found.hosts)) for each, ranks in found.merged().items()]
-    lines += [(each, "") for each in found.between]
-    for each, who in sorted(lines, key=lambda line: list(MARKS).index(line[0].status)):
-        console.print(MARKS[each.status], f"{each.check:16}", end=" ")
-        console.print(f"{who}{each.says}", markup=False)
-    errors = sum(each.status == "error" for each, _ in lines)
-    console.print(f"{every} process(es): {'fit to train' if found.is_fit else f'not fit to train, {errors} errors'}")
+def show(diagnosis: Diagnosis) -> None:
+    """Print a line for each finding, the bad ones last."""
+    console, num_processes = Console(highlight=False, soft_wrap=True), len(diagnosis.by_process)
+    lines = []
+    for finding, ranks in diagnosis.merge().items():
+        lines.append((finding, "" if len(ranks) == num_processes else _name_processes(ranks, diagnosis.hosts)))
+    lines += [(finding, "") for finding in diagnosis.between]
+    for finding, processes in sorted(lines, key=lambda line: list(MARKS).index(line[0].status)):
+        console.print(MARKS[finding.status], f"{finding.check:16}", end=" ")
+        console.print(f"{processes}{finding.says}", markup=False)
+    errors = sum(finding.status == "error" for finding, _ in lines)
+    verdict = "fit to train" if diagnosis.is_fit else f"not fit to train, {errors} errors"
+    console.print(f"{num_processes} process(es): {verdict}")
 
 
-def _who(ranks: list[int], hosts: list[str]) -> str:
-    shown = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:4])
-    return f"process {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}: "
+def _name_processes(ranks: list[int], hosts: list[str]) -> str:
+    names = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:4])
+    return f"process {names}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}: "
 
 
-def record(found: Diagnosis) -> str:
-    """As --json shows it."""
-    findings = [{**asdict(each), "processes": ranks} for each, ranks in found.merged().items()]
+def format_json(diagnosis: Diagnosis) -> str:
+    """Format the diagnosis as --json shows it."""
+    findings = [{**asdict(finding), "processes": ranks} for finding, ranks in diagnosis.merge().items()]
     return json.dumps(
         {
-            "fit": found.is_fit,
-            "hosts": found.hosts,
-            "findings": findings + [{**asdict(each), "processes": None} for each in found.between],
-            "links": [asdict(link) for link in found.links],
+            "fit": diagnosis.is_fit,
+            "hosts": diagnosis.hosts,
+            "findings": findings + [{**asdict(finding), "processes": None} for finding in diagnosis.between],
+            "links": [asdict(link) for link in diagnosis.links],
         },
         indent=1,
     )
@@ -125,7 +133,7 @@ def record(found: Diagnosis) -> str:
 
 @contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """Gloo prints how it connects; that is no part of what is asked for."""
+    """Send everything that is written to stdout to stderr: Gloo prints there, and --json must stay readable."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -137,20 +145,20 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 
 def main() -> int:
-    """Exit code of the command line."""
+    """Run the command line and return its exit code."""
     parser = command.command_parser("doctor", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
     args = parser.parse_intermixed_args()
 
     def work() -> int:
-        job = compose.compose(compose.searched(args.overrides, args.config_dir))
+        job = compose.compose(compose.add_search_path(args.overrides, args.config_dir))
         with _stdout_as_stderr():
-            found = examine(job)
-        if not found.joined or peers.is_main():
-            print(record(found)) if args.json else show(found)
-        return int(not found.is_fit)
+            diagnosis = examine(job)
+        if not diagnosis.joined or peers.is_main():
+            print(format_json(diagnosis)) if args.json else show(diagnosis)
+        return int(not diagnosis.is_fit)
 
-    return exits.reported(work)
+    return exits.report_errors(work)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""A finding: the result of one check."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,8 +8,8 @@ Status = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at, on one process or between them."""
+    """Result of one check, on one process or between processes."""
 
-    check: str
-    status: Status  # an error means that training would fail; a warning, that it may be slow or fail later
-    says: str
+    check: str  # its name
+    status: Status  # error: training would fail; warning: training may be slow, or fail later
+    says: str  # the measured value, and what to do

@@ -1,4 +1,4 @@
-"""What one process has: devices, driver, limits, memory, disk, names and ports."""
+"""Checks of one process's machine: devices, driver, limits, memory, disk, host name and ports."""
 
 import re
 import resource
@@ -13,7 +13,7 @@ import psutil
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import Job
-from tunix.costs.devices import kind_named
+from tunix.costs.devices import find_kind
 from tunix.doctor.findings import Finding, Status
 from tunix.processes import peers
 from tunix.processes.identity import FIRST_PORT, NUM_PORTS
@@ -21,43 +21,44 @@ from tunix.training.program import assemble, build_mesh
 
 GIB = 2**30
 DRIVERS = {"12": 525, "13": 580}  # oldest driver for a CUDA version; docs.nvidia.com/deploy/cuda-compatibility
-FILES, SHM_GIB = 4096, 1  # sockets to all peers, data workers and checkpoints; NCCL's and the workers' buffers
+FILES = 4096  # open files that a run may need: sockets to its peers, data workers, checkpoints
+SHM_GIB = 1  # shared memory for the buffers of NCCL and of data workers
 
 
 def examine(job: Job) -> Iterator[Finding]:
-    """Everything of this process; jax has started."""
-    yield from _devices()
-    yield from _limits()
-    yield from _names()
-    yield from _room(job)
+    """Run all checks of this process. jax must have started."""
+    yield from _check_devices()
+    yield from _check_limits()
+    yield from _check_ports()
+    yield from _check_space(job)
 
 
-def _devices() -> Iterator[Finding]:
+def _check_devices() -> Iterator[Finding]:
     local = jax.local_devices()
-    kind, driver = local[0].device_kind, _driver()
+    kind, driver = local[0].device_kind, _read_driver_version()
     platform = f"{len(local)} x {kind}, backend {jax.default_backend()}"
     talks = jax.config.jax_cpu_collectives_implementation if jax.default_backend() == "cpu" else "NCCL"  # type: ignore[attr-defined]
     yield Finding("devices", "ok", f"{platform}, collectives by {talks}{f', driver {driver}' if driver else ''}")
     if driver and jax.default_backend() == "cpu":
         yield Finding("devices", "error", f"driver {driver} is here, but jax has no GPU: install jax[cuda13]")
     if jax.default_backend() == "gpu":
-        found = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version.lower())
-        oldest = DRIVERS.get(found[1][:2]) if found else None
+        cuda = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version.lower())
+        oldest = DRIVERS.get(cuda[1][:2]) if cuda else None
         if driver and oldest and int(driver.split(".")[0]) < oldest:
-            yield Finding("devices", "error", f"driver {driver} is older than {oldest}, which CUDA {found[1]} needs")  # type: ignore[index]
-        if kind_named(kind) is None:
+            yield Finding("devices", "error", f"driver {driver} is older than {oldest}, which CUDA {cuda[1]} needs")  # type: ignore[index]
+        if find_kind(kind) is None:
             yield Finding("devices", "warning", f"{kind} is not in conf/command/device: MFU will be null")
 
 
-def _driver() -> str | None:
+def _read_driver_version() -> str | None:
     if not shutil.which("nvidia-smi"):
         return None
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
-    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else None
+    result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
+    return result.stdout.split("\n")[0].strip() if result.returncode == 0 else None
 
 
-def _limits() -> Iterator[Finding]:
+def _check_limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft >= FILES + 2 * jax.process_count()
     more = "" if enough else f"; ulimit -n {FILES + 2 * jax.process_count()} (hard limit {hard})"
@@ -70,8 +71,8 @@ def _limits() -> Iterator[Finding]:
         yield Finding("shared memory", "warning" if small else "ok", f"{free:.2f} GiB free in /dev/shm{more}")
 
 
-def _names() -> Iterator[Finding]:
-    """Whether this host's name leads to it, and whether the ports that runs take are its own."""
+def _check_ports() -> Iterator[Finding]:
+    """Check that this host can be reached by its own name, and that Linux does not use the ports of Slurm runs."""
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
@@ -92,14 +93,15 @@ def _names() -> Iterator[Finding]:
     last = int(handed_out.read_text().split()[1]) if handed_out.exists() else 0
     if last >= FIRST_PORT:
         yield Finding(
-            "ports", "warning",
+            "ports",
+            "warning",
             f"Linux hands out ports up to {last}, Slurm runs listen on {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}: "
             "one may be taken",
-        )  # fmt: skip
+        )
 
 
-def _room(job: Job) -> Iterator[Finding]:
-    """Memory and disk, beside what the configured run keeps there."""
+def _check_space(job: Job) -> Iterator[Finding]:
+    """Compare free memory and disk with the size of the run's state: a checkpoint passes through host memory."""
     cfg, neighbours = job.config, peers.hosts().count(socket.gethostname())
     try:
         mesh = build_mesh(cfg)
@@ -112,20 +114,23 @@ def _room(job: Job) -> Iterator[Finding]:
     here = size * neighbours / jax.process_count()
     memory = psutil.virtual_memory().available / GIB
     yield Finding(
-        "host memory", "ok" if memory > here else "error",
+        "host memory",
+        "ok" if memory > here else "error",
         f"{memory:.1f} GiB available; a checkpoint takes {here:.2f} GiB of this host's while it is saved",
-    )  # fmt: skip
-    folder = existing(job.run_dir)
-    free, kept = shutil.disk_usage(folder).free / GIB, cfg.checkpoint.max_to_keep + 1  # one more while it is written
-    fits: Status = "ok" if free > kept * size else "warning" if free > 2 * size else "error"
+    )
+    folder = find_existing(job.run_dir)
+    free = shutil.disk_usage(folder).free / GIB
+    count = cfg.checkpoint.max_to_keep + 1  # the oldest is removed when the newest is complete
+    status: Status = "ok" if free > count * size else "warning" if free > 2 * size else "error"
     yield Finding(
-        "disk", fits,
+        "disk",
+        status,
         f"{free:.1f} GiB free in {folder}; checkpoint.max_to_keep={cfg.checkpoint.max_to_keep} needs "
-        f"{kept} x {size:.2f} = {kept * size:.1f} GiB",
-    )  # fmt: skip
+        f"{count} x {size:.2f} = {count * size:.1f} GiB",
+    )
 
 
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
+def find_existing(folder: Path) -> Path:
+    """Return the folder, or the nearest folder above it that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())

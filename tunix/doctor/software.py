@@ -1,4 +1,4 @@
-"""Before jax starts: versions and their known conflicts, environment variables, XLA_FLAGS. Knows no jax."""
+"""Checks before jax starts: versions and known conflicts, environment variables, XLA_FLAGS. Imports no jax."""
 
 import difflib
 import importlib.util
@@ -18,16 +18,18 @@ from tunix.config.values import CONF
 from tunix.doctor.findings import Finding
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tunix-trainer")
-CONFLICTS = (  # package, versions, and with another's versions: what happens
+# Package and its versions, another package and its versions, and what happens if both are installed.
+CONFLICTS = (
     ("jax", ">=0.11", "flax", "<=0.12.8", "flax 0.12.8 does not import with jax 0.11; take a newer flax"),
     ("jax", "<0.10.2", "", "", "tunix needs jax 0.10.2 or newer"),
     ("google-tunix", "", "", "", "it has a package called tunix too; pip uninstall google-tunix, install tunix again"),
     ("jax-cuda12-plugin", "", "jax-cuda13-plugin", "", "jax finds two CUDA plugins; uninstall one of them"),
 )  # fmt: skip
-SAME = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")  # version as jaxlib
-PREFIXES = ("NCCL_", "TUNIX_", "XLA_PYTHON_CLIENT_")
-CLIENT = ("MEM_FRACTION", "PREALLOCATE", "ALLOCATOR")  # of XLA_PYTHON_CLIENT_; docs.jax.dev, GPU memory allocation
-COSTLY = {  # name, the value that costs, what
+SAME = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")  # must have jaxlib's version
+PREFIXES = ("NCCL_", "TUNIX_", "XLA_PYTHON_CLIENT_")  # variables whose names are checked
+CLIENT = ("MEM_FRACTION", "PREALLOCATE", "ALLOCATOR")  # after XLA_PYTHON_CLIENT_; docs.jax.dev, GPU memory allocation
+# Variables whose value makes training slow, and the effect.
+COSTLY = {
     ("NCCL_P2P_DISABLE", "1"): "GPUs of a node do not use NVLink",
     ("NCCL_IB_DISABLE", "1"): "nodes talk over TCP in place of InfiniBand",
     ("NCCL_SHM_DISABLE", "1"): "processes of a node talk over the network",
@@ -41,20 +43,20 @@ ASK_XLA = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
 Version = Callable[[str], str | None]
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def versions(version: Version = installed) -> Iterator[Finding]:
-    """What is installed, and pairs that are known not to work."""
-    found = {name: version(name) for name in SHOWN}
-    listed = ", ".join(f"{name} {number}" for name, number in found.items() if number)
+def check_versions(version: Version = installed_version) -> Iterator[Finding]:
+    """List what is installed, and find pairs that are known not to work together."""
+    listed = ", ".join(f"{name} {number}" for name in SHOWN if (number := version(name)))
     yield Finding("versions", "ok", f"Python {sys.version.split()[0]}, {listed}")
-    for package, ours, other, theirs, why in CONFLICTS:
-        if _matches(version(package), ours) and (not other or _matches(version(other), theirs)):
+    for package, versions, other, other_versions, why in CONFLICTS:
+        if _matches(version(package), versions) and (not other or _matches(version(other), other_versions)):
             both = f" with {other} {version(other)}" if other else ""
             yield Finding("versions", "error", f"{package} {version(package)}{both}: {why}")
     jaxlib = version("jaxlib")
@@ -70,24 +72,25 @@ def _matches(number: str | None, specifier: str) -> bool:
     return number is not None and SpecifierSet(specifier).contains(number, prereleases=True)
 
 
-def variables(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Names that nobody reads, and values that cost time."""
-    known = {*(f"NCCL_{name}" for name in _nccl()), *(f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT), *_ours()}
+def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Find variables that nothing reads, which are often typos, and values that make training slow."""
+    client = (f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT)
+    known = {*(f"NCCL_{name}" for name in _read_nccl_names()), *client, *_read_own_names()}
     given = sorted(name for name in environment if name.startswith(PREFIXES))
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             meant = f"; did you mean {near[0]}?" if near else ""
             yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
-    for (name, value), what in COSTLY.items():
+    for (name, value), effect in COSTLY.items():
         if environment.get(name) == value:
-            yield Finding("variables", "warning", f"{name}={value}: {what}")
-    shown = [f"{name}={environment[name]}" for name in given if name in known]
-    yield Finding("variables", "ok", ", ".join(shown) or f"none of {', '.join(f'{prefix}*' for prefix in PREFIXES)}")
+            yield Finding("variables", "warning", f"{name}={value}: {effect}")
+    values = [f"{name}={environment[name]}" for name in given if name in known]
+    yield Finding("variables", "ok", ", ".join(values) or f"none of {', '.join(f'{prefix}*' for prefix in PREFIXES)}")
 
 
-def _nccl() -> set[str]:
-    """Names without NCCL_: those of its manual, and those in the library where it is installed."""
+def _read_nccl_names() -> set[str]:
+    """Return NCCL's names without NCCL_: those of its manual, and those in the installed library."""
     names = set(yaml.safe_load((CONF / "command" / "nccl.yaml").read_text())["names"])
     for folder in map(Path, sys.path):
         for library in folder.glob("nvidia/nccl/lib/libnccl.so*"):
@@ -95,45 +98,47 @@ def _nccl() -> set[str]:
     return names
 
 
-def _ours() -> set[str]:
-    """Names that stand in tunix's own source and values."""
+def _read_own_names() -> set[str]:
+    """Return the names TUNIX_... in tunix's own source and config files."""
     sources = [*Path(__file__).parents[1].rglob("*.py"), *CONF.rglob("*.yaml")]
     return {name for path in sources for name in re.findall(r"\bTUNIX_[A-Z_]+[A-Z]\b", path.read_text())}
 
 
-def xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
-    """Flags that XLA knows, as a child says: an unknown one aborts the process that starts XLA.
+def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
+    """Find flags of XLA_FLAGS that XLA refuses.
 
-    Those are taken out of `environment`, so that the doctor lives on.
+    XLA aborts the process that starts it with an unknown flag. So a child process starts XLA, and its last words name
+    the flag. That flag is removed from `environment`, so that the doctor itself can go on, and the child starts again.
     """
     flags = environment.get("XLA_FLAGS", "")
     if not flags:
         return
     mistakes: list[str] = []
-    while (said := _ask_xla(environment)) is not None:
+    while (last_words := _ask_xla(environment)) is not None:
         words = shlex.split(environment["XLA_FLAGS"])
-        culprits = [word for word in words if word in said.partition("in XLA_FLAGS:")[2].partition("\n")[0].split()]
-        if wrong := re.search(r"Couldn't interpret value .* for flag (\w+)", said):
-            culprits = [word for word in words if word.lstrip("-").partition("=")[0] == wrong[1]]
-        if not culprits:
+        unknown = last_words.partition("in XLA_FLAGS:")[2].partition("\n")[0].split()
+        refused = [word for word in words if word in unknown]
+        if bad_value := re.search(r"Couldn't interpret value .* for flag (\w+)", last_words):
+            refused = [word for word in words if word.lstrip("-").partition("=")[0] == bad_value[1]]
+        if not refused:
             del environment["XLA_FLAGS"]
-            yield Finding("XLA_FLAGS", "error", f"XLA does not start with them: {said.strip().splitlines()[0]}")
+            yield Finding("XLA_FLAGS", "error", f"XLA does not start with them: {last_words.strip().splitlines()[0]}")
             break
-        environment["XLA_FLAGS"] = " ".join(word for word in words if word not in culprits)
-        for word in culprits:
-            near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], _names_in_jaxlib(), n=1)
-            hint = f" (did you mean --{near[0]}?)" if near and not wrong else ""
-            mistakes.append(f"XLA {'cannot read the value of' if wrong else 'does not know'} {word}{hint}")
+        environment["XLA_FLAGS"] = " ".join(word for word in words if word not in refused)
+        for word in refused:
+            near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], _read_flag_names(), n=1)
+            hint = f" (did you mean --{near[0]}?)" if near and not bad_value else ""
+            mistakes.append(f"XLA {'cannot read the value of' if bad_value else 'does not know'} {word}{hint}")
     for mistake in mistakes:
         yield Finding("XLA_FLAGS", "error", f"{mistake}; it would abort every process")
     if environment.get("XLA_FLAGS") == flags:
         yield Finding("XLA_FLAGS", "ok", flags)
 
 
-def _names_in_jaxlib() -> set[str]:
-    """Words of the library that begin like flags; XLA's own list is cut off."""
-    found = importlib.util.find_spec("jaxlib")
-    folders = (found.submodule_search_locations or []) if found else []
+def _read_flag_names() -> set[str]:
+    """Return the words in jaxlib's library that look like names of flags. (XLA's error prints only some of them.)"""
+    spec = importlib.util.find_spec("jaxlib")
+    folders = (spec.submodule_search_locations or []) if spec else []
     names: set[bytes] = set()
     for library in (path for folder in folders for path in Path(folder).glob("libjax_common*")):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
@@ -142,12 +147,12 @@ def _names_in_jaxlib() -> set[str]:
 
 
 def _ask_xla(environment: Mapping[str, str]) -> str | None:
-    """What XLA says as it dies of its flags; None if it lives."""
+    """Start XLA in a child process; return what it prints before it aborts, or None if it starts."""
     words = [sys.executable, "-c", ASK_XLA]
-    done = subprocess.run(words, env=dict(environment), capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(words, env=dict(environment), capture_output=True, text=True, check=False, timeout=60)
     lines = [
         line.partition("] ")[2] or line
-        for line in done.stderr.splitlines()
+        for line in result.stderr.splitlines()
         if "in XLA_FLAGS" in line or "Couldn't interpret value" in line
     ]
-    return None if done.returncode == 0 else "\n".join([*lines, done.stderr])
+    return None if result.returncode == 0 else "\n".join([*lines, result.stderr])

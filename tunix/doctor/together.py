@@ -1,4 +1,4 @@
-"""What processes see of each other: clocks, files, versions; and how fast their devices talk."""
+"""Checks between processes: clocks, shared files, versions, and the speed of the links between devices."""
 
 import json
 import math
@@ -16,16 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.base.errors import UserError
 from tunix.cli.compose import Job
 from tunix.costs.communication import BUS_FACTORS
-from tunix.costs.devices import kind_named
+from tunix.costs.devices import find_kind
 from tunix.costs.transfers import Transfer, seconds
 from tunix.doctor.findings import Finding, Status
-from tunix.doctor.machine import existing
+from tunix.doctor.machine import find_existing
 from tunix.processes import peers
-from tunix.processes.shared_disk import blind_to
+from tunix.processes.shared_disk import find_blind
 
-SKEW_S, SLOW = 1.0, 1.5  # clocks apart; times the median, or the prediction
-PAYLOAD_MIB = {"cpu": 4, "gpu": 256}  # of the whole array that a group gathers or reduces
-SECONDS = 2.0  # that one measurement may repeat for
+SKEW_S = 1.0  # clocks may differ by so many seconds
+SLOW = 1.5  # a process is slow if it takes this many times the median
+PAYLOAD_MIB = {"cpu": 4, "gpu": 256}  # size of the whole array that a group of devices gathers or reduces
+SECONDS = 2.0  # one measurement is repeated for about so long
 COLLECTIVES: dict[str, Callable] = {
     "all-reduce": lambda x, axis: jax.lax.psum(x, axis),
     "all-gather": lambda x, axis: jax.lax.all_gather(x, axis, axis=1, tiled=True),
@@ -34,78 +35,83 @@ COLLECTIVES: dict[str, Callable] = {
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of collective over one mesh axis."""
+    """Measured speed of one kind of collective over one mesh axis."""
 
     axis: str
     group_size: int
     collective: str
     num_bytes: int
-    time_s: float  # of the median process
+    time_s: float  # on the median process
     slowest_process: int
     slowest_s: float
     bus_gb_per_s: float
-    predicted_s: float | None  # by the kind of device; None where it is not known
+    predicted_s: float | None  # by the data sheet of the devices; None if their kind is not known
 
 
 def compare(job: Job, facts: dict[str, Any]) -> Iterator[Finding]:
-    """Differences between processes; called by all of them, found by all of them."""
-    said = [json.loads(text) for text in peers.gather(json.dumps(facts), "facts")]
+    """Compare the facts of all processes, their clocks, and the files that they see.
+
+    Every process must call this; every process gets all findings.
+    """
+    facts_by_rank = [json.loads(text) for text in peers.gather(json.dumps(facts), "facts")]
     for key in facts:
-        ranks: dict[str, list[int]] = {}
-        for rank, other in enumerate(said):
-            ranks.setdefault(str(other.get(key)), []).append(rank)
+        ranks: dict[str, list[int]] = {}  # by value
+        for rank, values in enumerate(facts_by_rank):
+            ranks.setdefault(str(values.get(key)), []).append(rank)
         if len(ranks) > 1:
-            each = "; ".join(f"{value} on processes {_shown(numbers)}" for value, numbers in ranks.items())
-            yield Finding("same everywhere", "error", f"{key} differs: {each}")
-    yield _clocks()
-    yield _files(existing(job.run_dir), must=job.config.distributed.shared_filesystem is True)
+            text = "; ".join(f"{value} on processes {_format_ranks(numbers)}" for value, numbers in ranks.items())
+            yield Finding("same everywhere", "error", f"{key} differs: {text}")
+    yield _compare_clocks()
+    yield _check_files(find_existing(job.run_dir), must=job.config.distributed.shared_filesystem is True)
 
 
-def _shown(numbers: list[int]) -> str:
+def _format_ranks(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
-def _clocks() -> Finding:
+def _compare_clocks() -> Finding:
     peers.barrier("clocks", 60)
     times = [float(text) for text in peers.gather(repr(time.time()), "clocks")]
     apart = max(times) - min(times)
     if apart <= SKEW_S:
         return Finding("clocks", "ok", f"at most {apart:.3f} s apart")
-    late = times.index(max(times, key=lambda each: abs(each - float(np.median(times)))))
-    return Finding("clocks", "warning", f"{apart:.1f} s apart, process {late} most; logs will mislead: start NTP")
+    wrong = times.index(max(times, key=lambda time_s: abs(time_s - float(np.median(times)))))
+    return Finding("clocks", "warning", f"{apart:.1f} s apart, process {wrong} most; logs will mislead: start NTP")
 
 
-def _files(folder: Path, must: bool) -> Finding:
-    """Whether all processes see a file that process 0 makes, and whether they must."""
+def _check_files(folder: Path, must: bool) -> Finding:
+    """Check that all processes see a file that process 0 makes; it is an error if they `must`, else a warning."""
     where = Path(peers.agree(str(folder), "probe folder"))
     try:
-        blind = blind_to(where)
+        blind = find_blind(where)
     except UserError as error:
         return Finding("files", "error", str(error))
     if blind:
-        why = (
-            f"not seen by processes {_shown(blind)}; put hydra.run.dir on a disk that all processes share, or process 0"
-        )
-        return Finding("files", "error" if must else "warning", f"{where}: {why} keeps the checkpoints of all")
+        advice = "put hydra.run.dir on a disk that all processes share, or process 0 keeps the checkpoints of all"
+        text = f"{where}: not seen by processes {_format_ranks(blind)}; {advice}"
+        return Finding("files", "error" if must else "warning", text)
     return Finding("files", "ok", f"{where} is seen by {jax.process_count()} process(es)")
 
 
-def slow_processes() -> Iterator[Finding]:
-    """One matrix product on each process alone: who takes much longer than the median makes all wait."""
+def find_slow_processes() -> Iterator[Finding]:
+    """Time a matrix product on each process alone: in training all processes wait for the slowest one."""
     x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), jax.local_devices()[0])
     product = jax.jit(lambda x: x @ x)
-    mine = _time(lambda: product(x))
-    times = [float(text) for text in peers.gather(repr(mine), "times")]
+    time_s = _time(lambda: product(x))
+    times = [float(text) for text in peers.gather(repr(time_s), "times")]
     middle = float(np.median(times))
     slowest = int(np.argmax(times))
     status: Status = "warning" if times[slowest] > SLOW * middle else "ok"
-    yield Finding("arithmetic", status, f"a product takes {1e3 * middle:.2f} ms; process {slowest} is slowest, "
-                  f"{1e3 * times[slowest]:.2f} ms")  # fmt: skip
+    yield Finding(
+        "arithmetic",
+        status,
+        f"a product takes {1e3 * middle:.2f} ms; process {slowest} is slowest, {1e3 * times[slowest]:.2f} ms",
+    )
 
 
-def links(mesh: Mesh, per_node: int) -> Iterator[Link]:
-    """Bandwidth along each axis of the mesh that has more than one device; all groups of an axis at one time."""
-    for axis in reversed(mesh.axis_names):  # the fastest links first
+def measure_links(mesh: Mesh, per_node: int) -> Iterator[Link]:
+    """Measure the links along each mesh axis of more than one device; all groups of an axis communicate at once."""
+    for axis in reversed(mesh.axis_names):  # the last axis has the fastest links
         for collective in COLLECTIVES:
             if mesh.shape[axis] > 1:
                 yield _measure(mesh, axis, collective, per_node)
@@ -116,24 +122,27 @@ def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
     share = PAYLOAD_MIB.get(jax.default_backend(), 64) * 2**20 // 4 // (size if collective == "all-gather" else 1)
     num_bytes = 4 * share * (size if collective == "all-gather" else 1)
     x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, everywhere))()
-    move = jax.jit(
+    run_collective = jax.jit(
         jax.shard_map(
-            lambda x: COLLECTIVES[collective](x, axis), mesh=mesh, in_specs=everywhere, out_specs=everywhere,
+            lambda x: COLLECTIVES[collective](x, axis),
+            mesh=mesh,
+            in_specs=everywhere,
+            out_specs=everywhere,
             check_vma=False,
         )
-    )  # fmt: skip
-    mine = _time(lambda: move(x))
-    times = [float(text) for text in peers.gather(repr(mine), "times")]
+    )
+    time_s = _time(lambda: run_collective(x))
+    times = [float(text) for text in peers.gather(repr(time_s), "times")]
     middle, slowest = float(np.median(times)), int(np.argmax(times))
-    kind = kind_named(mesh.devices.flat[0].device_kind)
+    kind = find_kind(mesh.devices.flat[0].device_kind)
     predicted = seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
     bus = num_bytes / middle / 1e9 * BUS_FACTORS[collective](size)
     return Link(axis, size, collective, num_bytes, middle, slowest, times[slowest], bus, predicted)
 
 
 def _time(work: Callable[[], jax.Array]) -> float:
-    """Median seconds of a call, the same number of calls on every process."""
-    jax.block_until_ready(work())  # compiles
+    """Return the median seconds of a call. Every process makes the same number of calls: a call may be a collective."""
+    jax.block_until_ready(work())  # the first call compiles
     began = time.perf_counter()
     jax.block_until_ready(work())
     once = max(1e-6, time.perf_counter() - began)
@@ -146,9 +155,9 @@ def _time(work: Callable[[], jax.Array]) -> float:
     return float(np.median(times))
 
 
-def judge(found: list[Link]) -> Iterator[Finding]:
-    """The slow ones by name."""
-    for link in found:
+def judge(links: list[Link]) -> Iterator[Finding]:
+    """Yield a finding for each link; a link that is slower than others, or than predicted, gets a warning."""
+    for link in links:
         text = (
             f"{link.collective} over {link.axis} ({link.group_size} devices, {link.num_bytes / 2**20:.0f} MiB): "
             f"{link.bus_gb_per_s:.3g} GB/s on the bus"
@@ -161,6 +170,6 @@ def judge(found: list[Link]) -> Iterator[Finding]:
             status = "warning"
             text += f"; {link.time_s / link.predicted_s:.1f} x what its links allow"
         yield Finding("bandwidth", status, text)
-    if len({link.axis for link in found}) > 1:
-        slowest = min(found, key=lambda link: link.bus_gb_per_s)
+    if len({link.axis for link in links}) > 1:
+        slowest = min(links, key=lambda link: link.bus_gb_per_s)
         yield Finding("bandwidth", "ok", f"the slowest axis is {slowest.axis}")

@@ -48,17 +48,20 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json says of the model section; the rest of it is the family's (conf/model/family).
+    """Read the keys of the section `model` that config.json decides; conf/model/family decides the others.
 
     Raises:
-        UserError: no config.json, or one with a key or value that is not understood: it is named.
+        UserError: there is no config.json, or it has a key or value that is not understood; the message names it.
     """
     return understood(read_json(folder / "config.json"), f"{folder}/config.json")
 
 
 def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same of a config.json that is read already; `where` it stands is for messages."""
-    if isinstance(raw.get("text_config"), dict):  # a model that also sees: its decoder
+    """Return the keys of the section `model` that `raw`, the content of config.json, decides; see `read_config`.
+
+    `where` is the file's path, for messages.
+    """
+    if isinstance(raw.get("text_config"), dict):  # a model for images and text: take its decoder
         raw = {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
     if "auto_map" in raw:
         raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")

@@ -1,4 +1,7 @@
-"""Where a model's files are: a folder here, or one of the Hugging Face hub's, downloaded once. Knows no jax."""
+"""Find a model's files: in a folder here, or on the Hugging Face hub, from where they are downloaded once.
+
+Imports no jax.
+"""
 
 import re
 from pathlib import Path
@@ -8,7 +11,8 @@ from tunix.base.errors import UserError
 ABOUT = ("*.json", "*.jinja", "tokenizer.model")  # config, tokenizer, chat template
 WEIGHTS = ("*.safetensors",)
 
-REASONS = {  # by the name of huggingface_hub's error, the narrower first
+# Reasons for an error of huggingface_hub, by the name of its class; a subclass stands before its base.
+REASONS = {
     "GatedRepoError": "access to it has to be granted on its page, and HF_TOKEN set",
     "RepositoryNotFoundError": "it has no model of this name; a private one needs HF_TOKEN",
     "LocalEntryNotFoundError": "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set",
@@ -17,12 +21,13 @@ REASONS = {  # by the name of huggingface_hub's error, the narrower first
 
 
 def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_from") -> Path:
-    """The folder that holds the files of `source`, a path or an ID like `google/gemma-3-270m`.
+    """Return the folder with the files of `source`, a path or an ID like `google/gemma-3-270m`.
 
-    Only JSON, templates, tokenizers and safetensors are ever fetched, into the cache of `huggingface_hub`.
+    Only JSON, templates, tokenizers and safetensors are ever downloaded, into the cache of `huggingface_hub`. `key` is
+    for messages.
 
     Raises:
-        UserError: neither a folder nor a model that can be fetched.
+        UserError: `source` is neither a folder nor a model that can be downloaded.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -33,13 +38,13 @@ def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_
 
     try:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
-    except Exception as error:  # of many kinds: network, rights, names
+    except Exception as error:  # many kinds: no network, no permission, no such name
         raise UserError(
-            f"{key}={source} is not a folder here and could not be fetched from the Hugging Face hub: {why(error)}"
+            f"{key}={source} is not a folder here and could not be fetched from the Hugging Face hub: {explain(error)}"
         ) from None
 
 
-def why(error: Exception) -> str:
-    """What an error of huggingface_hub means, in a line."""
+def explain(error: Exception) -> str:
+    """Return in one line what an error of huggingface_hub means."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return next((text for kind, text in REASONS.items() if kind in kinds), str(error).strip().splitlines()[0])

@@ -71,7 +71,7 @@ def qk_norm(*dims: str) -> dict[str, Name]:
 
 
 def renamed(names: dict[str, Name], **tensors: str) -> dict[str, Name]:
-    """The same dimensions under other names; a norm that is not there is left out."""
+    """Replace the names of the norms before and after each part; a norm without a new name is left out."""
     norms = {f"blocks.{norm}.scale": Name(f"model.layers.{{}}.{name}.weight", "D") for norm, name in tensors.items()}
     return {path: name for path, name in names.items() if not re.match(r"blocks\.(pre|post)", path)} | norms
 

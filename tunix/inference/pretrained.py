@@ -24,7 +24,7 @@ from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import ONE_DEVICE, data_shards, unsplit_dims
-from tunix.tokenizer.vocabulary import Vocabulary, load, read_backend
+from tunix.tokenizer.vocabulary import Vocabulary, load_vocabulary, read_backend
 from tunix.training.state import Architecture, abstract_params, describe
 
 Params = dict[str, Any]
@@ -59,7 +59,7 @@ class Pretrained:
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
         """Of a run: the tokenizer as it was trained with. Hugging Face's files say for themselves what it needs."""
-        return None if self.tokenizer_files == self.files else load(str(self.tokenizer_files))
+        return None if self.tokenizer_files == self.files else load_vocabulary(str(self.tokenizer_files))
 
     @cached_property
     def sampler(self) -> Sampler:

@@ -1,6 +1,7 @@
-"""`python -m tunix.launch [flags] SCRIPT [arguments]`: the processes of this node, of one node or of many.
+"""Start the processes of this node, of one node or of several: `python -m tunix.launch [flags] SCRIPT [arguments]`.
 
-Takes torchrun's flags in both spellings, the environment that torchrun's users export, and accelerate's YAML.
+Takes torchrun's flags in both spellings (--nproc_per_node, --nproc-per-node), the environment variables that users of
+torchrun export, and accelerate's YAML.
 """
 
 import argparse
@@ -9,34 +10,36 @@ import sys
 from pathlib import Path
 
 from tunix.launch import accelerate, children
-from tunix.launch.nodes import Asked, this_node
+from tunix.launch.nodes import NodeFlags, find_node
 from tunix.processes import exits
 
 EPILOG = """
-MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK are read from the environment where no flag is given; RANK is the first
-global rank of this node, or its number. docs/coming_from.md has examples.
+MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK are read from the environment if no flag is given; RANK is the first
+global rank of this node, or the number of this node. docs/coming_from.md has examples.
 """
 
 
 def main(words: list[str]) -> int:
-    """Exit code of the command line: 0, or the worst of the processes'."""
-    flags = parser().parse_args(words)
+    """Run the command line; return 0, or the worst exit code of the processes."""
+    args = parser().parse_args(words)
 
     def work() -> int:
-        asked, environment = Asked(**{name: getattr(flags, name) for name in Asked.__annotations__}), dict(os.environ)
-        if flags.accelerate_config:
-            from_file = accelerate.read(flags.accelerate_config)
-            asked, environment = asked.or_else_file(from_file.asked, environment), environment | from_file.environment
-        command = children.command(flags.script, flags.arguments, flags.module, flags.no_python)
-        return children.run(this_node(asked, environment), command, environment, flags.log_dir, flags.grace_s)
+        environment = dict(os.environ)
+        flags = NodeFlags(**{name: getattr(args, name) for name in NodeFlags.__annotations__})
+        if args.accelerate_config:
+            file = accelerate.read_config(args.accelerate_config)
+            flags, environment = flags.with_defaults(file.flags, environment), environment | file.environment
+        command = children.build_command(args.script, args.arguments, args.module, args.no_python)
+        return children.run(find_node(flags, environment), command, environment, args.log_dir, args.grace_s)
 
     try:
-        return exits.reported(work)
-    except KeyboardInterrupt:  # while nodes meet
+        return exits.report_errors(work)
+    except KeyboardInterrupt:  # while this node waits for the others
         return 130
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; each flag has a spelling with _ and one with -."""
     parser = argparse.ArgumentParser("python -m tunix.launch", description=__doc__, epilog=EPILOG, allow_abbrev=False)
 
     def flag(*names: str, **kwargs) -> None:
@@ -46,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     flag(
         "nprocs", "nproc_per_node", help="processes on this node: a number, gpu (one a GPU), cpu (one a core), or auto"
     )
-    flag("nnodes", type=_nodes, help="nodes of the run")
+    flag("nnodes", type=_read_nodes, help="nodes of the run")
     flag("node_rank", type=int, help="number of this node, from 0 [NODE_RANK]")
     flag("master_addr", help="host name or address of node 0 [MASTER_ADDR]")
     flag("master_port", type=int, help="a port of node 0; the run listens on the port after it [MASTER_PORT]")
@@ -65,8 +68,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _nodes(text: str) -> int:
-    """A number, or torchrun's MIN:MAX if both are the same."""
+def _read_nodes(text: str) -> int:
+    """Read a number of nodes, or torchrun's MIN:MAX if both are the same."""
     least, _, most = text.partition(":")
     if most and least != most:
         raise argparse.ArgumentTypeError(f"{text}: the number of nodes is fixed; give one number")

@@ -1,4 +1,4 @@
-"""An accelerate config file (`accelerate config`) as flags of the launcher."""
+"""Read a config file of accelerate (made by `accelerate config`) as flags of the launcher."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,23 +7,23 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tunix.base.errors import UserError
-from tunix.launch.nodes import Asked
+from tunix.launch.nodes import NodeFlags
 
 
 class Settings(BaseModel):
-    """The keys that have a meaning here, with accelerate's defaults, and the values that change nothing."""
+    """Keys that have a meaning here, with accelerate's defaults, and keys that are accepted with one value only."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_processes: int = Field(1, ge=1)
-    """Processes of all machines together."""
+    """Processes on all machines together."""
     num_machines: int = Field(1, ge=1)
     machine_rank: int = Field(0, ge=0)
     main_process_ip: str | None = None
     main_process_port: int | None = None
     rdzv_backend: Literal["static", "c10d"] = "static"
     gpu_ids: str | int | None = None
-    """all, or numbers with commas between."""
+    """all, or numbers separated by commas."""
     use_cpu: bool = False
     distributed_type: Literal["MULTI_GPU", "MULTI_CPU", "NO"] = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
@@ -38,12 +38,12 @@ class Settings(BaseModel):
     tpu_use_sudo: Literal[False] = False
 
     @property
-    def asked(self) -> Asked:
-        """The flags that say the same."""
+    def flags(self) -> NodeFlags:
+        """The flags of the launcher that mean the same."""
         if self.num_processes % self.num_machines:
             raise UserError(f"num_processes={self.num_processes} is not a multiple of num_machines={self.num_machines}")
         many = self.num_machines > 1
-        return Asked(
+        return NodeFlags(
             nprocs=str(self.num_processes // self.num_machines),
             nnodes=self.num_machines,
             node_rank=self.machine_rank if many else None,
@@ -54,17 +54,22 @@ class Settings(BaseModel):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that choose the devices."""
+        """Environment variables that choose the devices."""
         if self.use_cpu or self.distributed_type == "MULTI_CPU":
             return {"JAX_PLATFORMS": "cpu"}
         return {} if self.gpu_ids in (None, "all") else {"CUDA_VISIBLE_DEVICES": str(self.gpu_ids)}
 
 
+# What to do instead, added to the message for a value that is not accepted.
 INSTEAD = {"mixed_precision": "; choose training.mixed_precision on the command line of the training"}
 
 
-def read(file: Path) -> Settings:
-    """Raises `UserError` naming the key that is not understood."""
+def read_config(file: Path) -> Settings:
+    """Read the file.
+
+    Raises:
+        UserError: the file cannot be read, or a key or value has no meaning here; the message names it.
+    """
     try:
         values: Any = yaml.safe_load(file.read_text())
     except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -76,5 +81,5 @@ def read(file: Path) -> Settings:
         key = str(first["loc"][0]) if first["loc"] else ""
         if first["type"] == "extra_forbidden":
             raise UserError(f"--accelerate_config={file}: {key} has no meaning here; remove it") from None
-        said = f"{first['msg'][0].lower()}{first['msg'][1:]}{INSTEAD.get(key, '')}"
-        raise UserError(f"--accelerate_config={file}: {key}={first['input']}: {said}") from None
+        reason = f"{first['msg'][0].lower()}{first['msg'][1:]}{INSTEAD.get(key, '')}"
+        raise UserError(f"--accelerate_config={file}: {key}={first['input']}: {reason}") from None

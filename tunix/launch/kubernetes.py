@@ -1,7 +1,7 @@
-"""A run as a JobSet for Kubernetes (https://jobset.sigs.k8s.io): written, not submitted.
+"""Write the manifest of a run for Kubernetes, a JobSet (https://jobset.sigs.k8s.io). The user applies it.
 
-One replicated Job with an index for each pod, one pod a node. JobSet makes the headless service that gives pods host
-names. In each pod `python -m tunix.launch` starts the processes; the pod's index is the number of the node.
+The JobSet has one Job, with one pod for each node. A pod's index is the number of its node. JobSet also makes the
+service by which pods have host names. In each pod `python -m tunix.launch` starts the processes.
 """
 
 import re
@@ -18,32 +18,32 @@ from tunix.launch import submission
 from tunix.processes import exits
 
 JOB, CONTAINER = "workers", "trainer"
-FOR_GOOD = [exits.USER_ERROR, exits.NOT_FINITE]  # starting again changes nothing
+FOR_GOOD = [exits.USER_ERROR, exits.NOT_FINITE]  # exit codes after which starting again would fail the same way
 INDEX = "batch.kubernetes.io/job-completion-index"
-NAME_LENGTH = 40  # of the 63 of a host name, with room for -workers-0-15
+NAME_LENGTH = 40  # a host name has at most 63 characters; this leaves room for "-workers-0-15"
 
 
 def launch(job: compose.Job) -> int:
-    """Write config and manifest into the run's folder."""
+    """Write config and manifest into the run's folder, and print how to start the run."""
     kubernetes = job.config.launcher
     assert isinstance(kubernetes, Kubernetes)
     if job.config.resume:
         raise UserError("launcher=kubernetes with resume: apply the manifest of that run again; its pods resume")
-    name = _name(job)
-    text = yaml.safe_dump_all(manifests(job.config, kubernetes, name), sort_keys=False)
+    name = _choose_name(job)
+    text = yaml.safe_dump_all(make_manifests(job.config, kubernetes, name), sort_keys=False)
     if job.config.dry_run:
         print(text)
         return 0
-    with submission.folder(job) as folder:
-        file = submission.write(folder / "jobset.yaml", text)
+    with submission.prepare_folder(job) as folder:
+        file = submission.write_file(folder / "jobset.yaml", text)
     print(f"run folder in the pods: {_pod_folder(kubernetes, name)}")
     print(f"start it: kubectl apply -f {file}")
     print(f"its output: kubectl -n {kubernetes.namespace} logs -f -l {INDEX}=0,jobset.sigs.k8s.io/jobset-name={name}")
     return 0
 
 
-def manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
-    """The resolved config as a ConfigMap, and the JobSet that trains it."""
+def make_manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
+    """Return the two manifests of a run: a ConfigMap with the resolved config, and the JobSet that trains it."""
     local = config.model_copy(update={"launcher": Local(name="local"), "dry_run": False})
     metadata = {"name": name, "namespace": kubernetes.namespace}
     config_map = {
@@ -73,7 +73,7 @@ def manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[dict[st
 
 
 def _job(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
-    """All pods at once, each with an index; one that fails ends the Job, and JobSet decides what follows."""
+    """Return the Job: all pods at once, each with an index. A pod that fails ends the Job, and JobSet decides."""
     return {
         "parallelism": kubernetes.nodes,
         "completions": kubernetes.nodes,
@@ -94,11 +94,11 @@ def _job(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
 def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
     folder = _pod_folder(kubernetes, name)
     outputs, config = _mount("outputs", kubernetes.mount_path), _mount("config", "/etc/tunix")
-    # Every pod writes the same text; the rename makes it whole at once for those who read it.
+    # Every pod writes the same text to a file of its own and renames it, so that nobody reads half a file.
     new = f"{folder}/config.$HOSTNAME"
     copy = f"mkdir -p {folder} && cp /etc/tunix/config.yaml {new} && mv {new} {folder}/config.yaml"
     pod = {
-        "restartPolicy": "Never",  # a pod alone cannot come back into a run
+        "restartPolicy": "Never",  # a single pod cannot rejoin a run: all pods start again
         "terminationGracePeriodSeconds": kubernetes.grace_period_s,
         "serviceAccountName": kubernetes.service_account,
         "nodeSelector": _pairs(kubernetes.node_selector) or None,
@@ -151,7 +151,7 @@ def _environment(kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
 
 
 def _resources(kubernetes: Kubernetes) -> dict[str, Any]:
-    """Limits, which requests follow."""
+    """Return the limits of the pod; Kubernetes sets the requests to the same values."""
     limits = {
         "nvidia.com/gpu": kubernetes.gpus_per_node or None,
         "cpu": kubernetes.cpu,
@@ -168,8 +168,12 @@ def _pod_folder(kubernetes: Kubernetes, name: str) -> str:
     return str(Path(kubernetes.mount_path) / name)
 
 
-def _name(job: compose.Job) -> str:
-    """run_name (in a sweep with the point's number), or project and time: a name that DNS takes."""
+def _choose_name(job: compose.Job) -> str:
+    """Return run_name (in a sweep with the point's number), or project and time, in characters that DNS accepts.
+
+    Raises:
+        UserError: no such name can be made of run_name.
+    """
     text = job.config.run_name or f"{job.config.project_name}-{'-'.join(job.run_dir.parts[-2:])}"
     if job.config.run_name and HydraConfig.initialized():
         text += f"-{HydraConfig.get().job.num}"

@@ -1,4 +1,4 @@
-"""Which node of a run this is: from flags, from the environment, or by meeting the others."""
+"""Find out which node of a run this is: from flags, from the environment, or by meeting the other nodes."""
 
 import os
 import shutil
@@ -15,8 +15,8 @@ STATIC_PORT, MEETING_PORT = 29500, 29400  # torchrun's defaults
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line says; None where it says nothing."""
+class NodeFlags:
+    """Flags of the launcher that describe the run; None where a flag is not given."""
 
     nprocs: str | None = None
     nnodes: int | None = None
@@ -28,14 +28,20 @@ class Asked:
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
 
-    def or_else_file(self, file: "Asked", environment: Environment) -> "Asked":
-        """`file` where this says nothing; of several nodes NODE_RANK says more than a file that all of them share."""
-        ours, theirs = ({field.name: getattr(asked, field.name) for field in fields(Asked)} for asked in (self, file))
+    def with_defaults(self, file: "NodeFlags", environment: Environment) -> "NodeFlags":
+        """Return these flags, with the values of `file` for those that are not given.
+
+        All nodes may share one file, so NODE_RANK in the environment wins over the file's node_rank.
+        """
+        values = {field.name: getattr(file, field.name) for field in fields(NodeFlags)}
         if (self.nnodes or 1) > 1:
-            theirs["standalone"] = None
+            values["standalone"] = None
         if environment.get("NODE_RANK"):
-            theirs["node_rank"] = None
-        return Asked(**theirs | {name: value for name, value in ours.items() if value is not None})
+            values["node_rank"] = None
+        for field in fields(NodeFlags):
+            if (own := getattr(self, field.name)) is not None:
+                values[field.name] = own
+        return NodeFlags(**values)
 
 
 @dataclass(frozen=True)
@@ -44,16 +50,16 @@ class Node:
 
     rank: int
     num_nodes: int
-    num_processes: int  # here, and on every other node
-    master_addr: str
-    master_port: int  # process 0 listens on the port after it
+    num_processes: int  # on this node; every node has as many
+    master_addr: str  # host of node 0
+    master_port: int  # process 0 listens on the port after this one
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.num_processes
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """torchrun's variables for one process."""
+        """Return the environment variables of one process, those that torchrun sets."""
         values = {
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port,
@@ -67,23 +73,23 @@ class Node:
         return {name: str(value) for name, value in values.items()}
 
 
-def this_node(asked: Asked, environment: Environment = os.environ) -> Node:
-    """This node of the run that was asked for.
+def find_node(flags: NodeFlags, environment: Environment = os.environ) -> Node:
+    """Return this node of the run. A flag wins over the environment.
 
     Raises:
-        UserError: what is given does not fit together, can be read in two ways, or lacks node 0's address.
+        UserError: flags and environment contradict each other, have two meanings, or lack the address of node 0.
     """
-    if asked.standalone and (asked.nnodes or 1) > 1:
-        raise UserError(f"--standalone is a run of one node, --nnodes={asked.nnodes} of several; leave one out")
-    if asked.nnodes is not None and asked.nnodes < 1:
-        raise UserError(f"--nnodes={asked.nnodes}: must be at least 1")
-    env = {} if asked.standalone else environment
-    here = _processes_here(asked.nprocs or "1", environment)
-    nodes = 1 if asked.standalone else _num_nodes(asked, env, here)
-    rank = _node_rank(asked, env, nodes, here)
-    meeting_host, _, meeting_port = (asked.rdzv_endpoint or "").partition(":")
-    addr = asked.master_addr or meeting_host or env.get("MASTER_ADDR")
-    port = asked.master_port or _number({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
+    if flags.standalone and (flags.nnodes or 1) > 1:
+        raise UserError(f"--standalone is a run of one node, --nnodes={flags.nnodes} of several; leave one out")
+    if flags.nnodes is not None and flags.nnodes < 1:
+        raise UserError(f"--nnodes={flags.nnodes}: must be at least 1")
+    env = {} if flags.standalone else environment
+    here = _count_processes(flags.nprocs or "1", environment)
+    nodes = 1 if flags.standalone else _count_nodes(flags, env, here)
+    rank = _find_node_rank(flags, env, nodes, here)
+    meeting_host, _, meeting_port = (flags.rdzv_endpoint or "").partition(":")
+    addr = flags.master_addr or meeting_host or env.get("MASTER_ADDR")
+    port = flags.master_port or _number({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
     port = port or _number(env, "MASTER_PORT")
     if port is not None and not 0 < port < 65535:
         raise UserError(f"port {port} of node 0: must be from 1 to 65534, and the port after it is used too")
@@ -91,16 +97,16 @@ def this_node(asked: Asked, environment: Environment = os.environ) -> Node:
         return Node(0, 1, here, addr or "127.0.0.1", port or free_port())
     if not addr:
         raise UserError(f"a run of {nodes} nodes needs the address of node 0: set --master_addr or MASTER_ADDR")
-    if rank is None and asked.rdzv_endpoint:
+    if rank is None and flags.rdzv_endpoint:
         port = port or MEETING_PORT
-        rank = rendezvous.meet(addr, port, nodes, {"rdzv_id": asked.rdzv_id, "nnodes": nodes, "nprocs": here})
+        rank = rendezvous.meet(addr, port, nodes, {"rdzv_id": flags.rdzv_id, "nnodes": nodes, "nprocs": here})
     if rank is None:
         raise UserError(f"which of the {nodes} nodes is this? Set --node_rank, or RANK in the environment")
     return Node(rank, nodes, here, addr, port or STATIC_PORT)
 
 
 def free_port() -> int:
-    """A port that is free, and so is the next."""
+    """Find a port that is free, and whose next port is free too."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("", 0))
@@ -112,11 +118,12 @@ def free_port() -> int:
             return port
 
 
-def _processes_here(nprocs: str, environment: Environment) -> int:
+def _count_processes(nprocs: str, environment: Environment) -> int:
+    """Return the number of processes on each node, by --nprocs."""
     counts = {
-        "gpu": lambda: _gpus(environment),
+        "gpu": lambda: _count_gpus(environment),
         "cpu": lambda: os.cpu_count() or 1,
-        "auto": lambda: _gpus(environment) or os.cpu_count() or 1,
+        "auto": lambda: _count_gpus(environment) or os.cpu_count() or 1,
     }
     count = counts[nprocs]() if nprocs in counts else _number({"--nprocs": nprocs}, "--nprocs")
     if not count:
@@ -124,8 +131,8 @@ def _processes_here(nprocs: str, environment: Environment) -> int:
     return count
 
 
-def _gpus(environment: Environment) -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES shows, or that the driver lists."""
+def _count_gpus(environment: Environment) -> int:
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES, or of those that the driver lists."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
@@ -135,25 +142,27 @@ def _gpus(environment: Environment) -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
-def _num_nodes(asked: Asked, env: Environment, here: int) -> int:
+def _count_nodes(flags: NodeFlags, env: Environment, here: int) -> int:
+    """Return the number of nodes, by --nnodes or WORLD_SIZE; `here` is the number of processes on each node."""
     world = _number(env, "WORLD_SIZE")
     if world is None:
-        if "RANK" in env and asked.nnodes is None:
+        if "RANK" in env and flags.nnodes is None:
             raise UserError(f"RANK={env['RANK']} is set; WORLD_SIZE or --nnodes must be set too, or --standalone")
-        return asked.nnodes or 1
-    if asked.nnodes and world != asked.nnodes * here:
-        raise UserError(f"WORLD_SIZE={world}, but --nnodes={asked.nnodes} x --nprocs={here} is {asked.nnodes * here}")
+        return flags.nnodes or 1
+    if flags.nnodes and world != flags.nnodes * here:
+        raise UserError(f"WORLD_SIZE={world}, but --nnodes={flags.nnodes} x --nprocs={here} is {flags.nnodes * here}")
     if not world or world % here:
         raise UserError(f"WORLD_SIZE={world} is not a multiple of --nprocs={here}, the processes of each node")
     return world // here
 
 
-def _node_rank(asked: Asked, env: Environment, nodes: int, here: int) -> int | None:
-    """Number of this node, or None if nothing tells.
+def _find_node_rank(flags: NodeFlags, env: Environment, nodes: int, here: int) -> int | None:
+    """Return the number of this node, or None if neither a flag nor the environment gives it.
 
-    The same RANK is exported in two ways: as the first global rank of the node, and as the node's number.
+    Users export RANK with two meanings: the first global rank of the node, and the number of the node. With 2 nodes of
+    4 processes RANK=4 can only be the former, RANK=1 only the latter. RANK=2 on 4 nodes of 2 can be both: an error.
     """
-    node = asked.node_rank if asked.node_rank is not None else _number(env, "NODE_RANK")
+    node = flags.node_rank if flags.node_rank is not None else _number(env, "NODE_RANK")
     rank = _number(env, "RANK")
     if node is not None:
         if not 0 <= node < nodes:

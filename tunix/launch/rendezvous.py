@@ -1,6 +1,6 @@
-"""Nodes that all run the same command meet at one address and get their numbers in the order they come.
+"""Rendezvous: nodes that all run the same command meet at one address, and are numbered in the order they come.
 
-The node that owns the address is node 0 and listens; each other sends one line of JSON and gets one back.
+The node that has the address becomes node 0 and listens. Each other node sends one line of JSON and gets one back.
 """
 
 import errno
@@ -15,13 +15,13 @@ JOIN_TIMEOUT_S = 300.0
 
 
 def meet(host: str, port: int, num_nodes: int, run: dict[str, Any], timeout_s: float = JOIN_TIMEOUT_S) -> int:
-    """Number of this node, once all `num_nodes` are there.
+    """Wait until all `num_nodes` nodes are there, and return the number of this node.
 
     Args:
-        run: what must be the same on all nodes.
+        run: values that must be the same on all nodes, by their flags.
 
     Raises:
-        UserError: an unknown host, a node that says otherwise, or nodes missing after `timeout_s`.
+        UserError: the host is unknown, a node has other values, or nodes are missing after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -30,7 +30,9 @@ def meet(host: str, port: int, num_nodes: int, run: dict[str, Any], timeout_s: f
         raise UserError(f"--rdzv_endpoint: host {host} is unknown here ({socket.gethostname()})") from None
     try:
         with socket.socket() as probe:
-            probe.bind((address[0], 0))  # only on the host that has this address, which may know itself as 127.0.1.1
+            # This works only on the host that has the address. Comparing addresses would not do: a host may resolve
+            # its own name to 127.0.1.1.
+            probe.bind((address[0], 0))
         with socket.create_server(("", port)) as server:
             return _welcome(server, num_nodes, run, deadline)
     except OSError as error:
@@ -40,7 +42,7 @@ def meet(host: str, port: int, num_nodes: int, run: dict[str, Any], timeout_s: f
 
 
 def _welcome(server: socket.socket, num_nodes: int, run: dict[str, Any], deadline: float) -> int:
-    """Node 0: wait for the others, then tell each its number, or all what is wrong."""
+    """Wait for the other nodes as node 0, then send each its number, or send all of them an error."""
     guests: list[socket.socket] = []
     answer: dict[str, Any] = {}
     try:
@@ -53,7 +55,7 @@ def _welcome(server: socket.socket, num_nodes: int, run: dict[str, Any], deadlin
                 break
             guest.settimeout(5)
             theirs = read(guest)
-            if theirs is None:  # not one of us
+            if theirs is None:  # another program, like a port scanner
                 guest.close()
                 continue
             guests.append(guest)
@@ -73,7 +75,7 @@ def _welcome(server: socket.socket, num_nodes: int, run: dict[str, Any], deadlin
 
 
 def _join(address: Any, run: dict[str, Any], deadline: float) -> int:
-    """Any other node: knock until node 0 is there, then wait for the number."""
+    """Join as any other node: try until node 0 listens, then wait for the number and return it."""
     while True:
         try:
             with socket.create_connection(address, timeout=5) as host:

@@ -1,4 +1,4 @@
-"""A run as a Slurm job: a readable batch script beside the run's config, submitted and followed."""
+"""Run a config as a Slurm job: write a readable batch script beside the run's config, submit it, show its output."""
 
 import re
 import shlex
@@ -17,21 +17,24 @@ from tunix.processes import exits
 from tunix.processes.identity import FIRST_PORT, NUM_PORTS
 
 RUN_TRAINING = Path(__file__).parents[2] / "run_training.py"
+# States of a job that has not ended.
 GOING = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STAGE_OUT", "SIGNALING"}
 POLL_S = 1.0
 AGAIN = f"143|138|{exits.STOPPED}|{exits.PEER}|134|137"  # exit codes after which a job is queued again, the worst last
 
 
 def launch(job: compose.Job) -> int:
-    """Write config and script, submit, tell how to follow; with launcher.show_logs the job's own exit code.
+    """Write config and script, submit the job, and print how to follow it.
+
+    Returns 0, or with launcher.show_logs the exit code of the job.
 
     Raises:
-        UserError: there is no sbatch, or Slurm refuses; nothing is left behind then.
+        UserError: there is no sbatch, or Slurm refuses the job. All written files are removed then.
     """
     slurm = job.config.launcher
     assert isinstance(slurm, Slurm)
     if job.config.dry_run:
-        print(script(job.config, slurm, job.run_dir.absolute(), job.resume_step))
+        print(format_script(job.config, slurm, job.run_dir.absolute(), job.resume_step))
         return 0
     if not slurm.dry_run and not shutil.which("sbatch"):
         raise UserError(
@@ -41,45 +44,49 @@ def launch(job: compose.Job) -> int:
     is_here = not (slurm.dry_run or slurm.container_image)
     if is_here and slurm.train_script and not Path(slurm.train_script).is_file():
         raise UserError(f"launcher.train_script={slurm.train_script} is not a file here")
-    with submission.folder(job) as folder, ExitStack() as written:
-        text = script(job.config, slurm, folder, job.resume_step)
-        name = f"{_job_name(job.config)}-{_stamp(folder)}".replace("/", "-")
+    with submission.prepare_folder(job) as folder, ExitStack() as written:
+        text = format_script(job.config, slurm, folder, job.resume_step)
+        name = f"{_job_name(job.config)}-{_find_time(folder)}".replace("/", "-")
         file = Path(slurm.scripts_path or folder).absolute() / f"{name if slurm.scripts_path else 'job'}.sbatch"
-        written.callback(submission.write(file, text).unlink, missing_ok=True)
+        written.callback(submission.write_file(file, text).unlink, missing_ok=True)
         if slurm.configs_path is not None:
             copy = Path(slurm.configs_path).absolute() / f"{name}.yaml"
             text = (folder / "config.yaml").read_text()
-            written.callback(submission.write(copy, text).unlink, missing_ok=True)
-        logs = _logs(slurm, folder)
+            written.callback(submission.write_file(copy, text).unlink, missing_ok=True)
+        logs = _log_folder(slurm, folder)
         logs.mkdir(parents=True, exist_ok=True)
         number = None if slurm.dry_run else submit(file)
-        written.pop_all()  # Slurm has not refused: they stay
+        written.pop_all()  # Slurm has accepted the job: the files stay
     print(f"run folder: {folder}")
     if number is None:
         print(f"not submitted (launcher.dry_run): sbatch {shlex.quote(str(file))}")
         return 0
     output = logs / f"slurm-{number}.out"
-    print(f"submitted job {number}: {_about(job.config, slurm)}")
+    print(f"submitted job {number}: {_describe(job.config, slurm)}")
     print(f"its output: tail -F {shlex.quote(str(output))}    end it: scancel {number}", flush=True)
     return follow(number, output) if slurm.show_logs else 0
 
 
 def submit(file: Path) -> str:
-    """Number of the job."""
-    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines() if line.strip())
-        raise UserError(f"sbatch refuses the job: {said}")
-    return done.stdout.strip().split(";")[0]  # NUMBER;CLUSTER where there are several clusters
+    """Submit the script and return the number of the job.
+
+    Raises:
+        UserError: Slurm refuses the job.
+    """
+    result = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = [line.removeprefix("sbatch: error: ") for line in result.stderr.splitlines() if line.strip()]
+        raise UserError(f"sbatch refuses the job: {'; '.join(lines)}")
+    return result.stdout.strip().split(";")[0]  # sbatch prints NUMBER, or NUMBER;CLUSTER
 
 
 def follow(number: str, output: Path) -> int:
-    """Show the output until the job has ended, also when it is queued again; its exit code."""
+    """Print the job's output until the job has ended, also while it is queued again; return its exit code."""
     place, state, code = 0, "PENDING", 0
     try:
         while state in GOING:
             time.sleep(POLL_S)
-            state, code = _state(number, code)
+            state, code = _read_state(number, code)
             if output.exists():
                 with output.open("rb") as file:
                     file.seek(place)
@@ -93,36 +100,36 @@ def follow(number: str, output: Path) -> int:
     return code or (0 if state == "COMPLETED" else 1)
 
 
-def _state(number: str, code: int) -> tuple[str, int]:
-    """State and exit code of the job; a job that Slurm has forgotten has ended as it was last seen."""
-    done = subprocess.run(["scontrol", "show", "job", "-o", number], capture_output=True, text=True, check=False)
-    if "Invalid job id" in done.stderr:
-        return "COMPLETED", code
-    facts = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", done.stdout))
+def _read_state(number: str, last_code: int) -> tuple[str, int]:
+    """Return state and exit code of the job. Slurm forgets a job some time after its end: then `last_code` counts."""
+    result = subprocess.run(["scontrol", "show", "job", "-o", number], capture_output=True, text=True, check=False)
+    if "Invalid job id" in result.stderr:
+        return "COMPLETED", last_code
+    facts = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", result.stdout))
     if "JobState" not in facts:  # the controller is busy or restarts
-        return "PENDING", code
-    exit_code, _, number_of_signal = facts["ExitCode"].partition(":")
-    return facts["JobState"], int(exit_code) or (128 + int(number_of_signal) if int(number_of_signal) else 0)
+        return "PENDING", last_code
+    exit_code, _, signal_number = facts["ExitCode"].partition(":")
+    return facts["JobState"], int(exit_code) or (128 + int(signal_number) if int(signal_number) else 0)
 
 
-def script(config: Config, slurm: Slurm, folder: Path, resume_step: int | None = None) -> str:
-    """The batch script."""
+def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int | None = None) -> str:
+    """Return the text of the batch script."""
     options = "\n".join(f"#SBATCH --{option}" for option in _options(config, slurm, folder))
     exports = [_export(word) for word in ("PYTHONUNBUFFERED=1", *slurm.extra_env)]
-    quoted = re.sub(r'(["`\\])', r"\\\1", slurm.tmp_dir)  # variables like $SLURM_JOB_ID count
-    exports = [f'export TMPDIR="{quoted}"', *exports]
-    resume = _resume(folder)
-    if resume_step is not None:  # the step that was asked for is where the first start begins
-        first = _resume(folder / "checkpoints" / str(resume_step))
+    quoted = re.sub(r'(["`\\])', r"\\\1", slurm.tmp_dir)  # in double quotes: $SLURM_JOB_ID is replaced on the node
+    setup = "\n".join([f'export TMPDIR="{quoted}"', *exports, *slurm.pre_launch_commands])
+    resume = _resume_word(folder)
+    if resume_step is not None:  # only the first start begins at the given step; a restart takes the newest
+        first = _resume_word(folder / "checkpoints" / str(resume_step))
         resume = f'"$([ $restarts -gt 0 ] && echo {resume} || echo {first})"'
     python = slurm.python or ("python3" if slurm.container_image else sys.executable)
     training = shlex.join([python, str(Path(slurm.train_script or RUN_TRAINING).absolute())])
     return f"""#!/bin/bash
-# {config.project_name}: {_about(config, slurm)}.
+# {config.project_name}: {_describe(config, slurm)}.
 # Written by `python run_training.py launcher=slurm`. Submitted again, it goes on with the newest checkpoint.
 {options}
 
-{chr(10).join([*exports, *slurm.pre_launch_commands])}
+{setup}
 
 # Process 0 listens on the first node, at the address that Slurm knows it by and a port of this job's own.
 node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -132,17 +139,17 @@ export JAX_COORDINATOR_ADDRESS=$address:$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PO
 restarts=${{SLURM_RESTART_COUNT:-0}}
 echo "$(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restarted $restarts times, process 0 on $address"
 
-# srun tells only the largest exit code of its tasks; each notes its own, because the worst decides.
+# srun returns the largest exit code of its tasks. The worst one decides, so each task notes its own code in a file.
 ends={shlex.quote(str(folder))}/exit_codes.$SLURM_JOB_ID
 rm -rf "$ends" && mkdir "$ends"
-{_srun(slurm, folder)} \\
+{_srun_command(slurm, folder)} \\
   bash -c 'trap : TERM USR1; mkdir -p "$TMPDIR"; "$@"; code=$?; echo $code > "$0/$SLURM_PROCID"; exit $code' "$ends" \\
   {training} {resume}
 code=$?
 
-# {exits.STOPPED}: stopped early, everything saved. {exits.PEER}: a process died or hung; so did one that the JAX
-# runtime aborted (134) or that was killed from outside (137). 143 and 138: told to end
-# before it began, or because another task had ended. All others are final: what led to them would only come again.
+# {exits.STOPPED}: stopped early, everything saved. {exits.PEER}: a process died or hung. 134: the JAX runtime aborted
+# the process. 137: killed from outside. 143 and 138: stopped before it began, or because another task had ended.
+# After these the job is queued again. All other codes are final: the next start would fail in the same way.
 for worse in {AGAIN.replace("|", " ")}; do grep -qsx $worse "$ends"/* && code=$worse; done
 final=$(grep -hsvxE '0|{AGAIN}' "$ends"/* | head -n 1)
 code=${{final:-$code}}
@@ -157,14 +164,16 @@ exit $code
 """
 
 
-def _resume(path: Path) -> str:
-    """The override as Hydra and the shell read it."""
-    plain = re.fullmatch(r"[\w/.:+-]+", str(path))
-    return f"resume={path}" if plain else shlex.quote(f"resume='{str(path).replace(chr(39), chr(92) + chr(39))}'")
+def _resume_word(path: Path) -> str:
+    """Return the override `resume=PATH`, quoted for Hydra and for the shell."""
+    if re.fullmatch(r"[\w/.:+-]+", str(path)):
+        return f"resume={path}"
+    escaped = str(path).replace("'", "\\'")
+    return shlex.quote(f"resume='{escaped}'")
 
 
 def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:
-    """What sbatch is asked for; null and false ask for nothing."""
+    """Return the options of sbatch; values that are null or false are left out."""
     wanted = {
         "job-name": _job_name(config),
         "nodes": slurm.nodes,
@@ -183,20 +192,20 @@ def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:
         "mail-user": slurm.email,
         "mail-type": "BEGIN,END,FAIL" if slurm.email else None,
         "chdir": Path.cwd(),
-        "output": str(_logs(slurm, folder) / "slurm-%j.out"),
+        "output": str(_log_folder(slurm, folder) / "slurm-%j.out"),
         "open-mode": "append",
     }
     given = {name: value for name, value in wanted.items() if value is not None and value is not False}
     return [name if value is True else f"{name}={shlex.quote(str(value))}" for name, value in given.items()]
 
 
-def _srun(slurm: Slurm, folder: Path) -> str:
-    """One task a process; when one ends badly, Slurm ends the others."""
-    words = ["srun", "--kill-on-bad-exit=1", "--label"]  # --unbuffered would make tasks believe in a terminal
+def _srun_command(slurm: Slurm, folder: Path) -> str:
+    """Return the srun command: one task for each process; when one fails, Slurm ends the others."""
+    words = ["srun", "--kill-on-bad-exit=1", "--label"]  # not --unbuffered: tasks would think they have a terminal
     if slurm.cpus_per_task:
-        words.append(f"--cpus-per-task={slurm.cpus_per_task}")  # steps do not inherit it
+        words.append(f"--cpus-per-task={slurm.cpus_per_task}")  # srun does not take it from sbatch
     if slurm.container_image:
-        # What the task needs: the run's folder, the program, and the folder that relative paths start from.
+        # The container sees the run's folder, the program, and the folder from which relative paths start.
         needed = {str(path): None for path in (folder, RUN_TRAINING.parent, Path.cwd())}
         mounts = [*([slurm.container_mounts] if slurm.container_mounts else []), *(f"{path}:{path}" for path in needed)]
         words += [f"--container-image={slurm.container_image}", f"--container-mounts={','.join(mounts)}"]
@@ -209,8 +218,8 @@ def _export(assignment: str) -> str:
     return f"export {name}={shlex.quote(value)}"
 
 
-def _about(config: Config, slurm: Slurm) -> str:
-    """Size of the job in words."""
+def _describe(config: Config, slurm: Slurm) -> str:
+    """Return the size of the job in words: `2 nodes, 8 GPUs each, 16 processes`."""
 
     def count(number: int, noun: str) -> str:
         return f"{number} {noun}{'' if number == 1 else 's' if noun[-1] != 's' else 'es'}"
@@ -220,7 +229,7 @@ def _about(config: Config, slurm: Slurm) -> str:
     return f"{config.run_name}, {where}" if config.run_name else where
 
 
-def _logs(slurm: Slurm, folder: Path) -> Path:
+def _log_folder(slurm: Slurm, folder: Path) -> Path:
     return Path(slurm.logs_path).absolute() if slurm.logs_path else folder
 
 
@@ -228,6 +237,6 @@ def _job_name(config: Config) -> str:
     return config.run_name or config.project_name
 
 
-def _stamp(folder: Path) -> str:
-    """Date and time of the run, where its folder is named by them."""
+def _find_time(folder: Path) -> str:
+    """Return the last two parts of the folder's path: by default the date and time of the run."""
     return "-".join(folder.parts[-2:])

@@ -1,4 +1,4 @@
-"""The folder of a run that starts elsewhere: its resolved config, ready for `resume=RUN_DIR`."""
+"""The folder of a run that will start elsewhere: it holds the resolved config, ready for `resume=RUN_DIR`."""
 
 import os
 import shutil
@@ -10,44 +10,44 @@ from pathlib import Path
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Local
-from tunix.processes.identity import who_am_i
+from tunix.processes.identity import find_identity
 from tunix.run import run_folder
 
 
 @contextmanager
-def folder(job: compose.Job) -> Iterator[Path]:
-    """The run's folder with a config.yaml whose launcher is local; restored if the block fails.
+def prepare_folder(job: compose.Job) -> Iterator[Path]:
+    """Make the run's folder with a config.yaml whose launcher is local. If the block fails, undo that.
 
     Raises:
-        UserError: the folder holds another run or cannot be written, or several processes came to submit it.
+        UserError: the folder holds another run or cannot be written, or several processes submit the run.
     """
-    if one_of_many := who_am_i(job.config.distributed):
+    if identity := find_identity(job.config.distributed):
         raise UserError(
-            f"launcher={job.config.launcher.name} submits a run once, but this is process {one_of_many.process_id} of "
-            f"{one_of_many.num_processes} ({one_of_many.source}); start it alone"
+            f"launcher={job.config.launcher.name} submits a run once, but this is process {identity.process_id} of "
+            f"{identity.num_processes} ({identity.source}); start it alone"
         )
     job = replace(job, config=job.config.model_copy(update={"launcher": Local(name="local")}))
     resumes = job.config.resume is not None
     before = (job.run_dir / "config.yaml").read_text() if resumes else ""
     try:
-        made = (job.run_dir if resumes else run_folder.claim_folder(job)).absolute()
-        run_folder.write_config(job, made)
+        folder = (job.run_dir if resumes else run_folder.claim_folder(job)).absolute()
+        run_folder.write_config(job, folder)
     except OSError as error:
         raise UserError(
             f"the run's folder {job.run_dir} cannot be written ({error.strerror}); choose hydra.run.dir=DIR"
         ) from None
     try:
-        yield made
+        yield folder
     except BaseException:
         if resumes:
-            (made / "config.yaml").write_text(before)
+            (folder / "config.yaml").write_text(before)
         else:
-            _remove(made)
+            _remove(folder)
         raise
 
 
-def write(path: Path, text: str) -> Path:
-    """Raises `UserError` if it cannot be written."""
+def write_file(path: Path, text: str) -> Path:
+    """Write a file, and the folders above it; raises `UserError` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -56,10 +56,10 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def _remove(made: Path) -> None:
-    """The folder, and the folders around it that are empty then."""
-    shutil.rmtree(made)
-    for parent in made.parents:
+def _remove(folder: Path) -> None:
+    """Remove the folder, and the folders above it that are empty then."""
+    shutil.rmtree(folder)
+    for parent in folder.parents:
         if parent == Path.cwd() or any(parent.iterdir()):
             return
         os.rmdir(parent)

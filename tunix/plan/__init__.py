@@ -1,1 +1,6 @@
-"""What a step holds, moves and takes on each mesh of a cluster, before anything runs."""
+"""Memory, communication and time of a training step on each mesh of a cluster, predicted without its devices.
+
+Read `ranking.rank` first: it lists the meshes, derives the costs of each (`tunix.costs.derived`), compiles the best
+ones for the cluster's kind of device (`compiled`), and sorts them. `text` and `picture` show the result of the command
+`python -m tunix.plan`; `choice` takes the best mesh for a run that leaves its mesh or micro batch to `auto`.
+"""

@@ -1,8 +1,9 @@
-"""What each mesh of a cluster would hold and take: `python -m tunix.plan [group=option] [key=value]`.
+"""Memory and time of a training step on each mesh of a cluster: `python -m tunix.plan [group=option] [key=value]`.
 
 The keys are those of training, and plan.topology=KIND:GPUS or KIND:NODESxGPUS; conf/command/device has the kinds.
-No device is needed: the best meshes are compiled by XLA's GPU compiler, all others derived, times are predicted.
-Ranked by tokens per second; with model.mesh_shape, that mesh alone. Exit code 2 where no mesh fits.
+No device is needed: XLA's GPU compiler compiles the best meshes, the costs of all others are derived from the config,
+and all times are predicted. Meshes are ranked by tokens per second. model.mesh_shape=... shows that mesh alone.
+Exit code 2 if no mesh fits.
 """
 
 import sys
@@ -11,30 +12,30 @@ from pathlib import Path
 from tunix.base.errors import UserError
 from tunix.cli import command, compose
 from tunix.plan import text
-from tunix.plan.ranking import nothing_fits, rank
+from tunix.plan.ranking import explain_no_fit, rank
 from tunix.plan.topology import read_topology
 from tunix.processes import exits
 
 
 def main() -> int:
-    """Exit code of the command line."""
+    """Run the command line and return its exit code."""
     parser = command.command_parser("plan", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     args = parser.parse_intermixed_args()
 
     def work() -> None:
-        overrides = compose.searched(args.overrides, args.config_dir)
+        overrides = compose.add_search_path(args.overrides, args.config_dir)
         cfg = compose.compose(overrides).config
         cluster = read_topology(cfg.plan.topology)
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
-        show = text.as_json if args.json else text.text
+        show = text.format_json if args.json else text.format_text
         print(show(ranking, cluster, overrides))
         if not ranking.fit:
-            raise UserError(nothing_fits(ranking, cluster))
+            raise UserError(explain_no_fit(ranking, cluster))
         if cfg.plan.output is not None:
             text.save(Path(cfg.plan.output), ranking, cluster, overrides)
 
-    return exits.reported(work)
+    return exits.report_errors(work)
 
 
 if __name__ == "__main__":

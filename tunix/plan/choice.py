@@ -1,4 +1,4 @@
-"""What a run leaves to `auto`: its mesh (plan.choose_mesh), its micro batch (training.micro_batch_size=auto)."""
+"""Values of `auto`: the mesh (plan.choose_mesh=true) and the micro batch (training.micro_batch_size=auto) of a run."""
 
 import json
 import logging
@@ -9,8 +9,8 @@ import jax
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.costs.devices import kind_named
-from tunix.plan.ranking import GIB, nothing_fits, on_mesh, rank
+from tunix.costs.devices import find_kind
+from tunix.plan.ranking import GIB, explain_no_fit, rank, replace_mesh
 from tunix.plan.topology import Cluster, read_topology
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, resolve
@@ -18,11 +18,13 @@ from tunix.sharding.mesh_shape import format_mesh_shape, resolve
 log = logging.getLogger(__name__)
 
 
-def decided(cfg: Config) -> Config:
-    """The config with what it leaves to auto, the same on every process: process 0 chooses, as tunix.plan ranks.
+def resolve_auto(cfg: Config) -> Config:
+    """Return the config with numbers in place of `auto`, the same on every process.
+
+    Process 0 chooses the mesh that `tunix.plan` ranks first, and sends it to the others.
 
     Raises:
-        UserError: nothing fits, by how much, and what would.
+        UserError: nothing fits. The message says how much is missing and what would fit.
     """
     chooses_mesh = cfg.plan.choose_mesh and cfg.model.mesh_shape == "auto"
     if not chooses_mesh and cfg.training.micro_batch_size != "auto":
@@ -30,41 +32,43 @@ def decided(cfg: Config) -> Config:
     cluster, answer = _cluster(cfg), {}
     if peers.is_main():
         try:
-            answer = _choose(cfg if chooses_mesh else _with_mesh(cfg), cluster)
+            answer = _choose(cfg if chooses_mesh else _resolve_mesh(cfg), cluster)
         except UserError as error:
-            answer = {"mistake": str(error)}
+            answer = {"error": str(error)}  # raised on every process, so that all of them leave with exit code 2
     answer = json.loads(peers.agree(json.dumps(answer), "choosing a mesh"))
-    if "mistake" in answer:
-        raise UserError(answer["mistake"])
-    log.info("%s", answer["told"])
-    ours = on_mesh(cfg, answer["sizes"], answer["micro_batch_size"])
-    return ours.model_copy(update={"launcher": cfg.launcher})
+    if "error" in answer:
+        raise UserError(answer["error"])
+    log.info("%s", answer["message"])
+    resolved = replace_mesh(cfg, answer["sizes"], answer["micro_batch_size"])
+    return resolved.model_copy(update={"launcher": cfg.launcher})
 
 
 def _choose(cfg: Config, cluster: Cluster) -> dict:
     ranking = rank(cfg, cluster, log.info)
     if not ranking.fit:
-        raise UserError(nothing_fits(ranking, cluster, "this run's devices"))
+        raise UserError(explain_no_fit(ranking, cluster, "this run's devices"))
     best = ranking.fit[0]
     size = best.cfg.training.sequences_per_shard
-    told = (
+    message = (
         f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}, training.micro_batch_size={size}; "
         f"predicted ({best.source}): {best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, "
         f"{best.step_s:.3g} s a step"
     )
-    return {"sizes": best.sizes, "micro_batch_size": size, "told": told}
+    return {"sizes": best.sizes, "micro_batch_size": size, "message": message}
 
 
-def _with_mesh(cfg: Config) -> Config:
-    return on_mesh(cfg, resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices))
+def _resolve_mesh(cfg: Config) -> Config:
+    """Return the config with the sizes of this run's mesh in place of `auto` or -1."""
+    allow_idle = cfg.distributed.allow_idle_devices
+    return replace_mesh(cfg, resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, allow_idle))
 
 
 def _cluster(cfg: Config) -> Cluster:
-    """This run's devices as a cluster; of a kind that is not known, plan.topology's stands in."""
-    kind = kind_named(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
+    """Describe this run's devices as a cluster. If their kind is not known, the kind of plan.topology replaces it."""
+    kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
     num_devices = jax.device_count()
     if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
-        num_devices = math.prod(cfg.model.mesh_shape[0])  # others are left idle, if that is allowed
+        num_devices = math.prod(cfg.model.mesh_shape[0])  # other devices stay idle, if that is allowed
     num_nodes = len(set(peers.gather(socket.gethostname(), "choosing a mesh")))
     per_node = max(1, num_devices // num_nodes)
     return Cluster(kind, num_devices // per_node, per_node)

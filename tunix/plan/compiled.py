@@ -1,8 +1,13 @@
-"""A step compiled for a mesh of devices that are not there.
+"""Compile a training step for a mesh of devices that are not there, and read its memory and collectives.
 
-Where JAX's CUDA plugin is installed, XLA's whole GPU pipeline runs, without a GPU and without a driver; elsewhere the
-CPU backend compiles. `python -m tunix.plan.compiled` is one such compile, from a question on stdin to an answer on
-stdout: what XLA must be told stands in the environment of a process, and an XLA that gives up ends that process only.
+If JAX's CUDA plugin is installed, XLA's whole GPU compiler runs, without a GPU and without a driver. If not, the CPU
+backend compiles.
+
+Each compile has a process of its own, `python -m tunix.plan.compiled`, which reads a question as JSON on stdin and
+writes an answer as JSON on stdout. There are two reasons: XLA reads its options from the environment of a process, and
+when XLA aborts, only that process ends.
+
+    compile_all -> _compile_in_process -> [stdin, stdout] -> main -> compile_for
 """
 
 import json
@@ -23,14 +28,15 @@ from jax.experimental import topologies
 
 from tunix.cli import compose
 from tunix.config import Config, DeviceKind
-from tunix.costs.hlo import Collective, collectives
-from tunix.costs.schedule import Speeds, Timeline, walk
+from tunix.costs.hlo import Collective, read_collectives
+from tunix.costs.schedule import Speeds, StepTime, walk
 from tunix.costs.transfers import Transfer, seconds
 from tunix.plan.topology import Cluster
 from tunix.training.program import abstract_batch, assemble, build_mesh
 
-HBM_SHARE = 0.8  # of the memory's bandwidth: what everything but matrix products is assumed to reach
-WORKERS = 2  # compiles at a time: each takes about one core, and 2 GB
+HBM_SHARE = 0.8  # share of the memory's bandwidth that everything but matrix products is assumed to reach
+WORKERS = 2  # compiles at one time: each takes about one core, and 2 GB
+# XLA's description of a GPU (a GpuTargetConfigProto in text form), filled in from a file of conf/command/device.
 TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -49,25 +55,25 @@ device_description_str: "NVIDIA {kind.name}"
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Collectives of one kind over the same mesh axes, in one step."""
+class AxisTraffic:
+    """Traffic of all collectives of one kind over the same mesh axes, in one step."""
 
     kind: str
     axes: tuple[str, ...]
     dtype: str
     count: int  # executions
-    num_bytes: int  # of the whole arrays, over all executions
+    num_bytes: int  # size of the whole arrays, summed over all executions
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was read from the program of a step, for one device."""
+    """Memory, collectives and predicted time of a compiled step, for one device."""
 
     backend: str  # "gpu" or "cpu"
     argument_bytes: int  # state and batch
     temporary_bytes: int
-    moved: list[Moved]
-    timeline: Timeline | None  # predicted; None from the CPU backend, whose schedule is another
+    traffic: list[AxisTraffic]  # most bytes first
+    step_time: StepTime | None  # None from the CPU backend: its schedule is not that of a GPU
     compile_s: float
 
     @property
@@ -75,67 +81,91 @@ class Compiled:
         return self.argument_bytes + self.temporary_bytes
 
 
-def backend() -> str:
-    """Which compiler there is: "gpu" with JAX's CUDA plugin, else "cpu"."""
-    return "gpu" if any(found.name.startswith("xla_cuda") for found in entry_points(group="jax_plugins")) else "cpu"
+def find_backend() -> str:
+    """Return the compiler that is installed: "gpu" with JAX's CUDA plugin, else "cpu"."""
+    has_cuda = any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins"))
+    return "gpu" if has_cuda else "cpu"
 
 
 def compile_all(configs: list[Config], cluster: Cluster) -> Iterator[Compiled | str]:
-    """The step of each config, whose mesh is one of the cluster's, in order; or the reason why there is none."""
+    """Compile the step of each config for the cluster, and yield the results in order.
+
+    A result is text where a compile failed: the reason.
+    """
     with ThreadPoolExecutor(WORKERS) as pool:
-        yield from pool.map(partial(_in_process, cluster=cluster), configs)
+        yield from pool.map(partial(_compile_in_process, cluster=cluster), configs)
 
 
-def _in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
+def _compile_in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
     question = {
-        "config": cfg.model_dump(mode="json", by_alias=True), "kind": cluster.kind.model_dump(),
-        "num_nodes": cluster.num_nodes, "per_node": cluster.per_node, "backend": backend(),
-    }  # fmt: skip
+        "config": cfg.model_dump(mode="json", by_alias=True),
+        "kind": cluster.kind.model_dump(),
+        "num_nodes": cluster.num_nodes,
+        "per_node": cluster.per_node,
+        "backend": find_backend(),
+    }
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": path,
-    }  # fmt: skip
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONPATH": path,
+    }
     environment.pop("JAX_NUM_CPU_DEVICES", None)
     if question["backend"] == "gpu":
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    else:
+    else:  # the CPU backend compiles for devices that exist: it makes as many as the cluster has
         count = f"--xla_force_host_platform_device_count={cluster.num_devices}"
         flags = f"{os.environ.get('XLA_FLAGS', '')} {count} --xla_backend_optimization_level=0"
         environment["XLA_FLAGS"] = flags
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], input=json.dumps(question), env=environment, capture_output=True, text=True,
+    result = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(question),
+        env=environment,
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip() and "JAX_TRACEBACK_FILTERING" not in line]
-        return next((line for line in reversed(said) if "rror" in line), said[-1] if said else "killed")
-    return _read(json.loads(done.stdout.splitlines()[-1]))
+    )
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip() and "JAX_TRACEBACK_FILTERING" not in line]
+        return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "killed")
+    return _read_answer(json.loads(result.stdout.splitlines()[-1]))
 
 
-def _read(answer: dict[str, Any]) -> Compiled:
-    moved = [Moved(**each | {"axes": tuple(each["axes"])}) for each in answer["moved"]]
-    timeline = Timeline(**answer["timeline"]) if answer["timeline"] else None
-    return Compiled(**answer | {"moved": moved, "timeline": timeline})
+def _read_answer(answer: dict[str, Any]) -> Compiled:
+    traffic = [AxisTraffic(**each | {"axes": tuple(each["axes"])}) for each in answer["traffic"]]
+    step_time = StepTime(**answer["step_time"]) if answer["step_time"] else None
+    return Compiled(**answer | {"traffic": traffic, "step_time": step_time})
 
 
-def target(kind: DeviceKind) -> str:
-    """The kind as XLA's GPU compiler is told of it."""
+def format_target(kind: DeviceKind) -> str:
+    """Format a kind of device as XLA's GPU compiler reads it."""
     major, minor = kind.compute_capability.split(".")
     return TARGET.format(
-        kind=kind, major=major, minor=minor, shared=kind.shared_memory_kib << 10, l2=kind.l2_cache_mib << 20,
-        optin=(kind.shared_memory_kib - 1) << 10, memory=round(kind.memory_gib * 2**30),
+        kind=kind,
+        major=major,
+        minor=minor,
+        shared=kind.shared_memory_kib << 10,
+        l2=kind.l2_cache_mib << 20,
+        optin=(kind.shared_memory_kib - 1) << 10,
+        memory=round(kind.memory_gib * 2**30),
         bandwidth=round(kind.hbm_gb_per_s * 1e9),
-    )  # fmt: skip
+    )
 
 
-def devices_of(cluster: Cluster) -> list[Any]:
-    """The cluster's devices, which can be compiled for and nothing else. Needs the CUDA plugin."""
-    topology = f"1x{cluster.num_nodes}x{cluster.per_node}"
-    return topologies.get_topology_desc(platform="cuda", target_config=target(cluster.kind), topology=topology).devices
+def describe_devices(cluster: Cluster) -> list[Any]:
+    """Return descriptions of the cluster's devices: XLA can compile for them, and nothing can run on them.
+
+    Needs JAX's CUDA plugin.
+    """
+    topology, target = f"1x{cluster.num_nodes}x{cluster.per_node}", format_target(cluster.kind)
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
 
 
 def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool = True) -> tuple[Compiled, str]:
-    """The step of `cfg` on a mesh of these devices, in this process, and its program as HLO text."""
+    """Compile the step of `cfg` for a mesh of these devices, in this process; return also its program as HLO text.
+
+    Without `timed` no time is predicted.
+    """
     begun = time.perf_counter()
     mesh = build_mesh(cfg, devices)
     with jax.set_mesh(mesh):
@@ -146,45 +176,50 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
         executable = lowered.compile(compiler_options=options)
     memory: Any = executable.memory_analysis()
     hlo = executable.as_text() or ""
-    found, sizes = collectives(hlo), dict(mesh.shape)
+    collectives, sizes = read_collectives(hlo), dict(mesh.shape)
+    # The new state is written over the old one, which is an argument: those outputs take no memory of their own.
+    temporary_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
-        devices[0].platform,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        by_axes(found, sizes),
-        walk(hlo, found, _speeds(cluster, sizes)) if timed else None,
-        time.perf_counter() - begun,
+        backend=devices[0].platform,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=temporary_bytes,
+        traffic=sum_by_axes(collectives, sizes),
+        step_time=walk(hlo, collectives, _speeds(cluster, sizes)) if timed else None,
+        compile_s=time.perf_counter() - begun,
     ), hlo
 
 
-def by_axes(found: list[Collective], sizes: dict[str, int]) -> list[Moved]:
-    """The collectives of a step added up by kind, dtype and mesh axes; those of one device alone do not count."""
-    total: dict[tuple[str, tuple[str, ...], str], Moved] = {}
-    for each in found:
-        if axes := each.axes(sizes):
-            key = (each.kind, axes, each.dtype)
-            before = total.get(key, Moved(*key, 0, 0))
-            total[key] = Moved(*key, before.count + each.times, before.num_bytes + each.times * each.num_bytes)
-    return sorted(total.values(), key=lambda moved: -moved.num_bytes)
+def sum_by_axes(collectives: list[Collective], sizes: dict[str, int]) -> list[AxisTraffic]:
+    """Add up the collectives of a step by kind, mesh axes and dtype. A group of one device does not count."""
+    sums: dict[tuple[str, tuple[str, ...], str], AxisTraffic] = {}
+    for collective in collectives:
+        if axes := collective.axes(sizes):
+            key = (collective.kind, axes, collective.dtype)
+            before = sums.get(key, AxisTraffic(*key, 0, 0))
+            num_bytes = before.num_bytes + collective.times * collective.num_bytes
+            sums[key] = AxisTraffic(*key, before.count + collective.times, num_bytes)
+    return sorted(sums.values(), key=lambda traffic: -traffic.num_bytes)
 
 
 def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
     kind = cluster.kind
 
-    def collective_s(each: Collective) -> float:
-        axes = each.axes(sizes)
-        return seconds(Transfer(each.kind, axes, each.num_bytes), sizes, kind, cluster.per_node) if axes else 0.0
+    def collective_s(collective: Collective) -> float:
+        axes = collective.axes(sizes)
+        if not axes:
+            return 0.0
+        return seconds(Transfer(collective.kind, axes, collective.num_bytes), sizes, kind, cluster.per_node)
 
     return Speeds(kind.peak_tflops * 1e12 * kind.efficiency, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, collective_s)
 
 
 def main() -> None:
-    """One compile."""
-    asked = json.load(sys.stdin)
-    cluster = Cluster(DeviceKind.model_validate(asked["kind"]), asked["num_nodes"], asked["per_node"])
-    on_gpu = asked["backend"] == "gpu"
-    devices = devices_of(cluster) if on_gpu else jax.devices()
-    compiled, _ = compile_for(compose.build(asked["config"]), cluster, devices, timed=on_gpu)
+    """Answer one question of `_compile_in_process`."""
+    question = json.load(sys.stdin)
+    cluster = Cluster(DeviceKind.model_validate(question["kind"]), question["num_nodes"], question["per_node"])
+    for_gpu = question["backend"] == "gpu"
+    devices = describe_devices(cluster) if for_gpu else jax.devices()
+    compiled, _ = compile_for(compose.build(question["config"]), cluster, devices, timed=for_gpu)
     print(json.dumps(asdict(compiled)))
 
 

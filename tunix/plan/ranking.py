@@ -1,7 +1,13 @@
-"""Every mesh of a cluster: what fits, which is fastest, and why not the others."""
+"""Rank every mesh of a cluster: which fit into memory, which is the fastest, and why the others are refused.
+
+    list meshes -> derive the costs of each -> compile the most promising -> sort
+
+Deriving takes milliseconds and is approximate; compiling takes up to a minute and is exact for memory. So all meshes
+are derived, and plan.num_compiled of them are compiled.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +21,11 @@ from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 
 GIB = 2**30
-PRODUCTS_SHARE = 0.8  # of a step's arithmetic that matrix products take, where nothing is compiled
-DERIVED_MARGIN = 1.5  # derived memory is up to so much more than that of the compiled step
+PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
+DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
 LARGEST_MICRO_BATCH = 1024
-HELP = {  # what would make a step fit, by what takes most
+# Keys that make a step smaller, by the purpose that takes the most memory.
+HELP = {
     "temporary": "a smaller training.micro_batch_size or training.loss_chunk_size, training.remat=full",
     "gradients": "training.sharding_strategy=full_shard with training.sync_gradients_every=1",
     "weights": "training.sharding_strategy=full_shard, more of the mesh on fsdp",
@@ -28,25 +35,25 @@ HELP = {  # what would make a step fit, by what takes most
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, what a step on it costs, and the time that this is predicted to take."""
+    """A mesh, the costs of a step on it, and the predicted time."""
 
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # devices along each mesh axis
     cfg: Config  # with this mesh
     costs: Costs
     cluster: Cluster
     compiled: Compiled | None = None
-    note: str = ""  # why it is not compiled, where that was tried
+    note: str = ""  # the reason, if its compile failed
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Of one device, by purpose. Weights and optimizer are exact; once compiled, so is the total."""
-        held = self.costs.num_bytes
-        state = held["weights"] + held["optimizer"]
+        """Bytes of one device by purpose. Weights and optimizer are exact, and the total of a compiled step is too."""
+        derived = self.costs.num_bytes
+        state = derived["weights"] + derived["optimizer"]
         if self.compiled is None:
-            rest = held["gathered"] + held["activations"]
+            rest = derived["gathered"] + derived["activations"]
         else:
-            rest = max(0, self.compiled.memory - state - held["gradients"])
-        return {**{name: held[name] for name in ("weights", "optimizer", "gradients")}, "temporary": rest}
+            rest = max(0, self.compiled.memory - state - derived["gradients"])
+        return {**{name: derived[name] for name in ("weights", "optimizer", "gradients")}, "temporary": rest}
 
     @property
     def memory(self) -> int:
@@ -54,31 +61,36 @@ class Candidate:
 
     @property
     def source(self) -> str:
-        """Where its numbers are from."""
+        """Where the numbers come from: derived, compiled, or compiled by CPU."""
         if self.compiled is None:
             return "derived"
-        return "compiled" if self.compiled.timeline else "compiled by CPU"
+        return "compiled" if self.compiled.step_time else "compiled by CPU"
 
     @property
     def compute_s(self) -> float:
-        if self.compiled and self.compiled.timeline:
-            return self.compiled.timeline.compute_s
-        kind, held = self.cluster.kind, self.costs.num_bytes
-        update = 2 * (held["weights"] + held["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
-        return self.costs.flops / (kind.peak_tflops * 1e12 * kind.efficiency * PRODUCTS_SHARE) + update
+        if self.compiled and self.compiled.step_time:
+            return self.compiled.step_time.compute_s
+        kind, num_bytes = self.cluster.kind, self.costs.num_bytes
+        # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
+        update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
+        return self.costs.flops / (kind.peak_tflops * 1e12 * kind.efficiency * PRODUCTS_SHARE) + update_s
 
     @property
     def communication_s(self) -> float:
-        """Of all collectives, hidden behind arithmetic or not."""
-        if self.compiled and self.compiled.timeline:
-            return self.compiled.timeline.communication_s
+        """Seconds of all collectives, hidden behind arithmetic or not."""
+        if self.compiled and self.compiled.step_time:
+            return self.compiled.step_time.communication_s
         return self._derived_s(overlaps=True) + self._derived_s(overlaps=False)
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that arithmetic waits: by the schedule, or for what cannot overlap and the excess of what can."""
-        if self.compiled and self.compiled.timeline:
-            return self.compiled.timeline.exposed_s
+        """Seconds of communication for which arithmetic waits.
+
+        The compiled step's schedule shows them. Derived, they are all communication that cannot overlap arithmetic,
+        and the part of the rest that takes longer than arithmetic.
+        """
+        if self.compiled and self.compiled.step_time:
+            return self.compiled.step_time.exposed_s
         return max(0.0, self._derived_s(overlaps=True) - self.compute_s) + self._derived_s(overlaps=False)
 
     def _derived_s(self, *, overlaps: bool) -> float:
@@ -99,33 +111,37 @@ class Candidate:
 
     @property
     def flops(self) -> float:
-        """Of one device in one step, with what is computed again."""
-        return self.compiled.timeline.flops if self.compiled and self.compiled.timeline else self.costs.flops
+        """FLOPs of one device in one step, including those that rematerialisation computes twice."""
+        return self.compiled.step_time.flops if self.compiled and self.compiled.step_time else self.costs.flops
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """All meshes of a cluster: those that fit, best first, and why not the others."""
+    """All meshes of a cluster: those that fit, those that are too large, and those that are refused."""
 
-    fit: list[Candidate]  # compiled ones before derived ones
-    too_large: list[Candidate]  # nearest first
-    refused: dict[str, str]  # reason by mesh
+    fit: list[Candidate]  # fastest first, compiled ones before derived ones
+    too_large: list[Candidate]  # smallest first
+    refused: dict[str, str]  # the reason, keyed by mesh
     limit: float  # bytes that a device may use
 
 
 def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda line: None) -> Ranking:
-    """Every mesh of the cluster's devices, or the one that the config names; the best of them are compiled."""
+    """Rank every mesh of the cluster's devices, or the one that the config names. The best of them are compiled.
+
+    `progress` is called with a line of text after each compile.
+    """
     limit = cluster.kind.memory_gib * GIB * cfg.plan.memory_share
     candidates, refused = [], {}
-    for sizes in _asked(cfg, cluster):
+    for sizes in _list_meshes(cfg, cluster):
         try:
             check_divides(cfg.dims, sizes)
-            candidates.append(_derived(cfg, sizes, cluster, limit))
+            candidates.append(_derive_candidate(cfg, sizes, cluster, limit))
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)
-    chosen = _to_compile(candidates, cfg.plan.num_compiled, limit)
-    for place, candidate in _compiled(cfg, [candidates[place] for place in chosen], cluster, limit, progress):
-        candidates[chosen[place]] = candidate
+    chosen = _pick_to_compile(candidates, cfg.plan.num_compiled, limit)
+    compiled = _compile_candidates(cfg, [candidates[place] for place in chosen], cluster, limit, progress)
+    for place, candidate in zip(chosen, compiled, strict=True):
+        candidates[place] = candidate
     fit = [each for each in candidates if each.memory <= limit]
     return Ranking(
         sorted(fit, key=lambda each: (each.compiled is None, -each.tokens_per_s)),
@@ -135,14 +151,14 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     )
 
 
-def _asked(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
+def _list_meshes(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
     if cfg.model.mesh_shape == "auto":
         return list(meshes(cluster.num_devices))
     return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.dims, False, "in plan.topology")]
 
 
-def on_mesh(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None = None) -> Config:
-    """The config with this mesh and, if given, this micro batch."""
+def replace_mesh(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None = None) -> Config:
+    """Return the config with this mesh and, if given, this micro batch size."""
     values: dict[str, Any] = cfg.model_dump(mode="json", by_alias=True)
     values["model"]["mesh_shape"] = [list(sizes.values()), list(sizes)]
     if micro_batch_size is not None:
@@ -151,15 +167,13 @@ def on_mesh(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None = N
     return compose.build(values)
 
 
-def _derived(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:
-    """With training.micro_batch_size=auto, the largest that fits by derived costs."""
+def _derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:
+    """Derive the costs of a mesh. With training.micro_batch_size=auto, take the largest that fits by derived costs."""
     if cfg.training.micro_batch_size != "auto":
-        ours = on_mesh(cfg, sizes)
-        return Candidate(sizes, ours, derive(ours, sizes), cluster)
+        return _make_candidate(cfg, sizes, None, cluster)
     best: Candidate | None = None
-    for size in micro_batch_sizes(cfg, sizes):
-        ours = on_mesh(cfg, sizes, size)
-        candidate = Candidate(sizes, ours, derive(ours, sizes), cluster)
+    for size in list_micro_batch_sizes(cfg, sizes):
+        candidate = _make_candidate(cfg, sizes, size, cluster)
         if best is not None and candidate.memory > limit:
             break
         best = candidate
@@ -167,25 +181,39 @@ def _derived(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float)
     return best
 
 
-def micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
-    """Those that training.micro_batch_size=auto may take, ascending: powers of two that divide the global batch."""
-    found, mistake = [], None
+def _make_candidate(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None, cluster: Cluster) -> Candidate:
+    with_mesh = replace_mesh(cfg, sizes, micro_batch_size)
+    return Candidate(sizes, with_mesh, derive(with_mesh, sizes), cluster)
+
+
+def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
+    """Return the values that training.micro_batch_size=auto may take, smallest first.
+
+    They are the powers of two that divide the global batch.
+
+    Raises:
+        UserError: there is none.
+    """
+    allowed, first_error = [], None
     for size in (2**power for power in range(LARGEST_MICRO_BATCH.bit_length())):
         training = cfg.training.model_copy(update={"micro_batch_size": size})
         try:
             training.batch_shape(sizes)
         except UserError as error:
-            mistake = mistake or error
+            first_error = first_error or error
         else:
-            found.append(size)
-    if not found:
-        assert mistake is not None
-        raise mistake
-    return found
+            allowed.append(size)
+    if not allowed:
+        assert first_error is not None
+        raise first_error
+    return allowed
 
 
-def _to_compile(candidates: list[Candidate], count: int, limit: float) -> list[int]:
-    """Places of the fastest candidates that may fit, and of the one that needs least memory."""
+def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> list[int]:
+    """Return the places of `count` candidates: the fastest that may fit, and the one that needs the least memory.
+
+    The smallest is compiled even if it seems too large: if it fits, the model fits.
+    """
     places = sorted(range(len(candidates)), key=lambda place: -candidates[place].tokens_per_s)
     may_fit = [place for place in places if candidates[place].memory <= DERIVED_MARGIN * limit]
     smallest = sorted(places, key=lambda place: candidates[place].memory)[:1]
@@ -193,39 +221,48 @@ def _to_compile(candidates: list[Candidate], count: int, limit: float) -> list[i
     return list(dict.fromkeys([*may_fit[:first], *smallest, *may_fit[first:]]))[:count]
 
 
-def _compiled(
+def _compile_candidates(
     cfg: Config, chosen: list[Candidate], cluster: Cluster, limit: float, progress: Callable[[str], None]
-) -> Iterator[tuple[int, Candidate]]:
-    """The candidates as they compile. An automatic micro batch begins at the largest that may fit, and shrinks."""
-    waiting = dict(enumerate(chosen))
+) -> list[Candidate]:
+    """Compile the candidates.
+
+    With training.micro_batch_size=auto each starts at the largest micro batch that may fit. While the compiled step
+    is too large, it is compiled again with the next smaller one. All candidates of a round compile side by side.
+    """
+    results = list(chosen)
     if cfg.training.micro_batch_size == "auto":
-        waiting = {n: _derived(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for n, each in waiting.items()}
-    while waiting:
-        answers, again = compile_all([each.cfg for each in waiting.values()], cluster), {}
-        for (place, candidate), answer in zip(waiting.items(), answers, strict=True):
+        results = [_derive_candidate(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for each in chosen]
+    places = list(range(len(results)))  # of the candidates that this round compiles
+    while places:
+        answers = compile_all([results[place].cfg for place in places], cluster)
+        too_large = []
+        for place, answer in zip(places, answers, strict=True):
+            candidate = results[place]
             if isinstance(answer, str):
                 progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
-                yield place, replace(candidate, note=answer)
+                results[place] = replace(candidate, note=answer)
                 continue
             progress(f"{format_mesh_shape(candidate.sizes)} compiled in {answer.compile_s:.0f} s")
-            candidate = replace(candidate, compiled=answer)
-            yield place, candidate
-            smaller = _smaller(cfg, candidate)
-            if candidate.memory > limit and smaller:
-                ours = on_mesh(cfg, candidate.sizes, smaller[-1])
-                again[place] = Candidate(candidate.sizes, ours, derive(ours, candidate.sizes), cluster)
-        waiting = again
+            results[place] = replace(candidate, compiled=answer)
+            if results[place].memory > limit and _list_smaller(cfg, candidate):
+                too_large.append(place)
+        for place in too_large:
+            smaller = _list_smaller(cfg, results[place])[-1]
+            results[place] = _make_candidate(cfg, results[place].sizes, smaller, cluster)
+        places = too_large
+    return results
 
 
-def _smaller(cfg: Config, candidate: Candidate) -> list[int]:
+def _list_smaller(cfg: Config, candidate: Candidate) -> list[int]:
+    """Return the micro batch sizes below the candidate's, smallest first; none if the config gives the size."""
     if cfg.training.micro_batch_size != "auto":
         return []
     now = candidate.cfg.training.sequences_per_shard
-    return [size for size in micro_batch_sizes(cfg, candidate.sizes) if size < now]
+    return [size for size in list_micro_batch_sizes(cfg, candidate.sizes) if size < now]
 
 
-def nothing_fits(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
-    """By how much, and what would make it fit."""
+def explain_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
+    """Return the message for a ranking in which nothing fits: how much is missing, and what would make it fit."""
     if not ranking.too_large:
         [(reason, _)] = Counter(ranking.refused.values()).most_common(1)
         return f"no mesh of {cluster.num_devices} devices divides this model and batch: {reason}"

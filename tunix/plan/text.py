@@ -1,4 +1,4 @@
-"""A plan as tables, as JSON, and as files."""
+"""A plan as text tables, as JSON, and as files."""
 
 import json
 import shlex
@@ -10,8 +10,8 @@ import jax
 from rich.table import Table
 
 from tunix.base.tables import as_text
-from tunix.plan.compiled import HBM_SHARE, backend
-from tunix.plan.picture import picture
+from tunix.plan.compiled import HBM_SHARE, find_backend
+from tunix.plan.picture import draw_plan
 from tunix.plan.ranking import GIB, Candidate, Ranking
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import format_mesh_shape
@@ -19,58 +19,58 @@ from tunix.sharding.mesh_shape import format_mesh_shape
 LABEL = "derived, compiled and predicted, not measured"
 
 
-def text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
-    """Tables of the meshes and of what the best one moves, why others were refused, and the command for the best."""
-    lines = [as_text(meshes(ranking, cluster), 190)] if ranking.fit or ranking.too_large else []
+def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
+    """Format the table of meshes, the reasons why others are refused, and the traffic and command of the best mesh."""
+    candidates = [*ranking.fit, *ranking.too_large]
+    lines = [as_text(_mesh_table(ranking, cluster), 190)] if candidates else []
     lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use (plan.memory_share)")
     lines += [f"refused {mesh}: {reason}" for mesh, reason in ranking.refused.items()]
-    every = [*ranking.fit, *ranking.too_large]
-    lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in every if each.note]
-    lines += _assumptions(cluster, every)
+    lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in candidates if each.note]
+    lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
-            lines += ["", as_text(moved(ranking.fit[0]), 190)]
-        lines += ["", command(overrides, ranking.fit[0])]
+            lines += ["", as_text(_traffic_table(ranking.fit[0]), 190)]
+        lines += ["", format_command(overrides, ranking.fit[0])]
     return "\n".join(lines)
 
 
-def meshes(ranking: Ranking, cluster: Cluster) -> Table:
-    """A row for each mesh that divides the model."""
-    found = Table(title=f"{cluster}: {LABEL}", title_justify="left")
-    held = ("weights", "optimizer", "gradients", "temporary")
-    of_time = ("compute s", "exposed s", "step s", "tokens/s", "MFU", "exposed share")
-    for name in ("mesh", "batch", "from", *held, "GiB in all", *of_time):
-        found.add_column(name, justify="left" if name in ("mesh", "from") else "right", no_wrap=True)
+def _mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
+    """Make a table with a row for each mesh that divides the model."""
+    table = Table(title=f"{cluster}: {LABEL}", title_justify="left")
+    memory = ("weights", "optimizer", "gradients", "temporary")
+    time = ("compute s", "exposed s", "step s", "tokens/s", "MFU", "exposed share")
+    for name in ("mesh", "batch", "from", *memory, "GiB in all", *time):
+        table.add_column(name, justify="left" if name in ("mesh", "from") else "right", no_wrap=True)
     for each in [*ranking.fit, *ranking.too_large]:
-        found.add_row(
+        table.add_row(
             format_mesh_shape(each.sizes),
             str(each.cfg.training.micro_batch_size),
             each.source,
-            *(f"{each.num_bytes[name] / GIB:.2f}" for name in held),
+            *(f"{each.num_bytes[name] / GIB:.2f}" for name in memory),
             f"{each.memory / GIB:.2f}{' !' if each.memory > ranking.limit else ''}",
             *(f"{value:.3f}" for value in (each.compute_s, each.exposed_s, each.step_s)),
             f"{each.tokens_per_s:,.0f}",
             f"{each.mfu:.1%}",
             f"{each.exposed_s / each.step_s:.0%}",
         )
-    return found
+    return table
 
 
-def moved(candidate: Candidate) -> Table:
-    """Collectives of a step of the compiled program, by mesh axis."""
+def _traffic_table(candidate: Candidate) -> Table:
+    """Make a table of the compiled step's collectives by mesh axis, without those of less than 1 MiB."""
     assert candidate.compiled
     title = f"collectives of a step on {format_mesh_shape(candidate.sizes)}, per device group"
-    found = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
     for name in ("axes", "collective", "dtype", "count", "GiB"):
-        found.add_column(name, justify="right" if name in ("count", "GiB") else "left")
-    for each in candidate.compiled.moved:
+        table.add_column(name, justify="right" if name in ("count", "GiB") else "left")
+    for each in candidate.compiled.traffic:
         if each.num_bytes >= 2**20:
             row = ("+".join(each.axes), each.kind, each.dtype, f"{each.count:,}", f"{each.num_bytes / GIB:.3f}")
-            found.add_row(*row)
-    return found
+            table.add_row(*row)
+    return table
 
 
-def _assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
+def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
     kind = cluster.kind
     lines = [
         f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s, the rest at "
@@ -85,17 +85,22 @@ def _assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
         )
     elif candidates and all(each.compiled is None for each in candidates):
         lines.append("nothing is compiled: temporary memory is an estimate, and all of a schedule's overlap is assumed")
-    if any(not (each.compiled and each.compiled.timeline) and each.cfg.optimizer.name == "muon" for each in candidates):
-        lines.append("derived: without what Muon's matrix products move, hold and compute, which is much: compile")
+    if any(
+        not (each.compiled and each.compiled.step_time) and each.cfg.optimizer.name == "muon" for each in candidates
+    ):
+        lines.append(
+            "derived numbers leave out the matrix products of Muon, which take much memory, communication and time; "
+            "compile to see them (plan.num_compiled)"
+        )
     return lines
 
 
 def record(candidate: Candidate) -> dict[str, Any]:
-    """A mesh as --json shows it; seconds, bytes, FLOPs of one device and one step."""
-    added: dict[str, int] = {}
-    for each in candidate.costs.transfers:
-        name = f"{each.kind} {'+'.join(each.axes)}"
-        added[name] = added.get(name, 0) + each.num_bytes
+    """Return a mesh as --json shows it: seconds, bytes and FLOPs of one device and one step."""
+    derived_bytes: dict[str, int] = {}
+    for transfer in candidate.costs.transfers:
+        name = f"{transfer.kind} {'+'.join(transfer.axes)}"
+        derived_bytes[name] = derived_bytes.get(name, 0) + transfer.num_bytes
     compiled = candidate.compiled
     return {
         "mesh_shape": format_mesh_shape(candidate.sizes),
@@ -103,8 +108,8 @@ def record(candidate: Candidate) -> dict[str, Any]:
         "source": candidate.source,
         "bytes_per_device": {**candidate.num_bytes, "total": candidate.memory},
         "derived_bytes_per_device": {**candidate.costs.num_bytes, "total": candidate.costs.memory},
-        "derived_bytes_moved": added,
-        "collectives": [asdict(each) for each in compiled.moved] if compiled else None,
+        "derived_bytes_moved": derived_bytes,
+        "collectives": [asdict(each) for each in compiled.traffic] if compiled else None,
         "compile_s": compiled.compile_s if compiled else None,
         "not_compiled": candidate.note or None,
         "tflop_per_step_per_device": candidate.flops / 1e12,
@@ -118,36 +123,36 @@ def record(candidate: Candidate) -> dict[str, Any]:
             "tokens_per_s": candidate.tokens_per_s,
             "mfu": candidate.mfu,
         },
-    }  # fmt: skip
+    }
 
 
-def as_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
-    """Everything, for programs."""
+def format_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
+    """Format the whole ranking as JSON."""
     values = {
         "note": LABEL,
         "device": cluster.kind.model_dump(),
-        "compiler": backend(),
+        "compiler": find_backend(),
         "limit_bytes": round(ranking.limit),
         "fit": [record(each) for each in ranking.fit],
         "too_large": [record(each) for each in ranking.too_large],
         "refused": ranking.refused,
-        "command": command(overrides, ranking.fit[0]) if ranking.fit else None,
+        "command": format_command(overrides, ranking.fit[0]) if ranking.fit else None,
     }
     return json.dumps(values, indent=1)
 
 
 def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str]) -> None:
-    """plan.txt, plan.json and plan.png."""
+    """Write plan.txt, plan.json and plan.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.txt").write_text(f"{text(ranking, cluster, overrides)}\n")
-    (folder / "plan.json").write_text(f"{as_json(ranking, cluster, overrides)}\n")
-    (folder / "plan.png").write_bytes(picture(ranking, cluster))
+    (folder / "plan.txt").write_text(f"{format_text(ranking, cluster, overrides)}\n")
+    (folder / "plan.json").write_text(f"{format_json(ranking, cluster, overrides)}\n")
+    (folder / "plan.png").write_bytes(draw_plan(ranking, cluster))
 
 
-def command(overrides: list[str], best: Candidate) -> str:
-    """What trains on the best mesh."""
-    decided = ("model.mesh_shape=", "mesh_shape=", "training.micro_batch_size=auto", "plan.")
-    words = [word for word in overrides if not word.lstrip("+").startswith(decided)]
+def format_command(overrides: list[str], best: Candidate) -> str:
+    """Return the command that trains on the best mesh."""
+    replaced = ("model.mesh_shape=", "mesh_shape=", "training.micro_batch_size=auto", "plan.")
+    words = [word for word in overrides if not word.lstrip("+").startswith(replaced)]
     if any(word.lstrip("+") == "training.micro_batch_size=auto" for word in overrides):
         words.append(f"training.micro_batch_size={best.cfg.training.micro_batch_size}")
     return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={format_mesh_shape(best.sizes)}"])

@@ -1,4 +1,4 @@
-"""Clusters that need not be there: nodes of equal devices."""
+"""Description of a cluster, which need not exist: a number of nodes with equal devices."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,11 @@ from tunix.costs.devices import device_kinds
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices."""
+    """A number of nodes with equal devices."""
 
     kind: DeviceKind
     num_nodes: int
-    per_node: int
+    per_node: int  # devices of a node
 
     @property
     def num_devices(self) -> int:
@@ -28,7 +28,11 @@ class Cluster:
 
 
 def read_topology(text: str) -> Cluster:
-    """`h200:8` or `h200:32x8`; the kind may be a path."""
+    """Read `h200:8` (devices) or `h200:32x8` (nodes x devices); the kind may be the path of a YAML file.
+
+    Raises:
+        UserError: the text has another form, or the kind is not known.
+    """
     name, _, product = text.rpartition(":")
     numbers = product.split("x")
     if not name or len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):

@@ -14,7 +14,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
 
-def reported(work: Callable[[], int | None]) -> int:
+def report_errors(work: Callable[[], int | None]) -> int:
     """Exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr."""
     try:
         return work() or 0

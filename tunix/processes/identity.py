@@ -1,7 +1,7 @@
-"""Who am I: which process of which run, from the config or from what started it.
+"""Identity of this process: its rank, the number of processes, and the address where they meet.
 
 The first source that recognises the environment decides: the config, torchrun, Slurm, Open MPI, JAX's own detectors.
-Only where those are asked is jax imported.
+jax is imported only if JAX's detectors are asked.
 """
 
 import os
@@ -16,55 +16,61 @@ from tunix.config import Distributed
 
 Environment = Mapping[str, str]
 
-
-FOR_JAX = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}  # of indexed Jobs, of TPU pods
-FIRST_PORT, NUM_PORTS = 61440, 4096  # above those that Linux hands out by itself
+# Variables of Kubernetes' indexed Jobs and of TPU pods: with one of them, JAX's own detectors are asked.
+JAX_VARIABLES = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}
+FIRST_PORT, NUM_PORTS = 61440, 4096  # above the ports that Linux gives to outgoing connections
 
 
 @dataclass(frozen=True)
 class Identity:
     """One process of a run."""
 
-    source: str  # what told us
+    source: str  # where the numbers come from, for messages
     coordinator_address: str  # host:port of process 0
     num_processes: int
     process_id: int
-    local_device_ids: tuple[int, ...] | None = None  # None: all that this process sees
+    local_device_ids: tuple[int, ...] | None = None  # None: all devices that this process sees
 
 
 ALONE = Identity("a run of one process", "", 1, 0)
 
 
-def who_am_i(cfg: Distributed, environment: Environment = os.environ) -> Identity | None:
-    """This process, or None if it is alone.
+def find_identity(distributed: Distributed, environment: Environment = os.environ) -> Identity | None:
+    """Return the identity of this process, or None if it is the only process of its run.
+
+    Keys of the section `distributed` win over the environment.
 
     Raises:
-        UserError: an environment that contradicts itself, or lacks the coordinator's address.
+        UserError: the environment contradicts itself, or lacks the coordinator's address.
     """
     keys = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
-    given = {key: getattr(cfg, key) for key in keys if getattr(cfg, key) is not None}
+    given = {key: getattr(distributed, key) for key in keys if getattr(distributed, key) is not None}
     if {"num_processes", "process_id", "coordinator_address"} <= given.keys():
         identity = Identity("distributed.*", **given)
     else:
-        if cfg.coordinator_address:
-            environment = {**environment, "JAX_COORDINATOR_ADDRESS": cfg.coordinator_address}
-        found = next(filter(None, (source(environment) for source in (_torchrun, _slurm, _open_mpi, _jax))), None)
+        if distributed.coordinator_address:
+            environment = {**environment, "JAX_COORDINATOR_ADDRESS": distributed.coordinator_address}
+        sources = (_read_torchrun, _read_slurm, _read_open_mpi, _ask_jax)
+        found = next(filter(None, (source(environment) for source in sources)), None)
         if found is None and given.keys() - {"local_device_ids"}:
             missing = [f"distributed.{key}" for key in keys[:3] if key not in given]
             raise UserError(f"distributed.{next(iter(given))} is set; {' and '.join(missing)} must be set too")
         if "local_device_ids" in given and (found is None or found.num_processes == 1):
             raise UserError(
-                "distributed.local_device_ids chooses devices of one process among several; this one is alone: "
-                "CUDA_VISIBLE_DEVICES does"
+                "distributed.local_device_ids chooses the devices of one process of several, but this run has one "
+                "process; use CUDA_VISIBLE_DEVICES instead"
             )
         if found is None:
             return None
         identity = replace(found, **given)
-    return _checked(identity) if identity.num_processes > 1 else None
+    return _check(identity) if identity.num_processes > 1 else None
 
 
-def _torchrun(env: Environment) -> Identity | None:
-    """torchrun, accelerate, tunix.launch. MASTER_ADDR alone means nothing: accelerate sets it for one process too."""
+def _read_torchrun(env: Environment) -> Identity | None:
+    """Read the variables of torchrun, accelerate and tunix.launch.
+
+    MASTER_ADDR alone means nothing: accelerate sets it for a single process too.
+    """
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
@@ -75,7 +81,7 @@ def _torchrun(env: Environment) -> Identity | None:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         if missing:
             raise UserError(f"RANK={rank} and WORLD_SIZE={size} are set, {' and '.join(missing)} must be set too")
-        port = _number(env, "MASTER_PORT") + 1  # MASTER_PORT itself is held by the launcher's store
+        port = _number(env, "MASTER_PORT") + 1  # the launcher itself listens on MASTER_PORT
         if port > 65535:
             raise UserError(f"MASTER_PORT={port - 1}: tunix listens on the port after it; choose a lower one")
         coordinator = f"{env['MASTER_ADDR']}:{port}"
@@ -83,20 +89,21 @@ def _torchrun(env: Environment) -> Identity | None:
     return Identity("RANK and WORLD_SIZE", coordinator, size, rank, local)
 
 
-def _slurm(env: Environment) -> Identity | None:
-    """A task of `srun`. The batch shell itself has no step, and is one process."""
+def _read_slurm(env: Environment) -> Identity | None:
+    """Read the variables of a task of `srun`. The batch script itself is no task, and is a single process."""
     if "SLURM_STEP_NODELIST" not in env or "SLURM_PROCID" not in env:
         return None
     size = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
     if size == 1:
         return ALONE
-    port = _port(_number(env, "SLURM_JOB_ID"))  # of this job alone, on nodes that jobs may share
+    port = _job_port(_number(env, "SLURM_JOB_ID"))  # jobs may share a node: each has a port of its own
     coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
-    local = _local_devices(env, _number(env, "SLURM_LOCALID"), _tasks_here(env))
+    local = _local_devices(env, _number(env, "SLURM_LOCALID"), _count_tasks_here(env))
     return Identity("Slurm", coordinator, size, _number(env, "SLURM_PROCID"), local)
 
 
-def _open_mpi(env: Environment) -> Identity | None:
+def _read_open_mpi(env: Environment) -> Identity | None:
+    """Read the variables of a process that `mpirun` of Open MPI has started."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     size, rank = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
@@ -108,16 +115,16 @@ def _open_mpi(env: Environment) -> Identity | None:
         job, _, address = uri.partition(";tcp://")
         if not address:
             raise UserError("Open MPI does not tell where process 0 is; set distributed.coordinator_address=HOST:PORT")
-        port = _port(int("".join(filter(str.isdigit, job.split(".")[0])) or 0))
+        port = _job_port(int("".join(filter(str.isdigit, job.split(".")[0])) or 0))
         coordinator = f"{address.split(',')[0].split(':')[0]}:{port}"
     local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     local = _local_devices(env, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
     return Identity("Open MPI", coordinator, size, rank, local)
 
 
-def _jax(env: Environment) -> Identity | None:
-    """What JAX finds out by itself: on Kubernetes through the package and the API of that name, on TPU pods."""
-    if not FOR_JAX & env.keys():
+def _ask_jax(env: Environment) -> Identity | None:
+    """Ask JAX's own detectors. They know TPU pods, and Kubernetes if its Python package is installed."""
+    if not JAX_VARIABLES & env.keys():
         return None
     from jax._src.clusters import ClusterEnv  # the detectors have no public name
 
@@ -130,7 +137,7 @@ def _jax(env: Environment) -> Identity | None:
             timeout_secs=60, override_coordinator_port=env.get("JAX_COORDINATOR_PORT")
         )
         size, rank, local = found.get_process_count(), found.get_process_id(), found.get_local_process_id()
-    except Exception as error:  # of the API that the detector asks
+    except Exception as error:  # the detector asks an API over the network, which may fail in any way
         raise UserError(
             f"JAX's own detector of this cluster failed: {(str(error) or repr(error)).splitlines()[0]}; set "
             "distributed.coordinator_address, distributed.num_processes and distributed.process_id"
@@ -139,18 +146,25 @@ def _jax(env: Environment) -> Identity | None:
 
 
 def _local_devices(env: Environment, local_rank: int, local_size: int) -> tuple[int, ...] | None:
-    """One process of a host takes every device; one of many takes its own, unless its launcher hid the others."""
+    """Return the devices of this process; None means every device that it sees.
+
+    The only process of a host takes every device. One of several takes the device with its local rank, unless its
+    launcher has already hidden all others by CUDA_VISIBLE_DEVICES.
+    """
     visible = env.get("CUDA_VISIBLE_DEVICES")
     hidden = visible is not None and len(visible.split(",")) == 1
     return None if local_size == 1 or hidden else (local_rank,)
 
 
-def _port(job: int) -> int:
+def _job_port(job: int) -> int:
     return FIRST_PORT + job % NUM_PORTS
 
 
-def _tasks_here(env: Environment) -> int:
-    """`SLURM_STEP_TASKS_PER_NODE` is like 4(x2),3; this node's place in it is SLURM_NODEID."""
+def _count_tasks_here(env: Environment) -> int:
+    """Return the number of tasks on this node.
+
+    `SLURM_STEP_TASKS_PER_NODE` is a list like 4(x2),3, which means 4, 4 and 3; SLURM_NODEID is this node's place in it.
+    """
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -159,27 +173,32 @@ def _tasks_here(env: Environment) -> int:
 
 
 def _first_node(nodes: str) -> str:
-    """Address of the first node of a list like node[3-5,7]; Slurm may know it by another name than the resolver."""
+    """Return the address of the first node of a list like node[3-5,7].
+
+    Slurm is asked for the address, since the name that Slurm gives a node need not be known to DNS.
+    """
 
     def scontrol(*words: str) -> str:
         if not shutil.which("scontrol"):
             return ""
         return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=False).stdout
 
-    first = re.split(r",(?![^\[]*\])", nodes)[0]  # at a comma outside brackets
-    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+    first = re.split(r",(?![^\[]*\])", nodes)[0]  # up to the first comma outside brackets: node[3-5,7]
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)  # the first number in the brackets: node3
     facts = dict(word.split("=", 1) for word in scontrol("node", name).split() if "=" in word)
     return facts.get("NodeAddr", name)
 
 
-def _checked(identity: Identity) -> Identity:
-    told, host_port = identity.source, identity.coordinator_address
+def _check(identity: Identity) -> Identity:
+    """Check rank and address, and return the identity with an IPv6 address in brackets, as JAX reads it."""
+    source, address = identity.source, identity.coordinator_address
+    host, _, port = address.rpartition(":")
     if identity.process_id >= identity.num_processes:
-        raise UserError(f"{told}: process {identity.process_id} of {identity.num_processes}; they count from 0")
-    if not host_port.rpartition(":")[0] or not host_port.rpartition(":")[2].isdigit():
-        raise UserError(f"{told}: coordinator address {host_port} must be HOST:PORT")
-    if ":" in (host := host_port.rpartition(":")[0]) and not host.startswith("["):  # IPv6, as JAX takes it
-        return replace(identity, coordinator_address=f"[{host}]:{host_port.rpartition(':')[2]}")
+        raise UserError(f"{source}: process {identity.process_id} of {identity.num_processes}; they count from 0")
+    if not host or not port.isdigit():
+        raise UserError(f"{source}: coordinator address {address} must be HOST:PORT")
+    if ":" in host and not host.startswith("["):
+        return replace(identity, coordinator_address=f"[{host}]:{port}")
     return identity
 
 

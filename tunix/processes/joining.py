@@ -7,7 +7,7 @@ import jax
 
 from tunix.base.errors import UserError
 from tunix.config import Distributed
-from tunix.processes.identity import who_am_i
+from tunix.processes.identity import find_identity
 from tunix.processes.peers import deadline
 from tunix.processes.rollcall import roll_call
 
@@ -21,7 +21,7 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
     Raises:
         UserError, PeerLost: as `roll_call` raises them.
     """
-    identity = who_am_i(cfg)
+    identity = find_identity(cfg)
     if identity is None:
         _check_devices()
     if identity is None or jax.distributed.is_initialized():

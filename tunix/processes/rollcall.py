@@ -1,6 +1,12 @@
-"""Every process tells process 0 who it is, and hears what does not fit, before JAX's runtime starts, which would abort.
+"""Roll call: process 0 waits until every process has come, and checks that they belong together. Imports no jax.
 
-One line of JSON each way, on the port that the runtime's coordinator takes afterwards. Knows no jax.
+It runs before JAX's runtime starts, because that runtime aborts a process whose peers are missing or different, without
+a message that names them. Each process sends process 0 one line of JSON and gets one back:
+
+    process k -> 0    {"process": k, "host": ..., "facts": {key: value, ...}, "time": ...}
+    process 0 -> k    {"remarks": [...]}   or {"mistake": ...}   or {"absent": ...}
+
+They use the port that the runtime's coordinator takes afterwards.
 """
 
 import json
@@ -13,27 +19,27 @@ from typing import Any
 from tunix.base.errors import PeerLost, UserError
 from tunix.processes.identity import Identity
 
-CLOCKS_S = 5.0  # hosts whose clocks differ by more are named
-LATE_S = 5.0  # how long process 0 goes on telling the others what is wrong
+CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
+LATE_S = 5.0  # after an error, seconds that process 0 waits for processes that are still to come, to tell them too
 
 
 def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> list[str]:
-    """Wait until all processes are there; remarks for the log.
+    """Wait until all processes have come; return remarks for the log.
 
     Args:
-        facts: what must be the same on all of them.
+        facts: values that must be the same on all processes, by their names.
 
     Raises:
-        UserError: an unknown host, a port that is taken, or processes that do not belong together.
-        PeerLost: names who has not come after `timeout_s`.
+        UserError: the host is unknown, the port is taken, or the processes do not belong together.
+        PeerLost: processes have not come after `timeout_s`; the message names them.
     """
     host, _, port = identity.coordinator_address.rpartition(":")
     host = host.strip("[]")  # of an IPv6 address
-    told = f"{identity.source}: coordinator {identity.coordinator_address}"
+    subject = f"{identity.source}: coordinator {identity.coordinator_address}"  # messages begin with it
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError:
-        raise UserError(f"{told}: host {host} is unknown here ({socket.gethostname()})") from None
+        raise UserError(f"{subject}: host {host} is unknown here ({socket.gethostname()})") from None
     about = {
         "process": identity.process_id,
         "host": socket.gethostname(),
@@ -41,18 +47,18 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
     }
     deadline = time.monotonic() + timeout_s
     if identity.process_id:
-        answer = _answer(host, int(port), about, deadline, told)
+        answer = _report(host, int(port), about, deadline, subject)
     else:
         families = {address[0] for address in addresses}
         try:
             server = socket.create_server(("", int(port)), family=min(families))  # IPv4 where there is one
         except OSError as error:
             raise UserError(
-                f"{told}: port {port} cannot be used ({os.strerror(error.errno or 0)}); "
+                f"{subject}: port {port} cannot be used ({os.strerror(error.errno or 0)}); "
                 "set distributed.coordinator_address=HOST:PORT"
             ) from None
         with server:
-            answer = _call(server, identity.num_processes, about, deadline)
+            answer = _call_roll(server, identity.num_processes, about, deadline)
     if "absent" in answer:
         raise PeerLost(f"{answer['absent']} within distributed.init_timeout_s={timeout_s:g}")
     if "mistake" in answer:
@@ -60,10 +66,10 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
     return answer["remarks"]
 
 
-def _call(server: socket.socket, num_processes: int, mine: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Process 0: hear everyone, then tell all what came of it."""
+def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Run the roll call on process 0: hear every process, then send all of them the result, which is returned too."""
     guests: list[socket.socket] = []
-    came = {0: mine | {"ahead_s": 0.0}}
+    came = {0: about | {"ahead_s": 0.0}}  # by process
     mistake = ""
     while len(came) < num_processes:
         server.settimeout(max(0.01, deadline - time.monotonic()))
@@ -73,16 +79,16 @@ def _call(server: socket.socket, num_processes: int, mine: dict[str, Any], deadl
             break
         guest.settimeout(5)
         theirs = read(guest)
-        if theirs is None or not mine.keys() < theirs.keys():  # not one of us
+        if theirs is None or not about.keys() < theirs.keys():  # another program, like a port scanner
             guest.close()
             continue
         guests.append(guest)
         theirs["ahead_s"] = theirs.pop("time") - time.time()
-        if not mistake and (mistake := _mistake(came, theirs)):
+        if not mistake and (mistake := _find_mistake(came, theirs)):
             deadline = min(deadline, time.monotonic() + LATE_S)
         came.setdefault(theirs["process"], theirs)
     missing = sorted(set(range(num_processes)) - set(came))
-    answer: dict[str, Any] = {"remarks": _clocks(came)}
+    answer: dict[str, Any] = {"remarks": _compare_clocks(came)}
     if missing:
         present = ", ".join(f"{process} ({about['host']})" for process, about in sorted(came.items()))
         answer = {"absent": f"processes {missing} of {num_processes} did not come, only {present}"}
@@ -91,14 +97,16 @@ def _call(server: socket.socket, num_processes: int, mine: dict[str, Any], deadl
     for guest in guests:
         with suppress(OSError):  # it has died since
             write(guest, answer)
-    for guest in guests:  # who closes first keeps the port busy
+    # TCP keeps the port of the side that closes first busy for a while, and the coordinator needs this port. So wait
+    # until the other side has closed.
+    for guest in guests:
         read(guest)
         guest.close()
     return answer
 
 
-def _mistake(came: dict[int, dict[str, Any]], theirs: dict[str, Any]) -> str:
-    """What is wrong with a process that has come, in words; empty if nothing is."""
+def _find_mistake(came: dict[int, dict[str, Any]], theirs: dict[str, Any]) -> str:
+    """Compare a process that has come with process 0; return what is wrong, or nothing."""
     process, host = theirs["process"], theirs["host"]
     ours, facts = came[0]["facts"], theirs["facts"]
     different = [
@@ -114,8 +122,8 @@ def _mistake(came: dict[int, dict[str, Any]], theirs: dict[str, Any]) -> str:
     return ""
 
 
-def _clocks(came: dict[int, dict[str, Any]]) -> list[str]:
-    """The two hosts whose clocks are furthest apart, if that is far."""
+def _compare_clocks(came: dict[int, dict[str, Any]]) -> list[str]:
+    """Return a remark about the two hosts whose clocks differ most, if they differ by more than `CLOCKS_S`."""
     slow, fast = (end(came.values(), key=lambda about: about["ahead_s"]) for end in (min, max))
     apart = fast["ahead_s"] - slow["ahead_s"]
     if apart < CLOCKS_S:
@@ -123,12 +131,12 @@ def _clocks(came: dict[int, dict[str, Any]]) -> list[str]:
     return [f"the clock of {fast['host']} is {apart:.0f} s ahead of that of {slow['host']}; NTP would set them right"]
 
 
-def _answer(host: str, port: int, mine: dict[str, Any], deadline: float, told: str) -> dict[str, Any]:
-    """Any other process: knock until process 0 is there, then wait for what came of it."""
+def _report(host: str, port: int, about: dict[str, Any], deadline: float, subject: str) -> dict[str, Any]:
+    """Report to process 0 from any other process: try until it listens, then wait for the result and return it."""
     while True:
         try:
             with socket.create_connection((host, port), timeout=5) as zero:
-                write(zero, mine | {"time": time.time()})
+                write(zero, about | {"time": time.time()})
                 zero.settimeout(max(0.01, deadline + 2 * LATE_S - time.monotonic()))
                 if answer := read(zero):
                     return answer
@@ -136,7 +144,7 @@ def _answer(host: str, port: int, mine: dict[str, Any], deadline: float, told: s
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{told}: no answer ({error}); is process 0 running, is the port open between the hosts? "
+                    f"{subject}: no answer ({error}); is process 0 running, is the port open between the hosts? "
                     "distributed.init_timeout_s waits longer"
                 ) from None
             time.sleep(0.2)
@@ -147,7 +155,7 @@ def write(peer: socket.socket, message: dict[str, Any]) -> None:
 
 
 def read(peer: socket.socket) -> dict[str, Any] | None:
-    """One line of JSON, or None if the peer speaks of something else, or no more."""
+    """Read one line of JSON; None if the peer sends something else, or has closed the connection."""
     try:
         with peer.makefile() as lines:
             message = json.loads(lines.readline(1_000_000))

@@ -1,6 +1,7 @@
-"""One process of several runs in a child of its own, so that its end has a code of ours whatever ends it.
+"""Supervise one process of a run: run it as a child, and turn any end of the child into one of our exit codes.
 
-The runtime aborts a process that has lost the coordinator, and no Python runs after that. Knows no jax.
+The JAX runtime aborts a process that has lost the coordinator. No Python code runs after that in the process itself, so
+its parent has to report the end. Imports no jax.
 """
 
 import os
@@ -21,7 +22,7 @@ def is_child() -> bool:
 
 
 def this_command() -> list[str]:
-    """This program with its arguments, as a new process starts it: a script, or a module as in `python -m NAME`."""
+    """Return the words that start this program again with its arguments: a script, or `python -m NAME`."""
     spec = sys.modules["__main__"].__spec__
     if spec is None:
         return [sys.executable, *sys.argv]
@@ -29,16 +30,17 @@ def this_command() -> list[str]:
 
 
 def supervise(identity: Identity, patience_s: float) -> int:
-    """Run this command line again as a child; its exit code, or 76 where the runtime aborted it.
+    """Run this command line again as a child; return its exit code, or 76 if the runtime aborted it.
 
-    A child that somebody has stopped (SIGSTOP) for `patience_s` is ended: the others have given it up.
+    If somebody stops the child (SIGSTOP) for longer than `patience_s`, it is killed: the other processes no longer wait
+    for it.
     """
     environment = {**os.environ, CHILD: "1", "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(this_command(), env=environment, preexec_fn=exits.end_with_parent())
-    asked: list[int] = []
+    signals_sent: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
-        asked.append(number)
+        signals_sent.append(number)
         child.send_signal(number)
 
     for number in exits.STOP_SIGNALS:
@@ -50,7 +52,7 @@ def supervise(identity: Identity, patience_s: float) -> int:
     if status is None:
         print(f"error: {who} was stopped for distributed.heartbeat_timeout_s={patience_s:g}", file=sys.stderr)
         return exits.PEER
-    if -status in asked:  # it came before the child could answer: there was nothing to save
+    if -status in signals_sent:  # the signal came before the child handled signals: there was nothing to save
         return exits.STOPPED
     if status == -signal.SIGABRT:
         print(f"error: {who} has lost the others: one of them died, hangs, or cannot be reached", file=sys.stderr)
@@ -60,21 +62,21 @@ def supervise(identity: Identity, patience_s: float) -> int:
 
 
 def _wait(child: subprocess.Popen, patience_s: float) -> int | None:
-    """Status of the child at its end; None if it had to be ended."""
-    moved = time.monotonic()
-    while time.monotonic() < moved + patience_s:
+    """Wait for the end of the child and return its status; None if it was stopped for too long and had to be killed."""
+    last_running = time.monotonic()
+    while time.monotonic() < last_running + patience_s:
         try:
             return child.wait(timeout=1)
         except subprocess.TimeoutExpired:
             if not _is_stopped(child.pid):
-                moved = time.monotonic()
+                last_running = time.monotonic()
     child.kill()
     child.wait()
     return None
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process; only Linux tells."""
+    """Return whether a signal has stopped the process. Only Linux shows it; elsewhere this is False."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:

@@ -19,7 +19,7 @@ from tunix.config import Config
 from tunix.hf.hub import ABOUT, find
 from tunix.hf.weights import INDEX
 from tunix.processes import peers
-from tunix.processes.shared_disk import blind_to
+from tunix.processes.shared_disk import find_blind
 from tunix.run.environment import describe_environment
 from tunix.tokenizer.vocabulary import Vocabulary
 
@@ -78,7 +78,7 @@ def _is_shared(folder: Path, asked: bool | str) -> bool:
         return True
     if asked is False:
         return False
-    blind = {peers.hosts()[rank] for rank in blind_to(folder)}
+    blind = {peers.hosts()[rank] for rank in find_blind(folder)}
     if not blind:
         return True
     others = set(peers.hosts()) - {peers.hosts()[0]}

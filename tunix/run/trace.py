@@ -16,12 +16,12 @@ from jax.profiler import ProfileData
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.costs import communication_report
-from tunix.costs.communication import measured, predict
-from tunix.costs.communication_report import picture
+from tunix.costs.communication import measure, predict
+from tunix.costs.communication_report import draw_communication
 from tunix.costs.derived import derive
-from tunix.costs.devices import kind_named
-from tunix.costs.hlo import collectives, control_flow
-from tunix.costs.timeline import Timeline, events, timelines
+from tunix.costs.devices import find_kind
+from tunix.costs.hlo import read_collectives, read_control_flow
+from tunix.costs.timeline import Timeline, measure_devices, read_events
 from tunix.processes import peers
 from tunix.run.metrics import Metrics
 from tunix.training.state import State
@@ -93,14 +93,16 @@ class CommunicationTrace:
         return self.folder / f"unfinished.{jax.process_index()}"
 
     def _report(self, step: int, hlo: str) -> None:
-        found = collectives(hlo)
+        found = read_collectives(hlo)
         mine: dict[str, Timeline] = {}
         if self.traces:
             trace = ProfileData.from_file(str(self._keep_trace()))
             module = re.match(r"HloModule ([\w.\-]+)", hlo)
             assert module
             names = {each.name for each in found}
-            mine = timelines(events(trace, module[1], names), self.cfg.profile.steps, names, control_flow(hlo))
+            mine = measure_devices(
+                read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
+            )
         said = json.dumps({device: asdict(timeline) for device, timeline in mine.items()})
         everyone = [json.loads(text) for text in peers.gather(said, "communication report")]
         per_host = max(Counter(peers.hosts()).values()) * jax.local_device_count()
@@ -115,10 +117,10 @@ class CommunicationTrace:
             log.warning("the trace in %s shows no operation of the step: no communication report", self.folder)
             return
         sizes = dict(self.mesh.shape)
-        kind = kind_named(self.mesh.devices.flat[0].device_kind)
+        kind = find_kind(self.mesh.devices.flat[0].device_kind)
         predicted = predict(derive(self.cfg, sizes).transfers, sizes, kind, per_host)
-        communication = measured(self.edges[0] + 1, self.cfg.profile.steps, of_all, found, sizes, predicted)
-        text, png = communication_report.text(communication), picture(communication)
+        communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, found, sizes, predicted)
+        text, png = communication_report.format_text(communication), draw_communication(communication)
         for name, content in (("txt", text), ("csv", communication_report.to_csv(communication))):
             (self.folder / f"communication.{name}").write_text(content)
         (self.folder / "communication.png").write_bytes(png)

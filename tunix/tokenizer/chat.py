@@ -1,6 +1,7 @@
-"""Conversations as text by a chat template, cut into what is given and what is answered.
+"""Chat templates: turn a conversation into text, cut into prompts and answers.
 
-Templates are Jinja, as Hugging Face's tokenizers carry them; the environment here is that of transformers.
+A template is a Jinja text, as Hugging Face's tokenizers have them. The Jinja environment is the one of transformers, so
+that a template gives the same text there and here.
 """
 
 import datetime
@@ -15,7 +16,7 @@ from tunix.base.errors import UserError
 
 Message = dict[str, str]  # role, content
 
-# For tokenizers that have none: those trained here.
+# The template of tokenizers that are trained here. A conversation becomes "<bos>user:\nHi\nassistant:\nHello<eos>".
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}{{ '' if loop.first else '\n' }}{{ message.role }}:\n"
     "{{ message.content }}{{ eos_token if message.role == 'assistant' else '' }}{% endfor %}"
@@ -24,8 +25,10 @@ PLAIN = (
 
 
 class ChatTemplate:
+    """A compiled template with the special tokens that it may name."""
+
     def __init__(self, source: str, special_tokens: dict[str, str]):
-        """`special_tokens` are the values of bos_token, eos_token and others that the template may name."""
+        """`special_tokens` maps bos_token, eos_token and others to their text. A template with an error is refused."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
@@ -36,6 +39,7 @@ class ChatTemplate:
             raise UserError(f"task.chat_template: {error}") from None
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation; `add_generation_prompt` adds the text that asks for the next answer."""
         try:
             return self.template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self.special_tokens
@@ -44,14 +48,18 @@ class ChatTemplate:
             raise UserError(f"task.chat_template refuses a conversation: {error}") from None
 
     def segments(self, messages: list[Message]) -> list[tuple[str, bool]]:
-        """The conversation's text in pieces, and of each whether it is an answer, with the end of its turn.
+        """Cut the conversation's text into pieces; True marks an answer, which includes the end of its turn.
 
-        A prompt ends where generation would begin, so tokens are cut there in training as they are in use.
+            user: 1+1?  assistant: 2  user: and 3+3?  assistant: 6
+            |------ False ------|True|-------- False --------|True|
+
+        A prompt ends where generation would begin. So training cuts the text into tokens at the same places as
+        generation does.
 
         Raises:
-            UserError: the text of a conversation does not begin with that of its first turns.
+            UserError: the text of a conversation does not begin with the text of its first turns.
         """
-        pieces, done = [], ""
+        pieces, done = [], ""  # `done` is the text up to the last answer
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = self.render(messages[:number], add_generation_prompt=True)

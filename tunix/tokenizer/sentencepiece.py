@@ -1,4 +1,4 @@
-"""SentencePiece models (Kudo and Richardson 2018, arXiv:1808.06226) as tokenizers of the `tokenizers` library."""
+"""Convert SentencePiece models (Kudo and Richardson 2018, arXiv:1808.06226) to the `tokenizers` library."""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +7,18 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tunix.base.errors import UserError
 
-UNIGRAM, BPE = 1, 2  # TrainerSpec.model_type
-CONTROL, USER_DEFINED = 3, 4  # SentencePiece.type
+UNIGRAM, BPE = 1, 2  # values of TrainerSpec.model_type
+CONTROL, USER_DEFINED = 3, 4  # values of SentencePiece.type
 
 
 def convert(path: Path) -> Tokenizer:
-    """The same tokens for the same text; without the tokens that SentencePiece can put around it.
+    """Return a tokenizer that gives the same tokens for the same text.
+
+    It leaves out the tokens that SentencePiece can add before and after a text.
 
     Raises:
-        UserError: not a SentencePiece model, one that is neither unigram nor BPE, or the library is not there.
+        UserError: the file is not a SentencePiece model, the model is neither unigram nor BPE, or the library is not
+            installed.
     """
     try:
         from sentencepiece import sentencepiece_model_pb2
@@ -24,7 +27,7 @@ def convert(path: Path) -> Tokenizer:
     proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     try:
         proto.ParseFromString(path.read_bytes())
-    except Exception as error:  # protobuf's own, of a place that differs between versions
+    except Exception as error:  # protobuf's own error, whose module differs between versions
         raise UserError(f"tokenizer.path={path} cannot be read as a SentencePiece model: {error}") from None
     spec = proto.trainer_spec
     if spec.model_type not in (UNIGRAM, BPE):
@@ -36,7 +39,7 @@ def convert(path: Path) -> Tokenizer:
     else:
         numbers = {piece: number for number, (piece, _) in enumerate(pieces)}
         model = models.BPE(
-            numbers, _merges(proto), unk_token=spec.unk_piece, fuse_unk=True, byte_fallback=spec.byte_fallback
+            numbers, _find_merges(proto), unk_token=spec.unk_piece, fuse_unk=True, byte_fallback=spec.byte_fallback
         )
     backend = Tokenizer(model)
     steps: list[normalizers.Normalizer] = []
@@ -61,13 +64,17 @@ def convert(path: Path) -> Tokenizer:
     return backend
 
 
-def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs of tokens that make a token, the best first (its score is minus the order it was learnt in)."""
+def _find_merges(proto: Any) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that BPE merges, the first learnt first.
+
+    A SentencePiece file has no list of merges. A token's score is minus the number of the merge that made it, so every
+    split of a token into two other tokens is a merge, in the order of the scores.
+    """
     numbers = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type not in (CONTROL,)}
-    found = []
+    merges = []
     for piece in proto.pieces:
         for cut in range(1, len(piece.piece)):
             left, right = piece.piece[:cut], piece.piece[cut:]
             if left in numbers and right in numbers:
-                found.append((-piece.score, numbers[left], numbers[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+                merges.append((-piece.score, numbers[left], numbers[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]

@@ -1,4 +1,7 @@
-"""Text to tokens with the `tokenizers` library: from files, from the hub, or a byte-level BPE trained on the corpus."""
+"""Tokenizers of the `tokenizers` library: read from files or from the hub, or trained on the corpus.
+
+A `Vocabulary` is such a tokenizer (its `backend`) with the special tokens around a document and the chat template.
+"""
 
 import hashlib
 import json
@@ -15,23 +18,23 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import Tokenizer
-from tunix.hf.hub import why
+from tunix.hf.hub import explain
 from tunix.tokenizer import sentencepiece
 from tunix.tokenizer.chat import PLAIN, ChatTemplate
 
 ROW_MULTIPLE = 128
-PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # of tokenizers trained here
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # special tokens of tokenizers that are trained here
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer with what surrounds a document: its first and last token, and its chat template."""
+    """A tokenizer with the first and the last token of a document, and the chat template."""
 
     backend: Backend
-    bos_token: str | None
-    eos_token: str
-    chat_template: str | None
+    bos_token: str | None  # first token of a document; None: documents have none
+    eos_token: str  # last token of a document
+    chat_template: str | None  # Jinja
 
     @cached_property
     def bos(self) -> int | None:
@@ -45,7 +48,7 @@ class Vocabulary:
 
     @cached_property
     def num_tokens(self) -> int:
-        """One more than the largest token id."""
+        """The largest token id plus one."""
         return max(self.backend.get_vocab().values()) + 1
 
     @cached_property
@@ -56,12 +59,12 @@ class Vocabulary:
 
     @cached_property
     def digest(self) -> str:
-        """Of what becomes of a text."""
+        """Hash of everything that decides the tokens of a document."""
         parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
-    def beginning(self) -> Backend:
-        """The tokenizer such that it puts the first token before a text by itself, as Hugging Face's do."""
+    def with_bos(self) -> Backend:
+        """Return a tokenizer that puts the first token before a text by itself, as Hugging Face's tokenizers do."""
         backend = Backend.from_str(self.backend.to_str())
         if self.bos_token is not None and backend.post_processor is None:
             first = f"{self.bos_token} $A"
@@ -71,31 +74,37 @@ class Vocabulary:
         return backend
 
     def save(self, folder: Path) -> None:
-        """Make a folder of the files that `read` takes, as Hugging Face names them."""
+        """Make `folder` with the files that `read_vocabulary` reads, under Hugging Face's names."""
         folder.mkdir()
         self.backend.save(str(folder / "tokenizer.json"))
         special = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": self.chat_template}
         (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=1))
 
 
-def read(cfg: Tokenizer, chat_template: str | None = None) -> Vocabulary:
-    """The tokenizer of `tokenizer.path`; `chat_template` is a Jinja file that goes before its own.
+def read_vocabulary(tokenizer: Tokenizer, chat_template: str | None = None) -> Vocabulary:
+    """Read the tokenizer of `tokenizer.path`; see `load_vocabulary`."""
+    assert tokenizer.path is not None
+    return load_vocabulary(tokenizer.path, tokenizer.bos_token, tokenizer.eos_token, chat_template)
+
+
+def load_vocabulary(
+    path: str, bos: str | None = None, eos: str | None = None, chat_template: str | None = None
+) -> Vocabulary:
+    """Read the tokenizer of a file, of a folder, or of a repository on the hub.
+
+    Args:
+        bos, eos: the first and last token of a document; None takes those that the files name.
+        chat_template: a Jinja file, or the name of one of the tokenizer's templates; None takes the tokenizer's own.
 
     Raises:
-        UserError: no tokenizer there, or none of the tokens that surround a document.
+        UserError: there is no tokenizer, or it lacks the tokens that surround a document.
     """
-    assert cfg.path is not None
-    return load(cfg.path, cfg.bos_token, cfg.eos_token, chat_template)
-
-
-def load(path: str, bos: str | None = None, eos: str | None = None, chat_template: str | None = None) -> Vocabulary:
-    """The same of a path alone; what is given goes before what the files say."""
-    files = _files(path)
-    backend = _backend(path, files)
-    about: dict[str, Any] = read_json(files["tokenizer_config.json"]) if _has(files) else {}
-    template = _template(files, about, chat_template, "task.chat_template")
-    bos = bos or _token(about.get("bos_token")) or _first(backend, (BOS, "<s>"))
-    eos = eos or _token(about.get("eos_token")) or _first(backend, (EOS, "</s>", "<|endoftext|>"))
+    files = _find_files(path)
+    backend = _read_backend(path, files)
+    settings = _read_settings(files)
+    template = _choose_template(files, settings, chat_template, "task.chat_template")
+    bos = bos or _token_text(settings.get("bos_token")) or _find_token(backend, (BOS, "<s>"))
+    eos = eos or _token_text(settings.get("eos_token")) or _find_token(backend, (EOS, "</s>", "<|endoftext|>"))
     if eos is None:
         raise UserError(f"tokenizer.path={path} does not say which token ends a document; set tokenizer.eos_token")
     for key, token in (("bos_token", bos), ("eos_token", eos)):
@@ -105,29 +114,29 @@ def load(path: str, bos: str | None = None, eos: str | None = None, chat_templat
 
 
 def read_backend(folder: Path) -> Backend | None:
-    """The tokenizer of a model's folder, if it has one."""
-    files = _files(str(folder))
-    return _backend(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
+    """Return the tokenizer of a model's folder; None if it has none."""
+    files = _find_files(str(folder))
+    return _read_backend(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
 
 
-def read_chat(folder: Path, asked: str | None) -> ChatTemplate:
-    """The template for answers: `chat_template=asked`, or that of a folder with a tokenizer."""
-    files = _files(str(folder))
-    about: dict[str, Any] = read_json(files["tokenizer_config.json"]) if _has(files) else {}
-    template = _template(files, about, asked, "chat_template")
+def read_chat(folder: Path, chat_template: str | None) -> ChatTemplate:
+    """Return the template that the key `chat_template` names; if it is None, the template of the folder's tokenizer."""
+    files = _find_files(str(folder))
+    settings = _read_settings(files)
+    template = _choose_template(files, settings, chat_template, "chat_template")
     if template is None:
         raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
-    return ChatTemplate(template, {key: _token(about.get(key)) or "" for key in ("bos_token", "eos_token")})
+    return ChatTemplate(template, {key: _token_text(settings.get(key)) or "" for key in ("bos_token", "eos_token")})
 
 
-def train(cfg: Tokenizer, texts: Iterable[str]) -> Vocabulary:
-    """A byte-level BPE, the same for the same texts."""
-    bos, eos = cfg.bos_token or BOS, cfg.eos_token or EOS
+def train_vocabulary(tokenizer: Tokenizer, texts: Iterable[str]) -> Vocabulary:
+    """Train a byte-level BPE. The same texts give the same tokenizer."""
+    bos, eos = tokenizer.bos_token or BOS, tokenizer.eos_token or EOS
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=cfg.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         special_tokens=[PAD, bos, eos],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -136,17 +145,20 @@ def train(cfg: Tokenizer, texts: Iterable[str]) -> Vocabulary:
     return Vocabulary(backend, bos, eos, PLAIN)
 
 
-def padded(num_tokens: int) -> int:
-    """Rows of an embedding table for so many tokens: a multiple that meshes divide and matrix units like."""
+def pad_rows(num_tokens: int) -> int:
+    """Return the rows of an embedding table for `num_tokens` tokens: the next multiple of `ROW_MULTIPLE`.
+
+    A mesh axis divides such a number, and matrix units compute it without a rest.
+    """
     return -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def check_fits(vocabulary: Vocabulary, model_vocab_size: int) -> None:
-    """Raise `UserError` where the model has fewer rows than the tokenizer has tokens."""
+    """Raise `UserError` if the model's embedding has fewer rows than the tokenizer has tokens."""
     if vocabulary.num_tokens > model_vocab_size:
         raise UserError(
             f"the tokenizer has {vocabulary.num_tokens} tokens, more than model.vocab_size={model_vocab_size}; set "
-            f"model.vocab_size={padded(vocabulary.num_tokens)}, the next multiple of {ROW_MULTIPLE}, or auto, or "
+            f"model.vocab_size={pad_rows(vocabulary.num_tokens)}, the next multiple of {ROW_MULTIPLE}, or auto, or "
             "choose another tokenizer"
         )
 
@@ -156,27 +168,30 @@ def tokenizer_digest(backend: Backend) -> str:
 
 
 def special_tokens(backend: Backend) -> set[int]:
-    """Ids of tokens that stand for no text."""
+    """Return the ids of the tokens that stand for no text."""
     return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
 def bytes_by_token(backend: Backend) -> np.ndarray:
-    """UTF-8 bytes that each word stands for, [V] int64; special tokens stand for none."""
+    """Return the UTF-8 bytes of text for which each token stands, [V] int64; special tokens stand for none."""
     special = special_tokens(backend)
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
 
-    def length(index: int) -> int:
+    def count_bytes(index: int) -> int:
         if index in special:
             return 0
-        if byte_level:  # one character of the word for one byte
+        if byte_level:  # such a tokenizer writes each byte as one character
             return len(backend.id_to_token(index) or "")
         return len(backend.decode([index]).encode())
 
-    return np.array([length(index) for index in range(backend.get_vocab_size())])
+    return np.array([count_bytes(index) for index in range(backend.get_vocab_size())])
 
 
-def _files(path: str) -> dict[str, Path]:
-    """The tokenizer's files by their usual names: a file and its neighbours, a folder's, or those on the hub."""
+def _find_files(path: str) -> dict[str, Path]:
+    """Return the tokenizer's files, keyed by their usual names.
+
+    They are a file and those beside it, or the files of a folder, or of a repository on the hub.
+    """
     place = Path(path).expanduser()
     if place.is_file():
         usual = "tokenizer.model" if place.suffix == ".model" else "tokenizer.json"
@@ -195,20 +210,23 @@ def _files(path: str) -> dict[str, Path]:
         for name in FILES:
             try:
                 files[name] = Path(hf_hub_download(path, name, local_files_only=unknown is not None))
-            except LocalEntryNotFoundError as error:  # not in the cache, and nobody can say whether the hub has it
+            except LocalEntryNotFoundError as error:
+                # The hub does not answer and the cache lacks the file: nobody knows whether the file exists. The files
+                # after it are looked for in the cache only.
                 unknown = error
             except EntryNotFoundError:
                 continue
         if unknown and not files:
             raise unknown
-    except Exception as error:  # the network, the name, the right to read it
+    except Exception as error:  # no network, no such name, no permission to read it
         raise UserError(
-            f"tokenizer.path={path} is not a file here and could not be fetched from the Hugging Face hub: {why(error)}"
+            f"tokenizer.path={path} is not a file here and could not be fetched from the Hugging Face hub: "
+            f"{explain(error)}"
         ) from None
     return files
 
 
-def _backend(path: str, files: dict[str, Path]) -> Backend:
+def _read_backend(path: str, files: dict[str, Path]) -> Backend:
     if "tokenizer.json" in files:
         try:
             return Backend.from_file(str(files["tokenizer.json"]))
@@ -219,28 +237,36 @@ def _backend(path: str, files: dict[str, Path]) -> Backend:
     raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
 
 
-def _has(files: dict[str, Path]) -> bool:
-    return "tokenizer_config.json" in files
+def _read_settings(files: dict[str, Path]) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json; empty if there is no such file."""
+    return read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
 
 
-def _token(value: Any) -> str | None:
+def _token_text(value: Any) -> str | None:
+    """Return the text of a token, which tokenizer_config.json writes as text or as {"content": text, ...}."""
     return value["content"] if isinstance(value, dict) else value
 
 
-def _template(files: dict[str, Path], about: dict[str, Any], asked: str | None, key: str) -> str | None:
-    """The template that `key` asks for, a name or a Jinja file; else the tokenizer's own, if it has one."""
-    own = about.get("chat_template")
-    named = {each["name"]: each["template"] for each in own} if isinstance(own, list) else {"default": own}
+def _choose_template(
+    files: dict[str, Path], settings: dict[str, Any], name_or_file: str | None, key: str
+) -> str | None:
+    """Return one of the tokenizer's templates by its name, or the text of a Jinja file; `key` is for the message.
+
+    None gives the tokenizer's default template, or None if it has no template.
+    """
+    own = settings.get("chat_template")
+    templates = {each["name"]: each["template"] for each in own} if isinstance(own, list) else {"default": own}
     if "chat_template.jinja" in files:
-        named["default"] = files["chat_template.jinja"].read_text()
-    if asked is None or named.get(asked):
-        return named.get(asked or "default")
+        templates["default"] = files["chat_template.jinja"].read_text()
+    if name_or_file is None or templates.get(name_or_file):
+        return templates.get(name_or_file or "default")
     try:
-        return Path(asked).expanduser().read_text()
+        return Path(name_or_file).expanduser().read_text()
     except OSError as error:
-        known = ", ".join(name for name, text in named.items() if text) or "none"
-        raise UserError(f"{key}={asked} cannot be read: {error.strerror}; the tokenizer has {known}") from None
+        known = ", ".join(name for name, text in templates.items() if text) or "none"
+        raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {known}") from None
 
 
-def _first(backend: Backend, names: tuple[str, ...]) -> str | None:
+def _find_token(backend: Backend, names: tuple[str, ...]) -> str | None:
+    """Return the first of the names that is a token."""
     return next((name for name in names if backend.token_to_id(name) is not None), None)
