@@ -23,6 +23,7 @@ from tunix.generate import find_stop_ids
 from tunix.hf.hub import find
 from tunix.inference.pretrained import load_params, load_pretrained
 from tunix.inference.sampling import Sampling
+from tunix.rewards import REWARDS, find_reward
 from tunix.run.run_folder import TOKENIZER
 from tunix.tokenizer.vocabulary import Vocabulary, special_tokens
 from tunix.training.held_out import HeldOut
@@ -41,7 +42,8 @@ def evaluate(cmd: Evaluate) -> None:
     if output.is_dir():
         raise UserError(f"output={output} is a folder; name a file to write")
     cfg = _config(cmd)
-    numbers = METRICS[cmd.metric](cmd, cfg if cmd.split == "held_out" else _without_split(cfg))
+    measure = METRICS.get(cmd.metric, measure_answers)  # a dotted path is a reward
+    numbers = measure(cmd, cfg if cmd.split == "held_out" else _without_split(cfg))
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
     output.write_text(json.dumps(about | numbers, indent=2) + "\n")
     table = Table(*about, *numbers)
@@ -79,10 +81,11 @@ def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
         return HeldOut(cfg, corpus, arch, mesh).evaluate(params)
 
 
-def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
-    """The share of last answers given word for word, but for white space around them; and pass@k."""
+def measure_answers(cmd: Evaluate, cfg: Config) -> Numbers:
+    """Return the mean reward of drawn answers to the last questions of conversations; for exact_match also pass@k."""
     if cfg.task.documents != "conversation":
-        raise UserError("metric=exact_match asks the questions of conversations; set task=sft and the data's columns")
+        raise UserError(f"metric={cmd.metric} asks the questions of conversations; set task=sft and the data's columns")
+    reward = find_reward(cmd.metric)
     model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
     questions, vocabulary = _questions(cmd, cfg)
     special = special_tokens(vocabulary.backend)
@@ -94,13 +97,17 @@ def measure_exact_match(cmd: Evaluate, cfg: Config) -> Numbers:
     def text(tokens: list[int]) -> str:
         return vocabulary.backend.decode(tokens).strip()
 
-    correct = np.zeros(len(questions), int)
+    rewards = np.zeros((len(questions), cmd.num_samples))
     for sample in range(cmd.num_samples):
         for start in range(0, len(questions), cmd.batch_size):
             asked = questions[start : start + cmd.batch_size]
             answers = model.sample([each.prompt for each in asked], how, cfg.seed + sample * len(questions) + start)
             for row, (question, given) in enumerate(zip(asked, answers, strict=True), start):
-                correct[row] += text(given.tokens) == text(question.answer)
+                rewards[row, sample] = reward(text(given.tokens), text(question.answer))
+    if cmd.metric != "exact_match":
+        best = {f"best_of_{cmd.num_samples}": float(rewards.max(1).mean())} if cmd.num_samples > 1 else {}
+        return {"reward": float(rewards.mean()), **best, "prompts": len(questions)}
+    correct = rewards.sum(1).astype(int)
     chances = {f"pass@{k}": _pass_at(k, correct, cmd.num_samples) for k in _powers(cmd.num_samples)}
     return {"exact_match": chances.pop("pass@1"), **chances, "prompts": len(questions)}
 
@@ -138,7 +145,7 @@ def _without_split(cfg: Config) -> Config:
     return cfg.model_copy(update={"data": cfg.data.model_copy(update=nothing)})
 
 
-METRICS = {"loss": measure_loss, "exact_match": measure_exact_match}
+METRICS = {"loss": measure_loss, **dict.fromkeys(REWARDS, measure_answers)}
 
 if __name__ == "__main__":
     sys.exit(command.run_command(Evaluate, evaluate))

@@ -66,7 +66,7 @@ def run(job: compose.Job) -> Result:
     waiting_log = logs.start_logging(remarks)
     cfg = resolve_auto(job.config)
     # Code that the user brings is called once on made-up input, before anything is written.
-    for section in (cfg.data, cfg.optimizer, cfg.scheduler):
+    for section in (cfg.data, cfg.optimizer, cfg.scheduler, cfg.logging):
         section.try_out()
     training = cfg.training
     mesh = build_mesh(cfg)
@@ -78,6 +78,7 @@ def run(job: compose.Job) -> Result:
         # 3. the report of every derived number, at which a dry run ends;
         # 4. checks that need the devices, the data or a download.
         program = assemble(cfg, mesh)
+        program.try_out_loss(mesh)
         arch = program.arch
         with watchdog.phase("preparing the data", math.inf):
             corpus = None if cfg.dry_run else peers.main_first(lambda: load_corpus(cfg), "preparing the data")

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import write_corpus
+from support.extending import my_parts
 from support.harness import RUN, batch, metrics, program
 
 import tunix
@@ -127,6 +128,11 @@ def test_a_tuned_run(tuned, hf_dir, tmp_path, monkeypatch, capsys):
     code, _, numbers = command(monkeypatch, capsys, "checkpoint=run", "metric=exact_match", "max_new_tokens=4")
     num_held_out = numbers["prompts"]
     assert (code, numbers["exact_match"]) == (0, 1.0)
+    (folder / "my_parts.py").write_text(my_parts())
+    code, _, numbers = command(
+        monkeypatch, capsys, "checkpoint=run", "metric=my_parts:shared_words", "max_new_tokens=4"
+    )
+    assert (code, numbers["reward"], numbers["prompts"]) == (0, 1.0, num_held_out)
     (folder / "other.csv").write_text(
         "system_prompt,user_prompt,prediction\n"
         + "Be brief.,1: a few words?,merged\nBe brief.,2: a few words?,no\n" * 9
@@ -224,7 +230,7 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
         (["checkpoint=run", "tokenizer.path=x"], "tokenizer.path=x: a run is measured with the tokenizer that it was"),
         (["checkpoint=nowhere"], "checkpoint=nowhere is neither a folder nor the ID of a model"),
         ([], "checkpoint must be given: a run's folder"),
-        (["checkpoint=run", "metric=exact"], "metric=exact: expected one of loss, exact_match; did you mean exact_match?"),
+        (["checkpoint=run", "metric=exact"], "metric=exact: expected one of loss, exact_match, or package.module:name; did you mean exact_match?"),
         (["checkpoint=run", "num_promts=3"], "unknown key num_promts"),
         (["checkpoint=run", "num_samples=3"], "num_samples=3 answers are all the same at temperature=0"),
         (["checkpoint=run", "output=none/results.json"], "output=none/results.json: there is no folder none"),

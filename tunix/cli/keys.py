@@ -23,26 +23,51 @@ def list_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[t
 
 def list_sections(annotation: Any) -> list[type[Section]]:
     """Return the section that a field holds, or the members of a union of sections; none for a plain value."""
+    annotation = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
-def find_variants(section: type[BaseModel] = Config) -> dict[str, type[Section]]:
-    """Return the sections that are members of a union (data sources, optimizers), keyed by their tag."""
-    found: dict[str, type[Section]] = {}
+def find_variants(section: type[BaseModel] = Config) -> dict[tuple[str, str], type[Section]]:
+    """Return the members of all unions (data sources, optimizers), by the key and the value that tell them apart."""
+    found: dict[tuple[str, str], type[Section]] = {}
     for field in section.model_fields.values():
         kinds = list_sections(field.annotation)
-        found |= {tag(kind): kind for kind in kinds} if len(kinds) > 1 else {}
+        found |= {(tag_key(kind), tag(kind)): kind for kind in kinds} if len(kinds) > 1 else {}
         for kind in kinds:
             found |= find_variants(kind)
     return found
 
 
 def variant_of(values: Mapping[str, Any]) -> type[Section] | None:
-    """The member of a union that has these values, or None."""
-    members = [find_variants().get(str(values.get(name))) for name in TAGS]
-    return next((member for member in members if member), None)
+    """Return the member of a union that has these values, or None."""
+    members = (find_variants().get((name, str(values.get(name)))) for name in TAGS)
+    return next(filter(None, members), None)
+
+
+def without_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None]:
+    """Return a path as users type it, and the member of a union that it leads through.
+
+    In the path of an error pydantic puts the tag of a union's member before the member's keys: data, text, paths.
+    """
+    parts: list[str] = []
+    rest, kinds = list(path), [root]
+    member: type[Section] | None = None
+    while rest and kinds:
+        if len(kinds) > 1:
+            member = {tag(kind): kind for kind in kinds}.get(rest[0])
+            kinds = [member] if member else []
+            rest = rest[1:] if member else rest
+            continue
+        field = next((field for name, field in kinds[0].model_fields.items() if rest[0] in (name, field.alias)), None)
+        parts.append(rest.pop(0))
+        annotation: Any = field.annotation if field else None
+        if rest and typing.get_origin(annotation) is dict:  # a name that the user chose comes next
+            parts.append(rest.pop(0))
+            annotation = typing.get_args(annotation)[1]
+        kinds = list_sections(annotation)
+    return [*parts, *rest], member
 
 
 TAGS = ("source", "name", "kind")  # keys that tell the members of a union apart: a member has one of them

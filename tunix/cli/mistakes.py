@@ -14,7 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
-from tunix.cli.keys import find_variants, list_keys, tag, variant_of
+from tunix.cli.keys import list_keys, tag, variant_of, without_tags
 from tunix.cli.saved import GONE
 from tunix.config import Config, ParameterGroup, Section
 
@@ -97,14 +97,7 @@ EXPECTED = {
 
 def _explain(error: dict[str, Any]) -> str:
     """Return one line for one pydantic error: the key, the value, the way out."""
-    path, variant = [str(part) for part in error["loc"]], None
-    # Within a union pydantic's path has the tag too, (data, jsonl, paths); users type data.paths.
-    for place, part in enumerate(path):
-        if place and (variant := find_variants().get(part)):
-            del path[place]
-            break
-    if path[:2] == ["data", "parts"] and len(path) > 3:  # data.parts.NAME.SOURCE.KEY
-        variant = find_variants().get(path.pop(3))
+    path, variant = without_tags([str(part) for part in error["loc"]])
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))
     if kind == "extra_forbidden":

@@ -3,7 +3,7 @@
 from typing import Any
 
 # Keys that are new, with the value that means what runs did before there was such a key.
-ADDED: dict[str, Any] = {"training.ema_decay": None}
+ADDED: dict[str, Any] = {"training.ema_decay": None, "task.loss": None}
 # Keys that are gone, with their new form for people who type them.
 GONE = {"logging.tensorboard": "logging.sinks=[jsonl,tensorboard] names what is written"}
 

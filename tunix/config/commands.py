@@ -4,8 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from tunix.base.dotted import entry_of
 from tunix.base.section import Count, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.config.model import MeshShape
+from tunix.rewards import REWARDS
 
 
 class Export(Section):
@@ -84,9 +86,9 @@ class Evaluate(Section):
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
-    metric: Literal["loss", "exact_match"]
+    metric: entry_of(("loss", *REWARDS))  # type: ignore[valid-type]
     """loss: loss, perplexity and bits per byte; exact_match: the share of conversations whose last answer is given
-    word for word."""
+    word for word; `package.module:name`: a reward of your own for each answer (docs/extending.md)."""
     split: Literal["held_out", "all"]
     """Held-out documents, or all documents."""
     output: str

@@ -1,11 +1,12 @@
 """Sections around the training: checkpoints, evaluation, logs, processes."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
+from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Share, Temperature
-from tunix.sinks import check_name
+from tunix.sinks import SINKS, try_out
 
 
 class Checkpoint(Section):
@@ -43,8 +44,14 @@ class Logging(Section):
 
     every_steps: Count
     """Steps between lines on the console and in train.log; every other sink gets every step."""
-    sinks: tuple[Annotated[str, AfterValidator(check_name)], ...]
-    """What is written: jsonl is metrics.jsonl, tensorboard its events. The console is always there."""
+    sinks: tuple[entry_of(SINKS), ...]  # type: ignore[valid-type]
+    """What is written: jsonl is metrics.jsonl, tensorboard its events, `package.module:name` a sink of your own
+    (docs/extending.md). The console is always there."""
+
+    def try_out(self) -> None:
+        """Raise `UserError` where a sink that a user brings does not work."""
+        for name in self.sinks:
+            try_out(name)
 
 
 class Profile(Section):

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from tunix.base.dotted import DottedPath
 from tunix.base.section import Section
 
 
@@ -11,19 +12,21 @@ class Task(Section):
     """What is learnt."""
 
     documents: ClassVar[Literal["text", "conversation"]]  # what a document of the data is
-    loss: ClassVar[str]  # a key of LOSSES in training/losses.py
+    default_loss: ClassVar[str]  # a key of LOSSES in training/losses.py
 
     name: str
     """Which task."""
     chat_template: str | None
     """A Jinja file that turns a conversation into text; null takes the tokenizer's own."""
+    loss: DottedPath | None
+    """`package.module:name` of a loss of your own (docs/extending.md); null takes that of the task."""
 
 
 class Pretrain(Task):
     """Next-token loss on every token of documents."""
 
     documents = "text"
-    loss = "next_token"
+    default_loss = "next_token"
 
     name: Literal["pretrain"]  # type: ignore[assignment]
     """What is learnt."""
@@ -33,7 +36,7 @@ class Sft(Task):
     """Next-token loss on the answers of conversations alone."""
 
     documents = "conversation"
-    loss = "next_token"
+    default_loss = "next_token"
 
     name: Literal["sft"]  # type: ignore[assignment]
     """What is learnt."""

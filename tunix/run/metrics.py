@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from tunix.processes import peers
-from tunix.sinks import SINKS, Sink, Start
+from tunix.sinks import Sink, Start, find_sink
 from tunix.training.sizes import Sizes
 
 ALWAYS = ("terminal",)  # sinks that every run has, named or not
@@ -21,7 +21,7 @@ class Metrics:
 
     def __init__(self, names: Iterable[str], start: Start):
         chosen = dict.fromkeys((*names, *ALWAYS)) if peers.is_main() else ()
-        self.sinks: list[Sink] = [SINKS[name](start) for name in chosen]
+        self.sinks: list[Sink] = [find_sink(name)(start) for name in chosen]
 
     def __enter__(self) -> "Metrics":
         return self

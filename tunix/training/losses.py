@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 
+from tunix.base.dotted import blame_user, import_object
 from tunix.config import Config
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
@@ -131,5 +132,25 @@ LOSSES = {
 
 
 def loss_kind(cfg: Config) -> LossKind:
-    """The row of the config's task in the table of losses."""
-    return LOSSES[cfg.task.loss]
+    """Return the row of the task's loss in the table, or a row made of the user's own loss."""
+    if cfg.task.loss is None:
+        return LOSSES[cfg.task.default_loss]
+    return LossKind(lambda cfg: import_object(cfg.task.loss or ""), _text_quality)
+
+
+def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transformer], params: Any, batch: Batch) -> None:
+    """Trace a user's own loss on shapes: a microbatch [B, T] and parameters, of which `model` makes the model.
+
+    Raises:
+        UserError: the loss fails, or does not return a `Loss` of float scalars with `loss` among its sums.
+    """
+    if cfg.task.loss is None:
+        return
+    seed = jax.ShapeDtypeStruct((), "int32")
+    with blame_user("task.loss", cfg.task.loss):
+        loss = jax.eval_shape(lambda params, batch, seed: loss_fn(model(params), batch, seed), params, batch, seed)
+        if not isinstance(loss, Loss) or "loss" not in loss.sums:
+            raise TypeError("it must return tunix.training.losses.Loss(objective, weight, sums) with sums['loss']")
+        for name, value in {"objective": loss.objective, "weight": loss.weight, **loss.sums}.items():
+            if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+                raise TypeError(f"its {name} is {value.dtype}{list(value.shape)}, not a float scalar")

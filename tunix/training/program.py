@@ -16,7 +16,7 @@ from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import unsplit_dims
 from tunix.training.copies import Update, make_updates, start_copies
-from tunix.training.losses import LossFn, loss_kind
+from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.state import Architecture, State, abstract_state, describe, new_state, optimizer_view
 from tunix.training.step import make_train_step
@@ -59,6 +59,13 @@ class Program:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, list(self.copies))
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
+
+    def try_out_loss(self, mesh: Mesh) -> None:
+        """Raise `UserError` where the loss that a user brings does not work on a microbatch of this program."""
+        shape = self.cfg.training.batch_shape(mesh.shape)
+        batch = abstract_arrays(loss_kind(self.cfg).fields, shape._replace(num_microbatches=1), mesh)
+        rows = jax.eval_shape(lambda batch: {name: leaf[0] for name, leaf in batch.items()}, batch)
+        try_out_loss(self.cfg, self.loss_fn, self.arch.module, self.abstract["params"], rows)
 
     def add_copies(self, state: State) -> State:
         """The state with those copies of the parameters that it lacks; they start from its parameters of now."""

@@ -1,0 +1,101 @@
+"""docs/extending.md: a user's own parts, in a folder outside of the repository."""
+
+import shlex
+
+import pytest
+from support.extending import my_command, my_parts
+from support.harness import RUN, cli, metrics
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+
+WRONG = """
+import optax
+
+def numbers():
+    yield 5
+
+def empty():
+    return iter(())
+
+def uphill():
+    return optax.scale_by_adam()
+
+def infinite(phases):
+    return lambda step: float("inf")
+
+def mean_loss(model, batch, seed):
+    return batch["loss_mask"].mean()
+
+class Silent:
+    def __init__(self, start):
+        raise OSError("no disk")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_parts.py").write_text(my_parts())
+    (tmp_path / "wrong_parts.py").write_text(WRONG)
+    (tmp_path / "notes.txt").write_text("\n\n".join(f"Paragraph {n} of the notes, and some words." for n in range(80)))
+    return tmp_path
+
+
+def test_a_run_of_a_users_own_parts(folder):
+    words = shlex.split(my_command())[2:]
+    done = cli(*RUN, "hydra.run.dir=run", "model.mesh_shape=[[2,2],[fsdp,tp]]", *words, cwd=folder, devices=4)
+    assert done.returncode == 0, done.stderr
+    lines = metrics(folder / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    rates = [line["learning_rate"] for line in lines]
+    assert rates[1] > rates[-1], "the stairs go down"
+    marks = (folder / "run" / "marks.txt").read_text().splitlines()
+    assert [mark.split(":")[0] for mark in marks if mark.startswith("train")] == [
+        f"train step {n}" for n in range(1, 7)
+    ]
+
+
+def try_out(words: list[str]) -> None:
+    """Compose and call the parts, as the beginning of a run does."""
+    cfg = compose([*RUN, *words]).config
+    for section in (cfg.data, cfg.optimizer, cfg.scheduler, cfg.logging):
+        section.try_out()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data=custom data.function=wrong_parts:numbers", "data.function=wrong_parts:numbers fails: TypeError: the first document is 5"),
+        ("data=custom data.function=wrong_parts:empty", "the first document is None, not a text (str) or a row (dict)"),
+        ("data=custom data.function=my_parts:paragraphs data.arguments={path:nowhere.txt}", "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.txt'"),
+        ("optimizer=custom optimizer.function=wrong_parts:uphill", "optimizer.function=wrong_parts:uphill fails: ValueError: its update does not lower the loss"),
+        ("optimizer=custom optimizer.function=my_parts:adabelief optimizer.arguments={b3:1}", "unexpected keyword argument 'b3'"),
+        ("scheduler.name=wrong_parts:infinite", "its factor is inf at step 0"),
+        ("logging.sinks=[wrong_parts:Silent]", "logging.sinks=wrong_parts:Silent fails: OSError: no disk"),
+        ("scheduler.name=my_parts:stair", "module my_parts has no function or class stair; did you mean stairs?"),
+        ("scheduler.name=nowhere:stairs", "module nowhere cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
+        ("scheduler.name=constnat", "expected one of warmup_cosine, warmup_linear, constant, wsd, inverse_sqrt, sqrt_decay, or package.module:name; did you mean constant?"),
+        ("logging.sinks=[jsonl,tensorbord]", "did you mean tensorboard?"),
+        ("data=custom", "data.function must be given"),
+        ("data=custom data.function=my_parts:paragraphs data.b1=1", "unknown key data.b1"),
+        ("optimizer=custom optimizer.function=paragraphs", "optimizer.function=paragraphs: expected package.module:name"),
+    ],
+    ids=lambda value: value.split()[-1] if "=" in value.split()[-1] else "",
+)  # fmt: skip
+def test_a_part_that_does_not_work(words, message, folder):
+    with pytest.raises(UserError) as error:
+        try_out(words.split())
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_that_does_not_work_writes_nothing(folder):
+    before = sorted(folder.iterdir())
+    words = ["data=text", "data.paths=[notes.txt]", "task.loss=wrong_parts:mean_loss", "dry_run=true"]
+    done = cli(*RUN, *words, cwd=folder, devices=1)
+    assert done.returncode == 2
+    assert "error: task.loss=wrong_parts:mean_loss fails: TypeError" in done.stderr
+    assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before
