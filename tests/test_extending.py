@@ -45,7 +45,15 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_run_of_a_users_own_parts(folder):
     words = shlex.split(my_command())[2:]
-    done = cli(*RUN, "hydra.run.dir=run", "model.mesh_shape=[[2,2],[fsdp,tp]]", *words, cwd=folder, devices=4)
+    done = cli(
+        *RUN,
+        "data.held_out_fraction=0.2",
+        "hydra.run.dir=run",
+        "model.mesh_shape=[[2,2],[fsdp,tp]]",
+        *words,
+        cwd=folder,
+        devices=4,
+    )
     assert done.returncode == 0, done.stderr
     lines = metrics(folder / "run")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

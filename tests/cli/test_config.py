@@ -52,7 +52,7 @@ MISTAKES = [
     ("optimizer.groups=[{param:a}]", "unknown key optimizer.groups.0.param; did you mean optimizer.groups.0.params?"),
     ("optimizer.groups={params:a}", "optimizer.groups={params:a}: expected a list like [a,b]"),
     ("optimizer=adamw,muon", "optimizer=adamw,muon: --multirun runs each of them; as a list it is optimizer=[adamw,muon]"),
-    ("optimizer=null", "optimizer=null: takes a file of conf/optimizer (adafactor, adamw, lion, muon, sgd); its keys are set by optimizer.KEY"),
+    ("optimizer=null", "optimizer=null: takes a file of conf/optimizer (adafactor, adamw, custom, lion, muon, sgd); its keys are set by optimizer.KEY"),
     ("training=5", "training=5: takes a file of conf/training"),
     ("mesh_shape=[[4,2],[fsdp,tp]]", "takes a file of conf/mesh_shape (auto, fsdp, hsdp, hybrid, tp); shapes go to model.mesh_shape"),
     ("data=text", "data.paths must be given: files, folders or globs"),
