@@ -147,7 +147,7 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
     np.testing.assert_allclose(after.merged()(tokens), after(tokens), atol=1e-5)
     assert np.abs(np.asarray(after(tokens) - before(tokens))).max() > 1e-3
 
-    settings = {"checkpoint": str(result.folder), "dtype": "float32", "shard_gb": 5.0}
+    settings = {"checkpoint": str(result.folder), "weights": "trained", "dtype": "float32", "shard_gb": 5.0}
     export(Export(**settings, output="merged", merge_lora=True))
     export(Export(**settings, output="adapter", merge_lora=False))
     assert {path.name for path in (tmp_path / "merged").iterdir()} == {
@@ -166,13 +166,31 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
 
 def test_out_as_it_came_in(hf_dir, tmp_path):
     """Several files in, several files out: every bit the same."""
-    export(Export(checkpoint=str(hf_dir), output=str(tmp_path / "out"), dtype=None, merge_lora=False, shard_gb=3e-5))
+    export(
+        Export(
+            checkpoint=str(hf_dir),
+            weights="trained",
+            output=str(tmp_path / "out"),
+            dtype=None,
+            merge_lora=False,
+            shard_gb=3e-5,
+        )
+    )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     before, after = tensors_of(hf_dir), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name].view(np.uint16), after[name].view(np.uint16)) for name in before)
     with pytest.raises(UserError, match="exists already"):
-        export(Export(checkpoint=str(hf_dir), output=str(tmp_path / "out"), dtype=None, merge_lora=False, shard_gb=1))
+        export(
+            Export(
+                checkpoint=str(hf_dir),
+                weights="trained",
+                output=str(tmp_path / "out"),
+                dtype=None,
+                merge_lora=False,
+                shard_gb=1,
+            )
+        )
 
 
 def test_full_training_of_a_pretrained_model_goes_on_after_a_resume(hf_dir, corpus, tmp_path, monkeypatch):

@@ -180,7 +180,12 @@ def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
     for folder in (tmp_path, tmp_path / "one"):
         export(
             Export(
-                checkpoint=str(folder / "run"), output=str(folder / "out"), dtype="float32", merge_lora=True, shard_gb=5
+                checkpoint=str(folder / "run"),
+                weights="trained",
+                output=str(folder / "out"),
+                dtype="float32",
+                merge_lora=True,
+                shard_gb=5,
             )
         )
         models.append(load_file(folder / "out" / "model.safetensors"))

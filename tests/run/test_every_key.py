@@ -96,7 +96,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
 
     def use() -> None:
         for cfg in configs:
-            layer_rope(cfg.model)
+            layer_rope(cfg.model, range(cfg.model.num_layers))
             mesh = build_mesh(cfg)
             with jax.set_mesh(mesh):
                 describe(cfg.model, build_layout(cfg, mesh))
