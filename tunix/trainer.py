@@ -18,7 +18,7 @@ from tunix.costs.hlo import read_collectives, summarise
 from tunix.data.batches import BatchSource, ReadAhead, TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.position import Position
-from tunix.inference.sampling import continue_text
+from tunix.inference.sampling import Sampler, Sampling
 from tunix.plan.choice import resolve_auto
 from tunix.processes import joining, peers, stopping
 from tunix.processes.watchdog import Watchdog
@@ -276,9 +276,10 @@ def beside_unigram(bits: float, unigram: float) -> str:
 
 
 def continued_document(cfg: Config, corpus: Corpus, arch: Architecture, state: State, mesh: Mesh) -> str:
-    """The beginning of a held-out document, and how the model goes on with it."""
-    prompt = corpus.example[:-1][: min(128, cfg.training.seq_len)]
-    words = continue_text(
-        arch, state["params"], mesh, prompt, cfg.evaluation.sample_tokens, cfg.evaluation.sample_temperature, cfg.seed
-    )
+    """Return the beginning of a held-out document, and how the model continues it."""
+    context = cfg.model.context_length
+    prompt = (corpus.example[:-1] or corpus.example)[: min(128, cfg.training.seq_len, context // 2)]
+    how = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
+    (answer,) = Sampler(arch, context, mesh)(state["params"], [prompt], how, cfg.seed)
+    words = answer.tokens
     return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(words)}"

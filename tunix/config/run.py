@@ -34,7 +34,7 @@ class Evaluation(Section):
     num_sequences: Count
     """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer."""
     sample_tokens: CountOrZero
-    """Tokens sampled at the end as the continuation of a held-out document; 0 for none."""
+    """Tokens sampled at the end as the continuation of a held-out document, half of the context at most; 0 for none."""
     sample_temperature: Temperature
     """Sampling temperature; 0 takes the likeliest token."""
 

@@ -20,10 +20,10 @@ from tunix.inference.sampling import Answer, Sampler, Sampling
 from tunix.models.lora import merge
 from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.run.stores import copies_in, read_json, read_state
-from tunix.sharding.arrays import local_rows, to_global
+from tunix.sharding.arrays import rows_to_global
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import ONE_DEVICE, data_shards, unsplit_dims
+from tunix.sharding.mesh_shape import ONE_DEVICE, unsplit_dims
 from tunix.tokenizer.vocabulary import Vocabulary, load_vocabulary, read_backend
 from tunix.training.state import Architecture, abstract_params, describe
 
@@ -49,12 +49,8 @@ class Pretrained:
             return self._logits(self.params, self.rows(np.asarray(tokens, np.int32)), len(tokens))
 
     def rows(self, tokens: np.ndarray) -> jax.Array:
-        """[B, ...] on the mesh, with rows of zeros added until the data shards divide them."""
-        shards = data_shards(self.mesh.shape)
-        padded = np.zeros((-(-len(tokens) // shards) * shards, *tokens.shape[1:]), tokens.dtype)
-        padded[: len(tokens)] = tokens
-        mine = padded[local_rows(self.mesh, len(padded))]
-        return to_global({"rows": mine[None]}, self.mesh)["rows"][0]
+        """Return [B, ...] on the mesh, with rows of zeros added until the data shards divide them."""
+        return rows_to_global(tokens, self.mesh)
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
@@ -63,13 +59,12 @@ class Pretrained:
 
     @cached_property
     def sampler(self) -> Sampler:
-        with jax.set_mesh(self.mesh):
-            return Sampler(self.arch, self.params, self.cfg.context_length, self.cfg.num_layers, self.rows)
+        return Sampler(self.arch, self.cfg.context_length, self.mesh)
 
     def sample(self, prompts: list[list[int]], how: Sampling, seed: int = 0) -> list[Answer]:
         """An answer to each prompt of token ids."""
         with jax.set_mesh(self.mesh):
-            return self.sampler(prompts, how, seed)
+            return self.sampler(self.params, prompts, how, seed)
 
     @cached_property
     def _logits(self):

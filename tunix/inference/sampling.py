@@ -11,8 +11,7 @@ from jax.sharding import Mesh, PartitionSpec, reshard
 
 from tunix.base.errors import UserError
 from tunix.inference.cache import decode, prefill
-from tunix.sharding.arrays import local_rows, to_global
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.arrays import rows_to_global
 from tunix.training.state import Architecture
 
 SMALLEST_BUCKET = 16  # prompts are padded to a power of two from here up, so that few programs are compiled
@@ -40,16 +39,19 @@ class Answer:
 
 
 class Sampler:
-    """A model with its layers apart, and the programs compiled for it so far."""
+    """Draws answers with the parameters that it is called with.
 
-    def __init__(self, arch: Architecture, params: dict[str, Any], context_length: int, num_layers: int, to_rows):
-        """`to_rows` lays host rows [B, ...] out over the data shards."""
-        self.arch, self.context_length, self.to_rows = arch, context_length, to_rows
-        self.params = params
-        self.run = jax.jit(partial(_answer, arch), static_argnums=4)
+    A program is compiled once for each bucket: lengths of prompts and numbers of prompts are rounded up to powers of
+    two. The layout of the parameters is that of `arch`, so the same sampler serves a model that is kept whole and one
+    in training, whose weights are gathered layer by layer for each token.
+    """
 
-    def __call__(self, prompts: list[list[int]], how: Sampling, seed: int = 0) -> list[Answer]:
-        """An answer to each prompt (token ids); what is drawn for one does not depend on the others.
+    def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
+        self.context_length, self.mesh = context_length, mesh
+        self.answer = jax.jit(partial(_answer, arch), static_argnums=4)
+
+    def __call__(self, params: dict[str, Any], prompts: list[list[int]], how: Sampling, seed: int = 0) -> list[Answer]:
+        """Return an answer to each prompt (token ids); what is drawn for one does not depend on the others.
 
         Raises:
             UserError: an empty prompt, or one that with its answer is longer than the context.
@@ -68,8 +70,8 @@ class Sampler:
         for row, prompt in enumerate(prompts):
             tokens[row, length - len(prompt) :] = prompt
             first[row] = length - len(prompt)
-        inputs = (self.to_rows(tokens), self.to_rows(first))
-        out, log_probabilities, counts = map(np.asarray, self.run(self.params, *inputs, jax.random.key(seed), how))
+        inputs = (rows_to_global(tokens, self.mesh), rows_to_global(first, self.mesh))
+        out, log_probabilities, counts = map(np.asarray, self.answer(params, *inputs, jax.random.key(seed), how))
         answers = []
         for row in range(len(prompts)):
             ids = out[row, : counts[row]].tolist()
@@ -83,18 +85,31 @@ def _bucket(size: int, smallest: int) -> int:
 
 def _answer(arch: Architecture, params, tokens, first, key, how: Sampling):
     """Tokens [B, M] and their log-probabilities after prompts [B, T], and how many of them count, [B]."""
-    model = arch.module(params)
     (rows, length), steps = tokens.shape, how.max_new_tokens
+    model = arch.module(params)
+
+    def tied_to(number):
+        """Return the parameters; split ones depend on the number of the token.
+
+        XLA moves out of a loop what does not depend on it. Of weights that rest split, that would be the gathers of all
+        layers: the whole model at one time, for which training has no room.
+        """
+        if not model.layout.strategy.params:
+            return params
+        return jax.lax.optimization_barrier((params, number))[0]
+
     logits, cache = prefill(model, tokens, first, length + steps)
 
     def step(state):
         number, logits, cache, out, log_probs, done, counts = state
-        whole = reshard(logits, PartitionSpec())
-        token = choose(whole, jax.random.fold_in(key, number), how)
-        log_prob = jnp.take_along_axis(jax.nn.log_softmax(whole), token[:, None], 1)[:, 0]
-        out, log_probs = (held.at[:, number].set(new) for held, new in ((out, token), (log_probs, log_prob)))
+        logits = reshard(logits, PartitionSpec())  # every device draws the same tokens for all rows
+        token = choose(logits, jax.random.fold_in(key, number), how)
+        log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
+        out = out.at[:, number].set(token)
+        log_probs = log_probs.at[:, number].set(log_prob)
         counts = counts + ~done
         done = done | jnp.isin(token, jnp.array(how.stop, jnp.int32))
+        model = arch.module(tied_to(number))
         fed = reshard(token, model.layout.activation("B"))
         logits, cache = decode(model, cache, fed, length + number, first)
         return number + 1, logits, cache, out, log_probs, done, counts
@@ -133,33 +148,3 @@ def _filtered(logits: jax.Array, how: Sampling) -> jax.Array:
         least = jnp.max(logits, -1, keepdims=True) + jnp.log(how.min_p)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
-
-
-def continue_text(
-    arch: Architecture, params: dict, mesh: Mesh, prompt: list[int], num_tokens: int, temperature: float, seed: int
-) -> list[int]:
-    """`num_tokens` tokens that follow `prompt`, with the parameters as training holds them.
-
-    Nothing is laid out anew, so it fits where training does; the whole sequence is computed for each token.
-    """
-    length = len(prompt) + num_tokens
-    rows = len(local_rows(mesh, data_shards(mesh.shape)))  # the prompt once for each data shard
-    tokens = np.zeros((1, rows, length), np.int32)
-    tokens[:, :, : len(prompt)] = prompt
-    how = Sampling(num_tokens, temperature)
-
-    @jax.jit
-    def continued(params, tokens, key):
-        model = arch.module(params)
-        tables = model.tables()
-
-        def next_token(position, tokens):
-            hidden = jax.lax.dynamic_slice_in_dim(model.hidden(tables, tokens)[0], position - 1, 1, axis=1)
-            logits = reshard(model.logits(tables, hidden), PartitionSpec())[:1, 0]
-            token = choose(logits, jax.random.fold_in(key, position), how)
-            return jnp.where(jnp.arange(length) == position, token, tokens)
-
-        return jax.lax.fori_loop(len(prompt), length, next_token, tokens[0])
-
-    out = continued(params, to_global({"tokens": tokens}, mesh)["tokens"], jax.random.key(seed))
-    return np.asarray(out.addressable_shards[0].data)[0, len(prompt) :].tolist()

@@ -35,6 +35,15 @@ def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     return {name: put(rows) for name, rows in batch.items()}
 
 
+def rows_to_global(rows: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Return rows [B, ...], known to every process, as a global array; rows of zeros fill it up to the data shards."""
+    shards = data_shards(mesh.shape)
+    padded = np.zeros((-(-len(rows) // shards) * shards, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    local = padded[local_rows(mesh, len(padded))]
+    return to_global({"rows": local[None]}, mesh)["rows"][0]
+
+
 def bytes_per_device(tree: object) -> int:
     """Return the bytes that one device has of a tree of arrays or shapes; of a leaf without a sharding, all."""
 
