@@ -18,7 +18,7 @@ from tunix.cli import command, compose
 from tunix.config import Config, Evaluate
 from tunix.config.data import Mixture
 from tunix.data.corpus import load_corpus, prepare_corpus
-from tunix.data.questions import Question, _cut
+from tunix.data.questions import Question, cut_questions
 from tunix.generate import find_stop_ids
 from tunix.hf.hub import find
 from tunix.inference.pretrained import load_params, load_pretrained
@@ -47,8 +47,8 @@ def evaluate(cmd: Evaluate) -> None:
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
     output.write_text(json.dumps(about | numbers, indent=2) + "\n")
     table = Table(*about, *numbers)
-    shown = (f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" for value in numbers.values())
-    table.add_row(*about.values(), *shown)
+    cells = (f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" for value in numbers.values())
+    table.add_row(*about.values(), *cells)
     Console().print(table)
 
 
@@ -126,7 +126,10 @@ def _questions(cmd: Evaluate, cfg: Config) -> tuple[list[Question], Vocabulary]:
     prepared, vocabulary = prepare_corpus(cfg)
     streams = [each.stream("held_out" if cmd.split == "held_out" else "train") for each in prepared.values()]
     found = [
-        question for stream in streams for number in range(len(stream.sizes)) for question in _cut(stream.shard(number))
+        question
+        for stream in streams
+        for number in range(len(stream.sizes))
+        for question in cut_questions(stream.shard(number))
     ]
     if without := sum(stream.num_documents for stream in streams) - len(found):
         log.warning("left out: %d conversations with no token of an answer", without)

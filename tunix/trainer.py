@@ -174,7 +174,7 @@ def run(job: compose.Job) -> Result:
 def first_state(
     job: compose.Job, checkpoints: Checkpoints, program: Program, mesh: Mesh, corpus: Corpus, data: TrainBatches
 ) -> tuple[State, Position, bool]:
-    """The state to start from: a checkpoint's if the run is resumed and has one, else a new one (True) at step 0."""
+    """Return the state to start from: of a checkpoint if the run is resumed and has one, else new (True) at step 0."""
     fresh = Position(0, 0, data.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
     if job.config.resume:
         restored = checkpoints.restore(job.resume_step, program.abstract, job.config, fresh)
@@ -187,7 +187,7 @@ def first_state(
 
 
 def end_of_run(cfg: Config, corpus: Corpus, data: TrainBatches, start: Position, total_steps: int) -> int:
-    """The last step of a run that goes on from `start`; without a change of batch that is `total_steps`."""
+    """Return the last step of a run that goes on from `start`; without a change of batch that is `total_steps`."""
     last = last_step(cfg.training, data.batch_size, corpus.num_sequences, start.step, start.next_sample) or total_steps
     if start.next_sample != start.step * data.batch_size:
         log.warning(
@@ -196,10 +196,10 @@ def end_of_run(cfg: Config, corpus: Corpus, data: TrainBatches, start: Position,
         )  # fmt: skip
     if last == start.step:
         limits = {f"training.{key}": getattr(cfg.training, key) for key in ("max_steps", "max_tokens", "num_epochs")}
-        told = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
-        log.warning("nothing is left to train after step %d: %s; raise it to go on", last, told)
-    if told := check_phases(cfg.scheduler, last, data.batch_size * cfg.training.seq_len):
-        log.warning("%s", told)
+        reached = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
+        log.warning("nothing is left to train after step %d: %s; raise it to go on", last, reached)
+    if warning := check_phases(cfg.scheduler, last, data.batch_size * cfg.training.seq_len):
+        log.warning("%s", warning)
     return last
 
 
@@ -234,7 +234,7 @@ def compile_step(step_fn, state: State, batch: dict[str, jax.ShapeDtypeStruct], 
 
 
 def memory_report(compiled: Any, peak_gib: float | None) -> str:
-    """What the compiled step was to hold, beside the most that a device has held."""
+    """Return in words the predicted memory of the compiled step, beside the largest that a device has used."""
     memory = compiled.memory_analysis()
     predicted = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
     measured = "not measured here" if peak_gib is None else f"{peak_gib:.3f} GiB, {peak_gib / predicted - 1:+.1%}"

@@ -45,6 +45,14 @@ def _check(path: str) -> str:
 DottedPath = Annotated[str, AfterValidator(_check)]
 
 
+def _check_if_dotted(name: str) -> str:
+    return _check(name) if is_dotted(name) else name
+
+
+# A name that is looked up later, in a table whose module imports jax; a dotted path is imported at once.
+NameOrPath = Annotated[str, AfterValidator(_check_if_dotted)]
+
+
 class Choices(NamedTuple):
     """Mark of a type: names that it takes, for the page of keys."""
 

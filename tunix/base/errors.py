@@ -18,7 +18,7 @@ class Ending(Exception):
 
 
 class UserError(Ending, ValueError):
-    """What the user asked for cannot be done."""
+    """A request that cannot be carried out."""
 
     code = 2
 

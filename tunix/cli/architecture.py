@@ -56,16 +56,16 @@ def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
 
 
 def unlike_its_family(cfg: Model) -> str:
-    """Why the config.json of its family does not say all of this model; empty where it does."""
+    """Return in words which keys of the model its family's config.json cannot express; empty if there are none."""
     try:
         where = "its config.json"
-        said = _described(config_json.understood(config_json.write_config(cfg), where), where, cfg.mesh_shape)
+        expressed = _described(config_json.understood(config_json.write_config(cfg), where), where, cfg.mesh_shape)
     except UserError as error:
         return str(error)
     other = [
         key
         for key in sorted(Model.model_fields.keys() - COMMON - {"mesh_shape"})
-        if getattr(cfg, key) != getattr(said, key)
-        and not (key == "global_every" and cfg.windows(cfg.context_length) == said.windows(cfg.context_length))
+        if getattr(cfg, key) != getattr(expressed, key)
+        and not (key == "global_every" and cfg.windows(cfg.context_length) == expressed.windows(cfg.context_length))
     ]
-    return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(said, key)})" for key in other)
+    return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)

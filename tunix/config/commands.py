@@ -114,7 +114,7 @@ class Evaluate(Section):
 
 
 class DeviceKind(Section):
-    """What one device can do, as its data sheet says; a file of conf/command/device."""
+    """Properties of a kind of device, from its data sheet: one file of conf/command/device."""
 
     name: str
     """Part of the name that the driver gives it."""

@@ -1,4 +1,4 @@
-"""Where the processes of a run are started: here, by Slurm, on Kubernetes."""
+"""Launchers, which start the processes of a run: on this machine, by Slurm, on Kubernetes."""
 
 import re
 from typing import Annotated, Literal
@@ -68,7 +68,7 @@ class Nodes(Section):
 
     @property
     def which_devices(self) -> str:
-        """Where the devices come from, in words."""
+        """Keys that the number of devices follows from, in words."""
         each = f"gpus_per_node={self.gpus_per_node}" if self.gpus_per_node else f"tasks_per_node={self.tasks}"
         return f"asked for by launcher.nodes={self.nodes} x launcher.{each}"
 

@@ -40,7 +40,7 @@ class Evaluation(Section):
 
 
 class Logging(Section):
-    """Where numbers, texts and pictures go, and how often a line is shown."""
+    """Sinks of numbers, texts and pictures, and how often a line is shown."""
 
     every_steps: Count
     """Steps between lines on the console and in train.log; every other sink gets every step."""
@@ -104,7 +104,7 @@ class Distributed(Section):
 
 
 class Plan(Section):
-    """What a step would hold, move and take on each mesh: `python -m tunix.plan`, and choices left to `auto`."""
+    """Plans: memory, communication and time of a step on each mesh, for `tunix.plan` and for choices left to `auto`."""
 
     topology: str
     """The cluster of tunix.plan, KIND:GPUS for one node or KIND:NODESxGPUS; a kind is a file of conf/command/device, or

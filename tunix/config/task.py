@@ -4,12 +4,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from tunix.base.dotted import DottedPath
+from tunix.base.dotted import NameOrPath
 from tunix.base.section import Section
 
 
 class Task(Section):
-    """What is learnt."""
+    """The task of a run: its documents and its loss."""
 
     documents: ClassVar[Literal["text", "conversation"]]  # what a document of the data is
     default_loss: ClassVar[str]  # a key of LOSSES in training/losses.py
@@ -18,8 +18,8 @@ class Task(Section):
     """Which task."""
     chat_template: str | None
     """A Jinja file that turns a conversation into text; null takes the tokenizer's own."""
-    loss: DottedPath | None
-    """`package.module:name` of a loss of your own (docs/extending.md); null takes that of the task."""
+    loss: NameOrPath | None
+    """Name of a loss, or `package.module:name` of your own (docs/extending.md); null takes the loss of the task."""
 
 
 class Pretrain(Task):

@@ -51,7 +51,7 @@ class TrainBatches:
         return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
 
     def stages(self, num_steps: int) -> str:
-        """What a run of `num_steps` takes of each source, as a table; empty where there is one source.
+        """Return a table of the sequences that `num_steps` steps take of each source; empty for a single source.
 
         Raises:
             UserError: more of a source than data.max_epochs allows.
@@ -88,7 +88,7 @@ class TrainBatches:
 
 
 class BatchSource(Protocol):
-    """What the training loop asks for its batches.
+    """Source that the training loop asks for its batches.
 
     The loop hands over the state after the step before. A source that reads a corpus ignores it and reads ahead; a
     source that samples from the model (a rollout) needs its weights.
@@ -101,7 +101,7 @@ class BatchSource(Protocol):
         """
 
     def after(self, step: int) -> Position:
-        """Where the run is in its data after `step`: what a checkpoint of that step keeps."""
+        """Return the position in the data after `step`, which a checkpoint of that step keeps."""
 
 
 class ReadAhead:

@@ -1,11 +1,11 @@
-"""Where a run is in its data."""
+"""Position of a run in its data."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is, apart from its arrays. Random numbers follow from the seed and the step."""
+    """Position of a run in its steps and its data. Random numbers follow from the seed and the step."""
 
     step: int
     next_sample: int  # place in the shuffled sequence of training data

@@ -15,7 +15,8 @@ class Question(NamedTuple):
     answer: list[int]  # with the end of its turn
 
 
-def _cut(shard: Arrays) -> Iterator[Question]:
+def cut_questions(shard: Arrays) -> Iterator[Question]:
+    """Yield the conversations of a shard that have an answer, each cut before its last one."""
     assert shard.answers is not None
     for start, end in zip(shard.starts, [*shard.starts[1:], len(shard.tokens)], strict=True):
         tokens, learnt = shard.tokens[start:end], shard.answers[start:end].astype(int)

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Name:
-    """Where a weight stands in the files.
+    """Place of a weight in the files.
 
     `dims` are its dimensions there, by letter (sharding/dims.py): a matrix "NH,D" has num_heads * head_dim rows. Where
     one tensor holds several weights side by side along its last dimension, the weight is part `part` of `parts`.
@@ -25,7 +25,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Family:
-    """How Hugging Face writes one family. Dimensions and switches are keys of our model section."""
+    """Hugging Face's form of one family. Dimensions and switches are keys of our model section."""
 
     model_type: str
     architecture: str  # class in transformers

@@ -257,11 +257,11 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
     """Name, shape and maker of each tensor in the files, in the order of the layers."""
     family = FAMILIES[cfg.family]
     found: dict[str, list[Any]] = {}
-    held = dict(named(params))
+    leaves = dict(named(params))
     for path, weight in named(weights):
         name = family.names[path]
         for layer in range(cfg.num_layers) if "{}" in name.tensor else [None]:
-            found.setdefault(name.tensor.format(layer), []).append((layer, name, held[path], weight))
+            found.setdefault(name.tensor.format(layer), []).append((layer, name, leaves[path], weight))
 
     def maker(parts):
         def make(dtype):

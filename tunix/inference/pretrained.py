@@ -54,7 +54,7 @@ class Pretrained:
 
     @cached_property
     def vocabulary(self) -> Vocabulary | None:
-        """Of a run: the tokenizer as it was trained with. Hugging Face's files say for themselves what it needs."""
+        """The tokenizer as a run trained with it: with its marks and template; None for Hugging Face's files."""
         return None if self.tokenizer_files == self.files else load_vocabulary(str(self.tokenizer_files))
 
     @cached_property
@@ -74,7 +74,7 @@ class Pretrained:
         return jax.jit(logits, static_argnums=2)
 
     def merged(self) -> "Pretrained":
-        """The same model with its low-rank updates, if it has any, added to the matrices."""
+        """Return the model with its low-rank updates, if it has any, added to the matrices."""
         if not self.cfg.lora.rank:
             return self
         cfg = self.cfg.model_copy(update={"lora": self.cfg.lora.model_copy(update={"rank": 0, "quantize_base": None})})

@@ -19,7 +19,7 @@ SMALLEST_BUCKET = 16  # prompts are padded to a power of two from here up, so th
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. The filters apply in this order, to logits / temperature."""
+    """Choice of the next token. The filters apply in this order, to logits / temperature."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 takes the likeliest token
@@ -31,7 +31,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """What followed one prompt."""
+    """Tokens that followed one prompt."""
 
     tokens: list[int]  # with the stop id, if there is one
     log_probabilities: list[float]  # of each token under the model, before temperature and filters
@@ -84,7 +84,7 @@ def _bucket(size: int, smallest: int) -> int:
 
 
 def _answer(arch: Architecture, params, tokens, first, key, how: Sampling):
-    """Tokens [B, M] and their log-probabilities after prompts [B, T], and how many of them count, [B]."""
+    """Return tokens [B, M] after prompts [B, T], their log-probabilities, and how many of the tokens count, [B]."""
     (rows, length), steps = tokens.shape, how.max_new_tokens
     model = arch.module(params)
 

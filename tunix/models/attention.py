@@ -37,7 +37,7 @@ class Seen(NamedTuple):
     window: jax.Array | int  # int32 scalar; data, so that layers with different windows are one program
 
     def mask(self) -> jax.Array:
-        """The same as [B, 1, T, S] bool."""
+        """Return the rule as a mask, [B, 1, T, S] bool."""
         distance = self.q_places[:, None] - self.k_places
         near = (distance >= 0) & (distance < self.window)
         same = self.q_segments[:, :, None] == self.k_segments[:, None, :]

@@ -43,17 +43,17 @@ def stacked_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model,
     specs = tuple(map(layout.at_rest, parts))
 
     @partial(jax.jit, donate_argnums=0)
-    def put(held, matrix, layer):
+    def put(arrays, matrix, layer):
         made = auto_axes(lambda matrix: quantize(matrix, equation.w, qtype), out_sharding=specs)(matrix)
-        return [jax.lax.dynamic_update_slice_in_dim(*both, layer, 0) for both in zip(held, made, strict=True)]
+        return [jax.lax.dynamic_update_slice_in_dim(*both, layer, 0) for both in zip(arrays, made, strict=True)]
 
-    held = [
+    arrays = [
         jnp.zeros([cfg.dims[letter] for letter in part.w], dtype, out_sharding=spec)
         for part, dtype, spec in zip(parts, STORED[qtype], specs, strict=True)
     ]
     for layer, matrix in enumerate(matrices):
-        held = put(held, matrix, layer)
-    return held
+        arrays = put(arrays, matrix, layer)
+    return arrays
 
 
 def dequantize(

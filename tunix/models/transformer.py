@@ -100,7 +100,7 @@ class Stack(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What tells a layer from the others of its stack; with a first dimension L, what tells all of them."""
+    """Values in which a layer differs from the others of its stack; with a first dimension L, those of all layers."""
 
     number: Any  # int32 scalar, in the whole model
     window: Any  # int32 scalar: a query sees its own token and the `window - 1` before it
@@ -133,10 +133,10 @@ class Transformer(nnx.Module):
         table = self.embedding.gathered()
         return table, table if self.head is None else self.head.gathered()
 
-    def hidden(self, tables, tokens, positions=None, segment_ids=None, noise=None) -> tuple[jax.Array, Sums]:
+    def hidden(self, tables, tokens, positions=None, segment_ids=None, seed=None) -> tuple[jax.Array, Sums]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the sums of all blocks.
 
-        `noise`, an int32 scalar, seeds the dropout of training.
+        `seed`, an int32 scalar, seeds the dropout of training.
         """
         if positions is None:
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
@@ -149,11 +149,11 @@ class Transformer(nnx.Module):
             seen = seen_in_row(segment_ids, layer.window)
             return lambda q, k, v: (attend(q, k, v, seen, self.layout, self.cfg.attention), None)
 
-        x, _, sums = self.run_blocks(tables, tokens, positions, mix_of, tokens.shape[1], noise)
+        x, _, sums = self.run_blocks(tables, tokens, positions, mix_of, tokens.shape[1], seed)
         return x, sums
 
     def run_blocks(
-        self, tables, tokens, positions, mix_of: Callable[[Layer], Mix], length: int, noise=None, unrolled: bool = False
+        self, tables, tokens, positions, mix_of: Callable[[Layer], Mix], length: int, seed=None, unrolled: bool = False
     ) -> tuple[jax.Array, list, Sums]:
         """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the sums of all blocks.
 
@@ -169,14 +169,14 @@ class Transformer(nnx.Module):
         sums: Sums = {}
         with jax.named_scope("blocks"):
             for stack in self.stacks:
-                x, kept_here, sums_here = self._run_stack(stack, x, positions, mix_of, length, noise, unrolled)
+                x, kept_here, sums_here = self._run_stack(stack, x, positions, mix_of, length, seed, unrolled)
                 kept += kept_here if unrolled else [kept_here]
                 for name, value in sums_here.items():
                     sums[name] = sums.get(name, 0) + value
         with jax.named_scope("final_norm"):
             return self.final_norm(x), kept, sums
 
-    def _run_stack(self, stack: Stack, x, positions, mix_of, length, noise, unrolled) -> tuple[jax.Array, Any, Sums]:
+    def _run_stack(self, stack: Stack, x, positions, mix_of, length, seed, unrolled) -> tuple[jax.Array, Any, Sums]:
         graphdef, params = nnx.split(getattr(self, stack.name))
         numbers = list(stack.layers)
         windows = [self.cfg.windows(length)[number] for number in numbers]
@@ -184,7 +184,7 @@ class Transformer(nnx.Module):
 
         def one_layer(x, each):
             params, layer = each
-            key = None if noise is None else jax.random.fold_in(jax.random.key(noise), layer.number)
+            key = None if seed is None else jax.random.fold_in(jax.random.key(seed), layer.number)
             x, kept, sums = nnx.merge(graphdef, params)(x, positions, layer.rope, mix_of(layer), key)
             return x, (kept, sums)
 

@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def source(self) -> str:
-        """Where the numbers come from: derived, compiled, or compiled by CPU."""
+        """Origin of the numbers: derived, compiled, or compiled by CPU."""
         if self.compiled is None:
             return "derived"
         return "compiled" if self.compiled.step_time else "compiled by CPU"

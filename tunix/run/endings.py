@@ -56,6 +56,6 @@ REASONS: list[Callable[[Moment], Ending | None]] = [time_limit, asked_to_stop, n
 
 
 def find_ending(now: Moment) -> Ending | None:
-    """Why the run ends after this step, None to go on. A failure comes before a stop that saves."""
+    """Return the reason to end the run after this step, None to go on. A failure wins over a stop that saves."""
     endings = [ending for reason in REASONS if (ending := reason(now)) is not None]
     return min(endings, key=lambda ending: ending.saves, default=None)

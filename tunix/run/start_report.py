@@ -25,7 +25,7 @@ from tunix.training.state import Architecture, State, count
 def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
     """Return every derived number as text; `corpus` is None in a dry run."""
     training, arch, batch = cfg.training, program.arch, sizes.batch
-    held = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
+    gib = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
     shards = data_shards(mesh.shape)
     kinds = {device.device_kind for device in mesh.devices.flat}
     dtypes = training.dtypes
@@ -43,9 +43,9 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         f"{training.sync_gradients_every} microbatch(es)",
         "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
         "length": _length(cfg, sizes),
-        "bytes per device": f"{held['weights'] + held['optimizer']:.3f} GiB = weights {held['weights']:.3f} + "
-        f"{cfg.optimizer.name} {held['optimizer']:.3f}; predicted on top: gradients {held['gradients']:.3f}, "
-        f"gathered weights {held['gathered']:.3f}, activations {held['activations']:.3f}",
+        "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
+        f"{cfg.optimizer.name} {gib['optimizer']:.3f}; predicted on top: gradients {gib['gradients']:.3f}, "
+        f"gathered weights {gib['gathered']:.3f}, activations {gib['activations']:.3f}",
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
         f"{sizes.tflop_per_step:.3f} TFLOP per step",
     }

@@ -94,23 +94,23 @@ class CommunicationTrace:
 
     def _report(self, step: int, hlo: str) -> None:
         found = read_collectives(hlo)
-        mine: dict[str, Timeline] = {}
+        own_timelines: dict[str, Timeline] = {}
         if self.traces:
             trace = ProfileData.from_file(str(self._keep_trace()))
             module = re.match(r"HloModule ([\w.\-]+)", hlo)
             assert module
             names = {each.name for each in found}
-            mine = measure_devices(
+            own_timelines = measure_devices(
                 read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
             )
-        said = json.dumps({device: asdict(timeline) for device, timeline in mine.items()})
-        everyone = [json.loads(text) for text in peers.gather(said, "communication report")]
+        message = json.dumps({device: asdict(timeline) for device, timeline in own_timelines.items()})
+        of_processes = [json.loads(text) for text in peers.gather(message, "communication report")]
         per_host = max(Counter(peers.hosts()).values()) * jax.local_device_count()
         if not peers.is_main():
             return
         of_all = {
             f"process {rank} device {device}": Timeline(**values)
-            for rank, one in enumerate(everyone)
+            for rank, one in enumerate(of_processes)
             for device, values in one.items()
         }
         if not of_all:

@@ -1,4 +1,4 @@
-"""Where weights, activations and gradients live on the mesh, as equations and the tables of dims.py say.
+"""Places of weights, activations and gradients on the mesh, which follow from equations and the tables of dims.py.
 
 One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split over
 tp at rest and in use; dp and fsdp split the batch, so that each data shard computes a gradient of its own:
@@ -53,7 +53,7 @@ def activation_spec(letters: str, unsplit: frozenset[str] = frozenset()) -> Part
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run keeps its weights: where, and in which dtypes.
+    """Places and dtypes of the weights of a run.
 
     Weights rest in `param` dtype. A matrix product takes them in `compute` dtype from `gather`. Gradients are summed
     over devices in `reduce` dtype.

@@ -1,4 +1,4 @@
-"""What a sink is, and what it is told at the start."""
+"""The methods of a sink, and the facts that it gets at the start."""
 
 from dataclasses import dataclass
 from pathlib import Path

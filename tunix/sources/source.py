@@ -21,7 +21,7 @@ class Item(NamedTuple):
 
 
 class Source(Section):
-    """Where documents come from. A subclass adds its name, its keys, and the two methods.
+    """Origin of documents. A subclass adds its name, its keys, and the two methods.
 
     Both must give the same on every machine and in every run: a run resumes at a number of tokens.
     """

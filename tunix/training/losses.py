@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 
-from tunix.base.dotted import blame_user, import_object
+from tunix.base.dotted import blame_user, import_object, is_dotted
+from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
@@ -18,7 +19,7 @@ Sums = dict[str, jax.Array]
 
 
 class Loss(NamedTuple):
-    """What a loss computes for one microbatch: float32 scalars, each a sum over tokens or sequences.
+    """Result of a loss for one microbatch: float32 scalars, each a sum over tokens or sequences.
 
     The step adds the microbatches up and divides once, because a mean of means is wrong where masks differ.
     """
@@ -132,10 +133,14 @@ LOSSES = {
 
 
 def loss_kind(cfg: Config) -> LossKind:
-    """Return the row of the task's loss in the table, or a row made of the user's own loss."""
-    if cfg.task.loss is None:
-        return LOSSES[cfg.task.default_loss]
-    return LossKind(lambda cfg: import_object(cfg.task.loss or ""), _text_quality)
+    """Return the row of the table that `task.loss` or else the task names, or a row made of the user's own loss."""
+    name = cfg.task.loss or cfg.task.default_loss
+    if is_dotted(name):
+        return LossKind(lambda cfg: import_object(name), _text_quality)
+    if name not in LOSSES:
+        hint = did_you_mean(name, list(LOSSES))
+        raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
+    return LOSSES[name]
 
 
 def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transformer], params: Any, batch: Batch) -> None:
@@ -144,7 +149,7 @@ def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transforme
     Raises:
         UserError: the loss fails, or does not return a `Loss` of float scalars with `loss` among its sums.
     """
-    if cfg.task.loss is None:
+    if cfg.task.loss is None or not is_dotted(cfg.task.loss):
         return
     seed = jax.ShapeDtypeStruct((), "int32")
     with blame_user("task.loss", cfg.task.loss):

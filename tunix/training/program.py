@@ -1,4 +1,4 @@
-"""What a config trains on a mesh: the model's architecture, its loss, its optimizer, and the step made of them."""
+"""The training program of a config on a mesh: architecture, loss, optimizer, and the step made of them."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Weight:
-    """What is known of a parameter before it has a value."""
+    """Facts about a parameter before it has a value."""
 
     equation: Equation
     shape: tuple[int, ...]
