@@ -23,7 +23,13 @@ from tunix.training.state import Architecture, State, count
 
 
 def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
-    """Return every derived number as text; `corpus` is None in a dry run."""
+    """Return every derived number as text; `corpus` is None in a dry run.
+
+    Process 0 alone derives them: what the backward pass keeps is traced, which takes seconds.
+    """
+    processes = _processes() if jax.process_count() > 1 else ""
+    if not peers.is_main():
+        return "the start report is in train.log, the log of process 0"
     training, arch, batch = cfg.training, program.arch, sizes.batch
     gib = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
     shards = data_shards(mesh.shape)
@@ -55,8 +61,8 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         )
     if why := unlike_its_family(cfg.model):
         rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
-    if jax.process_count() > 1:
-        rows["processes"] = _processes()
+    if processes:
+        rows["processes"] = processes
     for letter, axis in unsplit_dims(cfg.dims, mesh.shape).items():
         rows[DIMS[letter].name] = f"{cfg.dims[letter]:,} on {axis}={mesh.shape[axis]}: every device keeps all"
     name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
