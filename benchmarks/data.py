@@ -30,7 +30,7 @@ SEQ_LEN = 2048
 CORPUS = ["data=jsonl", f"training.seq_len={SEQ_LEN}"]
 BY_TUNIX = """
 import sys, time
-from tunix.compose import compose
+from tunix.cli.compose import compose
 from tunix.data.corpus import prepare_corpus
 cfg = compose(sys.argv[1:]).config
 begun = time.perf_counter()
@@ -120,7 +120,7 @@ def reading(parts: dict[str, Sequences], packing: str) -> float:
 def first_batch(words: list[str]) -> float:
     """Seconds from a config to the first batch, in a new process, of a corpus that is prepared."""
     code = (
-        "import sys, time\nfrom tunix.compose import compose\nfrom tunix.data.batches import TrainBatches\n"
+        "import sys, time\nfrom tunix.cli.compose import compose\nfrom tunix.data.batches import TrainBatches\n"
         "from tunix.data.corpus import load_corpus\nfrom benchmarks.data import one_device\nmesh = one_device()\n"
         "begun = time.perf_counter()\ncfg = compose(sys.argv[1:]).config\n"
         "TrainBatches(load_corpus(cfg).train, cfg, mesh).read(0)\nprint(time.perf_counter() - begun)"

@@ -13,8 +13,8 @@ import pytest
 from support.harness import ROOT
 
 ID, COMMIT = "someone/small-model", "0123456789abcdef0123456789abcdef01234567"
-FIND = "import sys; from tunix.models.hub import *; print(find(sys.argv[1], ABOUT + WEIGHTS))"
-READ = "import sys; from tunix.data.tokenizer import _files; print(_files(sys.argv[1]))"
+FIND = "import sys; from tunix.hf.hub import *; print(find(sys.argv[1], ABOUT + WEIGHTS))"
+READ = "import sys; from tunix.tokenizer.vocabulary import _find_files; print(_find_files(sys.argv[1]))"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A model small enough to compile in seconds, and the pieces of a run around it, as `tunix.train.run` puts them together."""
+"""A model small enough to compile in seconds, and the pieces of a run around it, as `tunix.trainer.run` puts them together."""
 
 import json
 import os
