@@ -68,6 +68,24 @@ OPTIMIZERS = (Signs, """,
         'SHAPES = {\n    "halving": Shape(lambda phases: lambda step: 0.5**step),',
         ("scheduler.name=halving", "scheduler.warmup_steps=0", "optimizer.learning_rate=0.5"),
     ),
+    "a loss": Entry(
+        "tunix/training/losses.py",
+        "LOSSES = {",
+        """\
+def _make_twice(cfg):
+    once = _make_next_token(cfg)
+
+    def twice(model, batch, seed):
+        loss = once(model, batch, seed)
+        return loss._replace(sums=loss.sums | {"twice": 2 * loss.sums["loss"]})
+
+    return twice
+
+
+LOSSES = {
+    "twice": LossKind(_make_twice, _text_quality),""",
+        ("task.loss=twice",),
+    ),
     "a metric sink": Entry(
         "tunix/sinks/__init__.py",
         "SINKS: dict[str, Callable[[Start], Sink]] = {",
@@ -155,6 +173,10 @@ def test_a_new_kernel_is_reported(run):
 def test_a_new_optimizer_and_a_new_schedule_move_the_weights(run):
     assert "signs at 0.5, halving" in (run / "train.log").read_text()
     assert [line["learning_rate"] for line in metrics(run)] == [0.5, 0.25, 0.125]
+
+
+def test_a_new_loss_reports_its_sums(run):
+    assert [line["twice"] for line in metrics(run)] == [pytest.approx(2 * line["loss"]) for line in metrics(run)]
 
 
 def test_a_new_mesh_axis_splits_the_batch(run):
