@@ -18,7 +18,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from tunix.base.errors import Ending, UserError
+from tunix.base.errors import Ending, UserError, did_you_mean
 from tunix.cli import compose
 from tunix.cli.mistakes import explain_errors
 from tunix.config.values import CONF
@@ -36,7 +36,15 @@ def main() -> int:
         runpy.run_module(f"tunix.{name}", run_name="__main__", alter_sys=True)  # ends with SystemExit
     if name == "train":
         del sys.argv[1]
+    elif name.isidentifier():  # an override has a =, a flag has a -
+        return exits.report_errors(lambda: refuse_command(name))
     return train_command()
+
+
+def refuse_command(name: str) -> None:
+    """Raise `UserError` for a first word that is no command."""
+    commands = ["train", *COMMANDS]
+    raise UserError(f"there is no command {name}; choose from {', '.join(commands)}{did_you_mean(name, commands)}")
 
 
 def train_command() -> int:

@@ -64,6 +64,13 @@ def test_wrong_input_that_composing_finds(more, message, words, tmp_path, monkey
     assert_refused(subprocess.CompletedProcess(sys.argv, code, *capfd.readouterr()), message, tmp_path)
 
 
+def test_a_first_word_that_is_no_command(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["tunix", "trian"])
+    assert main() == 2
+    assert "error: there is no command trian; choose from train, plan, " in (error := capfd.readouterr().err)
+    assert error.endswith("did you mean train?\n")
+
+
 def test_cfg_job_shows_everything(tmp_path):
     shown = cli("--cfg", "job", cwd=tmp_path).stdout
     for text in ("sharding_strategy: full_shard", "mesh_shape: auto", "learning_rate: 0.015", "decode_errors: skip"):

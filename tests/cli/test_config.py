@@ -32,6 +32,7 @@ MISTAKES = [
     ("model=pretrained", "model=pretrained needs model.init_from=DIR"),
     ("model.init_from=/nowhere", "model.init_from=/nowhere is neither a folder nor the ID of a model"),
     ("training.seq_len=10000 training.loss_chunk_size=100", "training.seq_len=10000 is more than model.context_length=8192"),
+    ("model.mlp=gated_sliu", "model.mlp=gated_sliu: expected gated_silu, gated_gelu, gelu, or a mapping like {kind:gated,activation:silu}; did you mean gated_silu?"),
     ("model.head_dim=7", "model.head_dim=7 must be even"),
     ("training.seq_len=abc", "training.seq_len=abc: expected a whole number"),
     ("training.seq_len=1.5", "training.seq_len=1.5: expected a whole number"),

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tunix.base.errors import UserError, did_you_mean
+
 # Keys that are new, with the value that means what runs did before there was such a key.
 ADDED: dict[str, Any] = {"training.ema_decay": None, "task.loss": None}
 # Keys that are gone, with their new form for people who type them.
@@ -36,8 +38,14 @@ MLP_WORDS = {
 def _split_mlp(values: dict[Any, Any]) -> None:
     """One word named the kind of the MLP and its activation."""
     model = values.get("model", {})
-    if isinstance(model.get("mlp"), str):
-        model["mlp"] = MLP_WORDS.get(model["mlp"], model["mlp"])
+    word = model.get("mlp")
+    if not isinstance(word, str):
+        return
+    if word not in MLP_WORDS:
+        words = ", ".join(MLP_WORDS)
+        hint = did_you_mean(word, list(MLP_WORDS))
+        raise UserError(f"model.mlp={word}: expected {words}, or a mapping like {{kind:gated,activation:silu}}{hint}")
+    model["mlp"] = MLP_WORDS[word]
 
 
 CHANGES = (_name_sinks, _split_mlp)
