@@ -57,7 +57,16 @@ def test_transformers_loads_what_is_exported_without_a_warning(python, tmp_path)
     expected = [load_file(PARITY / name / "expected.safetensors") for name in MODELS]
     for name, said in zip(MODELS, expected, strict=True):
         output = str(tmp_path / name)
-        export(Export(checkpoint=str(PARITY / name), output=output, dtype=None, merge_lora=False, shard_gb=5))
+        export(
+            Export(
+                checkpoint=str(PARITY / name),
+                weights="trained",
+                output=output,
+                dtype=None,
+                merge_lora=False,
+                shard_gb=5,
+            )
+        )
         save_file({"tokens": said["tokens"]}, tmp_path / name / "tokens")
     logits = their_logits(python, [tmp_path / name for name in MODELS])
     for name, said, ours in zip(MODELS, expected, logits, strict=True):
@@ -78,7 +87,12 @@ def test_peft_loads_an_adapter(python, tmp_path):
     model = replace(base, cfg=cfg, arch=arch, params=params)
     export(
         Export(
-            checkpoint=str(PARITY / "llama"), output=str(tmp_path / "base"), dtype=None, merge_lora=False, shard_gb=5
+            checkpoint=str(PARITY / "llama"),
+            weights="trained",
+            output=str(tmp_path / "base"),
+            dtype=None,
+            merge_lora=False,
+            shard_gb=5,
         )
     )
     tokens = load_file(PARITY / "llama" / "expected.safetensors")["tokens"]
