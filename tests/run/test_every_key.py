@@ -26,6 +26,7 @@ from tunix.processes import joining
 from tunix.run.compatible import check_same
 from tunix.sharding.dims import Equation
 from tunix.trainer import run
+from tunix.training.losses import loss_kind
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import Weight, describe
@@ -72,6 +73,7 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
     def use() -> None:
         for cfg in configs:
             TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg)).stages(10)
+            loss_kind(cfg)
 
     return use
 

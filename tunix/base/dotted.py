@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
@@ -59,19 +59,18 @@ class Choices(NamedTuple):
     names: tuple[str, ...]
 
 
-def entry_of(table: Iterable[str]) -> Any:
+def entry_of(table: Collection[str]) -> Any:
     """Return the type of a key that takes the name of an entry of the table, or a dotted path."""
-    names = tuple(table)
 
     def check(name: str) -> str:
         if is_dotted(name):
             return _check(name)
-        if name not in names:
-            hint = did_you_mean(name, list(names))
-            raise ValueError(f"expected one of {', '.join(names)}, or package.module:name{hint}")
+        if name not in table:
+            hint = did_you_mean(name, list(table))
+            raise ValueError(f"expected one of {', '.join(table)}, or package.module:name{hint}")
         return name
 
-    return Annotated[str, AfterValidator(check), Choices(names)]
+    return Annotated[str, AfterValidator(check), Choices(tuple(table))]
 
 
 def is_dotted(name: str) -> bool:
