@@ -93,12 +93,14 @@ def the_optimizers(folder: Path, corpus: Path) -> Callable[[], None]:
 
 
 def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
-    sizes = ["model=llama3_1b"], ["model=gemma3_4b"], ["model=qwen3_0_6b", f"++model.rope_scaling={YARN}"]
+    yarn = ["model=qwen3_0_6b", f"++model.rope_scaling={YARN}"]
+    sizes = ["model=llama3_1b"], ["model=gemma3_4b"], ["model=gpt2_124m"], yarn
     configs = [compose([*words, "model.lora.rank=2"]).config for words in sizes]
 
     def use() -> None:
         for cfg in configs:
-            layer_rope(cfg.model, range(cfg.model.num_layers))
+            if cfg.model.positions == "rope":
+                layer_rope(cfg.model, range(cfg.model.num_layers))
             mesh = build_mesh(cfg)
             with jax.set_mesh(mesh):
                 describe(cfg.model, build_layout(cfg, mesh))

@@ -40,7 +40,7 @@ class Memory:
 
 def test_a_new_sink_gets_every_line_and_is_told_how_the_run_ends(words, monkeypatch):
     monkeypatch.setitem(SINKS, "memory", Memory)
-    tunix.train([*words, "logging.sinks=[jsonl,memory]"])
+    tunix.train([*words, "logging.sinks=[jsonl,memory]", "evaluation.sample_tokens=2"])
     sink, lines = Memory.last, [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [record for _, record in sink.records] == lines
     assert [group for group, _ in sink.records].count("held_out") == 2
