@@ -145,7 +145,7 @@ def test_quick_test(tmp_path):
 @pytest.mark.slow
 def test_the_default_job_learns(tmp_path):
     """`python run_training.py` and nothing else: held-out bits per byte at least 35 % below the unigram entropy."""
-    done = cli(cwd=tmp_path, devices=1, timeout=900, optimized=True)
+    done = cli(cwd=tmp_path, devices=1, timeout=2700, optimized=True)  # 2 minutes alone; a busy machine takes longer
     assert done.returncode == 0, done.stderr
     below = re.search(
         r"held out: ([\d.]+) bits per byte; unigram entropy of the corpus: ([\d.]+); ([\d.]+) % below", done.stdout
