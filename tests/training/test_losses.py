@@ -8,6 +8,7 @@ from support.harness import ROOT, RUN, batch, metrics, program
 
 import tunix
 from tunix.data.batch import FIELDS, Field, empty_example
+from tunix.models.transformer import Block
 from tunix.sharding.arrays import to_global
 from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, token_log_probs
 from tunix.training.program import abstract_batch
@@ -97,3 +98,17 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         if '"segment_ids"' in path.read_text()
     }
     assert named == {"data/batch.py", "data/packing.py", "training/losses.py"}
+
+
+def test_sums_of_the_blocks_are_minimised_and_reported(monkeypatch):
+    """As the loss of a router would be: each of the three layers adds 0.5."""
+    inner = Block.__call__
+
+    def call(self, *args):
+        x, kept, sums = inner(self, *args)
+        return x, kept, sums | {"router": jnp.float32(0.5)}
+
+    monkeypatch.setattr(Block, "__call__", call)
+    data = batch()
+    (line,) = program("model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true").run(data, steps=1)
+    assert line["router"] == pytest.approx(3 * 0.5 / data["loss_mask"].sum())
