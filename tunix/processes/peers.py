@@ -130,6 +130,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()
 
 
 def blame(error: Exception) -> tuple[int, str]:

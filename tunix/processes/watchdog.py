@@ -22,6 +22,7 @@ from tunix.processes import exits, peers
 log = logging.getLogger(__name__)
 POLL_S = 1.0
 PUBLISH_S = 5.0
+JOIN_S = 10.0  # the thread may be waiting for a coordinator that has stopped
 OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.NOT_FINITE)  # codes of a peer that this process ends with too
 
 
@@ -45,7 +46,9 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Wait for the thread: Python aborts the process (exit code 134) if it ends while a thread is inside jaxlib."""
         self.ended.set()
+        self.thread.join(JOIN_S)
 
     def step(self, number: int) -> None:
         """Note that step `number` begins."""
@@ -88,8 +91,7 @@ class Watchdog:
 
     def _follow(self, rank: int, failure: dict[str, Any]) -> None:
         """End after a peer that has failed."""
-        time.sleep(POLL_S)  # where every process has found the same mistake, each ends by itself
-        if self.ended.is_set():
+        if self.ended.wait(POLL_S):  # where every process has found the same mistake, each ends by itself
             return
         self._dump_stacks()
         code = failure["code"] if failure["code"] in OWN_CODES else exits.PEER
@@ -99,7 +101,8 @@ class Watchdog:
         """End after a deadline has passed: log where every process is, and name the one that is late."""
         since = self.since
         self._publish()
-        time.sleep(2 * POLL_S)  # until the others have published their state too
+        if self.ended.wait(2 * POLL_S):  # until the others have published their state too
+            return
         if self.since != since:
             log.warning("step %d took %.0f s, more than its deadline of %.0f s", self.number, waited_s, self.limit)
             return
