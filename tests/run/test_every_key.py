@@ -188,8 +188,13 @@ def test_every_key_is_read(reads):
 
 
 def untested() -> tuple[str, ...]:
-    """Keys whose reads are not seen: by a Slurm, by a sink (which gets plain values), by a package that is missing."""
-    return ("Slurm.show_logs", "Logging.every_steps", *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]))
+    """Keys whose reads are not seen: by rollouts, by a Slurm, by a sink (which gets plain values), by a package that is missing."""
+    return (
+        "Slurm.show_logs",
+        "Logging.every_steps",
+        "Sampling.",
+        *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]),
+    )
 
 
 def words_of_every_source(tmp_path: Path) -> list[list[str]]:

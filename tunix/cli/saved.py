@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from tunix.base.errors import UserError, did_you_mean
+from tunix.config.values import CONF
 
 # Keys that are new, with the value that means what runs did before there was such a key.
 ADDED: dict[str, Any] = {"training.ema_decay": None, "task.loss": None}
@@ -48,4 +51,10 @@ def _split_mlp(values: dict[Any, Any]) -> None:
     model["mlp"] = MLP_WORDS[word]
 
 
-CHANGES = (_name_sinks, _split_mlp)
+def _add_sampling(values: dict[Any, Any]) -> None:
+    """The section is new: it says how answers are drawn in post-training, which older runs did not have."""
+    if "task" in values:
+        values.setdefault("sampling", OmegaConf.to_container(OmegaConf.load(CONF / "sampling" / "default.yaml")))
+
+
+CHANGES = (_name_sinks, _split_mlp, _add_sampling)

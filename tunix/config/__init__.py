@@ -9,6 +9,7 @@ from pydantic import model_validator
 from tunix.base.section import Flag, Section, Seed
 from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
 from tunix.config.data import AnyData, Loading, Tokenizer
+from tunix.config.drawing import Sampling
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
@@ -21,7 +22,7 @@ from tunix.sharding.dims import read_dims
 __all__ = [
     "PROJECTIONS", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export", "Generate",
     "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Optimizer", "ParameterGroup", "Plan", "Profile",
-    "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training",
+    "Sampling", "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training",
 ]  # fmt: skip
 
 
@@ -48,6 +49,8 @@ class Config(Section):
     """Text to tokens."""
     task: AnyTask
     """Batches and loss."""
+    sampling: Sampling
+    """How answers are drawn in post-training."""
     training: Training
     """The step and the run's length."""
     optimizer: AnyOptimizer
