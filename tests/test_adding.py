@@ -116,6 +116,12 @@ SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
         'KERNELS = {\n    "another": "tunix.models.attention:plain",',
         ("model.attention=another",),
     ),
+    "a rematerialization policy": Entry(
+        "tunix/config/training.py",
+        "REMAT = {",
+        'REMAT = {\n    "norms": ("norm",),',
+        ("training.remat=norms",),
+    ),
 }
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 ROWS = dict(re.findall(r"^\| (an? [^|]+?) \| (.*) \|$", PAGE, re.MULTILINE))
@@ -168,6 +174,10 @@ def test_a_new_source_is_read(run):
 
 def test_a_new_kernel_is_reported(run):
     assert "another attention" in (run / "train.log").read_text()
+
+
+def test_a_new_remat_policy_is_reported(run):
+    assert "remat norms" in (run / "train.log").read_text()
 
 
 def test_a_new_optimizer_and_a_new_schedule_move_the_weights(run):

@@ -11,6 +11,15 @@ from tunix.sharding.mesh_shape import data_shards
 
 Dtype = Literal["float32", "bfloat16"]
 
+# Rematerialization: the values of a block that a policy keeps from its forward pass until its backward pass, by name.
+# The backward pass computes everything else again. models/remat.py says which value has which name.
+REMAT = {
+    "none": ("product", "attention", "norm", "residual"),
+    "dots": ("product", "attention"),
+    "attention": ("attention",),
+    "full": (),
+}
+
 
 class BatchShape(NamedTuple):
     """Shape [A, B, T] of the batch that one optimizer step takes, over the whole mesh."""
@@ -76,9 +85,9 @@ class Training(Section):
     it. null keeps none."""
     z_loss: PositiveOrZero
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
-    remat: Literal["none", "full", "dots", "attention"]
-    """What the backward pass computes again: activations and other cheap operations; whole blocks; all but matrix
-    products and attention; all but attention."""
+    remat: Literal[tuple(REMAT)]  # type: ignore[valid-type]
+    """What the backward pass computes again: none, only activations and other cheap operations; dots, all but matrix
+    products and attention; attention, all but attention; full, whole blocks."""
     loss_chunk_size: Count
     """Positions of each sequence whose logits exist at one time; divides seq_len or is larger."""
     max_skipped_steps: CountOrZero

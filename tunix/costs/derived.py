@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tunix.config import Config
 from tunix.costs.transfers import (
-    RECOMPUTED,
     Transfer,
     gathered_dtype,
     list_transfers,
@@ -19,6 +18,7 @@ from tunix.costs.transfers import (
 )
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.flops import flops_per_token, forward_flops_per_token
+from tunix.models.remat import computes_products_again
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
@@ -64,7 +64,7 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
         _state_bytes(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, program, mesh)},
         list_transfers(program, mesh, microbatches),
         flops,
-        flops + RECOMPUTED[training.remat] * forward_flops,
+        flops + computes_products_again(training.remat) * forward_flops,
         batch.num_tokens,
     )
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DeviceKind
+from tunix.models.remat import computes_products_again
 from tunix.sharding.dims import Equation, axis_names
 from tunix.sharding.layout import Layout
 from tunix.training.program import Program
 from tunix.training.state import Weight
 
-RECOMPUTED = {"none": 0, "dots": 0, "attention": 1, "full": 1}  # forward passes, by training.remat
 TRAVERSALS = {  # of a ring (Patarasuk and Yuan 2009)
     "all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "collective-permute": 1,
 }  # fmt: skip
@@ -86,7 +86,7 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     """
     cfg, layout = program.cfg, program.layout
     sizes = cfg.dims | {"B": cfg.training.batch_shape(mesh.shape).num_rows}
-    forward_passes = 1 + RECOMPUTED[cfg.training.remat]
+    forward_passes = 1 + computes_products_again(cfg.training.remat)
     products: list[tuple[Equation, int]] = []  # with the times that each runs for a sequence
     for weight in jax.tree.leaves(program.arch.weights):
         equation = weight.equation.dequantized()

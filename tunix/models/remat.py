@@ -1,8 +1,9 @@
 """Rematerialization: the values of a block's forward pass that are kept until its backward pass.
 
-A policy is a set of names. A value has a name where `checkpoint_name(value, name)` gives it one, and only values with a
-name of the policy are kept. The backward pass computes everything else again from them. Primitives play no part: a
-product or a kernel with a backward rule of its own (`jax.custom_vjp`) is kept like any other.
+A policy is a set of names, a row of `REMAT` in config/training.py. A value has a name where
+`checkpoint_name(value, name)` gives it one, and only values with a name of the policy are kept. The backward pass
+computes everything else again from them. Primitives play no part: a product or a kernel with a backward rule of its own
+(`jax.custom_vjp`) is kept like any other.
 
     name         value                                         computed again without it
     product      result of each `product`                      a matrix product
@@ -15,13 +16,18 @@ No policy keeps a gathered weight: those of all blocks together are the whole mo
 the backward pass gathers them again.
 """
 
+from collections.abc import Callable
+
 import jax
 
-NAMES = ("product", "attention", "norm", "residual")
-_only = jax.checkpoint_policies.save_only_these_names
-REMAT = {
-    "none": _only(*NAMES),  # what is left to compute again goes over an array once: activations, RoPE, biases, casts
-    "dots": _only("product", "attention"),
-    "attention": _only("attention"),
-    "full": _only(),
-}
+from tunix.config.training import REMAT
+
+
+def keep_policy(name: str) -> Callable[..., bool]:
+    """Return the policy of a row of `REMAT`, as `jax.checkpoint` takes it."""
+    return jax.checkpoint_policies.save_only_these_names(*REMAT[name])
+
+
+def computes_products_again(name: str) -> bool:
+    """Return whether the backward pass runs the matrix products of the forward pass once more."""
+    return "product" not in REMAT[name]

@@ -14,7 +14,7 @@ from tunix.config import Model
 from tunix.models.attention import attend, seen_in_row
 from tunix.models.layers import NORMS, Einsum, Embedding, LearnedPositions, unchanged
 from tunix.models.positions import Rope, apply_rope, layer_rope
-from tunix.models.remat import REMAT
+from tunix.models.remat import keep_policy
 from tunix.sharding.layout import Layout
 
 ACTIVATIONS: dict[str, Any] = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
@@ -189,7 +189,7 @@ class Transformer(nnx.Module):
             return x, (kept, sums)
 
         if not unrolled:
-            one_layer = jax.checkpoint(one_layer, policy=REMAT[self.remat], prevent_cse=False)
+            one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
             layers = Layer(jnp.asarray(numbers), jnp.asarray(windows), rope)
             x, (kept, sums) = jax.lax.scan(one_layer, x, (params, layers))
             return x, kept, {name: jnp.sum(value) for name, value in sums.items()}
