@@ -1,6 +1,7 @@
 """What a remat policy keeps is not computed again in the backward pass, whoever wrote its backward rule."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
@@ -48,7 +49,7 @@ def dummy_product(equation, x, w, spec):
 
 def count(jaxpr, primitive: str) -> int:
     """Times that a primitive stands in a program and in the programs inside it."""
-    inner = [sub for equation in jaxpr.eqns for sub in jax.core.jaxprs_in_params(equation.params)]
+    inner = [sub for equation in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(equation.params)]
     return sum(equation.primitive.name == primitive for equation in jaxpr.eqns) + sum(
         count(sub, primitive) for sub in inner
     )

@@ -39,14 +39,14 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class Local(Section):
-    """Train in this process, or as the one of many that the environment says it is."""
+    """Train in this process; the environment tells it if it is one of several."""
 
     name: Literal["local"]
     """What starts the processes."""
 
 
 class Nodes(Section):
-    """So many nodes of one kind."""
+    """Nodes of one kind, and the processes on each of them."""
 
     nodes: Count
     """Nodes of the run."""
@@ -68,7 +68,7 @@ class Nodes(Section):
 
     @property
     def which_devices(self) -> str:
-        """Keys that the number of devices follows from, in words."""
+        """The keys that give the number of devices, for messages."""
         each = f"gpus_per_node={self.gpus_per_node}" if self.gpus_per_node else f"tasks_per_node={self.tasks}"
         return f"asked for by launcher.nodes={self.nodes} x launcher.{each}"
 
@@ -134,7 +134,7 @@ class Slurm(Nodes):
 
     @property
     def time_limit_s(self) -> int | None:
-        """Seconds; null and 0 are no limit of ours."""
+        """`time_limit` in seconds; None where it is null or 0: no limit."""
         days, _, rest = (self.time_limit or "0").rpartition("-")
         parts = [int(part) for part in rest.split(":")]
         hours, minutes, seconds = (*parts, 0, 0)[:3] if days or len(parts) == 3 else (0, *parts, 0)[:3]

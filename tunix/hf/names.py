@@ -1,4 +1,4 @@
-"""Hugging Face's names, one entry per family: the keys of config.json and the tensors in the files. Knows no jax.
+"""Hugging Face's names, one entry per family: the keys of config.json and the tensors in the files. Imports no jax.
 
 To add a family: its values in conf/model/family/, an entry in `FAMILIES`, its name in `config.Model.family`, and a tiny
 model of it in tests/parity/make.py.
@@ -25,16 +25,18 @@ class Name:
 
 @dataclass(frozen=True)
 class Family:
-    """Hugging Face's form of one family. Dimensions and switches are keys of our model section."""
+    """Form of one family at Hugging Face: names of tensors, keys of config.json."""
 
     model_type: str
     architecture: str  # class in transformers
     names: dict[str, Name]  # parameter -> tensor
     keys: dict[str, str]  # our key -> key of config.json
-    fixed: dict[str, tuple]  # key of config.json -> values that our parts can serve, the usual one first
-    absent: dict[str, Any] = field(default_factory=dict)  # what config.json means by leaving a key out
-    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of tensor names that other classes and versions write
-    ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights of the decoder
+    fixed: dict[str, tuple]  # key of config.json -> values that our layers can compute, the usual one first
+    absent: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its value where the file leaves it out
+    renamed: tuple[
+        tuple[str, str], ...
+    ] = ()  # (beginning of a tensor name in other classes and versions, the usual beginning)
+    ignored: tuple[str, ...] = ()  # patterns of the names of tensors that are not weights of the decoder
 
 
 LLAMA_NAMES = {
@@ -64,6 +66,7 @@ LLAMA_ABSENT = {
 
 
 def qk_norm(*dims: str) -> dict[str, Name]:
+    """Return the names of the norms of queries and of keys, whose scales have these dimensions."""
     return {
         f"blocks.attention.{x}_norm.scale": Name(f"model.layers.{{}}.self_attn.{x}_norm.weight", letters)
         for x, letters in zip("qk", dims, strict=True)
@@ -77,6 +80,8 @@ def renamed(names: dict[str, Name], **tensors: str) -> dict[str, Name]:
 
 
 def gpt2_names() -> dict[str, Name]:
+    """Return the names of GPT-2, which stores matrices transposed, and q, k and v side by side in one tensor."""
+
     def linear(path: str, tensor: str, inner: str, outer: str, part: int = 0, parts: int = 1) -> dict[str, Name]:
         return {
             f"blocks.{path}.w": Name(f"transformer.h.{{}}.{tensor}.weight", f"{inner},{outer}", part, parts),

@@ -30,7 +30,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class TensorFiles:
-    """The tensors of a model's folder under the names of its family's table; a context."""
+    """Tensors of a model's folder, under the names of its family's table. A context: it closes the files at its end."""
 
     def __init__(self, folder: Path, family: Family):
         self.folder, self.family, self._open = folder, family, ExitStack()
@@ -53,11 +53,11 @@ class TensorFiles:
         return {name: tuple(self._slice(name).get_shape()) for name in self._files}
 
     def dtype(self, name: str) -> str:
-        """One of `FLOATS` where it was checked, as the files say it."""
+        """Return the dtype as safetensors names it; `_check` lets only those of `FLOATS` pass."""
         return self._slice(name).get_dtype()
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor; nothing else of it is read."""
+        """Read a slice of a tensor, and nothing else of the file."""
         return self._slice(name)[index]
 
     def _slice(self, name: str) -> Any:
@@ -65,6 +65,7 @@ class TensorFiles:
         return file.get_slice(stored)
 
     def _canonical(self, name: str) -> str:
+        """Return the name in the family's table of a tensor whose class or version begins its names otherwise."""
         for old, new in self.family.renamed:
             if name.startswith(old):
                 return new + name.removeprefix(old)
@@ -72,7 +73,11 @@ class TensorFiles:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model; raises `UserError` where there are none, or one of them is missing."""
+    """Return the safetensors files of a model.
+
+    Raises:
+        UserError: there are none, or one that the index names is missing.
+    """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
@@ -94,9 +99,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Parameters [..] laid out at rest, with None for those that files do not have: low-rank updates.
+    """Load the parameters of a model, laid out at rest; low-rank updates, which the files do not have, are None.
 
-    `weights` is the tree of `state.Weight`. Each process reads the slices that its devices hold and nothing else, of
+    `weights` is the tree of `state.Weight`. Each process reads the slices of its own devices and nothing else. It reads
     matrices that are to be quantized one layer at a time.
 
     Raises:
@@ -108,7 +113,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
         _check(files, cfg, weights)
 
         def load(path: str, equation: Equation, dtype: Any, layers: range) -> jax.Array:
-            """Some layers of a parameter."""
+            """Load some layers of a parameter."""
             sizes = cfg.dims | {LAYERS: len(layers)}
 
             def shard(index: Any) -> np.ndarray:
@@ -137,24 +142,28 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
 
 
 def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Any]]:
-    """Parameters that have a name in the family's table: all but low-rank updates and scales."""
+    """Return the parameters that have a name in the family's table: all but low-rank updates and scales."""
     return [(path, weight) for path, weight in named(weights) if path in family.names]
 
 
 def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
-    """Raise what `load_weights` would of names and shapes, having read only the heads of the files."""
+    """Check names and shapes as `load_weights` does, with its errors; reads only the headers of the files."""
     with TensorFiles(folder, FAMILIES[cfg.family]) as files:
         _check(files, cfg, weights)
 
 
 def _shape(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of the tensor in the files."""
+    """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim]."""
     *first, last = (math.prod(dims[letter] for letter in group) for group in name.dims.split(","))
     return (*first, last * name.parts)
 
 
 def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
-    """Raise `UserError` for tensors that these parameters lack, do not need, or need in another shape."""
+    """Compare the tensors of the files with those that the parameters need.
+
+    Raises:
+        UserError: a tensor is missing, not needed, of another shape, or not of floats.
+    """
     shapes, folder = files.shapes, files.folder
     names = [files.family.names[path] for path, _ in _in_files(weights, files.family)]
     wanted = {
@@ -168,9 +177,9 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
         name for name in shapes.keys() - wanted.keys() if not any(re.match(pattern, name) for pattern in ignored)
     )
     if missing:
-        raise UserError(f"{folder} lacks {_some(missing)}")
+        raise UserError(f"{folder} lacks {_first_names(missing)}")
     if extra:
-        raise UserError(f"{folder} has {_some(extra)}, which a {cfg.family} of its config.json does not have")
+        raise UserError(f"{folder} has {_first_names(extra)}, which a {cfg.family} of its config.json does not have")
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise UserError(f"{folder}: {name} is {list(shapes[name])}, its config.json says {list(shape)}")
@@ -178,7 +187,7 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
             raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}; dequantize it first")
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -186,7 +195,13 @@ def _read(
     files: TensorFiles, name: Name, cfg: Model, equation: Equation, ranges: Mapping[str, tuple[int, int]],
     layers: range, dtype: Any,
 ) -> np.ndarray:  # fmt: skip
-    """The part of a parameter in these ranges of its dimensions, of L those among `layers`."""
+    """Read the part of a parameter in these ranges of its dimensions; of dimension L, only the layers of `layers`.
+
+    The files have one tensor for each layer, with dimensions grouped and in another order than ours:
+
+        q.w of Llama 3    files: "NH,D" [num_heads * head_dim, embed_dim]    ours: "LDNH"
+        a shard           rows of its heads, read as [N, H, D]               copied to [D, N, H] of each layer
+    """
     ours = equation.w
     shape = [ranges[letter][1] - ranges[letter][0] for letter in ours]
     where, unpacked = _slices(name, cfg.dims, ranges)
@@ -213,7 +228,7 @@ def _read(
 def _slices(
     name: Name, dims: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[slice, ...], list[int]]:
-    """The slice of a tensor in the files that holds these ranges of our dimensions, and its shape letter by letter."""
+    """Return the slice of a tensor in the files that has these ranges of our dimensions, and its shape by letter."""
     where, unpacked = [], []
     for group in name.dims.split(","):
         inner = math.prod(dims[letter] for letter in group[1:])
@@ -226,9 +241,9 @@ def _slices(
 
 
 def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
-    """Write `params` as safetensors of at most `shard_gb` GB each, with an index if there are several; returns bytes.
+    """Write `params` as safetensors files of at most `shard_gb` GB, with an index if there are several.
 
-    The host holds one file's tensors at a time.
+    Returns the bytes of all tensors. The host has the tensors of one file at a time.
     """
     tensors = _tensors(params, cfg, weights)
     size = sum(math.prod(shape) for _, shape, _ in tensors) * jnp.dtype(dtype).itemsize
@@ -254,14 +269,14 @@ def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: A
 
 
 def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
-    """Name, shape and maker of each tensor in the files, in the order of the layers."""
+    """Return name, shape and a function that makes the array, for each tensor in the files, ordered by layer."""
     family = FAMILIES[cfg.family]
-    found: dict[str, list[Any]] = {}
+    pieces_of: dict[str, list[Any]] = {}
     leaves = dict(named(params))
     for path, weight in named(weights):
         name = family.names[path]
         for layer in range(cfg.num_layers) if "{}" in name.tensor else [None]:
-            found.setdefault(name.tensor.format(layer), []).append((layer, name, leaves[path], weight))
+            pieces_of.setdefault(name.tensor.format(layer), []).append((layer, name, leaves[path], weight))
 
     def maker(parts):
         def make(dtype):
@@ -272,17 +287,17 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
 
         return make
 
-    for parts in found.values():
+    for parts in pieces_of.values():
         parts.sort(key=lambda part: part[1].part)
-    return [(tensor, _shape(parts[0][1], cfg.dims), maker(parts)) for tensor, parts in _by_layer(found)]
+    return [(tensor, _shape(parts[0][1], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)]
 
 
-def _by_layer(found: Mapping[str, list]) -> Iterator[tuple[str, list]]:
-    yield from sorted(found.items(), key=lambda item: -1 if item[1][0][0] is None else item[1][0][0])
+def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:
+    yield from sorted(pieces_of.items(), key=lambda item: -1 if item[1][0][0] is None else item[1][0][0])
 
 
 def _packed(name: Name, leaf: jax.Array, weight, layer: int | None) -> np.ndarray:
-    """One layer of a parameter as the files have it."""
+    """Return one layer of a parameter with the dimensions that the files have."""
     value = np.asarray(leaf if layer is None else leaf[layer])
     ours = weight.equation.one_layer().w
     letters = name.dims.replace(",", "")

@@ -68,63 +68,63 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
 
 def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Run the roll call on process 0: hear every process, then send all of them the result, which is returned too."""
-    guests: list[socket.socket] = []
-    came = {0: about | {"ahead_s": 0.0}}  # by process
+    peers: list[socket.socket] = []
+    present = {0: about | {"ahead_s": 0.0}}  # by process
     mistake = ""
-    while len(came) < num_processes:
+    while len(present) < num_processes:
         server.settimeout(max(0.01, deadline - time.monotonic()))
         try:
-            guest, _ = server.accept()
+            peer, _ = server.accept()
         except TimeoutError:
             break
-        guest.settimeout(5)
-        theirs = read(guest)
-        if theirs is None or not about.keys() < theirs.keys():  # another program, like a port scanner
-            guest.close()
+        peer.settimeout(5)
+        other = read(peer)
+        if other is None or not about.keys() < other.keys():  # another program, like a port scanner
+            peer.close()
             continue
-        guests.append(guest)
-        theirs["ahead_s"] = theirs.pop("time") - time.time()
-        if not mistake and (mistake := _find_mistake(came, theirs)):
+        peers.append(peer)
+        other["ahead_s"] = other.pop("time") - time.time()
+        if not mistake and (mistake := _find_mistake(present, other)):
             deadline = min(deadline, time.monotonic() + LATE_S)
-        came.setdefault(theirs["process"], theirs)
-    missing = sorted(set(range(num_processes)) - set(came))
-    answer: dict[str, Any] = {"remarks": _compare_clocks(came)}
+        present.setdefault(other["process"], other)
+    missing = sorted(set(range(num_processes)) - set(present))
+    answer: dict[str, Any] = {"remarks": _compare_clocks(present)}
     if missing:
-        present = ", ".join(f"{process} ({about['host']})" for process, about in sorted(came.items()))
-        answer = {"absent": f"processes {missing} of {num_processes} did not come, only {present}"}
+        names = ", ".join(f"{process} ({about['host']})" for process, about in sorted(present.items()))
+        answer = {"absent": f"processes {missing} of {num_processes} did not come, only {names}"}
     if mistake:
         answer = {"mistake": mistake}
-    for guest in guests:
-        with suppress(OSError):  # it has died since
-            write(guest, answer)
+    for peer in peers:
+        with suppress(OSError):  # the peer has died since
+            write(peer, answer)
     # TCP keeps the port of the side that closes first busy for a while, and the coordinator needs this port. So wait
     # until the other side has closed.
-    for guest in guests:
-        read(guest)
-        guest.close()
+    for peer in peers:
+        read(peer)
+        peer.close()
     return answer
 
 
-def _find_mistake(came: dict[int, dict[str, Any]], theirs: dict[str, Any]) -> str:
+def _find_mistake(present: dict[int, dict[str, Any]], other: dict[str, Any]) -> str:
     """Compare a process that has come with process 0; return what is wrong, or nothing."""
-    process, host = theirs["process"], theirs["host"]
-    ours, facts = came[0]["facts"], theirs["facts"]
+    process, host = other["process"], other["host"]
+    ours, facts, first_host = present[0]["facts"], other["facts"], present[0]["host"]
     different = [
-        f"{key} is {ours.get(key)} on process 0 ({came[0]['host']}) and {facts.get(key)} on process {process} ({host})"
+        f"{key} is {ours.get(key)} on process 0 ({first_host}) and {facts.get(key)} on process {process} ({host})"
         for key in sorted(ours.keys() | facts.keys())
         if ours.get(key) != facts.get(key)
     ]
     if different:
         more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
         return f"the processes differ: {'; '.join(different[:5])}{more}"
-    if process in came:
-        return f"two processes have the number {process}: one on {came[process]['host']}, one on {host}"
+    if process in present:
+        return f"two processes have the number {process}: one on {present[process]['host']}, one on {host}"
     return ""
 
 
-def _compare_clocks(came: dict[int, dict[str, Any]]) -> list[str]:
+def _compare_clocks(present: dict[int, dict[str, Any]]) -> list[str]:
     """Return a remark about the two hosts whose clocks differ most, if they differ by more than `CLOCKS_S`."""
-    slow, fast = (end(came.values(), key=lambda about: about["ahead_s"]) for end in (min, max))
+    slow, fast = (end(present.values(), key=lambda about: about["ahead_s"]) for end in (min, max))
     apart = fast["ahead_s"] - slow["ahead_s"]
     if apart < CLOCKS_S:
         return []

@@ -15,7 +15,7 @@ from tunix.processes import peers
 
 log = logging.getLogger(__name__)
 LOCK = ".running"
-# Seconds to wait for a lock held on this host; longer for another host, whose lock may outlive it on the file server.
+# Seconds to wait for a lock of this host, and of another host: a file server may keep the lock of a dead host.
 HOLDER_S, LEASE_S = 5.0, 300.0
 
 
@@ -40,6 +40,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, stack: ExitStack) -> None:
+    """Lock the file until the stack closes. Where the file system has no locks, log a warning and go on."""
     try:
         file = stack.enter_context(path.open("a+"))
     except OSError as error:
