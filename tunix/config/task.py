@@ -11,7 +11,7 @@ from tunix.base.section import Section
 class Task(Section):
     """The task of a run: its documents and its loss."""
 
-    documents: ClassVar[Literal["text", "conversation"]]  # what a document of the data is
+    documents: ClassVar[Literal["text", "conversation", "prompt"]]  # what a document of the data is
     default_loss: ClassVar[str]  # a key of LOSSES in training/losses.py
 
     name: str
@@ -40,6 +40,15 @@ class Sft(Task):
 
     name: Literal["sft"]  # type: ignore[assignment]
     """What is learnt."""
+
+
+class Prompted(Task):
+    """The model writes the answers to the prompts of the data itself."""
+
+    documents = "prompt"
+
+    system: str | None
+    """Message of the system before each prompt that has none of its own; null for none."""
 
 
 AnyTask = Annotated[Pretrain | Sft, Field(discriminator="name")]

@@ -2,15 +2,18 @@
 
     find   `tunix.sources`      Unit       a piece of work for one process: a file, or a range of its bytes or rows
     read   `tunix.sources`      Item       one thing in a unit: a text, or a row with named columns
-           `documents`          Document   an item as the task needs it: a text, or the turns of a conversation
+           `documents`          Document   an item as the task needs it: a text, the turns of a conversation, or a
+                                           Question: the turns before an answer, and the other columns of the row
     make   `shards`             Part       tokens of the documents of one split, train or held out, while collected
            `stream`             Arrays     the same on disk, for one shard: tokens, starts of documents, answers
     open   `stream`             Stream     all shards of a split, mapped into memory when they are read
     pack   `packing`            Sequences  a stream cut into sequences of T = training.seq_len tokens
                                 Example    one of them: the arrays that the model is trained on
+           `prompts`            Prompt     in place of an Example, where the model writes the answers itself
 
-`tokenize` runs the first half once and keeps the result in the cache, `corpus.load_corpus` runs all of it, `mixture`
-orders samples of several sources, and `batches` reads the samples of a step. Read `corpus` first.
+`tokenize` runs the first half once and keeps the result in the cache, `corpus.load_corpus` and `prompts.load_prompts`
+run all of it. `mixture` deals out samples of several sources, `samples` shuffles them, and `batches` reads the samples
+of a step. Read `corpus` first.
 
 An example. The row {"prompt": "1+1?", "completion": "2"} of a JSONL file (task=sft) becomes a conversation of two
 turns; the chat template makes it text, and the tokenizer makes that tokens (written as text here, with T = 8):

@@ -1,6 +1,5 @@
 """Batches in an order that only the seed and the sample number decide, and the sources that give them to the loop."""
 
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,70 +10,34 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.data import Mixture
 from tunix.data.batch import Batch, Example, empty_example, stack_examples
-from tunix.data.mixture import SampleOrder, read_stages, stage_table
 from tunix.data.packing import Sequences
 from tunix.data.position import Position
+from tunix.data.samples import Samples
 from tunix.sharding.arrays import local_rows, to_global
 
 Numbers = dict[str, float]  # of one step, by their names in metrics.jsonl
 
 
-class TrainBatches:
+class TrainBatches(Samples):
     """The training data of a run: each step takes the next A x B samples of one endless shuffled sequence."""
 
     def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh):
-        self.parts, self.cfg, self.mesh = parts, cfg, mesh
+        self.cfg, self.mesh = cfg, mesh
         self.shape = cfg.training.batch_shape(mesh.shape)
         self.rows = local_rows(mesh, self.shape.num_rows)  # of B, those of this process
         num_sequences = sum(map(len, parts.values()))
-        if num_sequences < self.batch_size:
+        if num_sequences < self.shape.num_sequences:
             raise UserError(
                 f"the training data make {num_sequences} sequences of training.seq_len={cfg.training.seq_len} tokens, "
-                f"one step needs {self.batch_size}; add data or make the batch or seq_len smaller"
+                f"one step needs {self.shape.num_sequences}; add data or make the batch or seq_len smaller"
             )
-        self.mixture = cfg.data if isinstance(cfg.data, Mixture) else None
-        self.order = SampleOrder(read_stages(self.mixture, parts, self.batch_size, cfg.training.seq_len))
-        shuffled = [grain.MapDataset.source(part).seed(cfg.seed).shuffle().repeat() for part in parts.values()]
-        self.samples = grain.MapDataset.select_from_datasets(shuffled, self.order)
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences of one step."""
-        return self.shape.num_sequences
-
-    def fingerprint(self, corpus: str) -> str:
-        """Fingerprint of the samples and their order: the corpus's own, and where the stages of a mixture begin."""
-        if self.mixture is None:
-            return corpus
-        return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
-
-    def stages(self, num_steps: int) -> str:
-        """Return a table of the sequences that `num_steps` steps take of each source; empty for a single source.
-
-        Raises:
-            UserError: more of a source than data.max_epochs allows.
-        """
-        if self.mixture is None:
-            return ""
-        num_samples = num_steps * self.batch_size
-        return stage_table(
-            self.order, self.mixture, self.parts, num_samples, self.batch_size, self.cfg.training.seq_len
-        )
-
-    def source_tokens(self, next_sample: int) -> dict[str, int]:
-        """Tokens of each source of a mixture in the samples before `next_sample`, padding included; they add up to the
-        run's."""
-        if self.mixture is None:
-            return {}
-        counts = self.order.count_by_part(next_sample)
-        return {name: count * self.cfg.training.seq_len for name, count in zip(self.parts, counts, strict=True)}
+        super().__init__(parts, cfg, self.shape.num_sequences, cfg.training.seq_len)
 
     def read(self, first_sample: int) -> Example:
         """This process's rows [A, B_local, T] of the batch that starts at `first_sample`."""
         microbatches = range(first_sample, first_sample + self.batch_size, self.shape.num_rows)
-        return stack_examples([[self.samples[start + row] for row in self.rows] for start in microbatches])
+        return stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
 
     def iterate(self, first_sample: int, num_steps: int) -> Iterator[Batch]:
         """Global batches of `num_steps` steps from `first_sample` on, read ahead; any start costs the same."""

@@ -76,7 +76,7 @@ def load_corpus(cfg: Config) -> Corpus:
         held_out=grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in held_out.values()]),
         num_held_out=sum(part.stream.num_documents for part in held_out.values()),
         vocabulary=vocabulary,
-        fingerprint=_compute_fingerprint(cfg, prepared),
+        fingerprint=compute_fingerprint(cfg.data, prepared, cfg.loading.packing),
         unigram_bits_per_byte=entropy,
         summary="\n".join(
             _summarise(name, prepared[name], train[name], held_out[name], vocabulary) for name in prepared
@@ -133,19 +133,19 @@ def _open_copied(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
             f"{cfg.tokenizer.path} ({vocabulary.num_tokens} tokens); leave tokenizer.path=null to take its own"
         )
     prepared = open_prepared(folder)
-    if prepared.index["answers"] != (cfg.task.documents == "conversation"):
+    if prepared.documents != cfg.task.documents:
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
     return prepared
 
 
-def _compute_fingerprint(cfg: Config, prepared: dict[str, Prepared]) -> str:
-    """Hash everything that decides which sequences a run trains on; a checkpoint keeps it, and resuming compares it."""
+def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], packing: str) -> str:
+    """Hash everything that decides which samples a run trains on; a checkpoint keeps it, and resuming compares it."""
     mixing, parts = "", []
-    if isinstance(cfg.data, Mixture):
-        mixing = f"{cfg.data.source} {cfg.data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
+    if isinstance(data, Mixture):
+        mixing = f"{data.source} {data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
     for name, folder in prepared.items():
         parts += [name, folder.fingerprint] if mixing else [folder.fingerprint]
-    return hashlib.sha256("\0".join([cfg.loading.packing, mixing, *parts]).encode()).hexdigest()[:20]
+    return hashlib.sha256("\0".join([packing, mixing, *parts]).encode()).hexdigest()[:20]
 
 
 def _warn_left_out(name: str, prepared: Prepared) -> None:

@@ -1,4 +1,4 @@
-"""Documents of a task, made of the items that a source reads: a text, or the turns of a conversation."""
+"""Documents of a task, made of the items that a source reads: a text, the turns of a conversation, or a prompt."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
 from tunix.config import Task
+from tunix.config.task import Prompted
 from tunix.sources import Columns, Item, Rows, Source
 from tunix.sources.files import Unit
 from tunix.tokenizer.chat import Message
@@ -13,9 +14,24 @@ from tunix.tokenizer.chat import Message
 PROMPT_ROLES = {"system", "developer", "user", "tool"}  # the model learns nothing from turns of these roles
 
 
+class Question(NamedTuple):
+    """A conversation that ends before the answer that the model is to give."""
+
+    messages: list[Message]
+    columns: dict[str, Any]  # of the row, for rewards; `answer` is the answer in the data if no column has that name
+
+
 class Document(NamedTuple):
     name: str
-    content: str | list[Message]
+    content: str | list[Message] | Question
+
+    @property
+    def text(self) -> str:
+        """Text of the document without a template: what a tokenizer learns from."""
+        if isinstance(self.content, str):
+            return self.content
+        turns = self.content.messages if isinstance(self.content, Question) else self.content
+        return "\n".join(turn["content"] for turn in turns)
 
 
 class LeftOut(NamedTuple):
@@ -31,9 +47,13 @@ def read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document 
     Raises:
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
-    for item in source.read(unit):
+    if task.documents == "prompt" and isinstance(source, Rows):
+        items = source.read_all_columns(unit)
+    else:
+        items = source.read(unit)
+    for item in items:
         if isinstance(item.content, str):
-            if task.documents == "conversation":
+            if task.documents != "text":
                 raise UserError(
                     f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
                     f"not data.source={source.source}"
@@ -54,8 +74,8 @@ def _read_row(source: Rows, task: Task, item: Item) -> Document | LeftOut:
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
-        content = CONTENT[task.documents](source.columns, item.content)
-        json.dumps(content, ensure_ascii=False).encode()  # fails for text that cannot be written as UTF-8
+        content = CONTENT[task.documents](source.columns, item.content, task)
+        encode_json(content)  # fails for text that cannot be written as UTF-8
     except (BadRow, UnicodeEncodeError) as error:
         if source.bad_rows == "error":
             problem = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
@@ -66,22 +86,51 @@ def _read_row(source: Rows, task: Task, item: Item) -> Document | LeftOut:
     return Document(item.name, content) if content else LeftOut(item.name, "empty")
 
 
-def _read_text(columns: Columns, row: dict[str, Any]) -> str:
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON in UTF-8; what JSON does not know, like a date, becomes its text."""
+    return json.dumps(value, ensure_ascii=False, default=str).encode()
+
+
+def _read_text(columns: Columns, row: dict[str, Any], task: Task) -> str:
     return _read_cell(columns, "text", row)
 
 
-def _read_conversation(columns: Columns, row: dict[str, Any]) -> list[Message]:
+def _read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> list[Message]:
     """Return the turns of a row's conversation; none if its answer is empty."""
     if columns.prompt is None:
-        return _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
+        messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
+        return messages if any(message["role"] == "assistant" for message in messages) else []
     turns = [("user", _read_cell(columns, "prompt", row)), ("assistant", _read_cell(columns, "completion", row))]
     if columns.system is not None and (system := _read_cell(columns, "system", row)):
         turns.insert(0, ("system", system))
     return [{"role": role, "content": content} for role, content in turns] if turns[-1][1] else []
 
 
+def _read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question | None:
+    """Return a row's conversation up to its last answer, and its columns; None if it or its answer is empty.
+
+    A conversation that ends with another turn than the assistant's is a prompt as a whole.
+    """
+    assert isinstance(task, Prompted)
+    answer: str | None
+    if columns.prompt is None:
+        messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
+        answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+    else:
+        prompt = _read_cell(columns, "prompt", row)
+        messages = [{"role": "user", "content": prompt}] if prompt else []
+        if messages and columns.system is not None and (system := _read_cell(columns, "system", row)):
+            messages.insert(0, {"role": "system", "content": system})
+        answer = _read_cell(columns, "completion", row) if columns.completion in row else None
+    if not messages or answer == "":
+        return None
+    if task.system is not None and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": task.system})
+    return Question(messages, row if answer is None else {"answer": answer, **row})
+
+
 def _read_messages(value: Any, column: str | None) -> list[Message]:
-    """Return the turns of a list of {role, content}, or of such a list written as JSON; none without an assistant."""
+    """Return the turns of a list of {role, content}, or of such a list written as JSON."""
     try:
         turns = json.loads(value) if isinstance(value, str) else value
         messages = [{"role": str(turn["role"]), "content": turn["content"]} for turn in turns]
@@ -92,7 +141,7 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     roles = {message["role"] for message in messages}
     if "assistant" not in roles and (others := roles - PROMPT_ROLES):
         raise BadRow(f"has role {min(others)} in column {column} and no assistant, whose turns are the answers")
-    return messages if "assistant" in roles else []
+    return messages
 
 
 def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type, ...] = (str,)) -> Any:
@@ -110,4 +159,8 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
     return value
 
 
-CONTENT: dict[str, Callable[[Columns, dict[str, Any]], Any]] = {"text": _read_text, "conversation": _read_conversation}
+CONTENT: dict[str, Callable[[Columns, dict[str, Any], Task], Any]] = {
+    "text": _read_text,
+    "conversation": _read_conversation,
+    "prompt": _read_prompt,
+}

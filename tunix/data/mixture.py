@@ -7,8 +7,10 @@ any number of processes, see the same order.
 
 import sys
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import grain
 from rich.table import Table
@@ -16,9 +18,22 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.base.tables import as_text
 from tunix.config.data import Mixture
-from tunix.data.packing import Sequences
 
 PRECISION = 10**6  # shares are whole millionths
+
+
+class SamplePart(Protocol):
+    """Samples of one source, packed sequences or prompts: any of them at the same cost."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all samples, without padding."""
+
+    @property
+    def documents_per_sequence(self) -> float:
+        """Documents in one sample, on average."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class SampleOrder(grain.transforms.DatasetSelectionMap):
         return part, before[part]
 
 
-def read_stages(mixture: Mixture | None, parts: dict[str, Sequences], batch_size: int, seq_len: int) -> list[Stage]:
+def read_stages(mixture: Mixture | None, parts: Mapping[str, SamplePart], batch_size: int, seq_len: int) -> list[Stage]:
     """Return the stages of a run, in samples; None, a single source, is a mixture of one part with one stage.
 
     Raises:
@@ -95,7 +110,7 @@ def read_stages(mixture: Mixture | None, parts: dict[str, Sequences], batch_size
     return stages
 
 
-def _compute_shares(mixture: Mixture, weights: dict[str, float], parts: dict[str, Sequences]) -> tuple[int, ...]:
+def _compute_shares(mixture: Mixture, weights: dict[str, float], parts: Mapping[str, SamplePart]) -> tuple[int, ...]:
     """Convert the weights, which are of samples, tokens or documents, to shares of samples in millionths."""
     per_sample = {
         "sample": lambda part: 1.0,
@@ -107,7 +122,12 @@ def _compute_shares(mixture: Mixture, weights: dict[str, float], parts: dict[str
 
 
 def stage_table(
-    order: SampleOrder, mixture: Mixture, parts: dict[str, Sequences], num_samples: int, batch_size: int, seq_len: int
+    order: SampleOrder,
+    mixture: Mixture,
+    parts: Mapping[str, SamplePart],
+    num_samples: int,
+    batch_size: int,
+    seq_len: int,
 ) -> str:
     """Format the stages of a run of `num_samples`: where each begins, and the samples and epochs of each part.
 

@@ -3,17 +3,17 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tunix.base.errors import UserError
 from tunix.config import Task
-from tunix.data.documents import Document, LeftOut, read_documents
+from tunix.data.documents import Document, LeftOut, Question, encode_json, read_documents
 from tunix.data.stream import SPLITS, map_tokens
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
@@ -49,9 +49,17 @@ def document_hash(name: str) -> int:
 class Part:
     """Documents of one split of a shard, while they are collected."""
 
+    documents: str  # kind of the documents: text, conversation or prompt
     tokens: list[np.ndarray] = field(default_factory=list)  # an array for each document
-    answers: list[np.ndarray] | None = None  # an array for each conversation
+    answers: list[np.ndarray] = field(default_factory=list)  # an array for each conversation
+    rows: list[bytes] = field(default_factory=list)  # JSON for each prompt
     bytes: int = 0  # of text
+
+    def add(self, encoded: "Encoded", dtype: type) -> None:
+        self.tokens.append(np.array(encoded.tokens, dtype))
+        self.answers.append(np.array(encoded.answers, bool))
+        self.rows.append(encoded.row)
+        self.bytes += encoded.text_bytes
 
     def save(self, folder: Path, split: str, dtype: type) -> dict[str, Any]:
         """Write the arrays (`stream.Arrays`) to `folder`; return their counts and digest."""
@@ -59,8 +67,11 @@ class Part:
         starts = np.cumsum(lengths) - lengths
         tokens = np.concatenate([np.zeros(0, dtype), *self.tokens])
         arrays = {"tokens": tokens, "starts": starts}
-        if self.answers is not None:
+        if self.documents == "conversation":
             arrays["answers"] = np.concatenate([np.zeros(0, bool), *self.answers])
+        if self.documents == "prompt":
+            arrays["rows"] = np.frombuffer(b"".join(self.rows), np.uint8)
+            arrays["row_ends"] = np.cumsum([len(row) for row in self.rows], dtype=np.int64)
         for name, array in arrays.items():
             np.save(folder / f"{split}.{name}.npy", array)
         return {"tokens": len(tokens), "documents": len(starts), "bytes": self.bytes, "digest": _digest(arrays)}
@@ -81,19 +92,16 @@ def make_shard(plan: ShardPlan, folder: Path) -> None:
 
 def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
     dtype = np.uint16 if vocabulary.num_tokens <= 2**16 else np.uint32
-    parts = {split: Part(answers=[] if plan.task.documents == "conversation" else None) for split in SPLITS}
+    parts = {split: Part(plan.task.documents) for split in SPLITS}
     left_out: Counter[str] = Counter()
     examples: list[str] = []
     smallest = 2**HASH_BITS
     for documents in _read_batches(plan, left_out, examples):
         hashes = [document_hash(document.name) for document in documents]
         smallest = min([smallest, *hashes])
-        for number, (text_bytes, tokens, answers) in zip(hashes, _encode(vocabulary, documents), strict=True):
-            part = parts["held_out" if number < plan.held_out_below else "train"]
-            part.tokens.append(np.array(tokens, dtype))
-            part.bytes += text_bytes
-            if part.answers is not None:
-                part.answers.append(np.array(answers, bool))
+        encode = ENCODE[plan.task.documents]
+        for number, encoded in zip(hashes, encode(vocabulary, documents) if documents else (), strict=True):
+            parts["held_out" if number < plan.held_out_below else "train"].add(encoded, dtype)
     facts = {split: part.save(folder, split, dtype) for split, part in parts.items()}
     counts = np.zeros(vocabulary.num_tokens, np.int64)
     for _, block in _read_blocks(np.load(folder / "train.tokens.npy", mmap_mode="r")):
@@ -116,24 +124,32 @@ def _read_batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) 
                     examples.append(document.name.encode(errors="replace").decode())  # a name that can be printed
                 continue
             batch.append(document)
-            content = document.content
-            size += len(content) if isinstance(content, str) else sum(len(turn["content"]) for turn in content)
+            size += len(document.text)
             if size >= BATCH_CHARS:
                 yield batch
                 batch, size = [], 0
     yield batch
 
 
-def _encode(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[tuple[int, list[int], list[bool] | None]]:
-    """Yield for each document: its bytes of text, its tokens, and, of a conversation, which tokens are answers."""
-    if documents and isinstance(documents[0].content, str):
-        before = [] if vocabulary.bos is None else [vocabulary.bos]
-        texts = [str(document.content) for document in documents]
-        vocabulary.backend.encode_special_tokens = True  # "<eos>" within a text is text, and does not end the document
-        encodings = vocabulary.backend.encode_batch_fast(texts, add_special_tokens=False)
-        for text, encoding in zip(texts, encodings, strict=True):
-            yield len(text.encode()), [*before, *encoding.ids, vocabulary.eos], None
-        return
+class Encoded(NamedTuple):
+    """What a shard keeps of one document."""
+
+    text_bytes: int
+    tokens: list[int]
+    answers: Sequence[bool] = ()  # of a conversation: which tokens are answers
+    row: bytes = b""  # of a prompt: its text and its columns, as JSON
+
+
+def _encode_texts(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
+    before = [] if vocabulary.bos is None else [vocabulary.bos]
+    texts = [str(document.content) for document in documents]
+    vocabulary.backend.encode_special_tokens = True  # "<eos>" within a text is text, and does not end the document
+    encodings = vocabulary.backend.encode_batch_fast(texts, add_special_tokens=False)
+    for text, encoding in zip(texts, encodings, strict=True):
+        yield Encoded(len(text.encode()), [*before, *encoding.ids, vocabulary.eos])
+
+
+def _encode_conversations(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
     conversations = [vocabulary.chat.segments(document.content) for document in documents]  # type: ignore[arg-type]
     vocabulary.backend.encode_special_tokens = False  # "<eos>" comes from the chat template, and is the special token
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
@@ -146,7 +162,24 @@ def _encode(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[tuple
             ids = next(encoded).ids
             tokens += ids
             answers += [is_answer] * len(ids)
-        yield sum(len(text.encode()) for text, _ in segments), tokens, answers
+        yield Encoded(sum(len(text.encode()) for text, _ in segments), tokens, answers)
+
+
+def _encode_prompts(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield the tokens up to where an answer begins, as `tunix.generate` asks for one."""
+    questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
+    texts = [vocabulary.chat.render(question.messages, add_generation_prompt=True) for question in questions]
+    vocabulary.backend.encode_special_tokens = False
+    encodings = vocabulary.backend.encode_batch_fast(texts, add_special_tokens=False)
+    for text, encoding, question in zip(texts, encodings, questions, strict=True):
+        yield Encoded(len(text.encode()), encoding.ids, row=encode_json({"text": text, "columns": question.columns}))
+
+
+ENCODE: dict[str, Callable[[Vocabulary, list[Document]], Iterator[Encoded]]] = {
+    "text": _encode_texts,
+    "conversation": _encode_conversations,
+    "prompt": _encode_prompts,
+}
 
 
 def _scan_tokens(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:

@@ -5,6 +5,8 @@ FOLDER/tokenizer/                 files of the tokenizer
 FOLDER/00000/train.tokens.npy     [tokens] uint16 or uint32: the documents of the shard, one after the other
 FOLDER/00000/train.starts.npy     [documents] int64: where each document begins
 FOLDER/00000/train.answers.npy    [tokens] bool: tokens of answers; only of conversations
+FOLDER/00000/train.rows.npy       [bytes] uint8: text and columns of each prompt, as JSON; only of prompts
+FOLDER/00000/train.row_ends.npy   [documents] int64: where the JSON of each prompt ends
 FOLDER/00000/held_out.*.npy       the same for the held-out documents
 FOLDER/00001/ ...
 """
@@ -33,6 +35,8 @@ class Arrays:
     tokens: np.ndarray  # [tokens] uint16 or uint32
     starts: np.ndarray  # [documents] int64: where each document begins
     answers: np.ndarray | None = None  # [tokens] bool: the tokens to learn; None means all of them
+    rows: np.ndarray | None = None  # [bytes] uint8: of prompts, text and columns as JSON
+    row_ends: np.ndarray | None = None  # [documents] int64
 
 
 class Stream:
@@ -63,6 +67,13 @@ class Prepared:
     def fingerprint(self) -> str:
         return self.index["fingerprint"]
 
+    @property
+    def documents(self) -> str:
+        """Kind of the documents: text, conversation or prompt."""
+        if self.index.get("prompts"):  # an index of version 0.1.0 does not have this word
+            return "prompt"
+        return "conversation" if self.index["answers"] else "text"
+
     def stream(self, split: str) -> Stream:
         """Return the stream of a split, "train" or "held_out"."""
         shards = [shard[split] for shard in self.index["shards"]]
@@ -75,8 +86,9 @@ class Prepared:
         folder = self.folder / shard["name"]
         place = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
         tokens = map_tokens(**place) if place else _map_array(folder / f"{split}.tokens.npy")
-        answers = _map_array(folder / f"{split}.answers.npy") if self.index["answers"] else None
-        return Arrays(tokens, _map_array(folder / f"{split}.starts.npy"), answers)
+        starts = _map_array(folder / f"{split}.starts.npy")
+        names = {"text": (), "conversation": ("answers",), "prompt": ("rows", "row_ends")}[self.documents]
+        return Arrays(tokens, starts, **{name: _map_array(folder / f"{split}.{name}.npy") for name in names})
 
 
 def open_prepared(folder: Path) -> Prepared:

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tunix.base.disk import make_once
 from tunix.base.errors import UserError
 from tunix.config import Loading, Task, Tokenizer
+from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
 from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
 from tunix.data.stream import FORMAT, Prepared, open_prepared
@@ -37,7 +38,7 @@ from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read_vocabula
 
 log = logging.getLogger(__name__)
 # Names of the kinds of documents in the hashes of caches: those of the tasks that first used them.
-IN_KEYS = {"text": "pretrain", "conversation": "sft"}
+IN_KEYS = {"text": "pretrain", "conversation": "sft", "prompt": "prompt"}
 PLACE_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
 
 
@@ -89,9 +90,10 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
     Raises:
         UserError: documents cannot be read, or there are none, or the cache cannot be written.
     """
-    template = str(vocabulary.chat_template) if task.documents == "conversation" else ""
+    template = "" if task.documents == "text" else str(vocabulary.chat_template)
+    system = [str(task.system)] if isinstance(task, Prompted) else []
     kind, shard_size = IN_KEYS[task.documents], str(loading.shard_bytes)
-    key = _hash(FORMAT, _hash_source(source, units), kind, template, vocabulary.digest, shard_size)
+    key = _hash(FORMAT, _hash_source(source, units), kind, template, vocabulary.digest, shard_size, *system)
     folder = Path(loading.cache_dir).expanduser() / "tokens" / key
     if not (folder / "index.json").exists():
         begun = time.perf_counter()
@@ -235,6 +237,7 @@ def _make_index(source: Source, facts: list[dict], folder: Path, vocabulary: Voc
         "left_out": left_out,
         "left_out_names": [name for fact in facts for name in fact["left_out_names"]][:5],
         "answers": (folder / facts[0]["name"] / "train.answers.npy").exists(),
+        "prompts": (folder / facts[0]["name"] / "train.rows.npy").exists(),
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in facts],
     }
 
@@ -253,11 +256,9 @@ def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: i
                     break
                 held_out = document_hash(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
                 if isinstance(document, Document) and not held_out:
-                    content = document.content
-                    text = content if isinstance(content, str) else "\n".join(turn["content"] for turn in content)
-                    yield text
-                    left -= len(text.encode())
-                    left_of_unit -= len(text.encode())
+                    yield document.text
+                    left -= len(document.text.encode())
+                    left_of_unit -= len(document.text.encode())
 
 
 def _hash_source(source: Source, units: list[Unit]) -> str:

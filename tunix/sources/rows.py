@@ -41,6 +41,10 @@ class Rows(Source):
     """A row that is not JSON, lacks a column, or holds no text or conversation in it: refused, or left out and
     counted."""
 
+    def read_all_columns(self, unit: Unit) -> Iterator[Item]:
+        """Yield the rows of one unit with every column, also those that `columns` does not name."""
+        return self.read(unit)
+
 
 class Jsonl(Rows):
     """Files with one JSON object a line; those that end in .gz or .zst are unpacked."""
@@ -146,15 +150,24 @@ class Parquet(Rows):
         return units
 
     def read(self, unit: Unit) -> Iterator[Item]:
+        """Read the columns that `columns` names, and no others: they may be large."""
+        return self._read_columns(unit, [name for name in self.columns.model_dump().values() if name])
+
+    def read_all_columns(self, unit: Unit) -> Iterator[Item]:
+        return self._read_columns(unit, None)
+
+    def _read_columns(self, unit: Unit, asked: list[str] | None) -> Iterator[Item]:
+        """Yield the rows of a row group with the columns that are asked for; None asks for all."""
         file = _open_parquet(unit.path)
-        wanted = [name for name in self.columns.model_dump().values() if name in file.schema_arrow.names]
+        present = file.schema_arrow.names
+        wanted = present if asked is None else [name for name in asked if name in present]
         try:
             rows = file.read_row_group(unit.start, columns=wanted or None).to_pylist()
         except (OSError, ValueError) as error:
             raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
         for number, row in enumerate(rows):
             place = f"row {number} of row group {unit.start},"
-            content = row if wanted else dict.fromkeys(file.schema_arrow.names)
+            content = row if wanted else dict.fromkeys(present)
             yield Item(f"{unit.name}@{unit.start}.{number}", content, "", partial("{}, {}".format, unit.path, place))
 
 

@@ -1,0 +1,132 @@
+"""Prompts: conversations up to the answer that the model is to give, with the columns of their rows."""
+
+import json
+
+import numpy as np
+import pytest
+from support.harness import SMALL
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.config import Config
+from tunix.config.task import Prompted
+from tunix.data.prompts import gather_columns, load_prompts
+from tunix.data.samples import Samples
+
+WORDS = [*SMALL, "task=sft", "tokenizer.train_bytes=300"]
+FILE = ["data=jsonl", "data.paths=[a.jsonl]", "data.held_out_fraction=0.2"]
+PAIRS = ["data.columns.prompt=question", "data.columns.completion=solution"]
+
+
+def prompted(*words: str, system: str | None = None) -> Config:
+    """Config of a run whose model writes the answers."""
+    source = [] if any(word.startswith("data=") for word in words) else FILE
+    cfg = compose([*WORDS, *source, *words]).config
+    task = Prompted(name="ask", chat_template=None, loss=None, system=system)
+    return cfg.model_copy(update={"task": task})
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    """20 questions with a solution, a level, and the same as messages."""
+    monkeypatch.chdir(tmp_path)
+    made = [
+        {"question": f"{n} + 1?" + " Please." * (n % 3), "solution": f"#### {n + 1}", "level": n}
+        for n in range(20)
+    ]  # fmt: skip
+    for row in made:
+        row["messages"] = [
+            {"role": "user", "content": row["question"]},
+            {"role": "assistant", "content": row["solution"]},
+        ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, made)))
+    return made
+
+
+def everything(corpus):
+    """All prompts of a corpus of one source, by their level."""
+    (train,), (held_out,) = corpus.train.values(), corpus.held_out.values()
+    found = [part[n] for part in (train, held_out) for n in range(len(part))]
+    return sorted(found, key=lambda prompt: prompt.columns["level"])
+
+
+@pytest.mark.parametrize("words", [PAIRS, []], ids=["prompt and completion", "messages"])
+def test_a_prompt_ends_where_the_answer_begins_and_keeps_the_columns(rows, words):
+    corpus = load_prompts(prompted(*words), 100)
+    found = everything(corpus)
+    assert len(found) == 20
+    assert len(corpus.held_out["jsonl"]) > 0
+    for row, prompt in zip(rows, found, strict=True):
+        assert prompt.text == f"<bos>user:\n{row['question']}\nassistant:\n"
+        assert corpus.vocabulary.backend.decode(prompt.tokens, skip_special_tokens=False) == prompt.text
+        assert prompt.columns == {"answer": row["solution"], **row}
+
+
+def test_a_system_message_stands_before_prompts_that_have_none(rows, tmp_path):
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "And?"}]
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"messages": own, "level": 99}))  # nobody has answered: all of it is the prompt
+    with_system, without = (load_prompts(prompted(system=system), 100) for system in ("Think.", None))
+    assert with_system.fingerprint != without.fingerprint
+    *_, nineteenth, last = everything(with_system)
+    assert nineteenth.text.startswith("<bos>system:\nThink.\nuser:\n19 + 1?")
+    assert last.text == "<bos>system:\nMine.\nuser:\nAnd?\nassistant:\n"
+    assert last.columns == {"messages": own, "level": 99}
+    assert gather_columns([nineteenth, last])["answer"] == ["#### 20", None]
+
+
+def test_one_number_is_the_place_in_the_order(rows):
+    corpus = load_prompts(prompted(*PAIRS), 100)
+    size = len(corpus.train["jsonl"])
+    cfg = prompted(*PAIRS, "seed=3")
+    first, again = (Samples(corpus.train, cfg, 4, 32) for _ in range(2))
+    levels = [first[n].columns["level"] for n in range(2 * size)]
+    assert levels[size : 2 * size] == [again[n].columns["level"] for n in range(size, 2 * size)]
+    assert sorted(levels[:size]) == sorted(levels[size:]) != levels[:size]
+    assert levels[:size] != levels[size:]
+
+
+def test_long_prompts_are_left_out_and_counted(rows, caplog):
+    corpus = load_prompts(prompted(*PAIRS), 1000)
+    lengths = [len(prompt.tokens) for prompt in everything(corpus)]
+    limit = int(np.median(lengths))
+    fewer = load_prompts(prompted(*PAIRS), limit)
+    kept = everything(fewer)
+    assert [len(prompt.tokens) for prompt in kept] == [length for length in lengths if length <= limit]
+    assert f"left out: {20 - len(kept)} prompts of more than {limit} tokens" in caplog.text
+    assert fewer.fingerprint != corpus.fingerprint
+    assert [len(corpus.spread(split, 3)) for split in ("train", "held_out")] == [3, 3]
+    with pytest.raises(UserError, match="prompts of jsonl have more than the 3 tokens that the context leaves"):
+        load_prompts(prompted(*PAIRS), 3)
+
+
+def test_every_column_of_parquet_is_kept(rows, tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    words = ("data=parquet", "data.paths=[a.parquet]", "data.held_out_fraction=0.2")
+    found = everything(load_prompts(prompted(*words, *PAIRS), 100))
+    assert [prompt.columns for prompt in found] == [{"answer": row["solution"], **row} for row in rows]
+
+
+def test_a_mixture_of_prompts(rows):
+    part = {
+        "source": "jsonl",
+        "paths": ["a.jsonl"],
+        "held_out_fraction": 0,
+        "extensions": [".jsonl"],
+        "bad_rows": "error",
+    }
+    columns = {"text": None, "messages": "messages", "prompt": None, "completion": None, "system": None}
+    parts = json.dumps(
+        {"a": part | {"columns": columns}, "b": part | {"columns": columns, "held_out_fraction": 0.5}}
+    ).replace('"', "")
+    cfg = prompted("data=mixture", f"data.parts={parts}", "data.weights={a:0.75,b:0.25}", "data.weight_unit=sample")
+    samples = Samples(load_prompts(cfg, 100).train, cfg, 4, 32)
+    assert samples.order.count_by_part(40) == [30, 10]
+    assert samples.source_tokens(40) == {"a": 30 * 32, "b": 10 * 32}
+    assert "a: samples (epochs)" in samples.stages(10)
+
+
+def test_data_without_rows_are_refused(rows):
+    with pytest.raises(UserError, match="task=ask needs conversations: rows of jsonl, csv, parquet or hf"):
+        load_prompts(prompted("data=synthetic"), 100)

@@ -1,0 +1,137 @@
+"""Prompts that the model answers itself: conversations cut before their last answer, with the columns of their rows.
+
+    row       {"question": "1+1?", "answer": "It is #### 2", "level": 1}        data.columns.prompt=question
+    Prompt    tokens    <bos>user:\\n1+1?\\nassistant:\\n          up to where the answer begins
+              text      the same as text
+              columns   the row: question, answer, level       for the rewards
+
+Training takes prompts in the order of `Samples`, so its place in them is one number. A prompt that is longer than the
+limit is left out and counted, never cut.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from tunix.base.errors import UserError
+from tunix.config import Config
+from tunix.data.corpus import compute_fingerprint, prepare_corpus
+from tunix.data.stream import Prepared, Stream
+from tunix.tokenizer.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+
+class Prompt(NamedTuple):
+    """A prompt, and what the data say about it."""
+
+    tokens: list[int]
+    text: str  # by the chat template
+    columns: dict[str, Any]  # of its row; `answer` is the answer in the data, if no column has that name
+
+
+class PromptPart(grain.sources.RandomAccessDataSource):
+    """The prompts of a stream that have at most `longest` tokens; any of them at the same cost."""
+
+    documents_per_sequence = 1.0
+
+    def __init__(self, stream: Stream, longest: int):
+        self.stream = stream
+        self.kept: list[np.ndarray] = []  # of each shard, the numbers of its documents
+        self.num_tokens = 0
+        for number, (tokens, _) in enumerate(stream.sizes):
+            lengths = np.diff(stream.shard(number).starts, append=tokens)
+            self.kept.append(np.flatnonzero(lengths <= longest))
+            self.num_tokens += int(lengths[self.kept[-1]].sum())
+        self.ends = np.cumsum([len(kept) for kept in self.kept])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def num_too_long(self) -> int:
+        return self.stream.num_documents - len(self)
+
+    def __getitem__(self, index: Any) -> Prompt:
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        document = int(self.kept[number][int(index) - (int(self.ends[number - 1]) if number else 0)])
+        shard = self.stream.shard(number)
+        assert shard.rows is not None
+        assert shard.row_ends is not None
+        tokens = shard.tokens[_span(shard.starts, document, len(shard.tokens))]
+        begin = int(shard.row_ends[document - 1]) if document else 0
+        row = json.loads(shard.rows[begin : int(shard.row_ends[document])].tobytes())
+        return Prompt(tokens.tolist(), row["text"], row["columns"])
+
+
+def _span(starts: np.ndarray, document: int, end: int) -> slice:
+    return slice(int(starts[document]), int(starts[document + 1]) if document + 1 < len(starts) else end)
+
+
+@dataclass(frozen=True)
+class PromptCorpus:
+    """Prompts to train on and to evaluate on, and the tokenizer that made them."""
+
+    prepared: dict[str, Prepared]  # keyed by the name of the source
+    train: dict[str, PromptPart]  # keyed by the name of the source
+    held_out: dict[str, PromptPart]
+    vocabulary: Vocabulary
+    fingerprint: str  # identifies the training prompts: rows, template, tokenizer, split, longest prompt
+    summary: str  # a line for each source
+
+    def spread(self, split: str, count: int) -> list[Prompt]:
+        """At most `count` prompts of a split, "train" or "held_out", spread evenly over all of its prompts."""
+        parts = [part for part in {"train": self.train, "held_out": self.held_out}[split].values() if len(part)]
+        total = sum(map(len, parts))
+        if not total:
+            return []
+        prompts = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
+        count = min(count, total)
+        return [prompts[number * total // count] for number in range(count)]
+
+
+def load_prompts(cfg: Config, longest: int) -> PromptCorpus:
+    """Read the prompts of `cfg.data` that have at most `longest` tokens; `cfg.task` must be one that asks for them.
+
+    Raises:
+        UserError: the data cannot be read, are no conversations, or all prompts are longer.
+    """
+    prepared, vocabulary = prepare_corpus(cfg)
+    for name, folder in prepared.items():
+        if folder.documents != "prompt":
+            raise UserError(
+                f"task={cfg.task.name} needs rows with prompts, and data: {name} holds tokens alone; "
+                "give the rows: data=jsonl, csv, parquet or hf"
+            )
+    train, held_out = (
+        {name: PromptPart(folder.stream(split), longest) for name, folder in prepared.items()}
+        for split in ("train", "held_out")
+    )
+    for name, part in train.items():
+        too_long = part.num_too_long + held_out[name].num_too_long
+        if too_long:
+            log.warning("%s: left out: %d prompts of more than %d tokens", name, too_long, longest)
+        if not len(part):
+            raise UserError(
+                f"data: all {part.num_too_long} prompts of {name} have more than the {longest} tokens that the context "
+                "leaves beside an answer; make the answers shorter (max_new_tokens) or the context longer"
+            )
+    summary = "\n".join(
+        f"{name}: {len(part):,} prompts to train on, {part.num_tokens / len(part):,.1f} tokens on average; "
+        f"{len(held_out[name]):,} held out"
+        for name, part in train.items()
+    )
+    fingerprint = compute_fingerprint(cfg.data, prepared, f"prompts of {longest} tokens")
+    return PromptCorpus(prepared, train, held_out, vocabulary, fingerprint, summary)
+
+
+def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """Return the columns of some prompts as rewards take them: {name: a value for each prompt}; None where a row has
+    no such column."""
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

@@ -1,0 +1,54 @@
+"""Endless shuffled sequence of samples, in an order that only the seed and the number of a sample decide."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+
+from tunix.config import Config
+from tunix.config.data import Mixture
+from tunix.data.mixture import SampleOrder, SamplePart, read_stages, stage_table
+
+
+class Samples:
+    """The samples of a run, packed sequences or prompts: sample n is the same on every mesh and number of processes.
+
+    Each part (source) is shuffled anew in each epoch. In a mixture, `SampleOrder` says which part gives sample n.
+    """
+
+    def __init__(self, parts: Mapping[str, SamplePart], cfg: Config, batch_size: int, tokens_per_sample: int):
+        """`batch_size` is the samples of one step, `tokens_per_sample` the tokens that a sample counts for."""
+        self.parts, self.batch_size, self.tokens_per_sample = parts, batch_size, tokens_per_sample
+        self.mixture = cfg.data if isinstance(cfg.data, Mixture) else None
+        self.order = SampleOrder(read_stages(self.mixture, parts, batch_size, tokens_per_sample))
+        shuffled = [grain.MapDataset.source(part).seed(cfg.seed).shuffle().repeat() for part in parts.values()]
+        self.samples = grain.MapDataset.select_from_datasets(shuffled, self.order)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.samples[number]
+
+    def fingerprint(self, corpus: str) -> str:
+        """Fingerprint of the samples and their order: the corpus's own, and where the stages of a mixture begin."""
+        if self.mixture is None:
+            return corpus
+        return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
+
+    def stages(self, num_steps: int) -> str:
+        """Return a table of the samples that `num_steps` steps take of each source; empty for a single source.
+
+        Raises:
+            UserError: more of a source than data.max_epochs allows.
+        """
+        if self.mixture is None:
+            return ""
+        num_samples = num_steps * self.batch_size
+        return stage_table(self.order, self.mixture, self.parts, num_samples, self.batch_size, self.tokens_per_sample)
+
+    def source_tokens(self, next_sample: int) -> dict[str, int]:
+        """Tokens of each source of a mixture in the samples before `next_sample`, padding included; they add up to the
+        run's."""
+        if self.mixture is None:
+            return {}
+        counts = self.order.count_by_part(next_sample)
+        return {name: count * self.tokens_per_sample for name, count in zip(self.parts, counts, strict=True)}
