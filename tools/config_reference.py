@@ -25,6 +25,7 @@ REQUIRED = {  # words that a choice does not compose without
     "data=custom": [f"data.function={FUNCTION}"],
     "data=mixture": [f"data.parts={{NAME: {PART}}}", "data.weights={NAME: 1}"],
     "optimizer=custom": [f"optimizer.function={FUNCTION}"],
+    "task=grpo": ["sampling.max_new_tokens=64"],  # model=tiny trains on sequences of 128 tokens
     "launcher=kubernetes": ["launcher.image=NAME", "launcher.volume_claim=NAME"],
 }
 NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "mesh"}

@@ -193,6 +193,9 @@ def untested() -> tuple[str, ...]:
         "Slurm.show_logs",
         "Logging.every_steps",
         "Sampling.",
+        "Grpo.",
+        "Prompted.",
+        "RewardTerm.",
         *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]),
     )
 

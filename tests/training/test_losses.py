@@ -97,7 +97,7 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         for path in (ROOT / "tunix").rglob("*.py")
         if '"segment_ids"' in path.read_text()
     }
-    assert named == {"data/batch.py", "data/packing.py", "training/losses.py"}
+    assert named == {"data/batch.py", "data/packing.py", "training/scores.py"}
 
 
 def test_sums_of_the_blocks_are_minimised_and_reported(monkeypatch):

@@ -7,13 +7,13 @@ string below it; docs/config.md is made from these.
 from pydantic import model_validator
 
 from tunix.base.section import Flag, Section, Seed
+from tunix.config.answers import Sampling
 from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
 from tunix.config.data import AnyData, Loading, Tokenizer
-from tunix.config.drawing import Sampling
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.task import AnyTask, Task
+from tunix.config.task import AnyTask, Grpo, Task
 from tunix.config.training import Training
 from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
@@ -99,5 +99,49 @@ class Config(Section):
                 self.launcher.which_devices,
             )
         if sizes and self.training.micro_batch_size != "auto":
-            self.training.batch_shape(sizes)
+            batch = self.training.batch_shape(sizes)
+            if isinstance(self.task, Grpo):
+                self.task.num_prompts(batch.num_sequences)
+        if isinstance(self.task, Grpo):
+            self._check_grpo(self.task)
         return self
+
+    def _check_grpo(self, task: Grpo) -> None:
+        """Raise ValueError where sections contradict the task: the policy that learns must be the one that answers."""
+        sampling = self.sampling
+        if sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature=0 gives all answers of a group the same tokens, so none is better than another; "
+                "set sampling=default"
+            )
+        filters = [f"sampling.{key}={value}" for key in FILTERS if (value := getattr(sampling, key)) is not None]
+        if filters and task.max_importance is not None:
+            raise ValueError(
+                f"{' and '.join(filters)} with task.max_importance={task.max_importance:g}: a filtered distribution is "
+                "not the one that is trained, so their ratio is biased; remove the filters, or set "
+                "task.max_importance=null"
+            )
+        if sampling.max_new_tokens >= self.training.seq_len:
+            raise ValueError(
+                f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt within "
+                f"training.seq_len={self.training.seq_len}; lower the one or raise the other"
+            )
+        if self.model.lora.rank and self.model.lora.dropout:
+            raise ValueError(
+                f"model.lora.dropout={self.model.lora.dropout:g}: the model that learns would not be the one that "
+                "answers; set model.lora.dropout=0"
+            )
+        cycle = task.steps_per_cycle
+        for key, steps in (
+            ("checkpoint.save_every_steps", self.checkpoint.save_every_steps),
+            ("training.max_steps", self.training.max_steps),
+        ):
+            if steps is not None and steps % cycle:
+                low = max(1, steps // cycle) * cycle
+                raise ValueError(
+                    f"{key}={steps} is within a rollout, which serves {cycle} steps (task.steps_per_rollout x "
+                    f"task.passes_per_rollout); nearest: {low} or {low + cycle}"
+                )
+
+
+FILTERS = ("top_k", "top_p", "min_p")  # keys of the section sampling

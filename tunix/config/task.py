@@ -4,8 +4,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from tunix.base.dotted import NameOrPath
-from tunix.base.section import Section
+from tunix.base.dotted import NameOrPath, entry_of
+from tunix.base.errors import UserError
+from tunix.base.section import Count, Positive, PositiveOrZero, Section, Share
+from tunix.rewards import REWARDS
 
 
 class Task(Section):
@@ -51,4 +53,102 @@ class Prompted(Task):
     """Message of the system before each prompt that has none of its own; null for none."""
 
 
-AnyTask = Annotated[Pretrain | Sft, Field(discriminator="name")]
+class RewardTerm(Section):
+    """One term of the reward of an answer, which is the sum of all terms."""
+
+    function: entry_of(REWARDS)  # type: ignore[valid-type]
+    """A reward by name, or `package.module:name` of your own (docs/post_training.md)."""
+    weight: Annotated[float, Field(allow_inf_nan=False)]
+    """Its score is multiplied by this."""
+
+    @property
+    def label(self) -> str:
+        """Name of the term in metrics.jsonl and samples.jsonl."""
+        return self.function.rpartition(":")[2]
+
+
+class Grpo(Prompted):
+    """The model answers prompts, and learns from the rewards of its answers, each compared with its group."""
+
+    default_loss = "grpo"
+
+    name: Literal["grpo"]  # type: ignore[assignment]
+    """What is learnt."""
+    group_size: Annotated[Count, Field(ge=2)]
+    """Answers to each prompt. A sequence of training.global_batch_size is one answer."""
+    steps_per_rollout: Count
+    """Optimizer steps on different answers of one rollout; 1 keeps the answers those of the model in training."""
+    passes_per_rollout: Count
+    """Times that each answer of a rollout is used."""
+    advantage: Literal["centered", "group_std", "leave_one_out"]
+    """Of an answer: its reward less the mean of its group; divided by the group's standard deviation too (GRPO,
+    arXiv:2402.03300); or less the mean of the others of its group (RLOO, arXiv:2402.14740)."""
+    divide_by: Literal["tokens", "answers", "constant"]
+    """What the sum over tokens of a step is divided by: tokens of all answers (DAPO, arXiv:2503.14476); answers, each
+    by its own length first (GRPO); or answers x sampling.max_new_tokens (Dr. GRPO, arXiv:2503.20783)."""
+    ratio: Literal["token", "answer"]
+    """What the ratio of new to old probability is of: each token, or the whole answer (GSPO, arXiv:2507.18071: with
+    divide_by=answers)."""
+    clip: Literal["ratio", "weights"]
+    """Beyond the limits a token has no gradient (PPO), or keeps it with a clipped weight (CISPO, arXiv:2506.13585)."""
+    clip_low: Share
+    """Share by which a ratio may fall."""
+    clip_high: PositiveOrZero
+    """Share by which a ratio may rise."""
+    max_importance: Positive | None
+    """Cap of the probability in training over the one in sampling, which weights each token; null does not weight."""
+    kl: Literal["advantage", "loss"]
+    """Where the divergence from the model of step 0 enters: as a penalty of each answer's reward, of which the gradient
+    is exact (k1), or in the loss of each token (k3, http://joschu.net/blog/kl-approx.html)."""
+    kl_coefficient: PositiveOrZero
+    """Its weight, a reward per nat; 0 needs no reference model."""
+    truncated: Literal["count", "mask", "zero"]
+    """An answer that is cut at sampling.max_new_tokens: counts with its reward, has no loss, or gets the reward 0."""
+    oversample: Annotated[Positive, Field(ge=1)]
+    """Prompts that are answered, per prompt that a step is made of. Groups with unlike rewards come first."""
+    rewards: Annotated[tuple[RewardTerm, ...], Field(min_length=1)]
+    """Terms of the reward, each {function: NAME, weight: NUMBER}."""
+    reward_processes: Count
+    """Processes that compute rewards, on each host of the run."""
+    reward_timeout_s: Positive
+    """Seconds that the rewards of one step may take; answers without one by then are counted as errors."""
+    reward_errors: Literal["zero", "stop"]
+    """A reward that fails: counts as 0 and is counted in reward_errors, or ends the run."""
+    rollout_rows: Count | None
+    """Answers that are drawn at one time, over the whole mesh; null draws all of a rollout together."""
+    samples_every_steps: Count | None
+    """Steps between those whose answers are written to samples.jsonl; null writes none."""
+
+    @property
+    def steps_per_cycle(self) -> int:
+        """Optimizer steps from one rollout to the next."""
+        return self.steps_per_rollout * self.passes_per_rollout
+
+    @property
+    def on_policy(self) -> bool:
+        """True where every answer is used once, by the model that gave it."""
+        return self.steps_per_cycle == 1
+
+    def num_prompts(self, num_sequences: int) -> int:
+        """Groups that a step of so many sequences is made of.
+
+        Raises:
+            UserError: the groups do not fill the sequences, with the nearest values that do.
+        """
+        if num_sequences % self.group_size:
+            low = max(1, num_sequences // self.group_size) * self.group_size
+            sizes = [size for size in range(2, num_sequences + 1) if num_sequences % size == 0]
+            near = sorted(sorted(sizes, key=lambda size: abs(size - self.group_size))[:2])
+            raise UserError(
+                f"task.group_size={self.group_size} does not divide the {num_sequences} answers of a step "
+                f"(training.global_batch_size); nearest: a batch of {low} or {low + self.group_size}, or "
+                f"task.group_size={' or '.join(map(str, near)) or 'none'}"
+            )
+        return num_sequences // self.group_size
+
+    def prompts_asked(self, num_sequences: int) -> int:
+        """Prompts that are answered for a step of so many sequences: more than it takes where oversample is over 1."""
+        return round(self.oversample * self.num_prompts(num_sequences))
+
+
+AnyTask = Annotated[Pretrain | Sft | Grpo, Field(discriminator="name")]

@@ -11,6 +11,7 @@ from tunix.data.corpus import Corpus
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.tokenizer.vocabulary import bytes_by_token
 from tunix.training.losses import loss_kind
+from tunix.training.scores import add_sums
 from tunix.training.state import Architecture
 
 
@@ -40,7 +41,8 @@ class HeldOut:
                 return loss.sums, loss.weight
 
             def add(total, batch):
-                return jax.tree.map(jnp.add, total, reported(batch)), None
+                sums, weight = reported(batch)
+                return (add_sums(total[0], sums), total[1] + weight), None
 
             shapes = jax.eval_shape(lambda: reported(jax.tree.map(lambda x: x[0], batches)))
             zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

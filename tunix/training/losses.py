@@ -7,31 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import reshard
 
 from tunix.base.dotted import blame_user, import_object, is_dotted
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
+from tunix.config.task import Grpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
+from tunix.training.policy import POLICY_FIELDS, policy_loss
+from tunix.training.scores import Loss, LossFn, Mean, Sums, score_targets, split_chunks, token_log_probs
 
-Sums = dict[str, jax.Array]
-
-
-class Loss(NamedTuple):
-    """Result of a loss for one microbatch: float32 scalars, each a sum over tokens or sequences.
-
-    The step adds the microbatches up and divides once, because a mean of means is wrong where masks differ.
-    """
-
-    objective: jax.Array  # what is minimised: gradients are those of objective / weight
-    weight: jax.Array  # what objective and sums are divided by: a count of tokens, of sequences, ...
-    sums: Sums  # reported as sum / weight under these names in metrics.jsonl; `loss` is one of them
-
-
-# (model, batch with fields [B, T], seed) -> Loss. The seed is an int32 scalar that dropout draws from; None outside of
-# training.
-LossFn = Callable[[Transformer, Batch, jax.Array | None], Loss]
+__all__ = ["LOSSES", "Loss", "LossFn", "LossKind", "Mean", "loss_kind", "next_token_loss", "token_log_probs"]
 
 
 class LossKind(NamedTuple):
@@ -42,47 +28,6 @@ class LossKind(NamedTuple):
     fields: Mapping[str, Field] = FIELDS  # of the batches that it takes
 
 
-def token_log_probs(
-    model: Transformer, batch: Batch, seed: jax.Array | None, *, chunk_size: int
-) -> tuple[jax.Array, Sums]:
-    """Log-probability in nats, [B, T] float32, of each target of a batch under the model, and the sums of its blocks.
-
-    A loss adds the sums of the blocks (a router's loss is one) to its objective, and reports them.
-    """
-    nll, _, block_sums = _score_chunks(model, batch, seed, chunk_size)
-    return _joined(-nll), block_sums
-
-
-def _score_chunks(
-    model: Transformer, batch: Batch, seed: jax.Array | None, chunk_size: int
-) -> tuple[jax.Array, jax.Array, Sums]:
-    """Negative log-probabilities of the targets and log(Z)^2, each [T / chunk_size, B, chunk_size] float32.
-
-    Z is the sum of exp(logits). The sign is that of the loss: turned here and back there, the GPU's program of Gemma 3
-    1B needs 0.1 GiB more.
-
-    The sums of the model's blocks come with them. Logits exist for `chunk_size` positions of each sequence at one time
-    and are computed again in the backward pass: [B, T, V] never exists.
-    """
-    tables = model.tables()
-    hidden, block_sums = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
-
-    @jax.checkpoint
-    def one_chunk(_, chunk):
-        hidden, targets = chunk
-        logits = model.logits(tables, hidden)
-        log_z = jax.nn.logsumexp(logits, -1)
-        ids = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
-        # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
-        target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
-        return None, (log_z - target_logits, log_z**2)
-
-    with jax.named_scope("loss"):
-        xs = (_chunks(hidden, chunk_size), _chunks(batch["targets"], chunk_size))
-        nll, log_z_squares = jax.lax.scan(one_chunk, None, xs)[1]
-        return nll, log_z_squares, block_sums
-
-
 def next_token_loss(
     model: Transformer, batch: Batch, seed: jax.Array | None = None, *, chunk_size: int, z_loss: float
 ) -> Loss:
@@ -90,28 +35,12 @@ def next_token_loss(
 
     Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone.
     """
-    token_nll, log_z_squares, block_sums = _score_chunks(model, batch, seed, chunk_size)
+    scores, block_sums = score_targets(model, batch, seed, chunk_size)
     with jax.named_scope("loss"):
-        mask = _chunks(batch["loss_mask"], chunk_size)
-        nll, squares = jnp.sum(token_nll * mask), jnp.sum(log_z_squares * mask)
+        mask = split_chunks(batch["loss_mask"], chunk_size)
+        nll, squares = jnp.sum(scores.nll * mask), jnp.sum(scores.log_z_squares * mask)
         objective = nll + z_loss * squares + sum(block_sums.values())
         return Loss(objective, jnp.sum(mask), {"loss": nll, "z_loss": z_loss * squares, **block_sums})
-
-
-def _chunks(x: jax.Array, chunk_size: int) -> jax.Array:
-    """[B, T, ...] -> [T / chunk_size, B, chunk_size, ...]"""
-    length = x.shape[1]
-    num_chunks = max(1, length // chunk_size)
-    if num_chunks == 1:  # where B is 1 too, a reshape would not know which of the dimensions the mesh splits
-        return x[None]
-    return x.reshape(x.shape[0], num_chunks, length // num_chunks, *x.shape[2:]).swapaxes(0, 1)
-
-
-def _joined(x: jax.Array) -> jax.Array:
-    """[T / chunk_size, B, chunk_size] -> [B, T], the inverse of `_chunks`."""
-    if len(x) == 1:
-        return x[0]
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
 
 
 def _text_quality(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
@@ -130,8 +59,21 @@ def _make_next_token(cfg: Config) -> LossFn:
     return partial(next_token_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
 
 
+def _make_policy(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Grpo)
+    return partial(
+        policy_loss,
+        task=cfg.task,
+        chunk_size=cfg.training.loss_chunk_size,
+        z_loss=cfg.training.z_loss,
+        temperature=cfg.sampling.temperature,
+        max_new_tokens=cfg.sampling.max_new_tokens,
+    )
+
+
 LOSSES = {
     "next_token": LossKind(_make_next_token, _text_quality),  # of sft too: its loss_mask keeps only the answers
+    "grpo": LossKind(_make_policy, _text_quality, POLICY_FIELDS),
 }
 
 
@@ -160,5 +102,6 @@ def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transforme
         if not isinstance(loss, Loss) or "loss" not in loss.sums:
             raise TypeError("it must return tunix.training.losses.Loss(objective, weight, sums) with sums['loss']")
         for name, value in {"objective": loss.objective, "weight": loss.weight, **loss.sums}.items():
-            if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
-                raise TypeError(f"its {name} is {value.dtype}{list(value.shape)}, not a float scalar")
+            for leaf in jax.tree.leaves(value):
+                if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                    raise TypeError(f"its {name} is {leaf.dtype}{list(leaf.shape)}, not a float scalar")

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec, auto_axes, reshard
 from tunix.data.batch import Batch
 from tunix.sharding.layout import Layout
 from tunix.training.copies import Update, update_copies
-from tunix.training.losses import LossFn, Sums
 from tunix.training.optim import Schedule
+from tunix.training.scores import LossFn, Sums, add_sums, report_sums
 from tunix.training.state import Architecture, State, Weight, optimizer_view
 
 
@@ -58,7 +58,7 @@ def make_train_step(
             kept = jax.tree.map(lambda n, o: jnp.where(finite, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         metrics = {
-            **{name: value / weight for name, value in sums.items()},
+            **report_sums(sums, weight),
             "grad_norm": grad_norm,
             "learning_rate": rate,
             "skipped": skipped,
@@ -129,8 +129,9 @@ def make_gradients(
             return loss.objective, (loss.weight, loss.sums)
 
         def microbatch(carry, inputs):
-            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(arch.trained(weights), *inputs)
-            return add(carry, (grads, reported)), None
+            (_, (weight, sums)), grads = jax.value_and_grad(objective, has_aux=True)(arch.trained(weights), *inputs)
+            total, (total_weight, total_sums) = carry
+            return (add(total, grads), (total_weight + weight, add_sums(total_sums, sums))), None
 
         def group(carry, inputs):
             grads, reported = carry

@@ -1,0 +1,225 @@
+"""The loss of GRPO on models so small that all answers can be listed, and its parts on numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.harness import SMALL
+
+from tunix.cli.compose import compose
+from tunix.config.task import Grpo
+from tunix.rl.advantages import ADVANTAGES, has_signal
+from tunix.sharding.arrays import to_global
+from tunix.training.policy import divide, policy_loss, token_gains
+from tunix.training.program import build_layout, build_mesh
+from tunix.training.scores import Largest, Mean, add_sums, report_sums, token_log_probs
+from tunix.training.state import describe
+
+ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
+TASK = compose([*SMALL, *ONE, "task=grpo", "training.global_batch_size=8", "sampling.max_new_tokens=8"]).config.task
+VOCABULARY, PROMPT = 16, [3, 1, 4]
+
+
+def task(**values) -> Grpo:
+    assert isinstance(TASK, Grpo)
+    return TASK.model_copy(update=values)
+
+
+class World:
+    """A model with a vocabulary of 16, and all of its 256 answers of two tokens to one prompt."""
+
+    def __init__(self):
+        cfg = compose([*SMALL, *ONE, "training.remat=none"]).config
+        cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"vocab_size": VOCABULARY})})
+        self.mesh = build_mesh(cfg)
+        first, second = np.divmod(np.arange(VOCABULARY**2), VOCABULARY)
+        text = np.concatenate([np.tile(PROMPT, (VOCABULARY**2, 1)), first[:, None], second[:, None]], 1).astype(
+            np.int32
+        )
+        rows, length = len(text), text.shape[1] - 1
+        self.mask = np.zeros((rows, length), np.float32)
+        self.mask[:, len(PROMPT) - 1 :] = 1
+        self.fields = {
+            "tokens": text[:, :-1],
+            "targets": text[:, 1:],
+            "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+            "segment_ids": np.ones((rows, length), np.int32),
+            "loss_mask": self.mask,
+            "reference_log_probs": np.zeros((rows, length), np.float32),
+        }
+        with jax.set_mesh(self.mesh):
+            arch = describe(cfg.model, build_layout(cfg, self.mesh))
+            self.model, self.chosen = arch.module, (first, second)
+            weights = jax.tree.leaves(arch.weights)
+            keys = jax.random.split(jax.random.key(0), len(weights))
+            values = [0.3 * jax.random.normal(key, weight.shape) for key, weight in zip(keys, weights, strict=True)]
+            self.params = jax.tree.unflatten(jax.tree.structure(arch.weights), values)
+            batch = self.on_device(self.fields)
+
+            def log_probs(params):
+                return token_log_probs(arch.module(params), batch, None, chunk_size=64)[0]
+
+            self.log_probs = np.asarray(jax.jit(log_probs)(self.params))
+            self.probabilities = np.exp((self.log_probs * self.mask).sum(1))
+
+            @jax.jit
+            def gradient(params, batch):
+                def objective(params):
+                    loss = policy_loss(
+                        arch.module(params), batch, task=task(), chunk_size=64, z_loss=0.0, temperature=1.0,
+                        max_new_tokens=2,
+                    )  # fmt: skip
+                    return loss.objective, (loss.weight, loss.sums)
+
+                return jax.grad(objective, has_aux=True)(params)
+
+            self.gradient, self.by_hand = gradient, jax.jit(self._by_hand)
+
+    def on_device(self, fields):
+        return {name: leaf[0] for name, leaf in to_global({k: v[None] for k, v in fields.items()}, self.mesh).items()}
+
+    def learn(self, advantages, **fields):
+        """Gradient, weight and sums of the loss for these advantages of all answers."""
+        given = {"advantages": advantages.astype(np.float32), "log_probs": self.log_probs, **fields}
+        with jax.set_mesh(self.mesh):
+            gradient, (weight, sums) = self.gradient(self.params, self.on_device(self.fields | given))
+        return gradient, float(weight), sums
+
+    def expectation(self, value):
+        """Gradient of the expected value [answers] of an answer, by hand: softmax, product, sum over all answers."""
+        with jax.set_mesh(self.mesh):
+            return self.by_hand(self.params, value)
+
+    def _by_hand(self, params, value):
+        tokens, (first, second) = self.fields["tokens"], self.chosen
+
+        def expected(params):
+            shares = jax.nn.softmax(self.model(params)(tokens), -1)
+            one, two = (
+                jnp.sum(shares[:, place] * jax.nn.one_hot(chosen, VOCABULARY), -1)
+                for place, chosen in ((len(PROMPT) - 1, first), (len(PROMPT), second))
+            )
+            return jnp.sum(one * two * value)
+
+        return jax.grad(expected)(params)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World()
+
+
+def distance(a, b) -> float:
+    """Norm of the difference of two trees, as a share of the norm of the second."""
+    difference = jax.tree.map(lambda x, y: x - y, a, b)
+    norms = [float(jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(tree)))) for tree in (difference, b)]
+    return norms[0] / norms[1]
+
+
+def test_the_gradient_is_that_of_the_expected_reward(world):
+    """Over all answers, each weighted by its probability; a baseline changes nothing; KL as a reward is exact."""
+    rewards = np.random.default_rng(0).normal(size=VOCABULARY**2)
+    truth = world.expectation(rewards)
+    for baseline in (0.0, 0.7):
+        gradient, weight, sums = world.learn(world.probabilities * (rewards - baseline))
+        assert distance(jax.tree.map(jnp.negative, gradient), truth) < 1e-5
+        numbers = report_sums(sums, weight)
+        assert float(numbers["ratio_max"]) == 1
+        assert float(numbers["clipped"]) == float(numbers["mismatch"]) == float(numbers["mismatch_max"]) == 0
+        assert weight == 2 * VOCABULARY**2
+    reference = world.log_probs + 0.3 * np.random.default_rng(1).normal(size=world.log_probs.shape)
+    penalty = ((world.log_probs - reference) * world.mask).sum(1)  # k1 of each answer
+    gradient, *_ = world.learn(world.probabilities * penalty)
+    # d KL = d sum p (log p - log q) = sum dp (log p - log q), because sum dp = 0
+    assert distance(jax.tree.map(jnp.negative, gradient), world.expectation(penalty)) < 1e-5
+
+
+def test_what_does_not_count_changes_nothing(world):
+    """Fields where the mask is 0; a group of equal rewards has no gradient."""
+    rewards = world.probabilities * np.random.default_rng(0).normal(size=VOCABULARY**2)
+    strange = np.where(world.mask > 0, world.log_probs, 1e4).astype(np.float32)
+    one, _, sums = world.learn(rewards)
+    two, _, other = world.learn(rewards, log_probs=strange)
+    assert distance(one, two) == 0
+    assert float(sums["mismatch_max"].value) == float(other["mismatch_max"].value) == 0
+    for advantage in ADVANTAGES.values():
+        nothing, *_ = world.learn(advantage(np.full((32, 8), 0.7)).reshape(-1))
+        assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(nothing)) < 1e-12
+    masked, weight, sums = world.learn(rewards, loss_mask=np.zeros_like(world.mask))
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(masked))
+    assert all(np.isfinite(float(value)) for value in report_sums(sums, weight).values())
+
+
+def test_importance_weights_are_measured_and_capped(world):
+    """The sampler was less sure of every token by log 1.5, or by log 5: weights 1.5, and the cap 2."""
+    rewards = world.probabilities * np.random.default_rng(0).normal(size=VOCABULARY**2)
+    plain, *_ = world.learn(rewards)
+    for factor, weight in ((1.5, 1.5), (5.0, 2.0)):
+        gradient, _, sums = world.learn(rewards, log_probs=world.log_probs - np.float32(np.log(factor)))
+        assert distance(gradient, jax.tree.map(lambda g, w=weight: w * g, plain)) < 1e-5
+        mismatch = sums["mismatch"]
+        assert float(mismatch.total / mismatch.divisor) == pytest.approx(np.log(factor), rel=1e-5)
+
+
+MASK = np.array([[0, 1, 1, 1], [1, 1, 0, 0]], np.float32)
+OLD = np.array([[-9, -1, -2, -3], [-1, -2, -9, -9]], np.float32)
+MOVE = np.array([[0, 0.5, -0.5, 0.1], [1.5, -0.1, 3, 3]], np.float32)  # log p - log p_old
+ADVANTAGE = np.array([1.0, -2.0], np.float32)
+FIELDS = {"loss_mask": MASK, "advantages": ADVANTAGE, "log_probs": OLD, "reference_log_probs": OLD - 0.2}
+
+
+@pytest.mark.parametrize("ratio", ["token", "answer"])
+@pytest.mark.parametrize("clip", ["ratio", "weights"])
+def test_clipped_gradients_are_those_of_the_formula(ratio, clip):
+    """With two steps on a rollout. By hand: the factor that multiplies the gradient of each token's log-probability."""
+    settings = task(steps_per_rollout=2, ratio=ratio, clip=clip, max_importance=3.0)
+    gains = token_gains(jnp.array(OLD + MOVE), FIELDS, settings)
+    slope = jax.grad(lambda log_probs: jnp.sum(token_gains(log_probs, FIELDS, settings).gain))(jnp.array(OLD + MOVE))
+    logs = MOVE * MASK
+    if ratio == "answer":
+        logs = logs.sum(1, keepdims=True) / MASK.sum(1, keepdims=True) * MASK
+    value, advantage = np.exp(logs), ADVANTAGE[:, None]
+    if clip == "weights":
+        wanted = np.clip(value, 0.8, 1.28) * advantage
+    else:
+        free = np.where(advantage > 0, value <= 1.28, (value >= 0.8) & (value <= 3.0))
+        wanted = value * advantage * free
+        if ratio == "answer":  # each token has its share of the gradient of the answer's ratio
+            wanted = (wanted * MASK).sum(1, keepdims=True) / MASK.sum(1, keepdims=True)
+    np.testing.assert_allclose(slope, wanted * MASK, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gains.ratio, value * MASK, rtol=1e-6)
+    outside = np.where(advantage > 0, value > 1.28, value < 0.8)
+    np.testing.assert_array_equal(gains.is_clipped, outside * MASK)
+
+
+def test_divisors():
+    shares = {name: divide(jnp.array(MASK), task(divide_by=name), 10) for name in ("tokens", "answers", "constant")}
+    assert [float(weight) for _, weight in shares.values()] == [5, 2, 20]
+    np.testing.assert_allclose(shares["answers"][0], [[1 / 3], [1 / 2]])
+    np.testing.assert_array_equal(shares["tokens"][0], shares["constant"][0])
+
+
+def test_divergence_in_the_loss_is_k3():
+    settings = task(kl="loss", kl_coefficient=0.5)
+    gains, plain = (token_gains(jnp.array(OLD), FIELDS, each) for each in (settings, task()))
+    assert plain.kl is None
+    k3 = (np.exp(-0.2) - 1 + 0.2) * MASK
+    np.testing.assert_allclose(gains.kl, k3, rtol=1e-4)
+    np.testing.assert_allclose(plain.gain - gains.gain, 0.5 * k3, rtol=1e-4)
+
+
+def test_sums_of_microbatches():
+    total = add_sums(
+        {"loss": jnp.float32(3), "kl": Mean(jnp.float32(1), jnp.float32(4)), "most": Largest(jnp.float32(2))},
+        {"loss": jnp.float32(1), "kl": Mean(jnp.float32(1), jnp.float32(6)), "most": Largest(jnp.float32(1))},
+    )
+    numbers = {name: float(value) for name, value in report_sums(total, jnp.float32(8)).items()}
+    assert numbers == pytest.approx({"loss": 0.5, "kl": 0.2, "most": 2})
+
+
+def test_advantages_of_groups():
+    rewards = np.array([[1.0, 0, 0, 1], [2, 2, 2, 2]])
+    np.testing.assert_array_equal(ADVANTAGES["centered"](rewards), [[0.5, -0.5, -0.5, 0.5], [0] * 4])
+    np.testing.assert_array_equal(ADVANTAGES["group_std"](rewards), [[1, -1, -1, 1], [0] * 4])
+    np.testing.assert_allclose(ADVANTAGES["leave_one_out"](rewards)[0], [2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert has_signal(rewards).tolist() == [True, False]

@@ -1,0 +1,135 @@
+"""Loss of a policy that learns from rewards for its own answers: GRPO and its relatives.
+
+An answer is one row of the batch. Its sampler has written down log q, the log-probability of each token in the
+distribution that the token was drawn from. p is the policy in training, and A the advantage of the answer:
+
+    ratio       p / p_old           1 in value where a rollout is used for one step: p_old is then p itself
+    importance  p / q               the sampler and the trainer round differently; measured in each step
+    loss        - sum over tokens of min(ratio A, clip(ratio) A) x importance, divided once by what `divide_by` says
+
+Sources: GRPO arXiv:2402.03300, DAPO (clip-higher, division by tokens) arXiv:2503.14476, Dr. GRPO (division by a
+constant) arXiv:2503.20783, GSPO (the ratio of an answer) arXiv:2507.18071, CISPO (clipped weights) arXiv:2506.13585,
+truncated importance weights as in https://fengyao.notion.site/off-policy-rl.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tunix.config.task import Grpo
+from tunix.data.batch import FIELDS, Batch, Field
+from tunix.models.transformer import Transformer
+from tunix.training.scores import Largest, Loss, Mean, join_chunks, score_targets
+
+POLICY_FIELDS = {
+    **FIELDS,
+    "advantages": Field("AB", "float32"),  # of each answer
+    "log_probs": Field("ABT", "float32"),  # of each target, in the distribution that it was drawn from
+    "reference_log_probs": Field("ABT", "float32"),  # of each target under the reference; 0 where there is none
+}
+# Added to the divisor of a step: where nothing is learnt (all answers masked), 0 is divided by this and not by 0.
+# Beside a count of at least 1 it vanishes in float32.
+ALMOST_NOTHING = 1e-9
+
+
+class Gains(NamedTuple):
+    """What each token of an answer brings, [B, T]; 0 where `loss_mask` is 0."""
+
+    gain: jax.Array  # its gradient is that of the expected reward
+    ratio: jax.Array  # p / p_old
+    is_clipped: jax.Array  # 1 where the limits take the gradient away, else 0
+    gap: jax.Array  # |log p - log q|, nats
+    kl: jax.Array | None  # estimate of the divergence from the reference, nats; None without a reference
+
+
+def policy_loss(
+    model: Transformer,
+    batch: Batch,
+    seed: jax.Array | None = None,
+    *,
+    task: Grpo,
+    chunk_size: int,
+    z_loss: float,
+    temperature: float,
+    max_new_tokens: int,
+) -> Loss:
+    """Clipped policy gradient over the tokens of answers, where `loss_mask` is 1; see the top of this file.
+
+    `temperature` is that of the sampler: the policy that learns is the one that was drawn from.
+    """
+    scores, block_sums = score_targets(model, batch, seed, chunk_size, temperature, with_entropy=True)
+    assert scores.entropy is not None
+    with jax.named_scope("loss"):
+        mask = batch["loss_mask"]
+        gains = token_gains(join_chunks(-scores.nll), batch, task)
+        share, weight = divide(mask, task, max_new_tokens)
+        loss = -jnp.sum(gains.gain * mask * share)
+        z_part = z_loss * jnp.sum(join_chunks(scores.log_z_squares) * mask * share)
+
+        def mean(x):
+            return Mean(jnp.sum(jax.lax.stop_gradient(x) * mask), jnp.sum(mask) + ALMOST_NOTHING)
+
+        sums = {
+            "loss": loss,
+            "entropy": mean(join_chunks(scores.entropy)),
+            "clipped": mean(gains.is_clipped),
+            "ratio_max": Largest(jnp.max(jax.lax.stop_gradient(gains.ratio))),
+            "mismatch": mean(gains.gap),
+            "mismatch_max": Largest(jnp.max(gains.gap)),
+            **({} if gains.kl is None else {"kl": mean(gains.kl)}),
+            **({"z_loss": z_part} if z_loss else {}),
+            **block_sums,
+        }
+        return Loss(loss + z_part + sum(block_sums.values()), weight + ALMOST_NOTHING, sums)
+
+
+def token_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
+    """Return the gain of each token from log p, [B, T], and the fields of the batch."""
+    mask, advantages, sampled = batch["loss_mask"], batch["advantages"][:, None], batch["log_probs"]
+
+    def masked(x):
+        return jnp.where(mask > 0, x, 0)
+
+    now = jax.lax.stop_gradient(log_probs)
+    log_ratio = masked(log_probs - (now if task.on_policy else sampled))
+    if task.ratio == "answer":  # the geometric mean of the ratios of its tokens
+        num_tokens = jnp.sum(mask, axis=1, keepdims=True)
+        mean = jnp.sum(log_ratio, axis=1, keepdims=True) / jnp.maximum(num_tokens, 1)
+        log_ratio = masked(jnp.broadcast_to(mean, mask.shape, out_sharding=jax.typeof(mask).sharding))
+    ratio, most = jnp.exp(log_ratio), task.max_importance
+    clipped = jnp.clip(ratio, 1 - task.clip_low, 1 + task.clip_high)
+    if task.clip == "weights":  # every token keeps a gradient; its weight is clipped
+        gain = jax.lax.stop_gradient(clipped) * advantages * log_probs
+    else:
+        # Where the advantage is negative, min() bounds the ratio from below alone; the largest weight bounds it above.
+        bounded = ratio if most is None else jnp.minimum(ratio, most)
+        gain = jnp.minimum(bounded * advantages, clipped * advantages)
+    if task.on_policy and most is not None:
+        gain = gain * jnp.minimum(jnp.exp(masked(now - sampled)), most)
+    kl = _estimate_kl(masked(batch["reference_log_probs"] - log_probs)) if task.kl_coefficient else None
+    if kl is not None and task.kl == "loss":
+        gain = gain - task.kl_coefficient * kl
+    outside = ((ratio > clipped) & (advantages > 0)) | ((ratio < clipped) & (advantages < 0))
+    gap = jnp.abs(masked(now - sampled))
+    return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), gap, kl)
+
+
+def divide(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Return the share [B, 1] with which the tokens of each answer count, and the divisor of the step, a scalar."""
+    num_tokens = jnp.sum(mask, axis=1, keepdims=True)  # of each answer
+    num_answers = jnp.sum((num_tokens > 0).astype(jnp.float32))
+    if task.divide_by == "answers":
+        return 1 / jnp.maximum(num_tokens, 1), num_answers
+    whole = jnp.ones_like(num_tokens)
+    if task.divide_by == "constant":
+        return whole, num_answers * max_new_tokens
+    return whole, jnp.sum(mask)
+
+
+def _estimate_kl(difference: jax.Array) -> jax.Array:
+    """Estimate the divergence from the reference in nats: k3 of http://joschu.net/blog/kl-approx.html.
+
+    `difference` is log-probability of the reference less that of the policy. The estimate is never negative.
+    """
+    return jnp.exp(difference) - 1 - difference
