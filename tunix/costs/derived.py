@@ -25,6 +25,7 @@ from tunix.sharding.layout import Layout
 from tunix.training.program import Program, abstract_batch, assemble
 from tunix.training.state import Weight, describe
 
+MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
 # Keys of the section training that say how many sequences there are.
 BATCH_KEYS = {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens"}
 
@@ -151,13 +152,15 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
 
         return jax.vjp(objective, arch.trained(params))[1]
 
-    def num_bytes(sequences: int) -> int:
-        values = {"micro_batch_size": sequences, "global_batch_size": None, "global_batch_tokens": None}
-        small = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
-        batch = abstract_batch(small, mesh)  # type: ignore[arg-type]
-        return bytes_per_device(jax.eval_shape(residuals, program.abstract["params"], batch))
-
-    _known_residual_bytes[key] = num_bytes(2) - num_bytes(1)  # weights are the same in both
+    # Some residuals are weights. Those of the sequences are told apart by a number of sequences that is a prime and
+    # divides no other size of the model: it divides a size of each array that grows with the sequences, and of no other.
+    prime = next(prime for prime in MARKS if all(size % prime for size in cfg.dims.values() if size))
+    values = {"micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None}
+    marked = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
+    batch = abstract_batch(marked, mesh)  # type: ignore[arg-type]
+    leaves = jax.tree.leaves(jax.eval_shape(residuals, program.abstract["params"], batch))
+    grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
+    _known_residual_bytes[key] = bytes_per_device(grown) // prime
     return _known_residual_bytes[key]
 
 

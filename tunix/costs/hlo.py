@@ -17,7 +17,9 @@ import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-_INSTRUCTION = re.compile(rf"%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_INSTRUCTION = re.compile(  # for `match`: to search every place of a line would take a second
+    rf"\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\("
+)
 _CONTROL = re.compile(r"%?([\w.\-]+) = .+? (?:while|conditional|call)\(")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -58,7 +60,7 @@ def read_collectives(hlo: str) -> list[Collective]:
     collectives = []
     for name, lines in computations.items():
         for line in lines:
-            if times[name] and (match := _INSTRUCTION.search(line)):
+            if times[name] and (match := _INSTRUCTION.match(line)):
                 collectives.append(_parse(line, match, times[name]))
     return collectives
 
