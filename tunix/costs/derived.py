@@ -152,8 +152,8 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
 
         return jax.vjp(objective, arch.trained(params))[1]
 
-    # Some residuals are weights. Those of the sequences are told apart by a number of sequences that is a prime and
-    # divides no other size of the model: it divides a size of each array that grows with the sequences, and of no other.
+    # Some residuals are weights. To tell those of the sequences apart, the number of sequences is a prime that divides
+    # no other size: it divides a size of each array that grows with the sequences, and of no other array.
     prime = next(prime for prime in MARKS if all(size % prime for size in cfg.dims.values() if size))
     values = {"micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None}
     marked = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
