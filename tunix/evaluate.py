@@ -98,12 +98,12 @@ def measure_answers(cmd: Evaluate, cfg: Config) -> Numbers:
         return vocabulary.backend.decode(tokens).strip()
 
     rewards = np.zeros((len(questions), cmd.num_samples))
-    for sample in range(cmd.num_samples):
-        for start in range(0, len(questions), cmd.batch_size):
-            asked = questions[start : start + cmd.batch_size]
-            answers = model.sample([each.prompt for each in asked], how, cfg.seed + sample * len(questions) + start)
-            for row, (question, given) in enumerate(zip(asked, answers, strict=True), start):
-                rewards[row, sample] = reward(text(given.tokens), text(question.answer))
+    at_once = max(1, cmd.batch_size // cmd.num_samples)
+    prompts = [each.prompt for each in questions]
+    answers = model.sample(prompts, how, cfg.seed, answers_per_prompt=cmd.num_samples, prompts_at_once=at_once)
+    for n, given in enumerate(answers):
+        row, sample = divmod(n, cmd.num_samples)
+        rewards[row, sample] = reward(text(given.tokens), text(questions[row].answer))
     if cmd.metric != "exact_match":
         best = {f"best_of_{cmd.num_samples}": float(rewards.max(1).mean())} if cmd.num_samples > 1 else {}
         return {"reward": float(rewards.mean()), **best, "prompts": len(questions)}

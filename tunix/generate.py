@@ -34,7 +34,7 @@ def generate(command: Generate) -> None:
     try:
         for start in range(0, len(rows), command.batch_size):
             batch = rows[start : start + command.batch_size]
-            answers = speaker.answer([_make_prompt(row, command) for row in batch], command.seed + start)
+            answers = speaker.answer([_make_prompt(row, command) for row in batch], command.seed, start)
             for row, answer in zip(batch, answers, strict=True):
                 row["prediction"], row["log_probability"] = speaker.decode(answer), sum(answer.log_probabilities)
     finally:  # answers that exist are written, even if an error or Ctrl-C ends this
@@ -58,9 +58,9 @@ class Speaker:
             command.max_new_tokens, command.temperature, command.top_k, command.top_p, command.min_p, stop
         )
 
-    def answer(self, prompts: list[str] | list[list[Row]], seed: int) -> list[Answer]:
-        """Return an answer to each text, or to each conversation."""
-        return self.model.sample([self._encode(prompt) for prompt in prompts], self.sampling, seed)
+    def answer(self, prompts: list[str] | list[list[Row]], seed: int, first_row: int = 0) -> list[Answer]:
+        """Return an answer to each text, or to each conversation; they draw by the seed and their row."""
+        return self.model.sample([self._encode(prompt) for prompt in prompts], self.sampling, seed, first_row)
 
     def decode(self, answer: Answer) -> str:
         """Return the text of an answer, without the token that stopped it."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import chi2
 from support.harness import ROOT
 
 import tunix
@@ -17,7 +18,9 @@ from tunix.base.errors import UserError
 from tunix.cli.command import read_settings
 from tunix.config import Generate
 from tunix.inference.cache import prefill
-from tunix.inference.sampling import Sampling, choose
+from tunix.inference.drawing import choose
+from tunix.inference.gathered import gather
+from tunix.inference.sampling import Sampling
 
 PARITY = ROOT / "tests" / "models" / "parity"
 PROMPTS = [[5, 9, 11], [7] * 20, [3]]
@@ -28,13 +31,24 @@ def gemma():
     return tunix.load_pretrained(PARITY / "gemma3")
 
 
-def test_frequencies_are_those_of_the_softmax():
-    """Chi-square of 20,000 draws over 12 tokens, at the 0.1 % level (31.26 for 11 degrees of freedom)."""
-    logits = np.random.default_rng(0).normal(size=12).astype(np.float32)
-    drawn = choose(jnp.tile(logits, (20_000, 1)), jax.random.key(1), Sampling(1, temperature=0.7))
+def draws(logits, count, how):
+    """Tokens of `count` rows with these logits [V]."""
+    keys = jax.random.split(jax.random.key(1), count)
+    return jax.jit(choose, static_argnums=2)(jnp.tile(logits, (count, 1)), keys, how)
+
+
+@pytest.mark.parametrize("vocab_size", [12, 300])  # one block of the race, and three, of which the last is not full
+def test_frequencies_are_those_of_the_softmax(vocab_size):
+    """Chi-square of 20,000 draws, at the 0.1 % level."""
+    logits = np.random.default_rng(0).normal(size=vocab_size).astype(np.float32)
+    drawn = draws(logits, 20_000, Sampling(1, temperature=0.7))
     shares = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
     wanted = shares * 20_000
-    assert (((np.bincount(drawn, minlength=12) - wanted) ** 2) / wanted).sum() < 31.26
+    counts = np.bincount(drawn.tokens, minlength=vocab_size)
+    assert (((counts - wanted) ** 2) / wanted).sum() < chi2.ppf(0.999, vocab_size - 1)
+    np.testing.assert_allclose(drawn.log_probs, np.log(shares)[drawn.tokens], atol=1e-5)
+    of_model = logits - np.log(np.exp(logits).sum())
+    np.testing.assert_allclose(drawn.model_log_probs, of_model[drawn.tokens], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +64,10 @@ def test_frequencies_are_those_of_the_softmax():
 )
 def test_filters(filters, allowed):
     logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.0625, 0.0625]))
-    drawn = choose(jnp.tile(logits, (2000, 1)), jax.random.key(0), Sampling(1, **filters))
-    assert set(np.asarray(drawn).tolist()) == allowed
+    drawn = draws(logits, 2000, Sampling(1, **filters))
+    assert set(np.asarray(drawn.tokens).tolist()) == allowed
+    total = np.exp(logits)[np.array(sorted(allowed))].sum()
+    np.testing.assert_allclose(drawn.log_probs, (logits - np.log(total))[drawn.tokens], atol=1e-5)
 
 
 def test_an_answer_depends_on_its_prompt_and_the_seed_alone(gemma):
@@ -82,9 +98,13 @@ def test_a_stop_id_ends_one_answer_and_not_the_others(gemma):
 
 def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
     with jax.set_mesh(gemma.mesh):
-        model = gemma.arch.module(gemma.params)
         tokens, first = gemma.rows(np.ones((2, 16), np.int32)), gemma.rows(np.zeros(2, np.int32))
-        _, cache = jax.eval_shape(lambda: prefill(model, tokens, first, 40))
+
+        def after_prompts():
+            weights = gather(gemma.arch, gemma.params, as_matrices=False)
+            return prefill(weights.module(gemma.arch), weights, tokens, first, 40)
+
+        _, cache = jax.eval_shape(after_prompts)
     assert [keys.shape[1] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
 
 

@@ -102,7 +102,7 @@ class Evaluate(Section):
     temperature: Temperature
     """exact_match: logits are divided by it; 0 takes the likeliest token."""
     batch_size: Count
-    """exact_match: conversations answered at one time."""
+    """exact_match: answers drawn at one time."""
     overrides: tuple[str, ...]
     """Words with keys of training; those on the command line come here."""
 

@@ -1,21 +1,28 @@
 """Cache of the keys and values of earlier tokens, so that a new token computes only its own.
 
-The cache of a layer is a pair of [B, S, K, H], S the layer's window or the whole sequence if that is shorter. Time t
-stands in slot t % S: a later token takes the place of one that has left the window. Rows begin at different times,
-because prompts are unequal and end together.
+The cache of a layer is a pair of [B, S, K, H], S the layer's window or the slots of the cache if those are fewer. Time
+t stands in slot t % S: a later token takes the place of one that has left the window. Rows begin at different times,
+because prompts are unequal and end together. Rows live on the data shard of their prompt, heads are split like those of
+the model.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tunix.inference.gathered import Gathered
 from tunix.models.attention import Seen, attend, seen_in_row
 from tunix.models.transformer import Layer, Mix, Transformer
 
 Cache = list[tuple[jax.Array, jax.Array]]
 
 
-def prefill(model: Transformer, tokens: jax.Array, first: jax.Array, num_times: int) -> tuple[jax.Array, Cache]:
-    """Logits [B, V] after prompts [B, T] int32 that begin at `first` [B], and a cache for `num_times` times."""
+def prefill(
+    model: Transformer, weights: Gathered, tokens: jax.Array, first: jax.Array, num_slots: int
+) -> tuple[jax.Array, Cache]:
+    """Logits [B, V] after prompts [B, T] int32 that begin at `first` [B], and a cache of `num_slots` slots."""
     times = jnp.arange(tokens.shape[1])
     positions = jnp.maximum(times - first[:, None], 0)
     segments = (times >= first[:, None]).astype(jnp.int32)
@@ -27,11 +34,11 @@ def prefill(model: Transformer, tokens: jax.Array, first: jax.Array, num_times: 
 
         return mix
 
-    return _logits(model, tokens, positions, mix_of, num_times)
+    return _logits(model, weights, tokens, positions, mix_of, num_slots)
 
 
 def decode(
-    model: Transformer, cache: Cache, token: jax.Array, time: jax.Array, first: jax.Array
+    model: Transformer, weights: Gathered, cache: Cache, token: jax.Array, time: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, V] after one more token [B] int32 at `time` (scalar) of rows begun at `first` [B], and the cache."""
 
@@ -47,13 +54,13 @@ def decode(
 
         return mix
 
-    num_times = max(keys.shape[1] for keys, _ in cache)
-    return _logits(model, token[:, None], (time - first)[:, None], mix_of, num_times)
+    num_slots = max(keys.shape[1] for keys, _ in cache)
+    return _logits(model, weights, token[:, None], (time - first)[:, None], mix_of, num_slots)
 
 
-def _logits(model: Transformer, tokens, positions, mix_of, num_times: int) -> tuple[jax.Array, Cache]:
+def _logits(model: Transformer, weights: Gathered, tokens, positions, mix_of, num_slots) -> tuple[jax.Array, Cache]:
     tables = model.tables()
-    hidden, cache, _ = model.run_blocks(tables, tokens, positions, mix_of, num_times, unrolled=True)
+    hidden, cache, _ = model.run_blocks(tables, tokens, positions, mix_of, num_slots, layers=weights.layers)
     return model.logits(tables, hidden[:, -1:])[:, 0], cache
 
 
@@ -76,3 +83,29 @@ def _placed(x: jax.Array, size: int) -> jax.Array:
     turn = length % size  # the slot of the oldest time that stays
     last = x[:, length - size :]
     return jnp.concatenate([last[:, size - turn :], last[:, : size - turn]], axis=1)
+
+
+def grow(cache: Cache, windows: tuple[int, ...]) -> Cache:
+    """Return the cache of layers with these windows, which are as long as before or longer.
+
+    A cache that is shorter than its window was never full, and time t stands in slot t: the new slots come behind.
+    """
+    return [(_placed(k, window), _placed(v, window)) for (k, v), window in zip(cache, windows, strict=True)]
+
+
+def repeat_rows(tree: Any, times: int) -> Any:
+    """Return arrays [B, ...] with each row `times` times, [B * times, ...], on the shard where it lives."""
+    return _on_each_shard(lambda x: jnp.repeat(x, times, axis=0), tree)
+
+
+def take_rows(tree: Any, places: jax.Array) -> Any:
+    """Return some rows of arrays [B, ...]; `places` are split like B and count within the data shard."""
+    return _on_each_shard(lambda x, places: x[places], tree, places)
+
+
+def _on_each_shard(function: Callable, tree: Any, *others: jax.Array) -> Any:
+    def apply(x: jax.Array) -> jax.Array:
+        specs = [jax.typeof(each).sharding.spec for each in (x, *others)]
+        return jax.shard_map(function, in_specs=tuple(specs), out_specs=specs[0])(x, *others)
+
+    return jax.tree.map(apply, tree)

@@ -16,7 +16,8 @@ from tunix.cli import architecture, compose
 from tunix.config import Model
 from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import load_weights
-from tunix.inference.sampling import Answer, Sampler, Sampling
+from tunix.inference.drawing import Sampling
+from tunix.inference.sampling import Answer, Sampler
 from tunix.models.lora import merge
 from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.run.stores import copies_in, read_json, read_state
@@ -61,10 +62,18 @@ class Pretrained:
     def sampler(self) -> Sampler:
         return Sampler(self.arch, self.cfg.context_length, self.mesh)
 
-    def sample(self, prompts: list[list[int]], how: Sampling, seed: int = 0) -> list[Answer]:
-        """An answer to each prompt of token ids."""
+    def sample(
+        self,
+        prompts: list[list[int]],
+        how: Sampling,
+        seed: int = 0,
+        first_row: int = 0,
+        answers_per_prompt: int = 1,
+        prompts_at_once: int | None = None,
+    ) -> list[Answer]:
+        """Return answers to prompts of token ids; see `Sampler.rollout`."""
         with jax.set_mesh(self.mesh):
-            return self.sampler(self.params, prompts, how, seed)
+            return self.sampler.rollout(self.params, prompts, how, seed, first_row, answers_per_prompt, prompts_at_once)
 
     @cached_property
     def _logits(self):

@@ -1,32 +1,44 @@
-"""Tokens that follow prompts, drawn from the model's distribution."""
+"""Answers to prompts, drawn from a model: a rollout.
 
-from dataclasses import dataclass
+    gather      once                the weights, in the dtype of products
+    begin       once a wave         prompts -> their keys and values, repeated for the answers to each; the first token
+    stretch     8, 8, 16, 32, 64, 64, ... tokens, as one loop on the devices that asks no other data shard
+                                    between two of them the host cuts ended answers off, halves the rows when those that
+                                    go on fit into half, and doubles the cache when it is full
+
+A program is compiled once for its shapes, which are few (`costs.rollout_sizes`). Noise depends on the seed, the number
+of the answer and the number of the token: tokens are the same on every mesh, in every wave, for every order of prompts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec, reshard
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
 from tunix.base.errors import UserError
-from tunix.inference.cache import decode, prefill
-from tunix.sharding.arrays import rows_to_global
+from tunix.costs.rollout_sizes import (
+    SMALLEST_PROMPT,
+    STRETCH,
+    count_slots,
+    fewer_rows,
+    next_look,
+    pad_prompt,
+    spread_prompts,
+)
+from tunix.inference.cache import Cache, decode, grow, prefill, repeat_rows, take_rows
+from tunix.inference.drawing import Drawn, Sampling, draw
+from tunix.inference.gathered import Gathered, gather
+from tunix.sharding.arrays import abstract_results, bytes_per_device, rows_to_global
+from tunix.sharding.layout import activation_spec
+from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
 
-SMALLEST_BUCKET = 16  # prompts are padded to a power of two from here up, so that few programs are compiled
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Choice of the next token. The filters apply in this order, to logits / temperature."""
-
-    max_new_tokens: int
-    temperature: float = 1.0  # 0 takes the likeliest token
-    top_k: int | None = None  # keep the k likeliest
-    top_p: float | None = None  # keep the likeliest that together have this probability (Holtzman et al. 2020)
-    min_p: float | None = None  # keep those with this share of the likeliest's probability (arXiv:2407.01082)
-    stop: tuple[int, ...] = ()  # ids that end an answer
+MATRIX_SHARE = 0.25  # of a device's memory: quantized weights that take more of it as matrices stay codes
 
 
 @dataclass(frozen=True)
@@ -35,27 +47,102 @@ class Answer:
 
     tokens: list[int]  # with the stop id, if there is one
     log_probabilities: list[float]  # of each token under the model, before temperature and filters
+    drawn_log_probabilities: list[float]  # of each token under the distribution that it was drawn from
     stopped: bool  # by a stop id, not by the length
 
 
-class Sampler:
-    """Draws answers with the parameters that it is called with.
+class Rows(NamedTuple):
+    """Answers at work: arrays [B] int32 and the cache, whose rows live where their prompts do."""
 
-    A program is compiled once for each bucket: lengths of prompts and numbers of prompts are rounded up to powers of
-    two. The layout of the parameters is that of `arch`, so the same sampler serves a model that is kept whole and one
-    in training, whose weights are gathered layer by layer for each token.
+    token: jax.Array  # the newest
+    first: jax.Array  # time at which the prompt begins
+    number: jax.Array  # of the answer in the whole rollout: it draws by it
+    cache: Cache
+
+
+class Sampler:
+    """Draws answers with the parameters that it is called with, laid out as `arch` has them at rest.
+
+    The mesh must be the one in use (`jax.set_mesh`). With several processes each calls it with the same arguments and
+    gets all answers.
     """
 
     def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
         self.context_length, self.mesh = context_length, mesh
-        self.answer = jax.jit(partial(_answer, arch), static_argnums=4)
+        self.begin = jax.jit(partial(begin, arch), static_argnames=("how", "repeats", "num_slots"))
+        self.stretch = jax.jit(partial(stretch, arch), static_argnames="how", donate_argnames="rows")
+        self.grow = jax.jit(grow, static_argnums=1)
+        self.take = jax.jit(take_rows)
+        self.gathering = jax.jit(partial(gather, arch), static_argnames="as_matrices")
+        self.arch = arch
 
-    def __call__(self, params: dict[str, Any], prompts: list[list[int]], how: Sampling, seed: int = 0) -> list[Answer]:
-        """Return an answer to each prompt (token ids); what is drawn for one does not depend on the others.
+    def __call__(
+        self, params: Any, prompts: Sequence[list[int]], how: Sampling, seed: int = 0, first_row: int = 0
+    ) -> list[Answer]:
+        """Return an answer to each prompt (token ids); see `rollout`."""
+        return self.rollout(params, prompts, how, seed, first_row)
+
+    def gather(self, params: Any) -> Gathered:
+        """Return the parameters for several calls of `rollout`, gathered once."""
+        return self.gathering(params, as_matrices=self._as_matrices(params))
+
+    def rollout(
+        self,
+        params: Any,
+        prompts: Sequence[list[int]],
+        how: Sampling,
+        seed: int = 0,
+        first_row: int = 0,
+        answers_per_prompt: int = 1,
+        prompts_at_once: int | None = None,
+    ) -> list[Answer]:
+        """Return answers to prompts (token ids): all answers to the first prompt, then all to the second, ...
+
+        `params` are the parameters at rest, or what `gather` made of them. Answer n of the list draws by the number
+        `first_row` + n and `seed` alone. `prompts_at_once` limits memory: prompts are sorted by their length and
+        answered in waves.
 
         Raises:
             UserError: an empty prompt, or one that with its answer is longer than the context.
         """
+        self._check(prompts, how)
+        weights = params if isinstance(params, Gathered) else self.gather(params)
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        size = prompts_at_once or len(prompts)
+        answers: dict[int, Answer] = {}
+        for wave in (order[start : start + size] for start in range(0, len(order), size)):
+            wave.sort()  # waves depend on the lengths; within a wave rows are in order
+            wanted = [index * answers_per_prompt + n for index in wave for n in range(answers_per_prompt)]
+            asked = [prompts[index] for index in wave]
+            drawn = self._answer(weights, asked, [first_row + n for n in wanted], how, jax.random.key(seed))
+            answers |= dict(zip(wanted, drawn, strict=True))
+        return [answers[n] for n in range(len(answers))]
+
+    def compile_stretch(
+        self, params: Any, num_prompts: int, answers_per_prompt: int, num_slots: int, how: Sampling
+    ) -> jax.stages.Compiled:
+        """Compile the loop that draws answers, with a cache of `num_slots` slots, for parameters or their shapes.
+
+        The devices need not exist.
+        """
+        count, copies = spread_prompts(num_prompts, answers_per_prompt, data_shards(self.mesh.shape))
+        prompts, rows = count * copies, count * answers_per_prompt
+
+        def first_token(params, tokens, first, numbers, key):
+            weights, repeats = gather(self.arch, params, as_matrices), rows // prompts
+            arguments = weights, tokens, first, numbers, key
+            return weights, begin(self.arch, *arguments, how=how, repeats=repeats, num_slots=num_slots)[0]
+
+        def of_rows(*shape):
+            return jax.ShapeDtypeStruct(shape, "int32", sharding=NamedSharding(self.mesh, activation_spec("B")))
+
+        as_matrices = self._as_matrices(params)
+        inputs = of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows), jax.random.key(0)
+        weights, after = abstract_results(self.mesh, first_token, params, *inputs)
+        scalars = [jax.ShapeDtypeStruct((), "int32")] * 3
+        return self.stretch.lower(weights, after, inputs[-1], *scalars, how=how).compile()
+
+    def _check(self, prompts: Sequence[list[int]], how: Sampling) -> None:
         longest = max(map(len, prompts))
         if not all(prompts):
             raise UserError("a prompt is empty: it has no token to continue from")
@@ -64,87 +151,178 @@ class Sampler:
                 f"a prompt of {longest} tokens and max_new_tokens={how.max_new_tokens} are more than the model's "
                 f"context of {self.context_length}"
             )
-        length, rows = _bucket(longest, SMALLEST_BUCKET), _bucket(len(prompts), 1)
-        tokens = np.zeros((rows, length), np.int32)
-        first = np.full(rows, length - 1, np.int32)
+
+    def _answer(
+        self, weights: Gathered, prompts: list[list[int]], numbers: list[int], how: Sampling, key: jax.Array
+    ) -> list[Answer]:
+        """Return the answers with these numbers, as many to each prompt."""
+        model = weights.module(self.arch)
+        length, last = pad_prompt(max(map(len, prompts))), how.max_new_tokens
+        slots = count_slots(length + next_look(1, last), length + last)
+        rows, chunk, places = self._begin(weights, prompts, numbers, how, key, length, slots)
+        drafts = [Draft(how.stop) for _ in numbers]
+        _extend(drafts, chunk, 1, places)
+        number = 1
+        while number < last and not all(draft.stopped for draft in drafts):
+            end = next_look(number, last)
+            rows, places = self._let_go(rows, places, drafts)
+            windows = model.cfg.windows(count_slots(length + end, length + last))
+            if windows != [keys.shape[1] for keys, _ in rows.cache]:
+                rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
+            scalars = (np.int32(value) for value in (length, number, end))
+            rows, chunk = self.stretch(weights, rows, key, *scalars, how=how)
+            _extend(drafts, chunk, end - number, places)
+            number = end
+        return [draft.answer() for draft in drafts]
+
+    def _begin(self, weights, prompts, numbers, how, key, length, num_slots) -> tuple[Rows, Drawn, np.ndarray]:
+        """Return rows after their first token, that token, and the place in `numbers` of each row, -1 of a filler."""
+        answers, shards = len(numbers) // len(prompts), data_shards(self.mesh.shape)
+        count, copies = spread_prompts(len(prompts), answers, shards)
+        tokens = np.zeros((count, length), np.int32)
+        first = np.full(count, length - 1, np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, length - len(prompt) :] = prompt
             first[row] = length - len(prompt)
-        inputs = (rows_to_global(tokens, self.mesh), rows_to_global(first, self.mesh))
-        out, log_probabilities, counts = map(np.asarray, self.answer(params, *inputs, jax.random.key(seed), how))
-        answers = []
-        for row in range(len(prompts)):
-            ids = out[row, : counts[row]].tolist()
-            answers.append(Answer(ids, log_probabilities[row, : counts[row]].tolist(), ids[-1] in how.stop))
-        return answers
+        places = np.full(count * answers, -1)
+        places[: len(numbers)] = np.arange(len(numbers))
+        draws_by = np.zeros(count * answers, np.int32)
+        draws_by[: len(numbers)] = numbers
+        inputs = (np.repeat(tokens, copies, axis=0), np.repeat(first, copies), draws_by)
+        on_devices = (rows_to_global(each, self.mesh) for each in inputs)
+        rows, drawn = self.begin(weights, *on_devices, key, how=how, repeats=answers // copies, num_slots=num_slots)
+        return rows, drawn, places
 
+    def _let_go(self, rows: Rows, places: np.ndarray, drafts: list["Draft"]) -> tuple[Rows, np.ndarray]:
+        """Return the rows without ended ones, if those that go on fit into half, and their places.
 
-def _bucket(size: int, smallest: int) -> int:
-    return max(smallest, 1 << (size - 1).bit_length())
-
-
-def _answer(arch: Architecture, params, tokens, first, key, how: Sampling):
-    """Return tokens [B, M] after prompts [B, T], their log-probabilities, and how many of the tokens count, [B]."""
-    (rows, length), steps = tokens.shape, how.max_new_tokens
-    model = arch.module(params)
-
-    def tied_to(number):
-        """Return the parameters; split ones depend on the number of the token.
-
-        XLA moves out of a loop what does not depend on it. Of weights that rest split, that would be the gathers of all
-        layers: the whole model at one time, for which training has no room.
+        A row stays on its data shard, so that no cache travels.
         """
-        if not model.layout.strategy.params:
-            return params
-        return jax.lax.optimization_barrier((params, number))[0]
+        by_shard = places.reshape(data_shards(self.mesh.shape), -1)
+        going_on = np.array([[place >= 0 and not drafts[place].stopped for place in shard] for shard in by_shard])
+        size = by_shard.shape[1]
+        fewer = fewer_rows(size, int(going_on.sum(1).max()))
+        if fewer == size:
+            return rows, places
+        kept = np.argsort(~going_on, axis=1, kind="stable")[:, :fewer]  # those that go on stand first
+        places = np.where(np.take_along_axis(going_on, kept, 1), np.take_along_axis(by_shard, kept, 1), -1)
+        taken = self.take(rows, rows_to_global(kept.reshape(-1).astype(np.int32), self.mesh))
+        return taken, places.reshape(-1)
 
-    logits, cache = prefill(model, tokens, first, length + steps)
+    def _as_matrices(self, params: Any) -> bool:
+        """True where quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""
+        memory = self.mesh.devices.flat[0].memory_stats() or {}
+        if "bytes_limit" not in memory:
+            return True
+        matrices = jax.eval_shape(partial(gather, self.arch, as_matrices=True), params)
+        return bytes_per_device(matrices) <= MATRIX_SHARE * memory["bytes_limit"]
+
+
+def begin(
+    arch: Architecture,
+    weights: Gathered,
+    tokens: jax.Array,
+    first: jax.Array,
+    numbers: jax.Array,
+    key: jax.Array,
+    *,
+    how: Sampling,
+    repeats: int,
+    num_slots: int,
+) -> tuple[Rows, Drawn]:
+    """Return rows after the first token of their answers, and that token, [B, 1] on every device.
+
+    `tokens` are prompts [B / repeats, T] that begin at `first`; each is the prompt of `repeats` rows that follow one
+    another. Answers have the `numbers` [B].
+    """
+    model = weights.module(arch)
+    logits, cache = prefill(model, weights, tokens, first, num_slots)
+    logits, first, cache = repeat_rows((logits, first, cache), repeats)
+    drawn = draw(logits, key, numbers, jnp.int32(0), how, model.layout)
+    return Rows(drawn.tokens, first, numbers, cache), _on_every_device(Drawn(*(each[:, None] for each in drawn)))
+
+
+def stretch(
+    arch: Architecture,
+    weights: Gathered,
+    rows: Rows,
+    key: jax.Array,
+    length: jax.Array,
+    number: jax.Array,
+    end: jax.Array,
+    *,
+    how: Sampling,
+) -> tuple[Rows, Drawn]:
+    """Return rows that had `number` tokens of their answers when they have `end`, and the new ones.
+
+    The new ones are [B, STRETCH] on every device, of which the first `end` - `number` count. Prompts are padded to
+    `length`. The number of tokens is data: one program serves all stretches.
+    """
+    model = weights.module(arch)
+    of_rows = model.layout.activation("B")
 
     def step(state):
-        number, logits, cache, out, log_probs, done, counts = state
-        logits = reshard(logits, PartitionSpec())  # every device draws the same tokens for all rows
-        token = choose(logits, jax.random.fold_in(key, number), how)
-        log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
-        out = out.at[:, number].set(token)
-        log_probs = log_probs.at[:, number].set(log_prob)
-        counts = counts + ~done
-        done = done | jnp.isin(token, jnp.array(how.stop, jnp.int32))
-        model = arch.module(tied_to(number))
-        fed = reshard(token, model.layout.activation("B"))
-        logits, cache = decode(model, cache, fed, length + number, first)
-        return number + 1, logits, cache, out, log_probs, done, counts
+        now, token, cache, chunk = state
+        tied = _tied_to(now, weights)
+        logits, cache = decode(model, tied, cache, token, length + now - 1, rows.first)
+        drawn = draw(logits, key, rows.number, now, how, model.layout)
+        chunk = jax.tree.map(
+            lambda all_of_them, new: jax.lax.dynamic_update_slice_in_dim(all_of_them, new[:, None], now - number, 1),
+            chunk,
+            drawn,
+        )
+        return now + 1, drawn.tokens, cache, chunk
 
-    def going(state):
-        number, *_, done, _ = state
-        return (number < steps) & ~jnp.all(done)
+    def empty(dtype):
+        return jnp.zeros((len(rows.token), STRETCH), dtype, out_sharding=of_rows)
 
-    zeros = jnp.zeros((rows, steps), jnp.int32)
-    begin = (0, logits, cache, zeros, zeros.astype(jnp.float32), jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32))
-    *_, out, log_probs, _, counts = jax.lax.while_loop(going, step, begin)
-    return out, log_probs, counts
+    chunk = Drawn(empty("int32"), empty("float32"), empty("float32"))
+    start = (number, rows.token, rows.cache, chunk)
+    _, token, cache, chunk = jax.lax.while_loop(lambda state: state[0] < end, step, start)
+    return rows._replace(token=token, cache=cache), _on_every_device(chunk)
 
 
-def choose(logits: jax.Array, key: jax.Array, how: Sampling) -> jax.Array:
-    """The next token [B] int32 of logits [B, V] float32; each row draws from a key of its own."""
-    if how.temperature == 0:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(logits)))
-    filtered = _filtered(logits / how.temperature, how)
-    return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
+def _tied_to(now: jax.Array, weights: Gathered) -> Gathered:
+    """Return the weights; those that are codes depend on the number of the token.
+
+    XLA moves out of a loop what does not depend on it. Of codes, that would be all matrices at one time.
+    """
+    if all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(weights)):
+        return weights
+    return jax.lax.optimization_barrier((weights, now))[0]
 
 
-def _filtered(logits: jax.Array, how: Sampling) -> jax.Array:
-    """Logits with minus infinity for the tokens that are not to be drawn."""
-    if how.top_k is not None:
-        least = jax.lax.top_k(logits, min(how.top_k, logits.shape[-1]))[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if how.top_p is not None:
-        ordered = -jnp.sort(-logits, -1)
-        shares = jax.nn.softmax(ordered, -1)
-        kept = jnp.cumsum(shares, -1) - shares < how.top_p
-        least = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if how.min_p is not None:
-        least = jnp.max(logits, -1, keepdims=True) + jnp.log(how.min_p)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return logits
+def _on_every_device(tree: Any) -> Any:
+    return jax.tree.map(lambda x: reshard(x, PartitionSpec()), tree)
+
+
+@dataclass
+class Draft:
+    """An answer that grows until a stop id comes."""
+
+    stop: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    model_log_probs: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    def extend(self, tokens: np.ndarray, model_log_probs: np.ndarray, log_probs: np.ndarray) -> None:
+        """Take the next tokens [M], up to the first stop id; what was drawn after it does not count."""
+        ends = np.flatnonzero(np.isin(tokens, self.stop))
+        count = int(ends[0]) + 1 if len(ends) else len(tokens)
+        self.tokens += tokens[:count].tolist()
+        self.model_log_probs += model_log_probs[:count].tolist()
+        self.log_probs += log_probs[:count].tolist()
+        self.stopped = bool(len(ends))
+
+    def answer(self) -> Answer:
+        """Return the answer as it is now."""
+        return Answer(self.tokens, self.model_log_probs, self.log_probs, self.stopped)
+
+
+def _extend(drafts: list[Draft], drawn: Drawn, count: int, places: np.ndarray) -> None:
+    """Give each draft that goes on its `count` new tokens; row n of `drawn` is that of the draft `places[n]`."""
+    on_host = [np.asarray(each)[:, :count] for each in drawn]
+    for row, place in enumerate(places):
+        if place >= 0 and not drafts[place].stopped:
+            drafts[place].extend(*(each[row] for each in on_host))

@@ -69,6 +69,8 @@ class Einsum(nnx.Module):
         """The weight as the product takes it: gathered, and a matrix again if it rests quantized."""
         if self.qtype is None:
             return self.layout.gather(self.w[...], self.equation)
+        if jnp.issubdtype(self.w.dtype, jnp.floating):  # whoever gathers weights for many tokens makes matrices too
+            return self.w[...]
         of_codes, of_scales = self.equation.quantized()
         codes, scales = self.layout.gather(self.w[...], of_codes), self.layout.gather(self.w_scale[...], of_scales)
         spec = self.layout.in_use(of_codes)

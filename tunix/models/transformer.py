@@ -153,14 +153,23 @@ class Transformer(nnx.Module):
         return x, sums
 
     def run_blocks(
-        self, tables, tokens, positions, mix_of: Callable[[Layer], Mix], length: int, seed=None, unrolled: bool = False
+        self,
+        tables,
+        tokens,
+        positions,
+        mix_of: Callable[[Layer], Mix],
+        length: int,
+        seed=None,
+        layers: dict[str, list[dict[str, Any]]] | None = None,
     ) -> tuple[jax.Array, list, Sums]:
         """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the sums of all blocks.
 
         `mix_of(layer)` gives the mix of a layer, in sequences that grow to `length` tokens. Each stack is a scan over
-        its layers: one piece of program, in which a layer is data, and what its mixes keep has a first dimension L. If
-        `unrolled`, each layer is a piece of its own, its number and its window are Python's, and what is kept is a list
-        with one entry for each layer, of any shapes.
+        its layers: one piece of program, in which a layer is data, and what its mixes keep has a first dimension L.
+
+        `layers` gives, by the name of a stack, the parameters of each of its layers as a tree of their own. Then each
+        layer is a piece of program of its own, its number and its window are Python's, and what is kept is a list with
+        one entry for each layer, of any shapes.
         """
         with jax.named_scope("embed"):
             x = self.embedding.lookup(tables[0], tokens)
@@ -169,14 +178,15 @@ class Transformer(nnx.Module):
         sums: Sums = {}
         with jax.named_scope("blocks"):
             for stack in self.stacks:
-                x, kept_here, sums_here = self._run_stack(stack, x, positions, mix_of, length, seed, unrolled)
-                kept += kept_here if unrolled else [kept_here]
+                apart = None if layers is None else layers[stack.name]
+                x, kept_here, sums_here = self._run_stack(stack, x, positions, mix_of, length, seed, apart)
+                kept += kept_here if layers else [kept_here]
                 for name, value in sums_here.items():
                     sums[name] = sums.get(name, 0) + value
         with jax.named_scope("final_norm"):
             return self.final_norm(x), kept, sums
 
-    def _run_stack(self, stack: Stack, x, positions, mix_of, length, seed, unrolled) -> tuple[jax.Array, Any, Sums]:
+    def _run_stack(self, stack: Stack, x, positions, mix_of, length, seed, apart) -> tuple[jax.Array, Any, Sums]:
         graphdef, params = nnx.split(getattr(self, stack.name))
         numbers = list(stack.layers)
         windows = [self.cfg.windows(length)[number] for number in numbers]
@@ -188,15 +198,15 @@ class Transformer(nnx.Module):
             x, kept, sums = nnx.merge(graphdef, params)(x, positions, layer.rope, mix_of(layer), key)
             return x, (kept, sums)
 
-        if not unrolled:
+        if apart is None:
             one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
             layers = Layer(jnp.asarray(numbers), jnp.asarray(windows), rope)
             x, (kept, sums) = jax.lax.scan(one_layer, x, (params, layers))
             return x, kept, {name: jnp.sum(value) for name, value in sums.items()}
         results = []
         for place, (number, window) in enumerate(zip(numbers, windows, strict=True)):
-            weights, rotations = jax.tree.map(lambda of_all, place=place: of_all[place], (params, rope))
-            x, result = one_layer(x, (weights, Layer(number, window, rotations)))
+            rotations = jax.tree.map(lambda of_all, place=place: of_all[place], rope)
+            x, result = one_layer(x, (apart[place], Layer(number, window, rotations)))
             results.append(result)
         all_kept, all_sums = zip(*results, strict=True)
         return x, list(all_kept), jax.tree.map(lambda *values: sum(values), *all_sums)

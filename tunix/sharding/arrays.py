@@ -1,12 +1,13 @@
 """Move arrays between the host memory of processes and the devices of a mesh."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
@@ -42,6 +43,16 @@ def rows_to_global(rows: np.ndarray, mesh: Mesh) -> jax.Array:
     padded[: len(rows)] = rows
     local = padded[local_rows(mesh, len(padded))]
     return to_global({"rows": local[None]}, mesh)["rows"][0]
+
+
+def abstract_results(mesh: Mesh, function: Callable, *arguments: Any) -> Any:
+    """Return shapes, dtypes and shardings on the mesh of what a function returns for these arrays, or their shapes."""
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = leaf.sharding.spec if leaf.sharding else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, jax.eval_shape(function, *arguments))
 
 
 def bytes_per_device(tree: object) -> int:

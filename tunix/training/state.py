@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import Mesh, NamedSharding, reshard
 
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.models.paths import parameter_name
 from tunix.models.transformer import Transformer
+from tunix.sharding.arrays import abstract_results
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 from tunix.training.copies import start_copies
@@ -135,12 +136,7 @@ def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> 
 
 def abstract_state(make: Callable[[int], State], mesh: Mesh) -> State:
     """Shapes, dtypes and shardings of the state that `make` returns for a seed; no array is made."""
-
-    def concrete(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = leaf.sharding.spec if leaf.sharding else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(concrete, jax.eval_shape(make, 0))
+    return abstract_results(mesh, make, 0)
 
 
 def abstract_params(arch: Architecture, mesh: Mesh, layout: Layout) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""A rollout draws the same answers on every mesh, and its loop moves nothing between data shards."""
+
+import jax
+import numpy as np
+import pytest
+from support.harness import program
+
+from tunix.costs import rollout_sizes
+from tunix.costs.hlo import read_collectives
+from tunix.inference.sampling import Sampler, Sampling
+from tunix.sharding.dims import data_axes
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 320, length).tolist() for length in (5, 20, 3, 9)]
+STOP = tuple(range(0, 320, 16))  # most answers end early, at different lengths; some do not
+HOW = Sampling(40, temperature=1.3, stop=STOP)
+MESHES = ("[[1],[fsdp]]", "[[8],[fsdp]]", "[[4,2],[fsdp,tp]]")
+WORDS = ["model.num_layers=2", "model.global_every=2", "distributed.allow_idle_devices=true"]
+
+
+class Rollout:
+    """A sampler on a mesh, and its answers: 8 to each of 4 prompts."""
+
+    def __init__(self, mesh, *words):
+        self.program = program(*WORDS, f"model.mesh_shape={mesh}", *words)
+        self.mesh, self.params = self.program.mesh, self.program.state["params"]
+        self.sampler = Sampler(self.program.arch, 128, self.mesh)
+        self.answers = self.draw(PROMPTS)
+
+    def draw(self, prompts, how=HOW, seed=1, first_row=5, answers_per_prompt=8, prompts_at_once=None):
+        with jax.set_mesh(self.mesh):
+            return self.sampler.rollout(self.params, prompts, how, seed, first_row, answers_per_prompt, prompts_at_once)
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    return {mesh: Rollout(mesh) for mesh in MESHES}
+
+
+@pytest.fixture
+def alone(rollouts):
+    return rollouts["[[1],[fsdp]]"]
+
+
+def test_same_answers_on_every_mesh(rollouts):
+    """Where rows are halved when half of them have ended (one device), and where a shard has too few rows for that."""
+    first, *others = (rollout.answers for rollout in rollouts.values())
+    for other in others:
+        assert [answer.tokens for answer in other] == [answer.tokens for answer in first]
+        for mine, same in zip(first, other, strict=True):
+            np.testing.assert_allclose(mine.drawn_log_probabilities, same.drawn_log_probabilities, atol=1e-5)
+    assert len({tuple(answer.tokens) for answer in first}) == len(first)
+
+
+def test_an_answer_ends_at_its_first_stop_id_or_at_its_length(alone):
+    assert {answer.stopped for answer in alone.answers} == {True, False}
+    for answer in alone.answers:
+        assert [token in STOP for token in answer.tokens] == [False] * (len(answer.tokens) - 1) + [answer.stopped]
+        assert answer.stopped or len(answer.tokens) == HOW.max_new_tokens
+        assert len(answer.tokens) == len(answer.log_probabilities) == len(answer.drawn_log_probabilities)
+
+
+def test_log_probabilities_are_those_of_the_distribution_drawn_from(alone):
+    answer, prompt = alone.answers[0], PROMPTS[0]
+    with jax.set_mesh(alone.mesh):
+        logits = np.asarray(alone.program.arch.module(alone.params)(np.array([prompt + answer.tokens])), np.float64)[0]
+    for temperature, given in ((1.3, answer.drawn_log_probabilities), (1.0, answer.log_probabilities)):
+        tempered = logits[len(prompt) - 1 : -1] / temperature
+        wanted = tempered - np.log(np.exp(tempered).sum(-1, keepdims=True))
+        np.testing.assert_allclose(given, wanted[np.arange(len(answer.tokens)), answer.tokens], atol=1e-5)
+
+
+def test_an_answer_depends_on_its_prompt_its_number_and_the_seed_alone(alone, monkeypatch):
+    tokens = [answer.tokens for answer in alone.answers]
+    repeated = [prompt for prompt in PROMPTS for _ in range(8)]
+    assert [answer.tokens for answer in alone.draw(repeated, answers_per_prompt=1)] == tokens
+    assert [answer.tokens for answer in alone.draw(PROMPTS, prompts_at_once=2)] == tokens
+    assert [answer.tokens for answer in alone.draw(PROMPTS[1:2], first_row=5 + 8)] == tokens[8:16]
+    for other in ({"seed": 2}, {"first_row": 6}):
+        assert all(answer.tokens != before for answer, before in zip(alone.draw(PROMPTS, **other), tokens, strict=True))
+    monkeypatch.setattr(rollout_sizes, "SMALLEST_CACHE", 16)  # the cache grows while answers do
+    assert [answer.tokens for answer in alone.draw(PROMPTS[2:3], first_row=5 + 16)] == tokens[16:24]
+
+
+def test_the_loop_moves_nothing_between_data_shards(rollouts):
+    for mesh, kinds in (("[[8],[fsdp]]", set()), ("[[4,2],[fsdp,tp]]", {"all-reduce", "all-gather"})):
+        rollout = rollouts[mesh]
+        with jax.set_mesh(rollout.mesh):
+            compiled = rollout.sampler.compile_stretch(rollout.params, 4, 8, 32, HOW)
+        inside = [each for each in read_collectives(compiled.as_text()) if "while" in each.scope]
+        axes = {axis for each in inside for axis in each.axes(dict(rollout.mesh.shape))}
+        assert not axes & set(data_axes()), mesh
+        assert {each.kind for each in inside if each.axes(dict(rollout.mesh.shape))} == kinds
+
+
+def test_sizes():
+    looks = [0]
+    while looks[-1] < 200:
+        looks.append(rollout_sizes.next_look(looks[-1], 200))
+    assert looks[1:] == [8, 16, 32, 64, 128, 192, 200]
+    assert [rollout_sizes.pad_prompts(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    spread = [rollout_sizes.spread_prompts(n, 8, 16) for n in (16, 20, 8, 3, 1)]
+    assert spread == [(16, 1), (24, 2), (8, 2), (4, 4), (2, 8)]
+    assert [rollout_sizes.count_slots(n, 300) for n in (20, 128, 129, 257)] == [128, 128, 256, 300]
+    assert [rollout_sizes.fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]

@@ -1,0 +1,117 @@
+"""The next token, drawn from logits.
+
+A race draws a token i with probability w_i / sum(w): each i gets an exponential number E_i, and the smallest E_i / w_i
+wins. Rounding turns the winner only where two are nearly equal, so the same token wins on every mesh; a cumulative sum,
+met by one random number, would move with each rounding. A race over the whole vocabulary needs a random number for each
+token. Here it is run in two rounds, which have the same probabilities and need V / 128 + 128 numbers:
+
+    round 1   between blocks of 128 tokens   w = sum of the block
+    round 2   between tokens of that block   w = w_i            P(block) * P(i | block) = w_i / sum(w)
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, reshard
+
+from tunix.sharding.layout import Layout
+
+BLOCK = 128  # tokens of one block
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of the next token. The filters apply in this order, to logits / temperature."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_k: int | None = None  # keep the k likeliest
+    top_p: float | None = None  # keep the likeliest that together have this probability (Holtzman et al. 2020)
+    min_p: float | None = None  # keep those with this share of the likeliest's probability (arXiv:2407.01082)
+    stop: tuple[int, ...] = ()  # ids that end an answer
+
+
+class Drawn(NamedTuple):
+    """A token for each row, [B], or several, [B, M]."""
+
+    tokens: jax.Array  # int32
+    model_log_probs: jax.Array  # float32, nats: under the model, before temperature and filters
+    log_probs: jax.Array  # float32, nats: of the distribution that the token was drawn from
+
+
+def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, number: jax.Array, how: Sampling, layout: Layout) -> Drawn:
+    """Draw token `number` (scalar) of the answers with these global numbers, `rows` [B] int32, of logits [B, V].
+
+    Each data shard draws its own rows. Noise depends on the key, the row and the number of the token alone. Where the
+    mesh splits the vocabulary, logits of a row are put together on the devices of its shard.
+    """
+    of_rows = layout.activation("B")
+
+    @partial(jax.shard_map, in_specs=(of_rows, PartitionSpec(), of_rows, PartitionSpec()), out_specs=of_rows)
+    def on_each_shard(logits, key, rows, number):
+        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), number))(rows)
+        return choose(logits, keys, how)
+
+    with jax.named_scope("draw"):
+        return on_each_shard(reshard(logits, of_rows), key, rows, number)
+
+
+def choose(logits: jax.Array, keys: jax.Array, how: Sampling) -> Drawn:
+    """Draw a token for each row of logits [B, V] float32, with a key of its own, [B]."""
+    if how.temperature == 0:
+        tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+        return Drawn(tokens, _log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
+    scaled = _filter(logits / how.temperature, how)
+    top = jnp.max(scaled, -1, keepdims=True)
+    weights = _blocks(jnp.exp(scaled - top))
+    sums = weights.sum(-1)
+    first, second = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+    block = _race(sums, first)
+    inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
+    tokens = block * BLOCK + _race(inside, second)
+    log_probs = _at(scaled - top, tokens) - jnp.log(sums.sum(-1))
+    is_models = how.temperature == 1 and (how.top_k, how.top_p, how.min_p) == (None, None, None)
+    return Drawn(tokens, log_probs if is_models else _log_probs(logits, tokens), log_probs)
+
+
+def _blocks(weights: jax.Array) -> jax.Array:
+    """[B, V] -> [B, V / 128, 128]; weights of 0 fill up the last block."""
+    rows, size = weights.shape
+    return jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
+
+
+def _race(weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draw for each row one of the weights [B, n], in proportion to them; int32 [B]."""
+    bits = jax.vmap(lambda key: jax.random.bits(key, weights.shape[1:], "uint32"))(keys)
+    # All 32 bits, and never 0. `jax.random.exponential` has 23 bits, and its 0, one in 8 million, beats every weight.
+    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    return jnp.argmin(-jnp.log1p(-uniform) / weights, -1).astype(jnp.int32)
+
+
+def _at(values: jax.Array, tokens: jax.Array) -> jax.Array:
+    """[B, V], [B] -> [B]"""
+    return jnp.take_along_axis(values, tokens[:, None], 1)[:, 0]
+
+
+def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    return _at(logits, tokens) - jax.nn.logsumexp(logits, -1)
+
+
+def _filter(logits: jax.Array, how: Sampling) -> jax.Array:
+    """Return logits with minus infinity for the tokens that are not to be drawn."""
+    if how.top_k is not None:
+        least = jax.lax.top_k(logits, min(how.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if how.top_p is not None:
+        ordered = -jnp.sort(-logits, -1)
+        shares = jax.nn.softmax(ordered, -1)
+        kept = jnp.cumsum(shares, -1) - shares < how.top_p
+        least = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if how.min_p is not None:
+        least = jnp.max(logits, -1, keepdims=True) + jnp.log(how.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits

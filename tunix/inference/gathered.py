@@ -1,0 +1,58 @@
+"""Weights gathered once for many tokens: each layer on its own, in the dtype of products."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from tunix.models.quantized import dequantize
+from tunix.models.transformer import Transformer
+from tunix.sharding.layout import Layout
+from tunix.training.state import Architecture
+
+Tree = dict[str, Any]
+
+
+class Gathered(NamedTuple):
+    """Parameters as products take them.
+
+    Training gathers a layer when it needs it. Decoding needs every layer for every token, so that gathering them once
+    costs memory, bytes of the model over the axes that split it in use, and saves nearly all traffic. Layers are arrays
+    of their own: a slice of a stacked array inside of a loop would be a copy for each token.
+    """
+
+    others: Tree  # embedding, final norm, head
+    layers: dict[str, list[Tree]]  # by the name of a stack, a tree for each of its layers
+
+    def module(self, arch: Architecture) -> Transformer:
+        """Return the model, whose stacks hold one layer: others go to `run_blocks` as its `layers`."""
+        return arch.module(self.others | {name: trees[0] for name, trees in self.layers.items()})
+
+
+def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
+    """Return the parameters gathered; with `as_matrices` quantized weights are matrices again."""
+    model = arch.module(params)
+    with jax.named_scope("gather"):
+        whole = jax.tree.map(lambda p, weight: model.layout.gather(p, weight.equation), params, arch.weights)
+        if as_matrices and model.cfg.lora.quantize_base:
+            whole = _as_matrices(whole, arch.weights, model.cfg.lora.quantize_base, model.layout)
+    names = [stack.name for stack in model.stacks]
+    others = {name: tree for name, tree in whole.items() if name not in names}
+    return Gathered(others, {name: _apart(whole[name]) for name in names})
+
+
+def _apart(stack: Tree) -> list[Tree]:
+    """Return the layers of a stack, whose arrays have a first dimension L, as L trees."""
+    count = len(jax.tree.leaves(stack)[0])
+    return [jax.tree.map(lambda of_all, layer=layer: of_all[layer], stack) for layer in range(count)]
+
+
+def _as_matrices(params: Any, weights: Any, qtype: str, layout: Layout) -> Any:
+    """Return the tree with matrices, of the dtype of products, in the place of codes; scales stay and are not read."""
+    if not isinstance(params, dict):
+        return params
+    tree = {name: _as_matrices(leaf, weights[name], qtype, layout) for name, leaf in params.items()}
+    if "w_scale" in tree:
+        of_codes = weights["w"].equation
+        spec = layout.in_use(of_codes)
+        tree["w"] = dequantize(tree["w"], tree["w_scale"], of_codes.dequantized(), qtype, layout.compute, spec)
+    return tree
