@@ -7,8 +7,11 @@ from support.harness import program
 
 from tunix.costs import rollout_sizes
 from tunix.costs.hlo import read_collectives
+from tunix.costs.rollout_memory import rollout_costs
 from tunix.inference.sampling import Sampler, Sampling
+from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import data_axes
+from tunix.training.program import assemble
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 320, length).tolist() for length in (5, 20, 3, 9)]
@@ -103,3 +106,19 @@ def test_sizes():
     assert spread == [(16, 1), (24, 2), (8, 2), (4, 4), (2, 8)]
     assert [rollout_sizes.count_slots(n, 300) for n in (20, 128, 129, 257)] == [128, 128, 256, 300]
     assert [rollout_sizes.fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]
+
+
+def test_memory_is_that_of_the_arrays(rollouts):
+    """Weights, cache and programs as derived and as they are, on a mesh that splits rows and heads."""
+    rollout = rollouts["[[4,2],[fsdp,tp]]"]
+    mesh, sampler = rollout.mesh, rollout.sampler
+    with jax.set_mesh(mesh):
+        built = assemble(rollout.program.cfg, mesh)
+        costs = rollout_costs(built, mesh, len(PROMPTS), 8, 20, HOW.max_new_tokens)
+        weights = sampler.gather(rollout.params)
+        numbers = list(range(8 * len(PROMPTS)))
+        rows, *_ = sampler._begin(weights, PROMPTS, numbers, HOW, jax.random.key(0), 32, 72)
+    assert costs.num_bytes["gathered weights"] == bytes_per_device(weights)
+    assert costs.num_bytes["cache"] == bytes_per_device(rows.cache)
+    assert costs.rows == len(rows.token) // 4
+    assert sampler.stretch._cache_size() + sampler.begin._cache_size() < costs.num_programs

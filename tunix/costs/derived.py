@@ -113,20 +113,25 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
 
     The second part is an estimate.
     """
-    model, training = cfg.model, cfg.training
-    item = jnp.dtype(training.dtypes["compute"]).itemsize
-    local = {
-        letter: shard_shape((size,), program.layout.activation(letter), mesh)[0] for letter, size in cfg.dims.items()
-    }
-    length, heads, head_dim = local["T"], local["N"], local["H"]
+    training = cfg.training
+    inside = inside_bytes(cfg, program.layout, mesh, training.seq_len)
+    positions = min(training.loss_chunk_size, training.seq_len)
+    words = shard_shape((cfg.model.vocab_size,), program.layout.activation("V"), mesh)[0]
+    logits = 1.75 * positions * words * 4  # float32, and part of their gradient
+    return round(training.sequences_per_shard * (_residual_bytes(program, mesh) + max(inside, logits)))
+
+
+def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
+    """Bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
+    model, item = cfg.model, jnp.dtype(layout.compute).itemsize
+    local = {letter: shard_shape((size,), layout.activation(letter), mesh)[0] for letter, size in model.dims.items()}
+    heads, head_dim = local["N"], local["H"]
     keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
     mlp = (3 if model.mlp.kind == "gated" else 2) * local["F"]
     inside = 2 * length * item * (6 * local["D"] + 2 * (heads + keys) * head_dim + mlp)
     if model.attention == "xla":
         inside += heads * min(length, QUERY_BLOCK) * length * (4 + item)
-    positions = min(training.loss_chunk_size, length)
-    logits = 1.75 * positions * local["V"] * 4  # float32, and part of their gradient
-    return round(training.sequences_per_shard * (_residual_bytes(program, mesh) + max(inside, logits)))
+    return inside
 
 
 _known_residual_bytes: dict[tuple[str | int, ...], int] = {}  # a plan asks for one model on many meshes

@@ -14,6 +14,7 @@ SMALLEST_PROMPT = 16  # tokens that a prompt is padded to, and more by powers of
 SMALLEST_CACHE = 128  # slots; below it, weights are nearly all that is read for a token
 STRETCH = 64  # tokens between two looks at the answers
 FIRST_STRETCH = 8
+MATRIX_SHARE = 0.25  # of a device's memory: quantized weights that take more of it as matrices stay codes
 FEWEST_ROWS = 8  # of a data shard, that are not halved again: reading the weights is most of the time
 
 
@@ -59,3 +60,11 @@ def fewer_rows(rows: int, going_on: int) -> int:
     while rows % 2 == 0 and rows // 2 >= max(FEWEST_ROWS, going_on):
         rows //= 2
     return rows
+
+
+def fit_as_matrices(num_bytes: int, device_bytes: int | None) -> bool:
+    """True where quantized weights, `num_bytes` as matrices, are made matrices once and not at each use.
+
+    `device_bytes` is the memory of a device; None, as of a CPU, sets no limit.
+    """
+    return device_bytes is None or num_bytes <= MATRIX_SHARE * device_bytes

@@ -26,6 +26,7 @@ from tunix.costs.rollout_sizes import (
     STRETCH,
     count_slots,
     fewer_rows,
+    fit_as_matrices,
     next_look,
     pad_prompt,
     spread_prompts,
@@ -37,8 +38,6 @@ from tunix.sharding.arrays import abstract_results, bytes_per_device, rows_to_gl
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
-
-MATRIX_SHARE = 0.25  # of a device's memory: quantized weights that take more of it as matrices stay codes
 
 
 @dataclass(frozen=True)
@@ -212,10 +211,8 @@ class Sampler:
     def _as_matrices(self, params: Any) -> bool:
         """True where quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""
         memory = self.mesh.devices.flat[0].memory_stats() or {}
-        if "bytes_limit" not in memory:
-            return True
         matrices = jax.eval_shape(partial(gather, self.arch, as_matrices=True), params)
-        return bytes_per_device(matrices) <= MATRIX_SHARE * memory["bytes_limit"]
+        return fit_as_matrices(bytes_per_device(matrices), memory.get("bytes_limit"))
 
 
 def begin(
