@@ -1,6 +1,7 @@
 """A resumed run is the unbroken run; a checkpoint that cannot be used is named; what is kept is what was asked for."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -193,11 +194,22 @@ def tear(folder) -> None:
             file.truncate(path.stat().st_size // 2)
 
 
-def test_a_torn_newest_checkpoint_is_passed_over_loudly(run, finished_copy):
+def flip_a_bit(folder) -> None:
+    """Change one bit in the middle of the largest file of the arrays."""
+    path = max((path for path in (folder / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [tear, flip_a_bit])
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(run, finished_copy, damage):
     folder = finished_copy()
-    tear(folder / "checkpoints" / "6")
+    damage(folder / "checkpoints" / "6")
     run(f"resume={folder}")
-    assert "CHECKPOINT OF STEP 6 IS DAMAGED, taking the one before" in (folder / "train.log").read_text()
+    log = (folder / "train.log").read_text()
+    assert "CHECKPOINT OF STEP 6 IS DAMAGED, taking the one before" in log
+    assert re.search("checkpoints/6/state/.* (were written|other bytes)", log)
     assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     losses(folder)
     assert steps(folder) == [3, 6]

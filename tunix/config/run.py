@@ -24,6 +24,8 @@ class Checkpoint(Section):
     """Also keep the checkpoint with the lowest held-out loss, of those at evaluated steps."""
     async_: Flag = Field(alias="async")
     """Write in the background while training goes on."""
+    verify: Literal["always", "once", "never"]
+    """Compare a checkpoint with the digests of its files before it is read: each time, only once, or never."""
 
 
 class Evaluation(Section):

@@ -68,6 +68,7 @@ class Checkpoints:
             raise UserError(f"resume: {folder} has no checkpoint of step {step}; it has {listed}")
         for candidate in steps[::-1] if step is None else [step]:
             try:
+                self.store.check(candidate)
                 about = self.store.about(candidate)
                 position = Position(**about["position"])
                 check_same(config, about["config"], position, now)
@@ -75,7 +76,7 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:
-                reason = str(error).splitlines()[0][:200]
+                reason = str(error).splitlines()[0][:400]
                 if step is not None:
                     raise UserError(
                         f"resume: the checkpoint of step {step} in {folder} is damaged: {reason}"

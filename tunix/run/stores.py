@@ -1,7 +1,7 @@
 """Where checkpoints are kept, and which processes write them. Orbax does: in the background, whole or not at all.
 
 All processes call a store's methods in the same order: `steps`, `save`, `wait` (for this process's part), `finish` (for
-all parts), `about`, `restore`, `put_aside`, `close`. A new store is a class here and its row in `STORES`.
+all parts), `check`, `about`, `restore`, `put_aside`, `close`. A new store is a class here and its row in `STORES`.
 
 A checkpoint is a folder STEP with the items `state` (arrays), `run` (position and config) and `tokenizer`.
 """
@@ -19,9 +19,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from tunix.base.digests import FILE, Damaged, is_verified, note_verified
 from tunix.base.errors import UserError
 from tunix.config import Checkpoint
 from tunix.processes import peers
+from tunix.run.sealed import SealingManager, check_checkpoint
 from tunix.sharding.arrays import from_main, to_main
 from tunix.training.state import State
 
@@ -69,6 +71,7 @@ class Store(Protocol):
     ) -> None: ...
     def wait(self) -> None: ...
     def finish(self) -> None: ...
+    def check(self, step: int) -> None: ...
     def about(self, step: int) -> dict[str, Any]: ...
     def restore(self, step: int, abstract: State) -> State: ...
     def put_aside(self, steps: list[int], aside: Path) -> None: ...
@@ -79,10 +82,10 @@ class SharedStore:
     """A folder that all processes see: each process writes its own shards."""
 
     def __init__(self, folder: Path, cfg: Checkpoint, processes: Any = ALL_PROCESSES, **options: Any):
-        self.folder, self.processes = folder.absolute(), processes
-        self.manager = ocp.CheckpointManager(
+        self.folder, self.processes, self.verify = folder.absolute(), processes, cfg.verify
+        self.manager = SealingManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(
+            ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(_kept(cfg)),
                 best_fn=_held_out_loss,
                 best_mode="min",
@@ -125,6 +128,30 @@ class SharedStore:
     def finish(self) -> None:
         """Wait until what all processes have begun to save is on disk."""
         self.wait()
+
+    def check(self, step: int) -> None:
+        """Compare a checkpoint with its digests, as `checkpoint.verify` says; each process reads a share of the files.
+
+        Raises:
+            Damaged: on every process, if a file is not what was written.
+        """
+        checkpoint = self.folder / str(step)
+        mark, damage, size = checkpoint / "state" / FILE, "", None
+        if self.verify == "never" or (self.verify == "once" and is_verified(checkpoint, mark)):
+            return
+        alone = self.processes.active_processes is not None
+        try:
+            size = check_checkpoint(checkpoint, *((0, 1) if alone else (jax.process_index(), jax.process_count())))
+        except Damaged as error:
+            damage = str(error)
+        if not alone:
+            damage = next(filter(None, peers.gather(damage, "checkpoints are compared with their digests")), "")
+        if damage:
+            raise Damaged(damage)
+        if size is None:
+            log.warning("the checkpoint of step %d has no digests (an older version wrote it): it is not checked", step)
+        elif self.verify == "once" and peers.is_main():
+            note_verified(checkpoint, mark)
 
     def about(self, step: int) -> dict[str, Any]:
         """The item `run`, and the names of the checkpoint's `copies`."""
@@ -197,6 +224,9 @@ class OneHostStore:
 
     def finish(self) -> None:
         peers.together(self.wait, "process 0 keeps the checkpoint", peers.NO_LIMIT_S)
+
+    def check(self, step: int) -> None:
+        self._on_main(lambda disk: disk.check(step))
 
     def about(self, step: int) -> dict[str, Any]:
         return self._read(lambda disk: disk.about(step))

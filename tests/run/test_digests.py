@@ -1,0 +1,172 @@
+"""Damage to a checkpoint, an export or a prepared corpus is found, and named with its file."""
+
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tunix.base import digests
+from tunix.base.digests import Damaged
+from tunix.cli.compose import compose
+from tunix.run.sealed import ITEMS, check_checkpoint
+from tunix.run.stores import SharedStore
+
+ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
+
+
+@dataclass
+class Saved:
+    """A store with checkpoints of the steps 3 and 6, and the state of step 3."""
+
+    store: SharedStore
+    state: dict[str, np.ndarray]
+
+    def is_harmless(self) -> bool:
+        """Return whether step 3 is read as it was written, to the last bit."""
+        read = self.store.restore(3, self.state)
+        same = all(np.array_equal(read[name], leaf) for name, leaf in self.state.items())
+        return same and self.store.about(3)["position"] == ABOUT["position"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Saved:
+    cfg = compose(["checkpoint.save_every_steps=3"]).config.checkpoint
+    store = SharedStore(tmp_path_factory.mktemp("checkpoints"), cfg)
+    key = jax.random.key(0)
+    for step in (3, 6):
+        state = {
+            name: jax.random.normal(jax.random.fold_in(key, step), shape)
+            for name, shape in [("w", (64, 32)), ("b", (40,))]
+        }
+        store.save(step, state, ABOUT, {"words": ["a", "b"]}, {"held_out_loss": 1.0 / step})
+        if step == 3:
+            kept = {name: np.asarray(leaf) for name, leaf in state.items()}
+    store.wait()
+    yield Saved(store, kept)
+    store.close()
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    place = rng.randrange(len(data))
+    data[place] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def swap(path: Path, rng: random.Random) -> None:
+    """Give the file the bytes of another one of the same checkpoint."""
+    checkpoint = next(parent for parent in path.parents if parent.name == "3")
+    path.write_bytes(rng.choice(digests.list_files(checkpoint)).read_bytes())
+
+
+def take_other_step(path: Path, rng: random.Random) -> None:
+    """Replace an item by that of another step, with its digests."""
+    item = next(parent for parent in path.parents if parent.parent.name == "3")
+    shutil.rmtree(item)
+    shutil.copytree(item.parents[1] / "6" / item.name, item)
+
+
+def test_200_random_damages_are_found_or_harmless(saved, tmp_path):
+    """Every file of the checkpoint may be hit; a file without a digest does not change what is read."""
+    checkpoint = saved.store.folder / "3"
+    shutil.copytree(checkpoint, tmp_path / "whole")
+    rng = random.Random(7)
+    named = harmless = 0
+    for number in range(200):
+        damage = rng.choice([flip, flip, flip, truncate, remove, swap, take_other_step])
+        files = [path for path in digests.list_files(checkpoint) if path.stat().st_size]
+        if damage is take_other_step:
+            files = [path for path in files if path.parent != checkpoint]
+        path = rng.choice(files)
+        damage(path, rng)
+        try:
+            check_checkpoint(checkpoint)
+        except Damaged as error:
+            named += str(checkpoint) in str(error)
+        else:
+            harmless += 1
+            assert saved.is_harmless(), f"damage {number}: {damage.__name__} of {path} was not found"
+        shutil.rmtree(checkpoint)
+        shutil.copytree(tmp_path / "whole", checkpoint)
+    assert named + harmless == 200
+    assert named > 150
+    assert check_checkpoint(checkpoint) > sum(leaf.nbytes for leaf in saved.state.values()) / 2
+
+
+def test_each_process_digests_its_own_arrays(saved):
+    state = saved.store.folder / "3" / "state"
+    own = digests.read_digests(state / "digests.0.json")["files"]
+    rest = digests.read_digests(state / digests.FILE)["files"]
+    arrays = {str(path.relative_to(state)) for path in (state / "ocdbt.process_0").rglob("*") if path.is_file()}
+    assert arrays
+    assert arrays <= own.keys()
+    assert not own.keys() & rest.keys()
+    assert "digests.0.json" in rest
+    for item in ITEMS:
+        assert digests.read_digests(saved.store.folder / "3" / item / digests.FILE)["step"] == 3
+
+
+def test_when_a_checkpoint_is_checked(saved, tmp_path, caplog):
+    """Always, only the first time in this place, never; one of an older version is read, and the log says so."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved.store.folder, folder)
+
+    def store(verify: str) -> SharedStore:
+        return SharedStore(folder, compose([f"checkpoint.verify={verify}"]).config.checkpoint)
+
+    once = store("once")
+    once.check(3)
+    flip(folder / "3/state/_METADATA", random.Random(0))
+    once.check(3)
+    store("never").check(3)
+    with pytest.raises(Damaged, match="3/state/_METADATA has other bytes than were written"):
+        store("always").check(3)
+    shutil.copytree(folder / "3", tmp_path / "3")
+    shutil.rmtree(folder / "3")
+    shutil.copytree(tmp_path / "3", folder / "3")
+    with pytest.raises(Damaged):  # a copy was not checked
+        store("once").check(3)
+    for path in folder.rglob("digests*.json"):
+        path.unlink()
+    store("always").check(6)
+    assert "the checkpoint of step 6 has no digests" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["{", '{"held_out_losS": 0.3}'])
+def test_a_damaged_metric_leaves_the_other_checkpoints_usable(saved, tmp_path, text):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved.store.folder, folder)
+    (folder / "6" / "metrics" / "metrics").write_text(text)
+    store = SharedStore(folder, compose(["checkpoint.max_to_keep=1"]).config.checkpoint)
+    store.save(9, {"w": jax.numpy.ones(3)}, ABOUT, {}, {"held_out_loss": 1.0})
+    store.wait()
+    assert store.steps() == [3, 9]  # 3 is the best of those that can be read
+    store.close()
+
+
+def test_a_large_file_has_a_digest_for_each_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "BLOCK", 1000)
+    monkeypatch.setattr(digests, "READ", 300)
+    file = tmp_path / "large"
+    file.write_bytes(bytes(range(256)) * 10)
+    digests.write_digests(tmp_path, [file])
+    assert digests.check_files([tmp_path / digests.FILE]) == 2560
+    assert [digests.check_files([tmp_path / digests.FILE], share, 2) for share in (0, 1)] == [1560, 1000]
+    with file.open("r+b") as opened:
+        opened.seek(1500)
+        opened.write(b"!")
+    with pytest.raises(Damaged, match=r"large has other bytes than were written \(from byte 1,000 to 2,000\)"):
+        digests.check_files([tmp_path / digests.FILE])

@@ -1,0 +1,140 @@
+"""Digests: a file written beside others tells later whether they are still what was written.
+
+    FOLDER/digests.json   {"files": {"d/0f3a": {"size": 70000000, "crc32": [a, b]}, ...}, ...}
+
+A digest is the size and a CRC-32 for each block of 64 MiB. CRC-32 finds every change of up to 32 neighbouring bits, and
+overlooks one in four billion of larger ones; it is in the standard library, and faster than a restore
+(benchmarks/results.md). Digests find damage; they are no protection against somebody who changes them too.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FILE = "digests.json"
+BLOCK = 1 << 26  # bytes with a CRC of their own
+READ = 1 << 22  # bytes read at a time
+VERIFIED = "verified"  # a file that says that the folder was checked, and which one: copies of it are other folders
+
+
+class Damaged(Exception):
+    """Files of a folder are not what was written; the message names the first."""
+
+
+def write_digests(folder: Path, files: Iterable[Path], name: str = FILE, **about: Any) -> None:
+    """Write the digests of some files of a folder to its file `name`; `about` is written beside them."""
+    digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(files)}
+    (folder / name).write_text(json.dumps({**about, "files": digests}))
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return every file below a folder."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def read_digests(file: Path) -> dict[str, Any]:
+    """Return what a file of digests says.
+
+    Raises:
+        Damaged: the file is not one that `write_digests` has written.
+    """
+    try:
+        record = json.loads(file.read_text())
+        well_formed = all(
+            isinstance(digest["size"], int) and isinstance(digest["crc32"], list) for digest in record["files"].values()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{file} cannot be read ({type(error).__name__})") from None
+    if not well_formed:
+        raise Damaged(f"{file} holds no digests")
+    return record
+
+
+def check_files(files: Iterable[Path], share: int = 0, num_shares: int = 1) -> int:
+    """Compare the files that some files of digests name with them; return the bytes that were read.
+
+    Sizes are compared first. Blocks are read by several threads; of `num_shares` processes, each reads a share.
+
+    Raises:
+        Damaged: a file is missing, has another size, or other bytes.
+    """
+    blocks = [
+        (file.parent / name, start, crc)
+        for file in files
+        for name, digest in read_digests(file)["files"].items()
+        for start, crc in _list_blocks(file.parent / name, digest)
+    ]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return sum(pool.map(lambda block: _check_block(*block), blocks[share::num_shares]))
+
+
+def _list_blocks(path: Path, digest: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return where each block of a file begins, and its CRC; `Damaged` where the size is another."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    starts = _starts(size)
+    if size != digest["size"] or len(digest["crc32"]) != len(starts):
+        raise Damaged(f"{path} has {size:,} bytes, {digest['size']:,} were written")
+    return list(zip(starts, digest["crc32"], strict=True))
+
+
+def _check_block(path: Path, start: int, crc: int) -> int:
+    try:
+        found, size = _crc(path, start)
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    if found != crc:
+        raise Damaged(f"{path} has other bytes than were written (from byte {start:,} to {start + size:,})")
+    return size
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    return {"size": size, "crc32": [_crc(path, start)[0] for start in _starts(size)]}
+
+
+def _starts(size: int) -> range:
+    """Return where the blocks of a file begin."""
+    return range(0, size, BLOCK)
+
+
+def _crc(path: Path, start: int) -> tuple[int, int]:
+    """Return the CRC-32 of the block that begins at `start`, and its bytes."""
+    crc, size = 0, 0
+    for part in _read(path, start):
+        crc, size = zlib.crc32(part, crc), size + len(part)
+    return crc, size
+
+
+def _read(path: Path, start: int) -> Iterator[memoryview]:
+    buffer, end = memoryview(bytearray(READ)), start + BLOCK
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while start < end and (count := file.readinto(buffer[: end - start])):
+            yield buffer[:count]
+            start += count
+
+
+def is_verified(folder: Path, file: Path) -> bool:
+    """Return whether `note_verified` was called for this folder, and not for one that it was copied from."""
+    with suppress(OSError):
+        return (folder / VERIFIED).read_text() == _identity(file)
+    return False
+
+
+def note_verified(folder: Path, file: Path) -> None:
+    """Remember in a folder that its files were compared with `file`, where the folder can be written."""
+    with suppress(OSError):
+        (folder / VERIFIED).write_text(_identity(file))
+
+
+def _identity(file: Path) -> str:
+    status = file.stat()
+    return f"{status.st_dev} {status.st_ino} {status.st_ctime_ns}\n"  # no copy has the same time of change

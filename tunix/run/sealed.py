@@ -1,0 +1,130 @@
+"""Checkpoints with digests: Orbax's handlers of items, which also write and check `digests.json` in the item's folder.
+
+    STEP/state/ocdbt.process_R/...   arrays, written by process R, with STEP/state/digests.R.json
+    STEP/state/...                   what process 0 adds at the end, with STEP/state/digests.json
+    STEP/run, STEP/tokenizer, STEP/metrics      one file each, with digests.json
+
+Each process reads its files again in the background, while they are in the page cache, before the checkpoint's folder
+gets its name: a checkpoint has all of its digests or none, and no step waits for them. A `digests.json` names the step,
+so that an item of another step is found too.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
+
+log = logging.getLogger(__name__)
+ITEMS = ("state", "run", "tokenizer", "metrics")
+UNSEALED = "commit_success.txt"  # Orbax writes it after the digests; nobody reads it
+
+
+class Afterwards:
+    """A future of Orbax whose work is done when Orbax waits for it: after those before it, in its thread."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.work = work
+
+    def result(self, timeout: float | None = None) -> None:
+        self.work()
+
+
+class SealedState(ocp.StandardCheckpointHandler):
+    """The item `state`: each process digests its own arrays, process 0 the rest."""
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        futures = await super().async_save(directory, *args, **kwargs)
+        return [*(futures or []), Afterwards(lambda: self._seal_own(_path(directory)))]
+
+    def _seal_own(self, folder: Path) -> None:
+        process = jax.process_index()
+        names = {f"ocdbt.process_{process}", f"process_{process}"}  # Orbax's names for what one process writes
+        own = [path for path in list_files(folder) if names & set(path.relative_to(folder).parts)]
+        write_digests(folder, own, f"digests.{process}.json")
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        folder = Path(directory)
+        parts = sorted(folder.glob("digests.*.json"))
+        sealed = {folder / name for part in parts for name in read_digests(part)["files"]}
+        seal(folder, [path for path in list_files(folder) if path not in sealed])
+
+
+class SealedJson(ocp.JsonCheckpointHandler):
+    """An item of one JSON file."""
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        seal(Path(directory), list_files(Path(directory)))
+
+
+class SealedMetrics(SealedJson):
+    """The item `metrics`, from which Orbax knows the best checkpoint as soon as it opens the folder."""
+
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        file = Path(directory) / FILE
+        try:
+            if file.is_file():
+                check_files([file])
+            return super().restore(directory, *args, **kwargs)
+        except (Damaged, ValueError) as error:  # the other checkpoints can be used all the same
+            log.error("%s: this checkpoint does not count as the best", error)
+            return {"held_out_loss": math.inf}
+
+
+class SealingManager(ocp.CheckpointManager):
+    """Orbax's manager of the checkpoints in a folder, whose items have digests."""
+
+    def __init__(self, folder: Path, options: ocp.CheckpointManagerOptions):
+        super().__init__(folder, options=options, handler_registry=sealing_handlers(options.multiprocessing_options))
+
+    @property
+    def _metrics_handler(self) -> SealedMetrics:
+        """Handler with which the manager reads the metrics of older checkpoints; Orbax has no public way to set it."""
+        return SealedMetrics("metrics", multiprocessing_options=self._multiprocessing_options)
+
+
+def sealing_handlers(processes: ocp.options.MultiprocessingOptions) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
+    """Return the handlers that write the items of a run; the manager adds the one for `metrics`."""
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add("state", ocp.args.StandardSave, SealedState(multiprocessing_options=processes))
+    for item in ("run", "tokenizer"):
+        registry.add(item, ocp.args.JsonSave, SealedJson(multiprocessing_options=processes))
+    return registry
+
+
+def seal(folder: Path, files: list[Path]) -> None:
+    """Write the digests of an item's folder, STEP/ITEM while it is written."""
+    step = int(folder.parent.name.split(".")[0])  # of STEP.orbax-checkpoint-tmp
+    write_digests(folder, [path for path in files if path.name not in (FILE, UNSEALED)], step=step)
+
+
+def check_checkpoint(checkpoint: Path, share: int = 0, num_shares: int = 1) -> int | None:
+    """Compare a checkpoint with its digests; return the bytes that were read, None if it has no digests.
+
+    Raises:
+        Damaged: a file is not what was written, or belongs to another step.
+    """
+    items = [checkpoint / item for item in ITEMS if (checkpoint / item).is_dir()]
+    if not any((item / FILE).is_file() for item in items):
+        return None
+    missing = [item for item in ITEMS[:3] if not (checkpoint / item).is_dir()]
+    if missing:
+        raise Damaged(f"{checkpoint / missing[0]} is missing")
+    for item in items:
+        step = read_digests(item / FILE).get("step")
+        if str(step) != checkpoint.name:
+            raise Damaged(f"{item} belongs to step {step}")
+    files = [file for item in items for file in (item / FILE, *sorted(item.glob("digests.*.json")))]
+    return check_files(files, share, num_shares)
+
+
+def _path(directory: Any) -> Path:
+    """Return the path that Orbax gives a handler; it may be one that is still being made."""
+    return Path(directory.path if hasattr(directory, "await_creation") else directory)
