@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from tunix.base.digests import list_files, write_digests
 from tunix.base.disk import read_json, replacing
 from tunix.base.errors import UserError
 from tunix.cli import architecture
@@ -54,6 +55,7 @@ def export(command: Export) -> str:
         with replacing(output) as folder:
             folder.mkdir()
             line = write(model, folder, dtype, command.shard_gb)
+            write_digests(folder, list_files(folder))
     except OSError as error:
         raise UserError(f"output={output} cannot be written: {error.strerror}") from None
     return f"{output}: {line}"

@@ -1,5 +1,8 @@
 """Train a few steps on several meshes and compare: `python -m tunix.verify [group=option] [key=value]`.
 
+`python -m tunix.verify checkpoint=RUN_DIR` does something else: it compares the files of a run's checkpoints (or of
+RUN_DIR/checkpoints/STEP, of an export, of a prepared corpus) with their digests. Exit code 1 if one is damaged.
+
 Every mesh starts from the same weights and takes the same global batches of the config's data, in float32 unless
 `training.mixed_precision` is given. Exit code 1 if loss or gradient norm differ by more than the tolerance. Without
 other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another number).
@@ -21,10 +24,12 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.cli import command, compose
 from tunix.config import Config
+from tunix.config.values import CONF
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.processes import exits
 from tunix.processes.identity import find_identity
+from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 from tunix.trainer import check_compiler_options, compile_step
@@ -179,12 +184,26 @@ def _config(args: argparse.Namespace) -> Config:
     return cfg
 
 
+def _checked_folder(words: list[str]) -> str | None:
+    """Return the FOLDER of checkpoint=FOLDER; None without it, or where it names a file of conf/checkpoint."""
+    choices = {f"checkpoint={path.stem}" for path in (CONF / "checkpoint").glob("*.yaml")}
+    given = [word for word in words if word.startswith("checkpoint=") and word not in choices]
+    if given and len(words) > 1:
+        others = " ".join(word for word in words if word != given[0])
+        raise UserError(f"{given[0]} compares files with their digests and takes no other words: {others}")
+    return given[0].partition("=")[2] if given else None
+
+
 def main() -> int:
     """Run the command line and return its exit code."""
     args = _arguments()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
     def work() -> int:
+        if folder := _checked_folder(args.overrides):
+            lines, is_whole = check_everything(folder)
+            print("\n".join(lines))
+            return int(not is_whole)
         cfg = _config(args)
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
             jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.harness import ROOT, SMALL
 
+from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.data.batches import TrainBatches
@@ -33,7 +34,9 @@ def prepared(cfg):
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Bytes of every file of a corpus, but for the mark that names the place where it was made."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != VERIFIED]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def prepare(*words: str, cwd) -> subprocess.CompletedProcess:

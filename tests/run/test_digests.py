@@ -3,18 +3,26 @@
 import os
 import random
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from conftest import write_corpus
 
+import tunix
+from tunix import verify
 from tunix.base import digests
 from tunix.base.digests import Damaged
+from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.data.corpus import prepare_corpus
+from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.sealed import ITEMS, check_checkpoint
 from tunix.run.stores import SharedStore
+from tunix.training.start import check_init_from
 
 ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
 
@@ -79,10 +87,10 @@ def take_other_step(path: Path, rng: random.Random) -> None:
     shutil.copytree(item.parents[1] / "6" / item.name, item)
 
 
-def test_200_random_damages_are_found_or_harmless(saved, tmp_path):
+def test_200_random_damages_are_found_or_harmless(saved):
     """Every file of the checkpoint may be hit; a file without a digest does not change what is read."""
     checkpoint = saved.store.folder / "3"
-    shutil.copytree(checkpoint, tmp_path / "whole")
+    whole = {path: path.read_bytes() for path in digests.list_files(checkpoint)}
     rng = random.Random(7)
     named = harmless = 0
     for number in range(200):
@@ -99,8 +107,12 @@ def test_200_random_damages_are_found_or_harmless(saved, tmp_path):
         else:
             harmless += 1
             assert saved.is_harmless(), f"damage {number}: {damage.__name__} of {path} was not found"
-        shutil.rmtree(checkpoint)
-        shutil.copytree(tmp_path / "whole", checkpoint)
+        for file in digests.list_files(checkpoint):
+            if file not in whole:
+                file.unlink()
+        for file, data in whole.items():
+            if not file.is_file() or file.read_bytes() != data:
+                file.write_bytes(data)
     assert named + harmless == 200
     assert named > 150
     assert check_checkpoint(checkpoint) > sum(leaf.nbytes for leaf in saved.state.values()) / 2
@@ -143,6 +155,65 @@ def test_when_a_checkpoint_is_checked(saved, tmp_path, caplog):
         path.unlink()
     store("always").check(6)
     assert "the checkpoint of step 6 has no digests" in caplog.text
+
+
+def verify_command(monkeypatch, capsys, *words: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["tunix.verify", *words])
+    code = verify.main()
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def test_a_checkpoint_is_checked_at_any_time(saved, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(saved.store.folder, run / "checkpoints")
+    (run / "config.yaml").touch()
+    code, text = verify_command(monkeypatch, capsys, f"checkpoint={run}")
+    assert (code, text.count("as written")) == (0, 2)
+    flip(run / "checkpoints/6/state/_METADATA", random.Random(0))
+    code, text = verify_command(monkeypatch, capsys, f"checkpoint={run}")
+    assert (code, text.count("as written")) == (1, 1)
+    assert "DAMAGED" in text
+    assert "checkpoints/6/state/_METADATA has other bytes than were written" in text
+    assert verify_command(monkeypatch, capsys, f"checkpoint={run}/checkpoints/3")[0] == 0
+    code, text = verify_command(monkeypatch, capsys, f"checkpoint={tmp_path}")
+    assert (code, "expected a run's folder, an export or a prepared corpus" in text) == (2, True)
+    code, text = verify_command(monkeypatch, capsys, f"checkpoint={run}", "seed=1")
+    assert (code, "takes no other words: seed=1" in text) == (2, True)
+    with pytest.raises(UserError, match="checkpoints/6/state/_METADATA .*; take another step: .* of 3"):
+        refuse_damaged_checkpoint(run / "checkpoints" / "6")
+
+
+def test_damage_to_an_export_is_found(hf_dir, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "export"
+    shutil.copytree(hf_dir, folder)
+    digests.write_digests(folder, digests.list_files(folder))  # as tunix.export does at its end
+    assert verify_command(monkeypatch, capsys, f"checkpoint={folder}")[0] == 0
+    flip(sorted(folder.glob("*.safetensors"))[0], random.Random(3))
+    assert verify_command(monkeypatch, capsys, f"checkpoint={folder}")[0] == 1
+    with pytest.raises(UserError, match=r"\.safetensors has other bytes .* remove its digests.json"):
+        tunix.load_pretrained(folder)
+    cfg = compose([f"model.init_from={folder}"]).config
+    with pytest.raises(UserError, match="model.init_from: .*safetensors has other bytes"):
+        check_init_from(cfg, arch=None)
+
+
+def test_damage_to_a_prepared_corpus_is_found(tmp_path, monkeypatch, capsys):
+    words = [
+        "data=text",
+        f"data.paths=['{write_corpus(tmp_path / 'c', 8)}']",
+        f"loading.cache_dir={tmp_path / 'cache'}",
+    ]
+    (prepared,) = prepare_corpus(compose(words).config)[0].values()
+    copied = tmp_path / "copied"
+    shutil.copytree(prepared.folder, copied)
+    flip(copied / "00000" / "train.tokens.npy", random.Random(1))
+    assert verify_command(monkeypatch, capsys, f"checkpoint={prepared.folder}")[0] == 0
+    assert verify_command(monkeypatch, capsys, f"checkpoint={copied}")[0] == 1
+    own = ["data=tokens", f"data.paths=['{copied}']"]
+    with pytest.raises(UserError, match=r"00000/train.tokens.npy has other bytes .* remove the folder .*copied"):
+        prepare_corpus(compose(own).config)
+    prepare_corpus(compose([*own, "loading.verify=never"]).config)
 
 
 @pytest.mark.parametrize("text", ["{", '{"held_out_losS": 0.3}'])

@@ -2,6 +2,8 @@
 
     FOLDER/digests.json   {"files": {"d/0f3a": {"size": 70000000, "crc32": [a, b]}, ...}, ...}
 
+They are in every checkpoint, export and prepared corpus.
+
 A digest is the size and a CRC-32 for each block of 64 MiB. CRC-32 finds every change of up to 32 neighbouring bits, and
 overlooks one in four billion of larger ones; it is in the standard library, and faster than a restore
 (benchmarks/results.md). Digests find damage; they are no protection against somebody who changes them too.
@@ -15,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tunix.base.errors import UserError
 
 FILE = "digests.json"
 BLOCK = 1 << 26  # bytes with a CRC of their own
@@ -58,23 +62,25 @@ def read_digests(file: Path) -> dict[str, Any]:
 def check_files(files: Iterable[Path], share: int = 0, num_shares: int = 1) -> int:
     """Compare the files that some files of digests name with them; return the bytes that were read.
 
-    Sizes are compared first. Blocks are read by several threads; of `num_shares` processes, each reads a share.
+    A file of digests may name others: FOLDER/digests.json names FOLDER/00000/digests.json. Sizes are compared first.
+    Blocks are read by several threads; of `num_shares` processes, each reads a share.
 
     Raises:
         Damaged: a file is missing, has another size, or other bytes.
     """
-    blocks = [
-        (file.parent / name, start, crc)
-        for file in files
-        for name, digest in read_digests(file)["files"].items()
-        for start, crc in _list_blocks(file.parent / name, digest)
-    ]
+    blocks, waiting = [], list(files)
+    while waiting:
+        file = waiting.pop()
+        for name, digest in read_digests(file)["files"].items():
+            path = file.parent / name
+            blocks += _list_blocks(path, digest)
+            waiting += [path] if path.match("digests*.json") else []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return sum(pool.map(lambda block: _check_block(*block), blocks[share::num_shares]))
 
 
-def _list_blocks(path: Path, digest: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return where each block of a file begins, and its CRC; `Damaged` where the size is another."""
+def _list_blocks(path: Path, digest: dict[str, Any]) -> list[tuple[Path, int, int]]:
+    """Return file, first byte and CRC of each block of a file; `Damaged` where its size is another."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -82,7 +88,7 @@ def _list_blocks(path: Path, digest: dict[str, Any]) -> list[tuple[int, int]]:
     starts = _starts(size)
     if size != digest["size"] or len(digest["crc32"]) != len(starts):
         raise Damaged(f"{path} has {size:,} bytes, {digest['size']:,} were written")
-    return list(zip(starts, digest["crc32"], strict=True))
+    return [(path, start, crc) for start, crc in zip(starts, digest["crc32"], strict=True)]
 
 
 def _check_block(path: Path, start: int, crc: int) -> int:
@@ -120,6 +126,15 @@ def _read(path: Path, start: int) -> Iterator[memoryview]:
         while start < end and (count := file.readinto(buffer[: end - start])):
             yield buffer[:count]
             start += count
+
+
+def refuse_damaged(folder: Path, key: str, way_out: str) -> None:
+    """Raise `UserError` if the files of a folder are not those of its digests; a folder without digests passes."""
+    if (folder / FILE).is_file():
+        try:
+            check_files([folder / FILE])
+        except Damaged as damage:
+            raise UserError(f"{key}: {damage}; {way_out}") from None
 
 
 def is_verified(folder: Path, file: Path) -> bool:

@@ -8,7 +8,9 @@ from tunix.base.errors import UserError, did_you_mean
 from tunix.config.values import CONF
 
 # Keys that are new, with the value that means what runs did before there was such a key.
-ADDED: dict[str, Any] = {"training.ema_decay": None, "task.loss": None, "checkpoint.verify": "always"}
+ADDED: dict[str, Any] = {
+    "training.ema_decay": None, "task.loss": None, "checkpoint.verify": "always", "loading.verify": "once",
+}  # fmt: skip
 # Keys that are gone, with their new form for people who type them.
 GONE = {"logging.tensorboard": "logging.sinks=[jsonl,tensorboard] names what is written"}
 

@@ -86,6 +86,9 @@ class Loading(Section):
     """Threads that pack batches ahead of the step."""
     prefetch_batches: Count
     """Batches kept ready on the host."""
+    verify: Literal["always", "once", "never"]
+    """Compare a tokenized corpus with the digests of its files: at each start, only once (a copy is another corpus), or
+    never."""
     allow_changed_data: Flag
     """Let resume go on with another corpus, tokenized form or mixture at the same sample number; else refused."""
 

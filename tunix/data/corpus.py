@@ -12,8 +12,8 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
 from tunix.data.packing import Sequences
-from tunix.data.stream import Prepared, open_prepared
-from tunix.data.tokenize import find_units, find_vocabulary, prepare
+from tunix.data.stream import Prepared
+from tunix.data.tokenize import find_units, find_vocabulary, open_whole, prepare
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
 from tunix.tokenizer.vocabulary import Vocabulary, check_fits, read_vocabulary
@@ -132,7 +132,7 @@ def _open_copied(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
             f"data.paths: {folder} was made with another tokenizer ({own.num_tokens} tokens) than tokenizer.path="
             f"{cfg.tokenizer.path} ({vocabulary.num_tokens} tokens); leave tokenizer.path=null to take its own"
         )
-    prepared = open_prepared(folder)
+    prepared = open_whole(folder, cfg.loading)
     if prepared.documents != cfg.task.documents:
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
     return prepared

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tunix.base.digests import list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.config import Task
 from tunix.data.documents import Document, LeftOut, Question, encode_json, read_documents
@@ -78,7 +79,7 @@ class Part:
 
 
 def make_shard(plan: ShardPlan, folder: Path) -> None:
-    """Make a shard in `folder`: the arrays of each split, counts.npy with a count for each token, and facts.json."""
+    """Make a shard in `folder`: the arrays of each split, counts.npy with a count for each token, facts, digests."""
     folder.mkdir()
     vocabulary = _load_vocabulary(plan.tokenizer)
     if isinstance(plan.source, Tokens):
@@ -88,6 +89,7 @@ def make_shard(plan: ShardPlan, folder: Path) -> None:
     np.save(folder / "counts.npy", counts)
     facts["name"] = plan.name
     (folder / "facts.json").write_text(json.dumps(facts))
+    write_digests(folder, list_files(folder))
 
 
 def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:

@@ -1,6 +1,7 @@
 """Tokenized documents on disk, read by memory mapping: reading any place of any shard costs one page of the file.
 
 FOLDER/index.json                 counts, digests and names of the shards; written last
+FOLDER/digests.json               digests of these files; each shard has its own
 FOLDER/tokenizer/                 files of the tokenizer
 FOLDER/00000/train.tokens.npy     [tokens] uint16 or uint32: the documents of the shard, one after the other
 FOLDER/00000/train.starts.npy     [documents] int64: where each document begins

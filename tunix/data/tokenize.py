@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from tunix.base.digests import FILE, is_verified, list_files, note_verified, refuse_damaged, write_digests
 from tunix.base.disk import make_once
 from tunix.base.errors import UserError
 from tunix.config import Loading, Task, Tokenizer
@@ -114,7 +115,24 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
             facts = _make_shards(plans, folder, loading, redo)
         index = _make_index(source, facts, folder, vocabulary)
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
+        own = [folder / "index.json", *list_files(tokenizer), *(folder / plan.name / FILE for plan in plans)]
+        write_digests(folder, [path for path in own if path.is_file()])
+        note_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - begun, folder)
+    return open_whole(folder, loading)
+
+
+def open_whole(folder: Path, loading: Loading) -> Prepared:
+    """Open a tokenized corpus, after a comparison with its digests if `loading.verify` asks for one.
+
+    Raises:
+        UserError: a file is damaged, or the index is of another version.
+    """
+    mark = folder / FILE
+    if loading.verify == "always" or (loading.verify == "once" and not is_verified(folder, mark)):
+        refuse_damaged(folder, "data", f"remove the folder {folder}, and prepare it again")
+        if loading.verify == "once" and mark.is_file():
+            note_verified(folder, mark)
     return open_prepared(folder)
 
 

@@ -24,6 +24,8 @@ from tunix.models.quantized import stacked_codes
 from tunix.sharding.dims import LAYERS, Equation
 from tunix.sharding.layout import Layout
 
+# The way out for a folder of tunix.export whose files are not those of its digests.
+CHANGED = "export it again, or remove its digests.json if you have changed the file on purpose"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -11,14 +11,16 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
+from tunix.base.digests import refuse_damaged
 from tunix.base.errors import UserError
 from tunix.cli import architecture, compose
 from tunix.config import Model
 from tunix.hf.hub import ABOUT, WEIGHTS, find
-from tunix.hf.weights import load_weights
+from tunix.hf.weights import CHANGED, load_weights
 from tunix.inference.drawing import Sampling
 from tunix.inference.sampling import Answer, Sampler
 from tunix.models.lora import merge
+from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.run.stores import copies_in, read_json, read_state
 from tunix.sharding.arrays import rows_to_global
@@ -123,11 +125,13 @@ def load_params(
     """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files."""
     if run := compose.find_run(source):
         checkpoint = _find_checkpoint(run[0] / "checkpoints", run[1])
+        refuse_damaged_checkpoint(checkpoint)
         params = _restore_params(checkpoint, arch, abstract_params(arch, mesh, layout), weights)
         return params, Tokenizer.from_str(json.dumps(read_json(checkpoint, "tokenizer")))
     folder = find(source, ABOUT + WEIGHTS, key="checkpoint")
     if weights != "trained":
         raise UserError(f"weights={weights}: {folder} is no run of tunix and has one set of weights; weights=trained")
+    refuse_damaged(folder, "checkpoint", CHANGED)
     return load_weights(folder, cfg, arch.weights, layout, mesh), read_backend(folder)
 
 

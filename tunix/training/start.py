@@ -4,9 +4,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from tunix.base.digests import refuse_damaged
 from tunix.config import Config
 from tunix.hf.hub import ABOUT, WEIGHTS, find
-from tunix.hf.weights import check_weights, load_weights
+from tunix.hf.weights import CHANGED, check_weights, load_weights
+from tunix.processes import peers
 from tunix.training.program import Program
 from tunix.training.state import Architecture
 
@@ -15,10 +17,13 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
     """Fetch the files that `model.init_from` names and read their headers, before anything is written.
 
     Raises:
-        UserError: files that are not complete, or that hold another model.
+        UserError: files that are not complete, that are damaged, or that hold another model.
     """
     if cfg.model.init_from is not None and not cfg.resume:
-        check_weights(find(cfg.model.init_from, ABOUT + WEIGHTS), cfg.model, arch.weights)
+        folder = find(cfg.model.init_from, ABOUT + WEIGHTS)
+        if peers.first_of_host():
+            refuse_damaged(folder, "model.init_from", CHANGED)
+        check_weights(folder, cfg.model, arch.weights)
 
 
 def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:

@@ -1,0 +1,60 @@
+"""Checks of what tunix wrote: are the files of a checkpoint, an export or a prepared corpus what was written?"""
+
+from pathlib import Path
+
+from tunix.base.digests import FILE, Damaged, check_files, list_files
+from tunix.base.errors import UserError
+from tunix.cli import compose
+from tunix.run.sealed import check_checkpoint
+
+
+def refuse_damaged_checkpoint(checkpoint: Path) -> None:
+    """Raise `UserError` if the files of a checkpoint of a run are not those of its digests."""
+    try:
+        check_checkpoint(checkpoint)
+    except Damaged as damage:
+        others = sorted(path.name for path in checkpoint.parent.glob("*") if path.name.isdigit() and path != checkpoint)
+        way_out = f"; take another step: {checkpoint.parent}/STEP with STEP of {', '.join(others)}" if others else ""
+        raise UserError(f"checkpoint: {damage}{way_out}") from None
+
+
+def check_everything(source: str) -> tuple[list[str], bool]:
+    """Compare a run (or one of its checkpoints), an export or a prepared corpus with its digests.
+
+    Returns:
+        A line for each checkpoint or folder, and True if nothing is damaged.
+
+    Raises:
+        UserError: the folder is none of these, or it has no digests.
+    """
+    folders = _find_folders(source)
+    lines, whole = [], True
+    for folder, is_checkpoint in folders:
+        try:
+            size = check_checkpoint(folder) if is_checkpoint else check_files([folder / FILE])
+        except Damaged as damage:
+            lines.append(f"DAMAGED {folder}: {damage}")
+            whole = False
+        else:
+            told = (
+                "no digests (an older version wrote it)" if size is None else f"as written, {size / 2**30:.3f} GiB read"
+            )
+            lines.append(f"{folder}: {told}, {len(list_files(folder))} files")
+    return lines, whole
+
+
+def _find_folders(source: str) -> list[tuple[Path, bool]]:
+    """Return the folders to check, each with True if it is a checkpoint."""
+    if run := compose.find_run(source):
+        steps = sorted(int(path.name) for path in (run[0] / "checkpoints").glob("*") if path.name.isdigit())
+        wanted = steps if run[1] is None else [run[1]]
+        if not steps or not set(wanted) <= set(steps):
+            listed = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"checkpoint={source}: there is no such checkpoint; {run[0]} has {listed}")
+        return [(run[0] / "checkpoints" / str(step), True) for step in wanted]
+    folder = Path(source).expanduser()
+    if not (folder / FILE).is_file():
+        raise UserError(
+            f"checkpoint={source}: there is no {FILE}; expected a run's folder, an export or a prepared corpus of tunix"
+        )
+    return [(folder, False)]
