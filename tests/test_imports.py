@@ -41,7 +41,7 @@ def test_no_two_files_share_a_name():
 
 
 JAX_FREE = (
-    "sharding.dims", "sharding.mesh_shape", "sources", "optimizers", "sinks", "rewards", "config", "hf.names", "hf.config_json", "hf.hub", "cli.compose", "cli.command",
+    "sharding.dims", "sharding.mesh_shape", "sources", "optimizers", "sinks", "rewards.worker", "rl.scoring", "config", "hf.names", "hf.config_json", "hf.hub", "cli.compose", "cli.command",
     "processes.identity", "processes.rollcall", "processes.supervisor", "processes.exits", "launch.__main__", "__main__",
 )  # fmt: skip
 

@@ -1,0 +1,119 @@
+"""Rewards: numbers in texts, the form of answers, and the call of a function with the columns of the data."""
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from tunix.rewards import REWARDS
+from tunix.rewards.answers import find_marked, read_number
+from tunix.rewards.reward import call_reward
+from tunix.rewards.worker import score
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,234", 1234), ("1,234,567.50", Fraction("1234567.5")), ("12,34", 34), ("1{,}234", 1234), ("1234", 1234),
+        ("-5", -5), ("x = -5.", -5), ("(-5)", -5), ("\u22125", -5), ("10-5", 5), ("5 - 3", 3), ("+3", 3),
+        ("$7.00", 7), ("-$7", -7), ("$-7", -7), ("\\$7", 7), ("$ 1,000", 1000), ("€5", 5),
+        ("1/2", Fraction(1, 2)), ("-1/2", Fraction(-1, 2)), ("1/0", None),
+        (". 42", 42), (".5", Fraction(1, 2)), ("42.", 42), ("42...", 42), ("**42.**", 42), ("3.50 dollars.", Fraction(7, 2)),
+        ("3 and 4 make 7", 7), ("#### 42", 42), ("1e3", 1000), ("50%", 50), ("", None), ("no idea", None), ("...", None),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert read_number(text) == number
+
+
+def test_an_answer_may_be_marked():
+    assert find_marked("1 <answer> 2 </answer> 3 <answer>4\n</answer> 5") == "4"
+    assert find_marked(r"so \boxed{\frac{1}{2}} of 3") == r"\frac{1}{2}"
+    assert find_marked("6 * 7\n#### 42\nDone in 1 step.") == "42"
+    assert find_marked(" 42 ") == "42"
+
+
+def call(name, completions, **columns):
+    return call_reward(REWARDS[name], [""] * len(completions), completions, columns)
+
+
+def test_gsm8k():
+    gold = "He makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 1,018"
+    right = ["#### 1018", "It is $1,018.00.", "<answer>1018</answer> in 3 steps", "so 1018"]
+    wrong = ["#### 18", "1018 or 5", "", "-1018", "1,0,18"]
+    scores = call("gsm8k", right + wrong, answer=[gold] * 9)
+    assert scores == [1.0] * 4 + [0.0] * 5
+    assert call("gsm8k", ["0", "-5"], answer=[0, -5.0]) == [1.0, 1.0]  # numbers in the data
+    for answer in (None, "no number"):
+        with pytest.raises(ValueError, match="has no number"):
+            call("gsm8k", ["1"], answer=[answer])
+    with pytest.raises(ValueError, match="it takes the column answer, which the data lack; their columns are question"):
+        call("gsm8k", ["1"], question=["?"])
+
+
+def test_format():
+    whole = "<reasoning>\n1 < 2\n</reasoning>\n<answer>2</answer>"
+    cases = {
+        whole: 1.0,
+        f" {whole.replace('reasoning', 'think')}\n": 1.0,
+        "Sure! " + whole: 0.5,
+        whole + "<answer>": 3 / 8,
+        "</answer></reasoning><answer><reasoning>": 0.5,
+        "<answer>2</answer>": 0.25,
+        "2": 0.0,
+    }
+    assert call("format", list(cases)) == list(cases.values())
+
+
+def test_exact_match_and_length():
+    assert call("exact_match", [" 4 ", "4."], answer=["4", "4"]) == [1.0, 0.0]
+    assert call("length", ["", "x" * 500]) == [0.0, -0.5]
+
+
+def test_a_missing_extra_is_one_line():
+    with pytest.raises(ImportError, match=r"math-verify is not installed: pip install 'tunix-trainer\[math\]'"):
+        call("math_verify", ["1"], answer=["1"])
+
+
+def test_columns_are_given_by_name():
+    def takes_one(prompts, completions, level):
+        return level
+
+    def takes_some(prompts, completions, level, missing=7, **others):
+        return [missing + len(others)] * len(level)
+
+    def takes_other_names(questions, answers):
+        return [len(questions)] * len(answers)
+
+    columns = {"level": [3, 4], "answer": ["a", "b"]}
+    for function, expected in ((takes_one, [3, 4]), (takes_some, [8, 8]), (takes_other_names, [2, 2])):
+        assert call_reward(function, ["", ""], ["", ""], columns) == expected
+    with pytest.raises(ValueError, match="the data have a column prompts, which is an argument of every reward"):
+        call_reward(takes_one, [""], [""], {"level": [1], "prompts": [""]})
+
+
+def test_what_a_reward_returns_is_checked():
+    def returning(values):
+        return lambda prompts, completions: values
+
+    odd = call_reward(returning([1, True, None, math.nan, math.inf, "x", 0.5]), [""] * 7, [""] * 7, {})
+    assert [odd[0], odd[1], odd[6]] == [1.0, 1.0, 0.5]
+    assert odd[2:6] == [
+        "returned None for an answer", "returned nan for an answer", "returned inf for an answer",
+        "returned 'x' (str) for an answer, not a number",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="returned 1 scores for 2 answers"):
+        call_reward(returning([1]), ["", ""], ["", ""], {})
+    with pytest.raises(ValueError, match=r"returned 1.0 \(float\), not a list with a score for each of the 2 answers"):
+        call_reward(returning(1.0), ["", ""], ["", ""], {})
+
+
+def test_an_error_costs_the_scores_of_one_group():
+    def refuses(prompts, completions, level):
+        if "bad" in completions:
+            raise SystemExit("no")
+        return level
+
+    scores = score(refuses, [""] * 6, ["a", "b", "c", "bad", "e", "f"], {"level": [1, 2, 3, 4, 5, 6]}, 2)
+    assert scores[:2] + scores[4:] == [1, 2, 5, 6]
+    assert all(text.startswith("SystemExit: no (") and "test_rewards.py, line" in text for text in scores[2:4])

@@ -1,0 +1,138 @@
+"""Scoring: rewards that raise, hang, die or return nonsense are counted and named, and nothing hangs."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tunix.base.errors import UserError
+from tunix.config.rewards import RewardTerm
+from tunix.rl.scoring import Scorer, _split
+
+REWARDS = '''
+import math, os, re, signal, subprocess, sys, time
+from pathlib import Path
+
+def letters(prompts, completions, **columns):
+    return [len(text) for text in completions]
+
+def about(prompts, completions, level):
+    """A number made of everything that a reward is given."""
+    signal.signal(signal.SIGALRM, lambda *_: None)  # only the main thread may do this
+    return [value + ("jax" in sys.modules) + 100 * len(prompt) for prompt, value in zip(prompts, level)]
+
+def troubled(trouble):
+    def reward(prompts, completions):
+        return trouble(len(completions)) if "bad" in completions else [1.0] * len(completions)
+    return reward
+
+def stuck(count):
+    """Start another process and let no thread of this one run again."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path("child").write_text(str(child.pid))
+    re.match("(a+)+$", "a" * 60 + "b")
+
+raises = troubled(lambda count: 1 / 0)
+hangs = troubled(stuck)
+dies = troubled(lambda count: os._exit(3))
+is_killed = troubled(lambda count: os.kill(os.getpid(), signal.SIGKILL))
+nan = troubled(lambda count: [math.nan] * count)
+short = troubled(lambda count: [1.0] * (count - 1))
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with rewards of a user, which is the current one."""
+    folder, before = tmp_path_factory.mktemp("scoring"), Path.cwd()
+    (folder / "my_rewards.py").write_text(REWARDS)
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def terms(*names, weight=1.0):
+    return [
+        RewardTerm.model_construct(function=name if name == "format" else f"my_rewards:{name}", weight=weight)
+        for name in names
+    ]
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path("/proc").is_dir() else True
+
+
+def test_scores_of_a_batch(folder):
+    two = [*terms("letters", weight=0.5), *terms("about")]
+    with Scorer(two, 3, 20, "stop") as scorer:
+        scorer.try_out("?", {"level": 1, "answer": "1"})
+        pids = [worker.process.pid for worker in scorer.workers]
+        words = ["a" * n for n in range(7)]
+        scores = scorer.score(["?", "?!"] * 3 + ["?"], words, {"level": range(7)})
+        # Between two batches a process is killed from outside: nobody is to blame.
+        os.kill(pids[0], signal.SIGKILL)
+        again = scorer.score(["?", "?!"] * 3 + ["?"], words, {"level": range(7)})
+        assert not scorer.score([], [], {"level": []}).total
+    about = [100 + 0, 200 + 1, 100 + 2, 200 + 3, 100 + 4, 200 + 5, 100 + 6]
+    assert scores.values == again.values == {"letters": list(range(7)), "about": about}
+    assert scores.total == [0.5 * n + value for n, value in enumerate(about)]
+    assert scores.errors == again.errors == {"letters": 0, "about": 0}
+    assert not any(map(is_running, pids))
+
+
+def test_rewards_that_fail_are_counted_and_named(folder, caplog):
+    names = "raises", "hangs", "dies", "is_killed", "nan", "short", "letters"
+    with Scorer(terms(*names), 2, 1.0, "zero") as scorer:
+        scorer.try_out("?", {})
+        scores = scorer.score(["?"] * 6, ["a", "b", "c", "d", "bad", "f"], {})
+        pids = [worker.process.pid for worker in scorer.workers]
+    # An error costs one answer its score; a process that is lost costs those of its share, the second half.
+    alone, share = [1, 1, 1, 1, 0, 1], [1, 1, 1, 0, 0, 0]
+    assert scores.values == {
+        "raises": alone, "hangs": share, "dies": share, "is_killed": share, "nan": share, "short": alone,
+        "letters": [1, 1, 1, 1, 3, 1],
+    }  # fmt: skip
+    assert scores.errors == {"raises": 1, "hangs": 3, "dies": 3, "is_killed": 3, "nan": 3, "short": 1, "letters": 0}
+    for line in (
+        "reward raises: 1 of 6 answers have no score and get 0: ZeroDivisionError: division by zero (",
+        "reward hangs: 3 of 6 answers have no score and get 0: takes longer than 1 s",
+        "reward dies: 3 of 6 answers have no score and get 0: ended with exit code 3",
+        "reward is_killed: 3 of 6 answers have no score and get 0: was killed by SIGKILL",
+        "reward nan: 3 of 6 answers have no score and get 0: returned nan for an answer",
+        "reward short: 1 of 6 answers have no score and get 0: ValueError: returned 0 scores for 1 answers",
+    ):
+        assert line in caplog.text
+    child = int((folder / "child").read_text())
+    while is_running(child):  # killed with the process that started it
+        time.sleep(0.01)
+    assert not any(map(is_running, pids))
+
+
+def test_a_reward_that_fails_ends_the_run(folder):
+    with Scorer(terms("raises"), 1, 20, "stop") as scorer, pytest.raises(UserError) as error:
+        scorer.score(["?"], ["bad"], {})
+    assert "rewards: my_rewards:raises fails: ZeroDivisionError: division by zero (" in str(error.value)
+    assert "reward_errors=zero scores such answers 0 and counts them" in str(error.value)
+    with Scorer(terms("about"), 1, 20, "zero") as scorer, pytest.raises(UserError, match="it takes the column level"):
+        scorer.try_out("?", {"answer": "1"})
+
+
+def test_a_reward_that_cannot_be_imported(folder, capfd):
+    with pytest.raises(UserError, match="ended with exit code 1 while it imported them; its error is on stderr"):
+        Scorer(terms("nowhere"), 2, 20, "stop").__enter__()
+    assert "my_rewards has no function or class nowhere" in capfd.readouterr().err
+    with pytest.raises(UserError, match="rewards: raises stands there twice"):
+        Scorer(terms("raises", "raises"), 1, 20, "stop")
+
+
+def test_whole_groups_stay_together():
+    assert _split(12, 4, 2) == [slice(0, 4), slice(4, 12)]
+    assert _split(7, 1, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
+    assert _split(3, 3, 4) == [slice(0, 3)]
+    assert _split(0, 2, 4) == []

@@ -1,0 +1,89 @@
+"""Rewards for right answers: 1 for each answer that is that of the data, else 0."""
+
+import re
+from fractions import Fraction
+from typing import Any
+
+# A number in a text. A minus is a sign unless it follows a digit, a letter or a bracket: 10-5 holds 10 and 5. Commas
+# count only between groups of three digits: 1,234 is one number, 1,2 are two.
+NUMBER = re.compile(
+    r"""
+    (?P<sign>(?<![\w).])[-+])?
+    (?:[$€£]\s?(?P<late_sign>-)?)?                      # $5, -$5, $-5
+    (?P<whole>\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))    # 1,234 or 1234, or nothing before .5
+    (?P<rest>(?:\.\d+)?(?:[eE][-+]?\d{1,2}\b)?)         # .50, e3
+    (?:/(?P<below>\d+))?                                # 1/2
+    """,
+    re.VERBOSE,
+)
+MARKS = (  # of an answer in a longer text; the first kind that occurs is taken, and of it the last
+    re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
+    re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"),
+    re.compile(r"####\s*([^\n]*)"),
+)
+
+
+def find_marked(text: str) -> str:
+    """Return the answer that a text marks by <answer> tags, a LaTeX box or `####`; the whole text if it marks none."""
+    for mark in MARKS:
+        if found := mark.findall(text):
+            return found[-1].strip()
+    return text.strip()
+
+
+def read_number(text: str) -> Fraction | None:
+    """Return the last number of a text, exactly: 1,234 · -5 · $7.00 · 1/2 · .5; None if there is none."""
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\$", "$").replace("\\!", "")
+    number = None
+    for match in NUMBER.finditer(text):
+        below = int(match["below"] or 1)
+        if below == 0:
+            continue
+        digits = match["whole"].replace(",", "") + match["rest"]
+        negative = match["sign"] == "-" or match["late_sign"] == "-"
+        number = Fraction(digits) / below * (-1 if negative else 1)
+    return number
+
+
+def gsm8k(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
+    """Score 1 where the answer's number is that of the data, like the 18 of `...they make #### 18`.
+
+    An answer's number is the last one in what it marks (`find_marked`), or else in its whole text.
+
+    Raises:
+        ValueError: an answer of the data has no number.
+    """
+    scores = []
+    for completion, expected in zip(completions, answer, strict=True):
+        right = None if expected is None else read_number(find_marked(str(expected)))
+        if right is None:
+            raise ValueError(f"the data's answer {str(expected)[:80]!r} has no number")
+        scores.append(float(read_number(find_marked(completion)) == right))
+    return scores
+
+
+def math_verify(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
+    """Score 1 where the library math-verify finds the answer equal to that of the data: formulas, sets, intervals.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: it does not understand an answer of the data.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ImportError("math-verify is not installed: pip install 'tunix-trainer[math]'") from None
+    scores = []
+    for completion, expected in zip(completions, answer, strict=True):
+        marked = find_marked(str(expected))
+        right = parse(marked if "$" in marked else f"${marked}$")  # it reads formulas only within dollar signs
+        if expected is None or not right:
+            raise ValueError(f"math-verify does not understand the data's answer {str(expected)[:80]!r}")
+        scores.append(float(verify(right, parse(completion))))
+    return scores
+
+
+def exact_match(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
+    """Score 1 where the answer is that of the data word for word, but for white space around both."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(completion.strip() == str(expected).strip()) for completion, expected in pairs]

@@ -1,0 +1,308 @@
+"""Scores of answers, computed by rewards in processes of their own.
+
+    rows of a batch     0 1 2 3 4 5 6 7
+    worker 0            0 1 2 3                each worker scores its rows with one reward after the other
+    worker 1                    4 5 6 7
+
+A reward is code of the user. It may raise, hang, end its process or return anything; training must go on or end with a
+message that names it. So each reward runs in a process that can be killed. The processes are started here and not by
+`multiprocessing`: its processes import the main program again, and with it jax, or run a user's script a second time.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing import Pipe
+from typing import Any, Literal, Protocol, Self
+
+from tunix.base.errors import UserError
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0  # to import a reward, and to score one row for the first time: libraries are imported, files are read
+PROGRAM = (  # of a worker: it finds the modules that this process finds
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tunix.rewards.worker import serve;"
+    " serve(int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))"
+)
+
+
+class Term(Protocol):
+    """A reward and its weight, like `tunix.config.rewards.RewardTerm`."""
+
+    @property
+    def function(self) -> str:
+        """Name of a reward, or its dotted path."""
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def label(self) -> str:
+        """Name in records."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the answers of one batch."""
+
+    values: dict[str, list[float]]  # {label of a reward: a score for each answer}, 0 where there is none
+    total: list[float]  # for each answer the weighted sum of its scores
+    errors: dict[str, int]  # {label of a reward: answers that it did not score}
+    seconds: float
+
+
+class Scorer:
+    """Workers that score answers: `with Scorer(...) as scorer: scorer.score(prompts, completions, columns)`."""
+
+    def __init__(
+        self,
+        rewards: Sequence[Term],
+        processes: int,
+        timeout_s: float,
+        errors: Literal["zero", "stop"],
+        start_s: float = START_S,
+    ):
+        """`timeout_s` is the time that one reward has for the answers of one batch.
+
+        Args:
+            errors: an answer that a reward does not score gets 0 and is counted, or ends the run.
+            start_s: seconds for the start of a worker, and for the first row that it scores.
+
+        Raises:
+            UserError: two rewards have one name.
+        """
+        labels = [term.label for term in rewards]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise UserError(f"rewards: {twice[0]} stands there twice; numbers are recorded by name, so rename one")
+        self.rewards, self.processes, self.timeout_s, self.errors, self.start_s = (
+            rewards,
+            processes,
+            timeout_s,
+            errors,
+            start_s,
+        )
+        self.workers: list[_Worker] = []
+        self.threads = ThreadPoolExecutor(processes, "scoring")  # each waits for one worker
+
+    def __enter__(self) -> Self:
+        functions = [term.function for term in self.rewards]
+        try:
+            for _ in range(self.processes):
+                self.workers.append(_Worker(functions, self.start_s))
+            for worker in self.workers:  # they start side by side
+                worker.wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.close()  # a thread that waits for it goes on, and ends
+        self.threads.shutdown()
+        for worker in self.workers:
+            worker.connection.close()
+
+    def try_out(self, prompt: str, columns: Mapping[str, Any]) -> None:
+        """Score made-up answers to one prompt in every worker; `columns` are those of the prompt's row.
+
+        Libraries that a reward imports at its first call are there afterwards.
+
+        Raises:
+            UserError: a reward fails; the message names it and its first error.
+        """
+        answers = [str(columns.get("answer", "42")), ""]
+        row = [prompt] * 2, answers, {name: [value] * 2 for name, value in columns.items()}
+
+        def try_worker(worker: "_Worker") -> None:
+            worker.sample = row
+            for term in self.rewards:
+                scores = worker.ask((term.function, *row, len(answers)), self.start_s)
+                if found := [score for score in scores if isinstance(score, str)]:
+                    raise UserError(f"rewards: {term.function} fails: {found[0]}")
+
+        list(self.threads.map(try_worker, self.workers))
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        group_size: int = 1,
+    ) -> Scores:
+        """Score the answers of one batch; the answers to one prompt are `group_size` rows one after the other.
+
+        A reward gets whole groups, those of one worker at a time.
+
+        Raises:
+            UserError: an answer has no score and `errors` is "stop"; the message names the reward and the error.
+        """
+        begun = time.perf_counter()
+        shares = _split(len(completions), group_size, len(self.workers))
+
+        def score_share(worker: "_Worker", share: slice) -> list[list[float | str]]:
+            """Return for each reward the scores of the share's answers."""
+            own = {name: list(values[share]) for name, values in columns.items()}
+            texts = list(prompts[share]), list(completions[share])
+            return [worker.ask((term.function, *texts, own, group_size), self.timeout_s) for term in self.rewards]
+
+        parts = list(self.threads.map(score_share, self.workers, shares))
+        values: dict[str, list[float]] = {}
+        errors: dict[str, int] = {}
+        for number, term in enumerate(self.rewards):
+            scores = [score for part in parts for score in part[number]]
+            failed = [score for score in scores if isinstance(score, str)]
+            if failed and self.errors == "stop":
+                raise UserError(
+                    f"rewards: {term.function} fails: {failed[0]}; reward_errors=zero scores such answers 0 and counts "
+                    "them"
+                )
+            if failed:
+                log.warning(
+                    "reward %s: %d of %d answers have no score and get 0: %s",
+                    term.label,
+                    len(failed),
+                    len(scores),
+                    failed[0],
+                )
+            values[term.label] = [0.0 if isinstance(score, str) else score for score in scores]
+            errors[term.label] = len(failed)
+        weights = [term.weight for term in self.rewards]
+        total = [
+            sum(weight * score for weight, score in zip(weights, row, strict=True))
+            for row in zip(*values.values(), strict=True)
+        ]
+        return Scores(values, total, errors, time.perf_counter() - begun)
+
+
+def _split(num_rows: int, group_size: int, num_parts: int) -> list[slice]:
+    """Cut the rows into consecutive parts of whole groups, as equal as can be; empty parts are left out."""
+    num_groups = -(-num_rows // group_size)
+    cuts = [number * num_groups // num_parts * group_size for number in range(num_parts)] + [num_rows]
+    return [slice(first, stop) for first, stop in pairwise(cuts) if first < stop]
+
+
+class _Lost(Exception):
+    """A process that is gone or was killed before it answered; the text says why, and begins with a verb."""
+
+
+class _Late(_Lost):
+    """It was killed because it took too long."""
+
+
+class _Worker:
+    """A process of `tunix.rewards.worker`, which is started again after it was killed or has died."""
+
+    def __init__(self, functions: list[str], start_s: float):
+        self.functions, self.start_s = functions, start_s
+        self.sample: tuple | None = None  # prompts, completions and columns that a new process scores before others
+        self.closed = False
+        self._start()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the process has imported the rewards.
+
+        Raises:
+            UserError: it ends, or takes too long.
+        """
+        try:
+            if self.connection.poll(self.start_s):
+                self.connection.recv()
+                return
+            what = f"has not imported them after {self.start_s:g} s"
+        except (EOFError, OSError):
+            what = f"{self._ending()} while it imported them; its error is on stderr"
+        raise UserError(f"rewards: the process that scores with {', '.join(self.functions)} {what}")
+
+    def ask(self, request: tuple, timeout_s: float) -> list[float | str]:
+        """Return for each answer of the request its score, or why it has none. The process is replaced if it is lost.
+
+        `request` is what `tunix.rewards.worker.serve` reads.
+        """
+        try:
+            return self._exchange(request, timeout_s)
+        except _Late as late:
+            self._replace()
+            return [str(late)] * len(request[2])
+        except _Lost as lost:
+            log.warning("a process that scores answers %s; it is started again, and asked once more", lost)
+            self._replace()
+        try:  # the kernel, or an operator, may have killed it: a reward that ends its process does so again
+            return self._exchange(request, timeout_s)
+        except _Lost as lost:
+            self._replace()
+            return [str(lost)] * len(request[2])
+
+    def close(self) -> None:
+        """End the process for good, and what it has started."""
+        self.closed = True
+        self._kill()
+
+    def _start(self) -> None:
+        self.connection, child = Pipe()
+        words = json.dumps(sys.path), str(child.fileno()), str(os.getpid()), json.dumps(self.functions)
+        # A session of its own: Ctrl-C does not reach it, and what a reward has started is killed with it.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *words],
+            pass_fds=[child.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        child.close()
+
+    def _replace(self) -> None:
+        self._kill()
+        if self.closed:
+            return
+        self.connection.close()
+        self._start()
+        self.wait_until_ready()
+        if self.sample is not None:
+            try:
+                for function in self.functions:
+                    self._exchange((function, *self.sample, 1), self.start_s)
+            except _Lost as lost:  # a batch will meet it again, where it is counted
+                log.warning("a process that scores answers %s at its start", lost)
+
+    def _exchange(self, request: tuple, timeout_s: float) -> list[float | str]:
+        """Send a request and return the answer to it; after `timeout_s` the process is killed."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._kill()
+
+        timer = threading.Timer(timeout_s, end)
+        timer.start()
+        try:
+            self.connection.send(request)
+            return self.connection.recv()
+        except (EOFError, OSError):
+            if late.is_set():
+                raise _Late(f"takes longer than {timeout_s:g} s") from None
+            raise _Lost(self._ending()) from None
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _ending(self) -> str:
+        try:
+            code = self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
