@@ -1,15 +1,14 @@
 """Measure a trained model: `python -m tunix.evaluate checkpoint=RUN_DIR|HF_DIR [data=...] [key=value]`."""
 
 import json
-import logging
-import math
+import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import grain
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -17,39 +16,79 @@ from tunix.base.errors import UserError
 from tunix.cli import command, compose
 from tunix.config import Config, Evaluate
 from tunix.config.data import Mixture
-from tunix.data.corpus import load_corpus, prepare_corpus
-from tunix.data.questions import Question, cut_questions
-from tunix.generate import find_stop_ids
+from tunix.config.rewards import RewardTerm
+from tunix.config.task import Grpo, Prompted
+from tunix.data.corpus import Corpus, load_corpus
+from tunix.data.prompts import Prompt, PromptCorpus, gather_columns, load_prompts
 from tunix.hf.hub import find
+from tunix.inference.drawing import Sampling
 from tunix.inference.pretrained import load_params, load_pretrained
-from tunix.inference.sampling import Sampling
-from tunix.rewards import REWARDS, find_reward
+from tunix.inference.sampling import Answer
+from tunix.inference.stops import chat_stop_ids
+from tunix.rewards import REWARDS
+from tunix.rl.quality import Numbers, Row, summarise
+from tunix.rl.scoring import Scorer
 from tunix.run.run_folder import TOKENIZER
-from tunix.tokenizer.vocabulary import Vocabulary, special_tokens
+from tunix.sources import Rows
+from tunix.tokenizer.vocabulary import Vocabulary
 from tunix.training.held_out import HeldOut
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe
 
-log = logging.getLogger(__name__)
-Numbers = dict[str, float]
-
 
 def evaluate(cmd: Evaluate) -> None:
-    """Print a table of what was measured, and write it to `cmd.output`."""
-    output = Path(cmd.output).expanduser()
-    if not output.absolute().parent.is_dir():
-        raise UserError(f"output={output}: there is no folder {output.parent}")
-    if output.is_dir():
-        raise UserError(f"output={output} is a folder; name a file to write")
+    """Print a table of what was measured, a line for each checkpoint, and write it to `cmd.output`."""
+    output = _writable("output", cmd.output)
+    steps = _list_steps(cmd)
     cfg = _config(cmd)
-    measure = METRICS.get(cmd.metric, measure_answers)  # a dotted path is a reward
-    numbers = measure(cmd, cfg if cmd.split == "held_out" else _without_split(cfg))
+    split = cfg if cmd.split == "held_out" else _without_split(cfg)
+    measure = measure_loss if cmd.metric == "loss" else measure_answers
+    measured = measure(cmd, split, list(steps.values()))
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
-    output.write_text(json.dumps(about | numbers, indent=2) + "\n")
-    table = Table(*about, *numbers)
-    cells = (f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" for value in numbers.values())
-    table.add_row(*about.values(), *cells)
+    rows = [({} if step is None else {"step": step}) | row for step, row in zip(steps, measured, strict=True)]
+    content = about | rows[0] if not isinstance(cmd.step, tuple) and cmd.step != "all" else about | {"steps": rows}
+    output.write_text(json.dumps(content, indent=2) + "\n")
+    table = Table(*about, *rows[0])
+    for row in rows:
+        cells = (f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" for value in row.values())
+        table.add_row(*about.values(), *cells)
     Console().print(table)
+
+
+def _writable(key: str, name: str) -> Path:
+    """Return the path of a file to write; raises `UserError` where there can be none."""
+    path = Path(name).expanduser()
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{key}={path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{key}={path} is a folder; name a file to write")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{key}={path} is write-protected; name another file")
+    return path
+
+
+def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
+    """Return the checkpoints to measure, as the key `checkpoint` names them, by their steps.
+
+    Raises:
+        UserError: steps of what is no run, or of a run that has no such checkpoints.
+    """
+    if cmd.step is None:
+        return {None: cmd.checkpoint}
+    run = compose.find_run(cmd.checkpoint)
+    if run is None or run[1] is not None:
+        what = "is no run of tunix" if run is None else "is one checkpoint"
+        raise UserError(f"step={cmd.step}: checkpoint={cmd.checkpoint} {what}; give the folder of a run")
+    folder = run[0] / "checkpoints"
+    kept = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    choice = tuple(kept) if cmd.step == "all" else cmd.step
+    steps = (choice,) if isinstance(choice, int) else choice
+    if not steps or not set(steps) <= set(kept):
+        missing = ", ".join(str(step) for step in steps if step not in kept) or "any step"
+        raise UserError(
+            f"step={cmd.step}: {folder} has no checkpoint of {missing}; it has {', '.join(map(str, kept)) or 'none'}"
+        )
+    return {step: str(folder / str(step)) for step in steps}
 
 
 def _config(cmd: Evaluate) -> Config:
@@ -65,78 +104,124 @@ def _config(cmd: Evaluate) -> Config:
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
 
 
-def measure_loss(cmd: Evaluate, cfg: Config) -> Numbers:
+def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
     """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes."""
     mesh = build_mesh(cfg)
+    measured: list[Numbers] = []
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout, cfg.training.remat)
-        params, _ = load_params(cmd.checkpoint, cfg.model, arch, layout, mesh, cmd.weights)
-        corpus = load_corpus(cfg)
-        if cmd.split == "all":
-            everything = [grain.MapDataset.source(each) for each in corpus.train.values()]
-            corpus = replace(corpus, held_out=grain.MapDataset.concatenate(everything))
-        elif corpus.num_held_out == 0:
-            raise UserError("data.held_out_fraction=0 holds out nothing; split=all measures all documents")
-        return HeldOut(cfg, corpus, arch, mesh).evaluate(params)
+        held_out: HeldOut | None = None
+        for checkpoint in checkpoints:
+            params, _ = load_params(checkpoint, cfg.model, arch, layout, mesh, cmd.weights)
+            # After the first weights: the data may take long, and weights that are not there are found in a second.
+            held_out = held_out or HeldOut(cfg, _load_documents(cmd, cfg), arch, mesh)
+            measured.append(held_out.evaluate(params))
+    return measured
 
 
-def measure_answers(cmd: Evaluate, cfg: Config) -> Numbers:
-    """Return the mean reward of drawn answers to the last questions of conversations; for exact_match also pass@k."""
-    if cfg.task.documents != "conversation":
-        raise UserError(f"metric={cmd.metric} asks the questions of conversations; set task=sft and the data's columns")
-    reward = find_reward(cmd.metric)
-    model = load_pretrained(cmd.checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
-    questions, vocabulary = _questions(cmd, cfg)
-    special = special_tokens(vocabulary.backend)
-    ends = {vocabulary.eos, *find_stop_ids(model)} | {
-        word for each in questions for word in each.answer if word in special
-    }
-    how = Sampling(cmd.max_new_tokens, cmd.temperature, stop=tuple(sorted(ends)))
-
-    def text(tokens: list[int]) -> str:
-        return vocabulary.backend.decode(tokens).strip()
-
-    rewards = np.zeros((len(questions), cmd.num_samples))
-    at_once = max(1, cmd.batch_size // cmd.num_samples)
-    prompts = [each.prompt for each in questions]
-    answers = model.sample(prompts, how, cfg.seed, answers_per_prompt=cmd.num_samples, prompts_at_once=at_once)
-    for n, given in enumerate(answers):
-        row, sample = divmod(n, cmd.num_samples)
-        rewards[row, sample] = reward(text(given.tokens), text(questions[row].answer))
-    if cmd.metric != "exact_match":
-        best = {f"best_of_{cmd.num_samples}": float(rewards.max(1).mean())} if cmd.num_samples > 1 else {}
-        return {"reward": float(rewards.mean()), **best, "prompts": len(questions)}
-    correct = rewards.sum(1).astype(int)
-    chances = {f"pass@{k}": _pass_at(k, correct, cmd.num_samples) for k in _powers(cmd.num_samples)}
-    return {"exact_match": chances.pop("pass@1"), **chances, "prompts": len(questions)}
+def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
+    """The corpus with the documents of the split as those that are held out."""
+    corpus = load_corpus(cfg)
+    if cmd.split == "all":
+        everything = [grain.MapDataset.source(each) for each in corpus.train.values()]
+        return replace(corpus, held_out=grain.MapDataset.concatenate(everything))
+    if corpus.num_held_out == 0:
+        raise UserError("data.held_out_fraction=0 holds out nothing; split=all measures all documents")
+    return corpus
 
 
-def _pass_at(k: int, correct: np.ndarray, num_samples: int) -> float:
-    """Chance that one of k answers is right, from `num_samples` of each (Chen et al. 2021, arXiv:2107.03374)."""
-    return float(np.mean([1 - math.comb(num_samples - c, k) / math.comb(num_samples, k) for c in correct.tolist()]))
+def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
+    """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
+    terms, how = _find_rewards(cmd, cfg), cmd.how_to_draw
+    model = load_pretrained(checkpoints[0], cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
+    corpus = _load_prompts(cmd, cfg, model.cfg.context_length - how.max_new_tokens)
+    prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
+    if not prompts:
+        raise UserError("no prompt is held out; split=all takes all of them")
+    stop = chat_stop_ids(corpus.vocabulary, how.stop, model.files)
+    sampling = Sampling(how.max_new_tokens, how.temperature, how.top_k, how.top_p, how.min_p, stop)
+    measured: list[Numbers] = []
+    with (
+        Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
+        jax.set_mesh(model.mesh),
+        ExitStack() as files,
+    ):
+        scorer.try_out(prompts[0].text, prompts[0].columns)
+        samples = files.enter_context(_writable("samples", cmd.samples).open("w")) if cmd.samples else None
+        for checkpoint in checkpoints:
+            params = model.params
+            if checkpoint != checkpoints[0]:
+                params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
+            answers = model.sampler.rollout(
+                params,
+                [prompt.tokens for prompt in prompts],
+                sampling,
+                cfg.seed,
+                answers_per_prompt=cmd.num_samples,
+                prompts_at_once=max(1, cmd.batch_size // cmd.num_samples),
+            )
+            rows, num_errors = _score(cmd, prompts, answers, corpus.vocabulary, scorer)
+            if samples is not None:
+                lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
+                samples.writelines(f"{line}\n" for line in lines)
+            numbers = summarise(rows, [term.label for term in terms], cmd.num_samples)
+            alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
+            measured.append(alone | numbers | {"reward_errors": num_errors})
+    return measured
 
 
-def _powers(limit: int) -> list[int]:
-    return [1 << n for n in range(limit.bit_length())]
+def _score(
+    cmd: Evaluate, prompts: list[Prompt], answers: list[Answer], vocabulary: Vocabulary, scorer: Scorer
+) -> tuple[list[Row], int]:
+    """Return a row for each answer, all answers to the first prompt first, and how many scores are missing."""
+    rows: list[Row] = []
+    num_errors = 0
+    asked = [prompt for prompt in prompts for _ in range(cmd.num_samples)]
+    # The token that ends an answer is no part of its text.
+    texts = [vocabulary.backend.decode(each.tokens[: len(each.tokens) - each.stopped]) for each in answers]
+    size = max(1, cmd.batch_size // cmd.num_samples) * cmd.num_samples
+    for part in (slice(start, start + size) for start in range(0, len(asked), size)):
+        scores = scorer.score(
+            [prompt.text for prompt in asked[part]], texts[part], gather_columns(asked[part]), cmd.num_samples
+        )
+        num_errors += sum(scores.errors.values())
+        for number, (prompt, text, answer) in enumerate(zip(asked[part], texts[part], answers[part], strict=True)):
+            rows.append(
+                {
+                    "prompt": prompt.text,
+                    "answer": text,
+                    "reward": scores.total[number],
+                    **{f"reward_{label}": values[number] for label, values in scores.values.items()},
+                    "num_tokens": len(answer.tokens),
+                    "stopped": answer.stopped,
+                }
+            )
+    return rows, num_errors
 
 
-def _questions(cmd: Evaluate, cfg: Config) -> tuple[list[Question], Vocabulary]:
-    """At most `cmd.num_prompts` conversations, spread evenly over those of the split."""
-    prepared, vocabulary = prepare_corpus(cfg)
-    streams = [each.stream("held_out" if cmd.split == "held_out" else "train") for each in prepared.values()]
-    found = [
-        question
-        for stream in streams
-        for number in range(len(stream.sizes))
-        for question in cut_questions(stream.shard(number))
-    ]
-    if without := sum(stream.num_documents for stream in streams) - len(found):
-        log.warning("left out: %d conversations with no token of an answer", without)
-    if not found:
-        raise UserError("no conversation with an answer is held out; split=all asks all of them")
-    count = min(cmd.num_prompts, len(found))
-    return [found[index * len(found) // count] for index in range(count)], vocabulary
+def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
+    """Return the rewards that the command names, or those of the run."""
+    if cmd.metric != "reward":
+        return (RewardTerm(function=cmd.metric, weight=1.0),)
+    if cmd.rewards is not None:
+        return cmd.rewards
+    if not isinstance(cfg.task, Grpo):
+        raise UserError(f"metric=reward: task={cfg.task.name} has no rewards; name them: rewards=[gsm8k,format]")
+    return cfg.task.rewards
+
+
+def _load_prompts(cmd: Evaluate, cfg: Config, longest: int) -> PromptCorpus:
+    """Read the questions of conversations, whatever the task of the run is."""
+    sources = cfg.data.parts.values() if isinstance(cfg.data, Mixture) else [cfg.data]
+    if not all(isinstance(source, Rows) for source in sources):
+        raise UserError(
+            f"metric={cmd.metric} asks the questions of conversations, and data={cfg.data.source} has none; give rows, "
+            "like data=jsonl, csv, parquet or hf, and data.columns"
+        )
+    system = cmd.system or (cfg.task.system if isinstance(cfg.task, Prompted) else None)
+    task = Prompted(name=cfg.task.name, chat_template=cfg.task.chat_template, loss=None, system=system)
+    return load_prompts(cfg.model_copy(update={"task": task}), longest)
 
 
 def _without_split(cfg: Config) -> Config:
@@ -147,8 +232,6 @@ def _without_split(cfg: Config) -> Config:
         return cfg.model_copy(update={"data": cfg.data.model_copy(update={"parts": parts})})
     return cfg.model_copy(update={"data": cfg.data.model_copy(update=nothing)})
 
-
-METRICS = {"loss": measure_loss, **dict.fromkeys(REWARDS, measure_answers)}
 
 if __name__ == "__main__":
     sys.exit(command.run_command(Evaluate, evaluate))

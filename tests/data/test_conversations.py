@@ -2,7 +2,6 @@
 
 import csv
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +10,11 @@ from support.harness import RUN, SMALL, metrics
 import tunix
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.config.task import Prompted
 from tunix.data.corpus import load_corpus
 from tunix.data.documents import read_documents
+from tunix.data.prompts import load_prompts
 from tunix.data.tokenize import find_units
-from tunix.evaluate import _questions
 from tunix.sources.docstrings import read_questions
 from tunix.tokenizer.chat import PLAIN, ChatTemplate
 from tunix.training.held_out import HeldOut
@@ -167,7 +167,7 @@ def test_rows_without_a_conversation(tmp_path):
         load_corpus(compose([*SMALL, "task=sft"]).config)
 
 
-def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path, caplog):
+def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ""}]} for n in range(40)
     ]
@@ -179,9 +179,9 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path, caplog):
     cfg = compose(words).config
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
         HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg))
-    with pytest.raises(UserError, match="no conversation with an answer is held out"):
-        _questions(SimpleNamespace(split="held_out"), cfg)
-    assert "conversations with no token of an answer" in caplog.text
+    task = Prompted(name="sft", chat_template=cfg.task.chat_template, loss=None, system=None)
+    with pytest.raises(UserError, match=r"data.source=jsonl: no document with text in it \(40 empty"):
+        load_prompts(cfg.model_copy(update={"task": task}), 8)
 
 
 def test_docstrings_are_questions_with_answers():

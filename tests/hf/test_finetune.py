@@ -20,11 +20,12 @@ from tunix.cli.command import read_settings, run_command
 from tunix.cli.compose import compose
 from tunix.config import Evaluate, Export, Generate
 from tunix.data.corpus import load_corpus
-from tunix.evaluate import _pass_at, evaluate
+from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import Speaker
 from tunix.inference.pretrained import load_pretrained
 from tunix.models.paths import named
+from tunix.rl.quality import pass_at
 from tunix.sharding.arrays import to_global
 from tunix.training.losses import next_token_loss
 
@@ -33,7 +34,7 @@ SFT = [
     "task=sft", "data=conversations_csv", "data.paths=[talk.csv]", "data.held_out_fraction=0.2", "loading.packing=pad",
     "training.seq_len=64", "training.loss_chunk_size=64", "training.micro_batch_size=4", "training.mixed_precision=fp32",
     "training.max_steps=30", "evaluation.every_steps=10", "evaluation.sample_tokens=0", "model.mesh_shape=[[2],[fsdp]]",
-    "distributed.allow_idle_devices=true", "hydra.run.dir=run",
+    "distributed.allow_idle_devices=true", "hydra.run.dir=run", "checkpoint.save_every_steps=15",
 ]  # fmt: skip
 
 NUMBERS = ("loss", "perplexity", "bits_per_byte", "eval_tokens")
@@ -146,6 +147,32 @@ def test_a_tuned_run(tuned, hf_dir, tmp_path, monkeypatch, capsys):
     code, _, numbers = command(monkeypatch, capsys, "checkpoint=run", "max_new_tokens=4", *sampled)
     assert code == 0
     assert 0 < numbers["exact_match"] < numbers["pass@2"] < numbers["pass@4"] <= 1
+    assert numbers["exact_match"] == numbers["accuracy"] == numbers["reward"] < numbers["best_of_5"]
+
+
+def test_a_sweep_over_checkpoints(tuned, monkeypatch, capsys):
+    folder, result = tuned
+    monkeypatch.chdir(folder)
+    code, _, numbers = command(monkeypatch, capsys, "checkpoint=run", "step=all")
+    assert (code, [each["step"] for each in numbers["steps"]]) == (0, [15, 30])
+    assert [each["loss"] for each in numbers["steps"]][1] == result.held_out["loss"] < numbers["steps"][0]["loss"]
+
+    rewards = "rewards=[exact_match,{function: length, weight: 100}]"
+    words = ["metric=reward", rewards, "sampling.max_new_tokens=3", "max_new_tokens=4", "num_prompts=5", "step=[30,15]"]
+    code, _, numbers = command(monkeypatch, capsys, "checkpoint=run", *words, "samples=samples.jsonl")
+    last = numbers["steps"][0]
+    length = -len("merged") / 1000
+    assert (code, last["step"], last["prompts"]) == (0, 30, 5)
+    assert (last["accuracy"], last["reward_exact_match"], last["truncated"], last["reward_errors"]) == (1, 1, 0, 0)
+    assert last["reward_length"] == pytest.approx(length)
+    assert last["reward"] == pytest.approx(1 + 100 * length)
+    assert last["answer_tokens"] == 2  # the word and the end
+    lines = [json.loads(line) for line in Path("samples.jsonl").read_text().splitlines()]
+    assert [Path(line["checkpoint"]).name for line in lines] == ["30"] * 5 + ["15"] * 5
+    assert lines[0]["prompt"].endswith("a few words?<end>\n<assistant>") or lines[0]["prompt"]
+    assert (lines[0]["answer"], lines[0]["stopped"], lines[0]["num_tokens"]) == ("merged", True, 2)
+    code, _, numbers = command(monkeypatch, capsys, "checkpoint=run", "step=15")
+    assert (numbers["step"], "steps" in numbers) == (15, False)
 
 
 def test_a_hugging_face_directory(tuned, hf_dir, monkeypatch, capsys):
@@ -230,14 +257,21 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
         (["checkpoint=run", "tokenizer.path=x"], "tokenizer.path=x: a run is measured with the tokenizer that it was"),
         (["checkpoint=nowhere"], "checkpoint=nowhere is neither a folder nor the ID of a model"),
         ([], "checkpoint must be given: a run's folder"),
-        (["checkpoint=run", "metric=exact"], "metric=exact: expected one of loss, exact_match, or package.module:name; did you mean exact_match?"),
+        (["checkpoint=run", "metric=exact"], "metric=exact: expected one of loss, reward, gsm8k, math_verify, exact_match, format, length, or package.module:name; did you mean exact_match?"),
         (["checkpoint=run", "num_promts=3"], "unknown key num_promts"),
         (["checkpoint=run", "num_samples=3"], "num_samples=3 answers are all the same at temperature=0"),
         (["checkpoint=run", "output=none/results.json"], "output=none/results.json: there is no folder none"),
         (["checkpoint=run", "output=run"], "output=run is a folder; name a file to write"),
         (["checkpoint=run", "data.held_out_fraction=0"], "data.held_out_fraction=0 holds out nothing; split=all"),
-        (["checkpoint=run/checkpoints/7"], "has no checkpoint of step 7; it has 30"),
-        (["checkpoint=HF", "metric=exact_match"], "metric=exact_match asks the questions of conversations; set task=sft"),
+        (["checkpoint=run/checkpoints/7"], "has no checkpoint of step 7; it has 15, 30"),
+        (["checkpoint=run", "step=7"], "step=7: run/checkpoints has no checkpoint of 7; it has 15, 30"),
+        (["checkpoint=run/checkpoints/30", "step=all"], "checkpoint=run/checkpoints/30 is one checkpoint; give the folder of a run"),
+        (["checkpoint=run", "metric=reward"], "metric=reward: task=sft has no rewards; name them: rewards=[gsm8k,format]"),
+        (["checkpoint=run", "metric=gsm8k", "rewards=[format]"], "rewards are given, and metric=gsm8k; set metric=reward"),
+        (["checkpoint=run", "metric=reward", "rewards=[gsmk]"], "rewards.0.function=gsmk: expected one of gsm8k, "),
+        (["checkpoint=run", "metric=gsm8k", "max_new_tokens=4"], "rewards: gsm8k fails: ValueError: the data's answer 'merged' has no number"),
+        (["checkpoint=run", "sampling=gready"], "sampling=gready: conf/sampling has no such file; choose from default, greedy, liberal, standard; did you mean greedy?"),
+        (["checkpoint=HF", "metric=exact_match"], "metric=exact_match asks the questions of conversations, and data=python_stdlib has none"),
     ],
 )  # fmt: skip
 def test_mistakes(words, message, tuned, hf_dir, monkeypatch, capsys):
@@ -252,5 +286,5 @@ def test_mistakes(words, message, tuned, hf_dir, monkeypatch, capsys):
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
     rng, right = np.random.default_rng(0), np.array([0, 1, 3, 6])
     draws = [[rng.choice(6, 2, replace=False) < count for _ in range(20_000)] for count in right]
-    assert _pass_at(2, right, 6) == pytest.approx(np.mean([each.any() for row in draws for each in row]), abs=0.01)
-    assert _pass_at(1, right, 6) == pytest.approx(right.mean() / 6)
+    assert pass_at(2, right, 6) == pytest.approx(np.mean([each.any() for row in draws for each in row]), abs=0.01)
+    assert pass_at(1, right, 6) == pytest.approx(right.mean() / 6)

@@ -6,7 +6,9 @@ from pydantic import Field, model_validator
 
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, Flag, Positive, Section, Seed, Share, Temperature
+from tunix.config.answers import Sampling
 from tunix.config.model import MeshShape
+from tunix.config.rewards import RewardTerms
 from tunix.rewards import REWARDS
 
 
@@ -86,30 +88,60 @@ class Evaluate(Section):
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
-    metric: entry_of(("loss", *REWARDS))  # type: ignore[valid-type]
-    """loss: loss, perplexity and bits per byte; exact_match: the share of conversations whose last answer is given
-    word for word; `package.module:name`: a reward of your own for each answer (docs/extending.md)."""
+    step: Count | tuple[Count, ...] | Literal["all"] | None
+    """Of a run: the checkpoint of this step, of several steps, or all that are kept; null is the one that `checkpoint`
+    names."""
+    metric: entry_of(("loss", "reward", *REWARDS))  # type: ignore[valid-type]
+    """loss: loss, perplexity and bits per byte; reward: the model answers the questions of conversations, and `rewards`
+    score its answers; the name of one reward, or `package.module:name`, is the same with this reward alone."""
+    rewards: RewardTerms | None
+    """reward: what scores an answer, each a name or {function, weight}; the first says which answers are right. null
+    takes the rewards of the run."""
+    reward_processes: Count
+    """reward: processes that score."""
+    reward_timeout_s: Positive
+    """reward: seconds that a reward may take for the answers of one batch."""
+    reward_errors: Literal["zero", "stop"]
+    """reward: an answer that cannot be scored counts as 0 and is counted in reward_errors, or ends the command."""
     split: Literal["held_out", "all"]
     """Held-out documents, or all documents."""
     output: str
     """The JSON file to write."""
+    samples: str | None
+    """reward: a JSONL file to write, with each prompt, answer and score; null writes none."""
     num_prompts: Count
-    """exact_match: conversations to answer, spread evenly; fewer if there are fewer."""
+    """reward: conversations to answer, spread evenly; fewer if there are fewer."""
     num_samples: Count
-    """exact_match: answers drawn for each; pass@k is told for k = 1, 2, 4, ... up to this."""
+    """reward: answers drawn for each; pass@k is computed for k = 2, 4, 8, ... up to this."""
+    system: str | None
+    """reward: message of the system before each question that has none of its own; null takes that of the run."""
+    sampling: Sampling
+    """reward: how answers are drawn; a file of conf/sampling, or single keys."""
     max_new_tokens: Count
-    """exact_match: longest answer, in tokens."""
-    temperature: Temperature
-    """exact_match: logits are divided by it; 0 takes the likeliest token."""
+    """reward: longest answer, in tokens, in place of sampling.max_new_tokens."""
+    temperature: Temperature | None
+    """reward: in place of sampling.temperature; null keeps that."""
     batch_size: Count
-    """exact_match: answers drawn at one time."""
+    """reward: answers drawn, and scored, at one time."""
     overrides: tuple[str, ...]
     """Words with keys of training; those on the command line come here."""
 
+    @property
+    def how_to_draw(self) -> Sampling:
+        """`sampling`, with the keys that stand in place of its own."""
+        temperature = self.sampling.temperature if self.temperature is None else self.temperature
+        own = {"max_new_tokens": self.max_new_tokens, "temperature": temperature}
+        return self.sampling.model_copy(update=own)
+
     @model_validator(mode="after")
     def _check(self) -> "Evaluate":
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError(f"num_samples={self.num_samples} answers are all the same at temperature=0; raise it")
+        if self.num_samples > 1 and self.how_to_draw.temperature == 0:
+            raise ValueError(
+                f"num_samples={self.num_samples} answers are all the same at temperature=0; raise it, or set "
+                "sampling=standard"
+            )
+        if self.rewards is not None and self.metric != "reward":
+            raise ValueError(f"rewards are given, and metric={self.metric}; set metric=reward")
         return self
 
 

@@ -4,10 +4,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from tunix.base.dotted import NameOrPath, entry_of
+from tunix.base.dotted import NameOrPath
 from tunix.base.errors import UserError
 from tunix.base.section import Count, Positive, PositiveOrZero, Section, Share
-from tunix.rewards import REWARDS
+from tunix.config.rewards import RewardTerms
 
 
 class Task(Section):
@@ -53,20 +53,6 @@ class Prompted(Task):
     """Message of the system before each prompt that has none of its own; null for none."""
 
 
-class RewardTerm(Section):
-    """One term of the reward of an answer, which is the sum of all terms."""
-
-    function: entry_of(REWARDS)  # type: ignore[valid-type]
-    """A reward by name, or `package.module:name` of your own (docs/post_training.md)."""
-    weight: Annotated[float, Field(allow_inf_nan=False)]
-    """Its score is multiplied by this."""
-
-    @property
-    def label(self) -> str:
-        """Name of the term in metrics.jsonl and samples.jsonl."""
-        return self.function.rpartition(":")[2]
-
-
 class Grpo(Prompted):
     """The model answers prompts, and learns from the rewards of its answers, each compared with its group."""
 
@@ -106,12 +92,12 @@ class Grpo(Prompted):
     """An answer that is cut at sampling.max_new_tokens: counts with its reward, has no loss, or gets the reward 0."""
     oversample: Annotated[Positive, Field(ge=1)]
     """Prompts that are answered, per prompt that a step is made of. Groups with unlike rewards come first."""
-    rewards: Annotated[tuple[RewardTerm, ...], Field(min_length=1)]
-    """Terms of the reward, each {function: NAME, weight: NUMBER}."""
+    rewards: RewardTerms
+    """Terms of the reward, each {function: NAME, weight: NUMBER}, or a name alone, which has the weight 1."""
     reward_processes: Count
     """Processes that compute rewards, on each host of the run."""
     reward_timeout_s: Positive
-    """Seconds that the rewards of one step may take; answers without one by then are counted as errors."""
+    """Seconds that one reward may take for the answers of a rollout; an answer without a score by then is an error."""
     reward_errors: Literal["zero", "stop"]
     """A reward that fails: counts as 0 and is counted in reward_errors, or ends the run."""
     rollout_rows: Count | None
