@@ -97,7 +97,9 @@ def _config(cmd: Evaluate) -> Config:
     if given := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
         raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
     origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
-    cfg = compose.compose([origin, *cmd.overrides]).config
+    if given := next((word for word in cmd.overrides if word.lstrip("+").startswith("sampling.max_new_tokens=")), None):
+        raise UserError(f"{given}: this command has the key max_new_tokens for it")
+    cfg = compose.compose([origin, "sampling=greedy", *cmd.overrides]).config
     if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
     own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
@@ -133,14 +135,21 @@ def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
 
 def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
     """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
-    terms, how = _find_rewards(cmd, cfg), cmd.how_to_draw
+    terms = _find_rewards(cmd, cfg)
+    how = cfg.sampling
+    temperature = how.temperature if cmd.temperature is None else cmd.temperature
+    if cmd.num_samples > 1 and temperature == 0:
+        raise UserError(
+            f"num_samples={cmd.num_samples} answers are all the same at temperature=0; raise it, or set "
+            "sampling=standard"
+        )
     model = load_pretrained(checkpoints[0], cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
-    corpus = _load_prompts(cmd, cfg, model.cfg.context_length - how.max_new_tokens)
+    corpus = _load_prompts(cmd, cfg, model.cfg.context_length - cmd.max_new_tokens)
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
     stop = chat_stop_ids(corpus.vocabulary, how.stop, model.files)
-    sampling = Sampling(how.max_new_tokens, how.temperature, how.top_k, how.top_p, how.min_p, stop)
+    sampling = Sampling(cmd.max_new_tokens, temperature, how.top_k, how.top_p, how.min_p, stop)
     measured: list[Numbers] = []
     with (
         Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,

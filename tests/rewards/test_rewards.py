@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from tunix.rewards import REWARDS
-from tunix.rewards.answers import find_marked, read_number
+from tunix.rewards.correctness import find_marked, read_number
 from tunix.rewards.reward import call_reward
 from tunix.rewards.worker import score
 

@@ -13,7 +13,6 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from tunix.cli import compose
 from tunix.cli.keys import list_keys
 from tunix.cli.mistakes import explain_errors, validate
 from tunix.config import Section
@@ -35,18 +34,10 @@ def run_command(section: type[S], work: Callable[[S], None]) -> int:
         for key, field in list_keys(section):
             print(f"  {key:24} {' '.join((field.description or '').split())}")
         return 0
-    own = [word for word in words if "overrides" not in section.model_fields or _is_own(section, word)]
-    others = [word for word in words if word not in own]
+    fields = section.model_fields
+    others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
+    own = [word for word in words if word not in others]
     return exits.report_errors(lambda: work(read_settings(section, own, {"overrides": others} if others else {})))
-
-
-def _is_own(section: type[Section], word: str) -> bool:
-    """Return whether a word sets a key of the section, like `step=3`, or one below it, like `sampling.top_k=5`."""
-    name, _, below = word.partition("=")[0].partition(".")
-    field = section.model_fields.get(name)
-    if field is None:
-        return False
-    return not below or (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -67,7 +58,6 @@ def read_settings(section: type[S], words: list[str], more: dict[str, Any] | Non
     with explain_errors(section):
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(CONF / "command"), version_base="1.3"):
-            # The group `sampling` of training is one of a command too.
-            composed = hydra.compose(section.__name__.lower(), compose.add_search_path(words, CONF))
+            composed = hydra.compose(section.__name__.lower(), words)
         values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return validate(section, values | (more or {}))

@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, Flag, Positive, Section, Seed, Share, Temperature
-from tunix.config.answers import Sampling
 from tunix.config.model import MeshShape
 from tunix.config.rewards import RewardTerms
 from tunix.rewards import REWARDS
@@ -115,31 +114,18 @@ class Evaluate(Section):
     """reward: answers drawn for each; pass@k is computed for k = 2, 4, 8, ... up to this."""
     system: str | None
     """reward: message of the system before each question that has none of its own; null takes that of the run."""
-    sampling: Sampling
-    """reward: how answers are drawn; a file of conf/sampling, or single keys."""
     max_new_tokens: Count
-    """reward: longest answer, in tokens, in place of sampling.max_new_tokens."""
+    """reward: longest answer, in tokens; it stands in place of sampling.max_new_tokens."""
     temperature: Temperature | None
-    """reward: in place of sampling.temperature; null keeps that."""
+    """reward: logits are divided by it; 0 takes the likeliest token. null is that of sampling=greedy, which is 0, or of
+    another file of conf/sampling: sampling=standard."""
     batch_size: Count
     """reward: answers drawn, and scored, at one time."""
     overrides: tuple[str, ...]
     """Words with keys of training; those on the command line come here."""
 
-    @property
-    def how_to_draw(self) -> Sampling:
-        """`sampling`, with the keys that stand in place of its own."""
-        temperature = self.sampling.temperature if self.temperature is None else self.temperature
-        own = {"max_new_tokens": self.max_new_tokens, "temperature": temperature}
-        return self.sampling.model_copy(update=own)
-
     @model_validator(mode="after")
     def _check(self) -> "Evaluate":
-        if self.num_samples > 1 and self.how_to_draw.temperature == 0:
-            raise ValueError(
-                f"num_samples={self.num_samples} answers are all the same at temperature=0; raise it, or set "
-                "sampling=standard"
-            )
         if self.rewards is not None and self.metric != "reward":
             raise ValueError(f"rewards are given, and metric={self.metric}; set metric=reward")
         return self

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tunix.base.dotted import entry_of
 from tunix.base.section import Section
@@ -27,5 +27,11 @@ def _read_term(value: Any) -> Any:
     return {"function": value, "weight": 1.0} if isinstance(value, str) else value
 
 
+def _check_some(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
+    if not terms:
+        raise ValueError("give at least one")
+    return terms
+
+
 # The type of a key that lists rewards. A name alone has the weight 1: [gsm8k, {function: format, weight: 0.2}].
-RewardTerms = Annotated[tuple[Annotated[RewardTerm, BeforeValidator(_read_term)], ...], Field(min_length=1)]
+RewardTerms = Annotated[tuple[Annotated[RewardTerm, BeforeValidator(_read_term)], ...], AfterValidator(_check_some)]

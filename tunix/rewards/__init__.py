@@ -2,12 +2,12 @@
 
 A reward is `fn(prompts, completions, **columns) -> list[float]`: texts of prompts, texts of the answers to them, and
 the columns of the data, each a list with a value for each answer. Read `reward` first: it calls one and checks what it
-returns. `answers` has rewards for right answers, `style` for their form, and `worker` is the process in which
+returns. `correctness` has rewards for right answers, `style` for their form, and `worker` is the process in which
 `tunix.rl.scoring` runs them.
 """
 
 from tunix.base.dotted import import_object, is_dotted
-from tunix.rewards.answers import exact_match, gsm8k, math_verify
+from tunix.rewards.correctness import exact_match, gsm8k, math_verify
 from tunix.rewards.reward import Reward
 from tunix.rewards.style import format_tags, length
 
