@@ -84,7 +84,7 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
         if ".lora." not in path:
             continue
         name = names[path.replace("lora.a", "w").replace("lora.b", "w")]
-        if name.parts > 1:
+        if name.fused:
             raise UserError(
                 f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
                 "set merge_lora=true"

@@ -9,8 +9,12 @@ from tunix.config.values import CONF
 
 # Keys that are new, with the value that means what runs did before there was such a key.
 ADDED: dict[str, Any] = {
-    "training.ema_decay": None, "task.loss": None, "checkpoint.verify": "always", "loading.verify": "once",
-}  # fmt: skip
+    "training.ema_decay": None,
+    "task.loss": None,
+    "checkpoint.verify": "always",
+    "loading.verify": "once",
+    "model.unrotated_every": None,
+}
 # Keys that are gone, with their new form for people who type them.
 GONE = {"logging.tensorboard": "logging.sinks=[jsonl,tensorboard] names what is written"}
 
@@ -59,4 +63,11 @@ def _add_sampling(values: dict[Any, Any]) -> None:
         values.setdefault("sampling", OmegaConf.to_container(OmegaConf.load(CONF / "sampling" / "default.yaml")))
 
 
-CHANGES = (_name_sinks, _split_mlp, _add_sampling)
+def _name_biases(values: dict[Any, Any]) -> None:
+    """A flag gave a bias to all projections, or to none."""
+    model = values.get("model", {})
+    if isinstance(model.get("biases"), bool):
+        model["biases"] = "attention|mlp" if model["biases"] else None
+
+
+CHANGES = (_name_sinks, _split_mlp, _name_biases, _add_sampling)

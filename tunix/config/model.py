@@ -7,10 +7,14 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
+from tunix.config.values import CONF
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
+
+# Families: each has a file of values, and a row in `FAMILIES` of hf/names.py.
+FAMILY_NAMES = tuple(sorted({path.stem for path in (CONF / "model" / "family").glob("*.yaml")} - {"common"}))
 
 # Attention kernels. Each is a function, given by its place so that this module needs no jax; `models/attention.py` has
 # those of tunix, and says what a kernel takes and gives.
@@ -67,6 +71,12 @@ class RopeYarn(RopeLinear):
 PROJECTIONS = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
 
 
+def _match_projections(pattern: str | None) -> str | None:
+    if pattern is not None and not any(re.search(pattern, name) for name in PROJECTIONS):
+        raise ValueError(f"matches none of {', '.join(PROJECTIONS)}")
+    return pattern
+
+
 class Lora(Section):
     """Low-rank updates of frozen matrices (Hu et al. 2021, arXiv:2106.09685)."""
 
@@ -86,12 +96,7 @@ class Lora(Section):
     """Keep the frozen matrices of attention and MLP in 8 or 4 bits, with a scale for each 32 weights; null keeps them
     in training.param_dtype. Needs qwix."""
 
-    @field_validator("targets")
-    @classmethod
-    def _matches(cls, pattern: str) -> str:
-        if not any(re.search(pattern, name) for name in PROJECTIONS):
-            raise ValueError(f"matches none of {', '.join(PROJECTIONS)}")
-        return pattern
+    _matches = field_validator("targets")(_match_projections)
 
 
 class GatedMlp(Section):
@@ -119,7 +124,7 @@ RopeScaling = Annotated[RopeUnscaled | RopeLinear | RopeLlama3 | RopeYarn, Field
 class Model(Section):
     """A decoder's architecture and size, and the mesh it is laid out on."""
 
-    family: Literal["gemma3", "gpt2", "llama", "olmo2", "qwen3"]
+    family: Literal[FAMILY_NAMES]  # type: ignore[valid-type]
     """Whose names and config.json the model has in Hugging Face's files."""
     vocab_size: Count
     """Rows of the embedding table, at least the tokenizer's tokens; `auto`: their number rounded up to 128s."""
@@ -147,6 +152,8 @@ class Model(Section):
     """RoPE base of global layers; null with learned positions."""
     local_rope_theta: Positive | None
     """RoPE base of local layers; null where there are none."""
+    unrotated_every: Count | None
+    """Every n-th layer leaves queries and keys as they are (arXiv:2305.19466); null rotates in every layer."""
     rope_scaling: RopeScaling
     """How RoPE is stretched over a longer context, in global layers."""
     query_scale: Positive
@@ -161,8 +168,8 @@ class Model(Section):
     """Norm of queries and keys: none, of each head, of all heads together."""
     mlp: Mlp
     """The part of a block that works on each token alone."""
-    biases: Flag
-    """Biases in the projections of attention and MLP."""
+    biases: Regex | None
+    """Regular expression of the projections with a bias, of those that `model.lora.targets` names; null for none."""
     tied_head: Flag
     """Logits are taken with the embedding table; false gives them a table of their own."""
     scaled_embedding: Flag
@@ -177,6 +184,8 @@ class Model(Section):
     mesh_shape: MeshShape
     """Device mesh: `[[sizes], [axis names]]` of the axes dp, fsdp, tp in any order, one -1 to fill; or `auto`, all
     devices on fsdp."""
+
+    _matches = field_validator("biases")(_match_projections)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -194,6 +203,10 @@ class Model(Section):
 
     def is_global(self, layer: int) -> bool:
         return (layer + 1) % self.global_every == 0
+
+    def is_rotated(self, layer: int) -> bool:
+        """Return whether the layer rotates its queries and keys, where positions are rotations."""
+        return self.unrotated_every is None or (layer + 1) % self.unrotated_every != 0
 
     @model_validator(mode="after")
     def _check(self) -> "Model":

@@ -16,10 +16,14 @@ NOT_THE_DECODER = {
     "cache_implementation", "_name_or_path", "max_window_layers", "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
+    "residual_dropout", "original_max_position_embeddings",
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
-LAYER_KEYS = {"layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern"}
+LAYER_KEYS = {
+    "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
+    "no_rope_layer_interval",
+}  # fmt: skip
 # rope_type -> our name, and its keys: theirs -> (ours, what it means to leave it out).
 SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
     "default": ("none", {}),
@@ -103,14 +107,30 @@ def _derived(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Which layers are local: every n-th attends to everything."""
-    every = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 1
+    """Return n of every n-th layer that attends to everything, and of every n-th that has no positions."""
+    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
+    if every == 0:  # no layer attends to everything
+        every = num_layers + 1
+    if every is None or raw.get("sliding_window") is None:
+        every = 1
     types = raw.get("layer_types")
     if types is not None:
         every = types.index(FULL) + 1 if FULL in types else num_layers + 1
         if types != [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]:
             raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
-    return {"global_every": every, "sliding_window": raw.get("sliding_window") if every > 1 else None}
+    window = raw.get("sliding_window") if every > 1 else None
+    return {"global_every": every, "sliding_window": window, "unrotated_every": _unrotated(raw, num_layers)}
+
+
+def _unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
+    """Return n where every n-th layer has no positions; None where all have."""
+    every = raw.get("no_rope_layer_interval")
+    rotated = raw.get("no_rope_layers")  # despite its name, 1 for a layer that is rotated
+    if rotated is not None:
+        every = rotated.index(0) + 1 if 0 in rotated else None
+        if rotated != [int(every is None or (layer + 1) % every != 0) for layer in range(num_layers)]:
+            raise ValueError(f"no_rope_layers={rotated} is not understood; every n-th layer must be 0")
+    return every
 
 
 def _rope(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +160,7 @@ def _rope(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     unknown = {key: value for key, value in given.items() if (key, value) not in UNSCALED}
     if unknown:
         raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
-    local = nearby["rope_theta"] if values["global_every"] > 1 else None
+    local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 else None
     return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling}
 
 
@@ -160,8 +180,17 @@ def write_config(model: Model) -> dict[str, Any]:
     given = {theirs: scaling[ours] for theirs, (ours, _) in keys.items() if scaling[ours] is not None}
     config["rope_theta"] = model.rope_theta
     config["rope_scaling"] = {"rope_type": kind, **given} if given else None
-    if model.global_every > 1:
-        config["rope_local_base_freq"] = model.local_rope_theta
+    if model.unrotated_every is not None:
+        config["no_rope_layer_interval"] = model.unrotated_every
+        config["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
+    if model.global_every > 1 and family.absent.get("sliding_window_pattern") != 0:
+        if "rope_local_base_freq" in family.absent:
+            config["rope_local_base_freq"] = model.local_rope_theta
+        else:  # transformers 5 would give local layers the rotations that it has by default
+            config["rope_parameters"] = {
+                FULL: {"rope_type": kind, "rope_theta": model.rope_theta, **given},
+                SLIDING: {"rope_type": "default", "rope_theta": model.local_rope_theta},
+            }
         config["layer_types"] = [FULL if model.is_global(layer) else SLIDING for layer in range(model.num_layers)]
     return config
 

@@ -1,7 +1,7 @@
 """Hugging Face's names, one entry per family: the keys of config.json and the tensors in the files. Imports no jax.
 
-To add a family: its values in conf/model/family/, an entry in `FAMILIES`, its name in `config.Model.family`, and a tiny
-model of it in tests/parity/make.py.
+To add a family: its values in conf/model/family/NAME.yaml, an entry in `FAMILIES`, and a tiny model of it in
+tests/models/parity/make.py.
 """
 
 import re
@@ -13,14 +13,18 @@ from typing import Any
 class Name:
     """Place of a weight in the files.
 
-    `dims` are its dimensions there, by letter (sharding/dims.py): a matrix "NH,D" has num_heads * head_dim rows. Where
-    one tensor holds several weights side by side along its last dimension, the weight is part `part` of `parts`.
+    `dims` are its dimensions there, by letter (sharding/dims.py): a matrix "NH,D" has num_heads * head_dim rows. One
+    tensor may hold several weights, one after the other along its dimension `fused_dim`. Then `fused` has their sizes
+    along it, and the weight is number `part` of them:
+
+        qkv_proj [NH + KH + KH, D], fused = ("NH", "KH", "KH"), fused_dim = 0:   | q | k | v |  are its rows
     """
 
     tensor: str  # {} is the number of the layer
     dims: str
     part: int = 0
-    parts: int = 1
+    fused: tuple[str, ...] = ()
+    fused_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,30 @@ LLAMA_ABSENT = {
 }  # fmt: skip
 
 
+QKV = ("NH", "KH", "KH")  # queries, keys and values in one tensor
+
+
+def fused(names: dict[str, Name], tensor: str, *parts: tuple[str, str]) -> dict[str, Name]:
+    """Put weights, given as (parameter, rows), into one tensor of each layer, one after the other."""
+    rows = tuple(letters for _, letters in parts)
+    return names | {
+        f"blocks.{path}.w": Name(f"model.layers.{{}}.{tensor}.weight", f"{letters},D", part, rows)
+        for part, (path, letters) in enumerate(parts)
+    }
+
+
+def qkv_biases() -> dict[str, Name]:
+    """Return the names of the biases of queries, keys and values."""
+    return {
+        f"blocks.attention.{x}.bias.b": Name(f"model.layers.{{}}.self_attn.{x}_proj.bias", letters)
+        for x, letters in zip("qkv", QKV, strict=True)
+    }
+
+
+# Families whose config.json has one window for all layers, or null.
+ALL_LOCAL = {"sliding_window": None, "sliding_window_pattern": 0}
+
+
 def qk_norm(*dims: str) -> dict[str, Name]:
     """Return the names of the norms of queries and of keys, whose scales have these dimensions."""
     return {
@@ -82,10 +110,12 @@ def renamed(names: dict[str, Name], **tensors: str) -> dict[str, Name]:
 def gpt2_names() -> dict[str, Name]:
     """Return the names of GPT-2, which stores matrices transposed, and q, k and v side by side in one tensor."""
 
-    def linear(path: str, tensor: str, inner: str, outer: str, part: int = 0, parts: int = 1) -> dict[str, Name]:
+    def linear(path: str, tensor: str, inner: str, outer: str, part: int = 0, fused=()) -> dict[str, Name]:
         return {
-            f"blocks.{path}.w": Name(f"transformer.h.{{}}.{tensor}.weight", f"{inner},{outer}", part, parts),
-            f"blocks.{path}.bias.b": Name(f"transformer.h.{{}}.{tensor}.bias", outer, part, parts),
+            f"blocks.{path}.w": Name(
+                f"transformer.h.{{}}.{tensor}.weight", f"{inner},{outer}", part, fused, fused_dim=1
+            ),
+            f"blocks.{path}.bias.b": Name(f"transformer.h.{{}}.{tensor}.bias", outer, part, fused),
         }
 
     def norm(path: str, tensor: str) -> dict[str, Name]:
@@ -98,9 +128,9 @@ def gpt2_names() -> dict[str, Name]:
         "embedding.table": Name("transformer.wte.weight", "V,D"),
         "positions.table": Name("transformer.wpe.weight", "P,D"),
         **norm("blocks.pre_attention", "h.{}.ln_1"),
-        **linear("attention.q", "attn.c_attn", "D", "NH", 0, 3),
-        **linear("attention.k", "attn.c_attn", "D", "KH", 1, 3),
-        **linear("attention.v", "attn.c_attn", "D", "KH", 2, 3),
+        **linear("attention.q", "attn.c_attn", "D", "NH", 0, QKV),
+        **linear("attention.k", "attn.c_attn", "D", "KH", 1, QKV),
+        **linear("attention.v", "attn.c_attn", "D", "KH", 2, QKV),
         **linear("attention.o", "attn.c_proj", "NH", "D"),
         **norm("blocks.pre_mlp", "h.{}.ln_2"),
         **linear("mlp.up", "mlp.c_fc", "D", "F"),
@@ -152,6 +182,70 @@ FAMILIES = {
         keys=LLAMA_KEYS,
         fixed={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
         absent=LLAMA_ABSENT | {"max_position_embeddings": 32768, "head_dim": 128},
+    ),
+    "qwen2": Family(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        names=LLAMA_NAMES | qkv_biases(),
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",), "use_sliding_window": (False,)},
+        absent=LLAMA_ABSENT | {"max_position_embeddings": 32768},
+    ),
+    "seed_oss": Family(
+        model_type="seed_oss",
+        architecture="SeedOssForCausalLM",
+        names=LLAMA_NAMES | qkv_biases(),
+        keys=LLAMA_KEYS,
+        fixed={
+            "hidden_act": ("silu",), "attention_bias": (True,), "attention_out_bias": (False,), "mlp_bias": (False,),
+        },
+        absent=LLAMA_ABSENT | {"max_position_embeddings": 524288, "head_dim": 128},
+    ),
+    "mistral": Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        names=LLAMA_NAMES,
+        keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
+        fixed={"hidden_act": ("silu",)},
+        absent=LLAMA_ABSENT | ALL_LOCAL | {"max_position_embeddings": 131072},
+    ),
+    "phi3": Family(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        names=fused(
+            fused(
+                LLAMA_NAMES, "self_attn.qkv_proj", ("attention.q", "NH"), ("attention.k", "KH"), ("attention.v", "KH")
+            ),
+            "mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"),
+        ),
+        keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "partial_rotary_factor": (1.0,)},
+        absent=LLAMA_ABSENT | ALL_LOCAL | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "smollm3": Family(
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        names=LLAMA_NAMES,
+        keys=LLAMA_KEYS,
+        fixed={
+            "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
+            "use_sliding_window": (False, None),
+        },
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+        },
+    ),
+    "olmo3": Family(
+        model_type="olmo3",
+        architecture="Olmo3ForCausalLM",
+        names=renamed(
+            LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
+        )
+        | qk_norm("NH", "KH"),
+        keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
+        absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "olmo2": Family(
         model_type="olmo2",

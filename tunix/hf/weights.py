@@ -156,8 +156,15 @@ def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
 
 def _shape(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim]."""
-    *first, last = (math.prod(dims[letter] for letter in group) for group in name.dims.split(","))
-    return (*first, last * name.parts)
+    shape = [math.prod(dims[letter] for letter in group) for group in name.dims.split(",")]
+    if name.fused:
+        shape[name.fused_dim] = sum(_fused_sizes(name, dims))
+    return tuple(shape)
+
+
+def _fused_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
+    """Return the sizes of the weights that one tensor holds one after the other."""
+    return [math.prod(dims[letter] for letter in group) for group in name.fused]
 
 
 def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
@@ -232,10 +239,10 @@ def _slices(
 ) -> tuple[tuple[slice, ...], list[int]]:
     """Return the slice of a tensor in the files that has these ranges of our dimensions, and its shape by letter."""
     where, unpacked = [], []
-    for group in name.dims.split(","):
+    for place, group in enumerate(name.dims.split(",")):
         inner = math.prod(dims[letter] for letter in group[1:])
         assert all(ranges[letter] == (0, dims[letter]) for letter in group[1:]), f"{group} is split within"
-        begin = name.part * dims[group[0]] * inner if group == name.dims.split(",")[-1] else 0
+        begin = sum(_fused_sizes(name, dims)[: name.part]) if place == name.fused_dim else 0
         first, last = ranges[group[0]]
         where.append(slice(begin + first * inner, begin + last * inner))
         unpacked += [last - first, *(dims[letter] for letter in group[1:])]
@@ -285,7 +292,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
             pieces = [
                 _packed(name, leaf, weight, layer).astype(jnp.dtype(dtype)) for layer, name, leaf, weight in parts
             ]
-            return np.ascontiguousarray(np.concatenate(pieces, -1))
+            return np.ascontiguousarray(np.concatenate(pieces, parts[0][1].fused_dim))
 
         return make
 

@@ -41,7 +41,7 @@ class Einsum(nnx.Module):
     """A weight and its product `x,w->y`; the equation declares the weight's shape, sharding and fan-in.
 
     `Einsum("attention.q", "BTD,DNH->BTNH", ...)` maps [B, T, D] to [B, T, N, H] with a weight [D, N, H], normal with
-    variance 1 / fan-in, and adds a bias [N, H] if the model has biases.
+    variance 1 / fan-in, and adds a bias [N, H] if `model.biases` names the projection.
     """
 
     def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
@@ -56,7 +56,8 @@ class Einsum(nnx.Module):
             codes, scales = quantize(weight, self.equation.w, self.qtype)
             of_codes, of_scales = self.equation.quantized()
             self.w, self.w_scale = nnx.Param(codes, equation=of_codes), nnx.Param(scales, equation=of_scales)
-        self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if cfg.biases else unchanged
+        has_bias = cfg.biases is not None and re.search(cfg.biases, name)
+        self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if has_bias else unchanged
         updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
         self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
 

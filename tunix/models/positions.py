@@ -18,13 +18,17 @@ class Rope(NamedTuple):
 
 
 def layer_rope(cfg: Model, layers: range) -> Rope:
-    """Rotations of these layers: in global layers the scaled ones of `rope_theta`, else those of `local_rope_theta`."""
+    """Rotations of these layers: in global layers the scaled ones of `rope_theta`, else those of `local_rope_theta`.
+
+    A layer without positions turns by 0 radians.
+    """
     assert cfg.rope_theta is not None
     scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
     local = _rotations(cfg.local_rope_theta or cfg.rope_theta, cfg.head_dim)
     is_global = np.array([cfg.is_global(layer) for layer in layers])
-    frequencies = np.where(is_global[:, None], scaled, local)
-    magnitudes = np.where(is_global, magnitude, 1.0)
+    is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
+    frequencies = np.where(is_global[:, None], scaled, local) * is_rotated[:, None]
+    magnitudes = np.where(is_global & is_rotated, magnitude, 1.0)
     return Rope(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32))
 
 

@@ -27,6 +27,7 @@ LLAMA_ROPE = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+OLMO_ROPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 
 
 def gemma3(window: int, layers: list[str] = EVERY_THIRD) -> transformers.PreTrainedConfig:
@@ -55,6 +56,30 @@ CONFIGS = {
     "olmo2": transformers.Olmo2Config(
         **SIZE, vocab_size=96, num_key_value_heads=2, rms_norm_eps=1e-6, max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "qwen2": transformers.Qwen2Config(  # odd vocabulary, biases of queries, keys and values
+        **SIZE | {"num_hidden_layers": 2}, vocab_size=97, num_key_value_heads=2, tie_word_embeddings=True,
+        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "seed_oss": transformers.SeedOssConfig(
+        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, head_dim=16, residual_dropout=0.0,
+        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "mistral": transformers.MistralConfig(  # every layer local
+        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=1, head_dim=16, sliding_window=5,
+        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "phi3": transformers.Phi3Config(  # q, k, v in one tensor, gate and up in another
+        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, max_position_embeddings=64,
+        original_max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "smollm3": transformers.SmolLM3Config(  # every other layer without positions
+        **SIZE, vocab_size=97, num_key_value_heads=2, no_rope_layer_interval=2, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "olmo3": transformers.Olmo3Config(
+        **SIZE, vocab_size=96, num_key_value_heads=2, sliding_window=5, layer_types=EVERY_THIRD[:3],
+        max_position_embeddings=64, rope_parameters=OLMO_ROPE,
     ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
@@ -110,10 +135,13 @@ def gradients(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent)
-    folder = parser.parse_args().folder
+    parser.add_argument("--only", nargs="+", default=list(CONFIGS), choices=CONFIGS, help="models to make")
+    args = parser.parse_args()
+    folder = args.folder
     warnings.simplefilter("ignore")
     about = {"made_by": f"transformers {transformers.__version__}, torch {torch.__version__}"}
-    for name, config in CONFIGS.items():
+    for name in args.only:
+        config = CONFIGS[name]
         model = random_model(config)
         tensors = expected(model)
         if name == "qwen3":
