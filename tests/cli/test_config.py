@@ -46,7 +46,7 @@ MISTAKES = [
     ("model.mesh_shape=[[4],[fsdp]] training.global_batch_tokens=9000", "x 4 data shards x seq_len=128; nearest: 8192 or 16384"),
     ("model.mesh_shape=[[1],[fsdp]] training.gradient_accumulation_steps=6 training.sync_gradients_every=4", "does not divide the 6 microbatches of a step; it may be 1, 2, 3, 6"),
     ("training.max_steps=null", "the run has no end; set one of training.max_steps"),
-    ("training.loss_chunk_size=100", "training.loss_chunk_size=100 does not divide training.seq_len=128; nearest: 64 or 128"),
+    ("training.loss_chunk_size=half", "training.loss_chunk_size=half: expected a whole number"),
     ("scheduler.warmup_steps=5 scheduler.warmup_tokens=5", "scheduler.warmup_steps and scheduler.warmup_tokens are both set"),
     ("scheduler=wsd scheduler.warmup_ratio=0.5 scheduler.decay_ratio=0.8", "scheduler.warmup_ratio=0.5 and scheduler.decay_ratio=0.8 are more than the run together"),
     ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),

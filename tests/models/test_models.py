@@ -108,9 +108,9 @@ def test_attention_is_causal_local_and_within_the_document(length, window):
 
 
 def test_whole_logits_never_exist():
-    """No array of the program is as large as [B, T, V]; with one chunk there is one."""
+    """No array of the program is as large as [B, T, V], nor by default; with one chunk there is one."""
 
-    def largest(chunk: int) -> int:
+    def largest(chunk: int | str) -> int:
         sizes = ("model.vocab_size=4096", "model.embed_dim=16", f"training.loss_chunk_size={chunk}")
         text = program("model.mesh_shape=[[8],[fsdp]]", *sizes).compile(batch(sequences=8)).as_text()
         return max(int(np.prod([int(d) for d in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]", text))
@@ -118,6 +118,7 @@ def test_whole_logits_never_exist():
     whole = 1 * 32 * 4096  # of one device
     assert largest(32) >= whole
     assert largest(8) < whole
+    assert largest("auto") < whole
 
 
 def test_chunks_leave_the_loss_unchanged():

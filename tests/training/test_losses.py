@@ -4,13 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from support.harness import ROOT, RUN, batch, metrics, program
 
 import tunix
 from tunix.data.batch import FIELDS, Field, empty_example
 from tunix.models.transformer import Block
 from tunix.sharding.arrays import to_global
-from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, token_log_probs
+from tunix.training.chunks import chunk_positions
+from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, next_token_loss, token_log_probs
 from tunix.training.program import abstract_batch
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -80,6 +82,60 @@ def test_log_probabilities_of_tokens_are_those_of_the_logits():
         loss = loss_kind(one.cfg).make(one.cfg)(model, rows, None)
         np.testing.assert_allclose(loss.sums["loss"], -jnp.sum(found * rows["loss_mask"]), rtol=1e-5)
         assert loss.weight == rows["loss_mask"].sum()
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", 5], ids=["halves", "an uneven end"])
+def test_logits_computed_once_have_the_gradient_of_whole_logits(chunk_size):
+    """The definition, with logits of all tokens at one time, beside chunks whose gradient comes with their loss."""
+    cut = program("model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true")
+    with jax.set_mesh(cut.mesh):
+        rows = {name: leaf[0] for name, leaf in to_global(batch(sequences=4), cut.mesh).items()}
+
+        def in_chunks(params):
+            model = cut.arch.module(params)
+            loss = next_token_loss(model, rows, None, chunk_size=chunk_size, z_loss=0.1)
+            return 3 * loss.objective, loss.sums
+
+        def by_definition(params):
+            model = cut.arch.module(params)
+            logits = model(rows["tokens"], rows["positions"], rows["segment_ids"])
+            log_z = jax.nn.logsumexp(logits, -1)
+            nll = log_z - jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == rows["targets"][..., None], logits, 0), -1)
+            return 3 * jnp.sum((nll + 0.1 * log_z**2) * rows["loss_mask"]), jnp.sum(nll * rows["loss_mask"])
+
+        (found, sums), gradients = jax.jit(jax.value_and_grad(in_chunks, has_aux=True))(cut.state["params"])
+        (loss, nll), expected = jax.jit(jax.value_and_grad(by_definition, has_aux=True))(cut.state["params"])
+    np.testing.assert_allclose((found, sums["loss"], 3 * (nll + sums["z_loss"])), (loss, nll, loss), rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+def test_the_gradient_of_the_table_is_added_up_in_float32():
+    """Products are bfloat16. The loop over chunks carries the sum [V, D]."""
+    small = program(*ONE, "training.mixed_precision=bf16", "training.loss_chunk_size=8")
+    rows = {name: leaf[0] for name, leaf in batch(sequences=2).items()}
+    loss = loss_kind(small.cfg).make(small.cfg)
+    with jax.set_mesh(small.mesh):
+        traced = jax.make_jaxpr(jax.grad(lambda params: loss(small.arch.module(params), rows, None).objective))(
+            small.state["params"]
+        )
+
+    def carried(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "scan":
+                yield from (variable.aval for variable in equation.outvars[: equation.params["num_carry"]])
+            for inner in jaxprs_in_params(equation.params):
+                yield from carried(inner)
+
+    (total,) = [aval for aval in carried(traced.jaxpr) if aval.shape == (320, 32)]
+    assert total.dtype == jnp.float32
+
+
+def test_chunks_are_counted_in_rows_of_a_device():
+    assert chunk_positions("auto", num_sequences=4, length=4096) == 1024
+    assert chunk_positions("auto", num_sequences=1, length=2048) == 1024  # never the whole of it
+    assert chunk_positions("auto", num_sequences=3, length=1000) == 500
+    assert chunk_positions(256, num_sequences=64, length=128) == 128
 
 
 def test_examples_have_the_fields_of_the_table():

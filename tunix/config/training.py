@@ -88,8 +88,9 @@ class Training(Section):
     remat: Literal[tuple(REMAT)]  # type: ignore[valid-type]
     """What the backward pass computes again: none, only activations and other cheap operations; dots, all but matrix
     products and attention; attention, all but attention; full, whole blocks."""
-    loss_chunk_size: Count
-    """Positions of each sequence whose logits exist at one time; divides seq_len or is larger."""
+    loss_chunk_size: Count | Literal["auto"]
+    """Positions of each sequence whose logits exist at one time; auto: as many as make 4,096 rows of logits on a device,
+    at most half of a sequence."""
     max_skipped_steps: CountOrZero
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops with exit code
     77."""
@@ -164,12 +165,5 @@ class Training(Section):
         if self.max_steps is None and self.max_tokens is None and self.num_epochs is None:
             raise ValueError(
                 "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"
-            )
-        if self.loss_chunk_size < self.seq_len and self.seq_len % self.loss_chunk_size:
-            legal = [n for n in range(1, self.seq_len + 1) if self.seq_len % n == 0]
-            near = sorted(legal, key=lambda n: abs(n - self.loss_chunk_size))[:2]
-            raise ValueError(
-                f"training.loss_chunk_size={self.loss_chunk_size} does not divide training.seq_len={self.seq_len}; "
-                f"nearest: {' or '.join(map(str, sorted(near)))}"
             )
         return self

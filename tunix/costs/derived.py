@@ -22,6 +22,7 @@ from tunix.models.remat import computes_products_again
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
+from tunix.training.chunks import chunk_positions
 from tunix.training.program import Program, abstract_batch, assemble
 from tunix.training.state import Weight, describe
 
@@ -97,6 +98,8 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
         reduced += shard_bytes(weight, layout.at_rest(equation, layout.strategy.gradients), "float32", mesh)
         if not (in_blocks and equation.is_stacked):
             unreduced += shard_bytes(weight, layout.in_use(equation), "float32", mesh)
+        if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
+            unreduced += shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
     accumulated = 0  # beside the sum of all microbatches, the gradients of one
     if num_microbatches > 1 and (in_blocks or sync_every > 1):
         accumulated = reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
@@ -115,7 +118,7 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
     """
     training = cfg.training
     inside = inside_bytes(cfg, program.layout, mesh, training.seq_len)
-    positions = min(training.loss_chunk_size, training.seq_len)
+    positions = chunk_positions(training.loss_chunk_size, training.sequences_per_shard, training.seq_len)
     words = shard_shape((cfg.model.vocab_size,), program.layout.activation("V"), mesh)[0]
     logits = 1.75 * positions * words * 4  # float32, and part of their gradient
     return round(training.sequences_per_shard * (_residual_bytes(program, mesh) + max(inside, logits)))

@@ -15,7 +15,7 @@ from tunix.config.task import Grpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.policy import POLICY_FIELDS, policy_loss
-from tunix.training.scores import Loss, LossFn, Mean, Sums, score_targets, split_chunks, token_log_probs
+from tunix.training.scores import Loss, LossFn, Mean, Scores, Sums, sum_over_tokens, token_log_probs
 
 __all__ = ["LOSSES", "Loss", "LossFn", "LossKind", "Mean", "loss_kind", "next_token_loss", "token_log_probs"]
 
@@ -29,18 +29,20 @@ class LossKind(NamedTuple):
 
 
 def next_token_loss(
-    model: Transformer, batch: Batch, seed: jax.Array | None = None, *, chunk_size: int, z_loss: float
+    model: Transformer, batch: Batch, seed: jax.Array | None = None, *, chunk_size: int | str, z_loss: float
 ) -> Loss:
     """Next-token cross entropy in nats over tokens where `loss_mask` is not 0.
 
     Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone.
     """
-    scores, block_sums = score_targets(model, batch, seed, chunk_size)
-    with jax.named_scope("loss"):
-        mask = split_chunks(batch["loss_mask"], chunk_size)
-        nll, squares = jnp.sum(scores.nll * mask), jnp.sum(scores.log_z_squares * mask)
-        objective = nll + z_loss * squares + sum(block_sums.values())
-        return Loss(objective, jnp.sum(mask), {"loss": nll, "z_loss": z_loss * squares, **block_sums})
+
+    def token_loss(scores: Scores, fields: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        mask = fields["loss_mask"]
+        nll, squares = scores.nll * mask, z_loss * (scores.log_z**2 * mask)
+        return nll + squares, {"loss": nll, "z_loss": squares}
+
+    objective, sums = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size)
+    return Loss(objective, jnp.sum(batch["loss_mask"]), sums)
 
 
 def _text_quality(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:

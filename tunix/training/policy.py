@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tunix.config.task import Grpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
-from tunix.training.scores import Largest, Loss, Mean, join_chunks, score_targets
+from tunix.training.scores import Largest, Loss, Mean, score_targets
 
 POLICY_FIELDS = {
     **FIELDS,
@@ -49,7 +49,7 @@ def policy_loss(
     seed: jax.Array | None = None,
     *,
     task: Grpo,
-    chunk_size: int,
+    chunk_size: int | str,
     z_loss: float,
     temperature: float,
     max_new_tokens: int,
@@ -62,17 +62,17 @@ def policy_loss(
     assert scores.entropy is not None
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
-        gains = token_gains(join_chunks(-scores.nll), batch, task)
+        gains = token_gains(-scores.nll, batch, task)
         share, weight = divide(mask, task, max_new_tokens)
         loss = -jnp.sum(gains.gain * mask * share)
-        z_part = z_loss * jnp.sum(join_chunks(scores.log_z_squares) * mask * share)
+        z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
 
         def mean(x):
             return Mean(jnp.sum(jax.lax.stop_gradient(x) * mask), jnp.sum(mask) + ALMOST_NOTHING)
 
         sums = {
             "loss": loss,
-            "entropy": mean(join_chunks(scores.entropy)),
+            "entropy": mean(scores.entropy),
             "clipped": mean(gains.is_clipped),
             "ratio_max": Largest(jnp.max(jax.lax.stop_gradient(gains.ratio))),
             "mismatch": mean(gains.gap),

@@ -9,6 +9,7 @@ from jax.sharding import reshard
 
 from tunix.data.batch import Batch
 from tunix.models.transformer import Transformer
+from tunix.training.chunks import chunk_splitter, join_chunks
 
 
 class Mean(NamedTuple):
@@ -66,46 +67,118 @@ def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
 
 
 class Scores(NamedTuple):
-    """Scores of the targets of a batch, each [T / chunk_size, B, chunk_size] float32."""
+    """Scores of the targets of a batch, each [B, T] float32, or [B, C] of a chunk of C positions."""
 
-    nll: jax.Array  # negative log-probability of the target
-    log_z_squares: jax.Array  # log(Z)^2; Z is the sum of exp(logits)
-    entropy: jax.Array | None  # of the distribution, without a gradient; None where it is not asked for
+    nll: jax.Array  # negative log-probability of the target, in nats
+    log_z: jax.Array  # Z is the sum of exp(logits)
+    entropy: jax.Array | None = None  # of the distribution, without a gradient; None where it is not asked for
+
+
+# (scores of the targets, fields of the batch) -> (what is minimised, numbers by name). All are [B, C] float32 of a chunk of
+# C positions: one number for each token, to be added up.
+TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def sum_over_tokens(
+    model: Transformer, batch: Batch, seed: jax.Array | None, token_loss: TokenLoss, *, chunk_size: int | str
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the sum of a loss over the tokens of a batch, and its sums by name with those of the blocks.
+
+    Logits exist for one chunk of positions at a time, and are computed once. The gradient of a sum is the sum of the
+    gradients. So where a backward pass will come, a chunk's gradient is computed with its loss, while its logits exist:
+
+        one pass     chunk 0: logits, loss, gradient    chunk 1: logits, loss, gradient    backward: all is there
+        two passes   chunk 0: logits, loss              chunk 1: logits, loss              backward: all logits again
+
+    The gradient of the table [V, D] is added up over the chunks in float32. The sums by name have no gradient.
+    """
+    tables = model.tables()
+    hidden, block_sums = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
+
+    def one_chunk(table, hidden, fields):
+        return token_loss(_score_chunk(model, table, hidden, fields["targets"]), fields)
+
+    @jax.custom_vjp
+    def summed(table, hidden, fields):
+        values = jax.lax.scan(lambda _, chunk: (None, one_chunk(table, *chunk)), None, (hidden, fields))[1]
+        return jax.tree.map(jnp.sum, values)
+
+    def forward(table, hidden, fields):
+        def with_gradient(d_table, chunk):
+            hidden, fields = chunk
+            objective, vjp, numbers = jax.vjp(lambda *args: one_chunk(*args, fields), table, hidden, has_aux=True)
+            more, d_hidden = vjp(jnp.ones_like(objective))
+            return d_table + more.astype(d_table.dtype), ((objective, numbers), d_hidden)
+
+        d_table, (values, d_hidden) = jax.lax.scan(with_gradient, _nothing_summed(table), (hidden, fields))
+        return jax.tree.map(jnp.sum, values), (d_table.astype(table.dtype), d_hidden)
+
+    def backward(gradients, cotangents):
+        d_table, d_hidden = gradients
+        factor = cotangents[0]  # of the objective
+        own_parts = jax.typeof(d_table).sharding.spec.unreduced
+        of_table = reshard(factor.astype(d_table.dtype), jax.P(reduced=own_parts))
+        return d_table * of_table, d_hidden * factor.astype(d_hidden.dtype), None
+
+    summed.defvjp(forward, backward)
+    with jax.named_scope("loss"):
+        split = chunk_splitter(hidden, chunk_size)
+        fields = {name: split(field) for name, field in batch.items() if field.ndim == 2}
+        objective, sums = summed(tables[1], split(hidden), fields)
+    return objective + sum(block_sums.values()), jax.lax.stop_gradient(sums) | block_sums
 
 
 def score_targets(
     model: Transformer,
     batch: Batch,
     seed: jax.Array | None,
-    chunk_size: int,
+    chunk_size: int | str,
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Scores, dict[str, jax.Array]]:
     """Score the targets of a batch in nats under softmax(logits / temperature), and return the sums of the blocks too.
 
-    The sign of `nll` is that of the loss: turned here and back there, the GPU's program of Gemma 3 1B needs 0.1 GiB
-    more. Logits exist for `chunk_size` positions of each sequence at one time and are computed again in the backward
-    pass: [B, T, V] never exists.
+    The caller decides what the gradient of a score is, and does so after this function has returned. So the logits of a
+    chunk are computed again in the backward pass. Where the loss of a token depends on the scores of this token alone,
+    `sum_over_tokens` computes them once.
     """
     tables = model.tables()
     hidden, block_sums = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
 
     @jax.checkpoint
     def one_chunk(_, chunk):
-        hidden, targets = chunk
-        logits = model.logits(tables, hidden)
-        if temperature != 1:
-            logits = logits / temperature
-        log_z = jax.nn.logsumexp(logits, -1)
-        ids = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
-        # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
-        target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
-        entropy = _entropy(*jax.lax.stop_gradient((logits, log_z))) if with_entropy else None
-        return None, Scores(log_z - target_logits, log_z**2, entropy)
+        return None, _score_chunk(model, tables[1], *chunk, temperature, with_entropy)
 
     with jax.named_scope("loss"):
-        xs = (split_chunks(hidden, chunk_size), split_chunks(batch["targets"], chunk_size))
-        return jax.lax.scan(one_chunk, None, xs)[1], block_sums
+        split = chunk_splitter(hidden, chunk_size)
+        scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"])))[1]
+        return jax.tree.map(lambda x: join_chunks(x, hidden.shape[1]), scores), block_sums
+
+
+def _score_chunk(
+    model: Transformer,
+    table: jax.Array,
+    hidden: jax.Array,
+    targets: jax.Array,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Scores:
+    """Return the scores [B, C] of targets [B, C]; hidden is [B, C, D], the table is [V, D]."""
+    logits = model.logits((table, table), hidden)
+    if temperature != 1:
+        logits = logits / temperature
+    log_z = jax.nn.logsumexp(logits, -1)
+    ids = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
+    # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
+    target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
+    entropy = _entropy(*jax.lax.stop_gradient((logits, log_z))) if with_entropy else None
+    return Scores(log_z - target_logits, log_z, entropy)
+
+
+def _nothing_summed(table: jax.Array) -> jax.Array:
+    """Zeros [V, D] float32, to add gradients of the table to: each device has its own part of the sum over devices."""
+    spec = jax.typeof(table).sharding.spec
+    return reshard(jnp.zeros(table.shape), jax.P(*spec.partitions, unreduced=spec.reduced))
 
 
 def _entropy(logits: jax.Array, log_z: jax.Array) -> jax.Array:
@@ -113,27 +186,11 @@ def _entropy(logits: jax.Array, log_z: jax.Array) -> jax.Array:
 
 
 def token_log_probs(
-    model: Transformer, batch: Batch, seed: jax.Array | None, *, chunk_size: int, temperature: float = 1.0
+    model: Transformer, batch: Batch, seed: jax.Array | None, *, chunk_size: int | str, temperature: float = 1.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Log-probability in nats, [B, T] float32, of each target of a batch under the model, and the sums of its blocks.
 
     A loss adds the sums of the blocks (a router's loss is one) to its objective, and reports them.
     """
     scores, block_sums = score_targets(model, batch, seed, chunk_size, temperature)
-    return join_chunks(-scores.nll), block_sums
-
-
-def split_chunks(x: jax.Array, chunk_size: int) -> jax.Array:
-    """[B, T, ...] -> [T / chunk_size, B, chunk_size, ...]"""
-    length = x.shape[1]
-    num_chunks = max(1, length // chunk_size)
-    if num_chunks == 1:  # where B is 1 too, a reshape would not know which of the dimensions the mesh splits
-        return x[None]
-    return x.reshape(x.shape[0], num_chunks, length // num_chunks, *x.shape[2:]).swapaxes(0, 1)
-
-
-def join_chunks(x: jax.Array) -> jax.Array:
-    """[T / chunk_size, B, chunk_size] -> [B, T], the inverse of `split_chunks`."""
-    if len(x) == 1:
-        return x[0]
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    return -scores.nll, block_sums
