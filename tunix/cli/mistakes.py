@@ -97,7 +97,7 @@ EXPECTED = {
 
 def _explain(error: dict[str, Any]) -> str:
     """Return one line for one pydantic error: the key, the value, the way out."""
-    # Where a value may be of several types, pydantic adds the type it tried, like `literal['auto']`: no part of the key.
+    # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
     path, variant = without_tags([str(part) for part in error["loc"] if "[" not in str(part)])
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))

@@ -89,8 +89,8 @@ class Training(Section):
     """What the backward pass computes again: none, only activations and other cheap operations; dots, all but matrix
     products and attention; attention, all but attention; full, whole blocks."""
     loss_chunk_size: Count | Literal["auto"]
-    """Positions of each sequence whose logits exist at one time; auto: as many as make 4,096 rows of logits on a device,
-    at most half of a sequence."""
+    """Positions of each sequence whose logits exist at one time; auto: as many as make 4,096 rows of logits on a
+    device, at most half of a sequence."""
     max_skipped_steps: CountOrZero
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops with exit code
     77."""

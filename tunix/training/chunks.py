@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-# Rows of logits that a device has at one time where the size of a chunk is `auto`. Each chunk reads the table [V, D], and
-# reads and writes the sum of its gradient: with 4096 rows that takes an eighth of the time of the chunk's products on an
-# H100. More rows save little more, and take more memory.
+# Rows of logits that a device has at one time where the size of a chunk is `auto`. Each chunk reads the table [V, D],
+# and reads and writes the sum of its gradient: with 4096 rows that takes an eighth of the time of the chunk's products
+# on an H100. More rows save little more, and take more memory.
 ROWS = 4096
 
 

@@ -1,6 +1,7 @@
 """Scores of the targets of a batch under the model, and the form in which a loss returns its sums."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -74,8 +75,8 @@ class Scores(NamedTuple):
     entropy: jax.Array | None = None  # of the distribution, without a gradient; None where it is not asked for
 
 
-# (scores of the targets, fields of the batch) -> (what is minimised, numbers by name). All are [B, C] float32 of a chunk of
-# C positions: one number for each token, to be added up.
+# (scores, fields of the batch) -> (what is minimised, numbers by name). All are [B, C] float32 of a chunk
+# of C positions: one number for each token, to be added up.
 TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -100,13 +101,17 @@ def sum_over_tokens(
 
     @jax.custom_vjp
     def summed(table, hidden, fields):
-        values = jax.lax.scan(lambda _, chunk: (None, one_chunk(table, *chunk)), None, (hidden, fields))[1]
+        def without_gradient(_, chunk):
+            hidden, fields = chunk
+            return None, one_chunk(table, hidden, fields)
+
+        values = jax.lax.scan(without_gradient, None, (hidden, fields))[1]
         return jax.tree.map(jnp.sum, values)
 
     def forward(table, hidden, fields):
         def with_gradient(d_table, chunk):
             hidden, fields = chunk
-            objective, vjp, numbers = jax.vjp(lambda *args: one_chunk(*args, fields), table, hidden, has_aux=True)
+            objective, vjp, numbers = jax.vjp(partial(one_chunk, fields=fields), table, hidden, has_aux=True)
             more, d_hidden = vjp(jnp.ones_like(objective))
             return d_table + more.astype(d_table.dtype), ((objective, numbers), d_hidden)
 
@@ -147,7 +152,8 @@ def score_targets(
 
     @jax.checkpoint
     def one_chunk(_, chunk):
-        return None, _score_chunk(model, tables[1], *chunk, temperature, with_entropy)
+        hidden, targets = chunk
+        return None, _score_chunk(model, tables[1], hidden, targets, temperature, with_entropy)
 
     with jax.named_scope("loss"):
         split = chunk_splitter(hidden, chunk_size)
