@@ -193,7 +193,7 @@ def test_damage_to_an_export_is_found(hf_dir, tmp_path, monkeypatch, capsys):
     assert verify_command(monkeypatch, capsys, f"checkpoint={folder}")[0] == 1
     with pytest.raises(UserError, match=r"\.safetensors has other bytes .* remove its digests.json"):
         tunix.load_pretrained(folder)
-    cfg = compose([f"model.init_from={folder}"]).config
+    cfg = compose([f"model.init_from={folder}", "training.seq_len=32"]).config
     with pytest.raises(UserError, match="model.init_from: .*safetensors has other bytes"):
         check_init_from(cfg, arch=None)
 

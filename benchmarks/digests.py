@@ -1,0 +1,65 @@
+"""Cost of the digests of a checkpoint, beside that of writing and reading it: `python -m benchmarks.digests [GIB]`.
+
+One process with one device writes a state of random float32 numbers to a folder, compares it with its digests, and reads
+it again. Files come from the page cache, so that the processor and not the disk is measured; the best of three counts.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tunix.base.digests import list_files, write_digests
+from tunix.cli.compose import compose
+from tunix.run.sealed import check_checkpoint
+from tunix.run.stores import SharedStore
+
+MIB = 1 << 18  # float32 numbers
+
+
+def seconds(work: Callable[[], object], times: int = 3) -> float:
+    """Least wall time of a call."""
+    taken = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begun)
+    return min(taken)
+
+
+def main(gib: float) -> None:
+    rng = np.random.default_rng(0)
+    count = max(1, round(16 * gib))
+    state = {f"w{number}": jax.numpy.asarray(rng.standard_normal(64 * MIB, np.float32)) for number in range(count)}
+    nbytes = sum(leaf.nbytes for leaf in state.values())
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        store = SharedStore(Path(folder), compose([]).config.checkpoint)
+
+        def save() -> None:
+            store.save(1, state, {}, {}, None)
+            store.wait()
+
+        saving = seconds(save, 1)
+        checkpoint = store.folder / "1"
+        abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state)
+        restoring = seconds(lambda: store.restore(1, abstract))
+        checking = seconds(lambda: check_checkpoint(checkpoint))
+        writing = seconds(lambda: write_digests(checkpoint / "state", list_files(checkpoint / "state"), "trial"))
+        store.close()
+    print(f"{nbytes / 2**30:.2f} GiB of state")
+    for name, taken in [
+        ("save, with digests", saving),
+        ("restore", restoring),
+        ("check", checking),
+        ("digests", writing),
+    ]:
+        print(f"{name:20} {taken:6.2f} s  {nbytes / 2**30 / taken:6.2f} GiB/s")
+    print(f"check / restore {checking / restoring:.2f}; digests / save {writing / saving:.2f}")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0)
