@@ -1,7 +1,7 @@
-"""Cost of the digests of a checkpoint, beside that of writing and reading it: `python -m benchmarks.digests [GIB]`.
+"""Cost of a checkpoint's digests, beside that of writing and reading it: `python -m benchmarks.digests [GIB]`.
 
-One process with one device writes a state of random float32 numbers to a folder, compares it with its digests, and reads
-it again. Files come from the page cache, so that the processor and not the disk is measured; the best of three counts.
+One process with one device writes a state of random float32 numbers to a folder, compares it with its digests, and
+reads it again. Files come from the page cache: the processor is measured, not the disk. The best of three counts.
 """
 
 import sys

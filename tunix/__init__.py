@@ -24,10 +24,13 @@ def train(config_or_overrides: "Config | list[str]") -> "Result":
         UserError: the run cannot be done.
     """
     from tunix.cli import compose
+    from tunix.cli.intent import refuse_foreign_vocabulary
     from tunix.trainer import run
 
     if isinstance(config_or_overrides, list):
-        return run(compose.compose(config_or_overrides))
+        job = compose.compose(config_or_overrides)
+        refuse_foreign_vocabulary(job)
+        return run(job)
     return run(compose.make_job(config_or_overrides))
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.cli import compose
+from tunix.cli.intent import remark_on_tiny
 from tunix.config import Config
 from tunix.costs.devices import peak_tflops
 from tunix.costs.hlo import read_collectives, summarise
@@ -85,6 +86,8 @@ def run(job: compose.Job) -> Result:
         sizes = derive_sizes(cfg, mesh, arch, corpus)
         report = start_report(cfg, program, mesh, sizes, corpus)
         log.info("%s", report)
+        if remark := remark_on_tiny(job):
+            log.warning("%s", remark)
         if corpus is None:
             return Result(None, {}, {})
         assert sizes.total_steps is not None

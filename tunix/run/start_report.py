@@ -8,6 +8,7 @@ from rich.table import Table
 
 from tunix.base.tables import as_text
 from tunix.cli.architecture import unlike_its_family
+from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.costs.derived import costs_of
 from tunix.data.corpus import Corpus
@@ -55,6 +56,12 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
         f"{sizes.tflop_per_step:.3f} TFLOP per step",
     }
+    num_tokens = corpus.vocabulary.num_tokens if corpus else None
+    if idle := count_idle_rows(cfg, num_tokens):
+        rows["vocabulary"] = (
+            f"{cfg.model.vocab_size:,} rows of embedding, of which no token reaches {idle:,}: the tokenizer has "
+            f"{num_tokens or cfg.tokenizer.vocab_size:,} tokens; model.vocab_size=auto gives as many rows as tokens"
+        )
     if copies := program.abstract.get("copies", {}):
         rows["copies"] = (
             f"{', '.join(copies)}: {bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
