@@ -22,6 +22,7 @@ FUNCTION = "tunix.base.tables:as_text"  # a dotted path is imported when it is c
 REQUIRED = {  # words that a choice does not compose without
     **{f"data={name}": ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "tokens")},
     "data=hf": ["data.path=NAME"],
+    "data=reasoning_gym": ["data.tasks={chain_sum: {}}"],
     "data=custom": [f"data.function={FUNCTION}"],
     "data=mixture": [f"data.parts={{NAME: {PART}}}", "data.weights={NAME: 1}"],
     "optimizer=custom": [f"optimizer.function={FUNCTION}"],

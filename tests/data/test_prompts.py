@@ -108,6 +108,17 @@ def test_every_column_of_parquet_is_kept(rows, tmp_path):
     assert [prompt.columns for prompt in found] == [{"answer": row["solution"], **row} for row in rows]
 
 
+def test_gsm8k_from_a_file(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    lines = [{"question": f"{n} + 1?", "answer": f"One more than {n}.\n#### {n + 1}"} for n in range(9)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ("data=gsm8k", "data.path=json", "data.name=null", f"data.data_files=[{tmp_path}/train.jsonl]")
+    corpus = load_prompts(prompted(*words), 100)
+    prompts = corpus.spread("train", 9) + corpus.spread("held_out", 9)
+    assert sorted((prompt.columns for prompt in prompts), key=lambda row: row["question"]) == lines
+
+
 def test_a_mixture_of_prompts(rows):
     part = {
         "source": "jsonl",

@@ -2,9 +2,12 @@
 
 import math
 from fractions import Fraction
+from importlib.util import find_spec
 
 import pytest
 
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
 from tunix.rewards import REWARDS
 from tunix.rewards.correctness import find_marked, read_number
 from tunix.rewards.reward import call_reward
@@ -70,6 +73,47 @@ def test_exact_match_and_length():
     assert call("length", ["", "x" * 500]) == [0.0, -0.5]
 
 
+def test_formulas():
+    pytest.importorskip("math_verify")
+    for gold, right, wrong in (
+        ("1,234", "so $1,234.00$", "1.234"),
+        ("-5", "<answer>-5</answer> of 7", "5"),
+        (r"\frac{1}{2}", r"It is \boxed{0.5}.", r"\boxed{2}"),
+        ("$x^2 + 1$", "#### 1 + x^2", "#### x^2 + 2"),
+        ("x^2 + 1", "$1 + x^2$", "1"),
+        ("half of it is #### 1/2", "1/2", ""),
+    ):
+        assert call("math_verify", [right, wrong], answer=[gold] * 2) == [1.0, 0.0], gold
+    for gold in ("", None):
+        with pytest.raises(ValueError, match="math-verify does not understand the data's answer"):
+            call("math_verify", ["1"], answer=[gold])
+
+
+def test_problems_of_the_library_check_their_answers():
+    pytest.importorskip("reasoning_gym")
+    cfg = compose(["data=reasoning_gym", "data.tasks={chain_sum: {max_terms: 3}}", "data.num_problems=5"]).config
+    (unit,) = cfg.data.units(10**6)
+    rows = [item.content for item in cfg.data.read(unit)]
+    columns = {name: [row[name] for row in rows] for name in ("task", "config", "index", "question")}
+    assert call("reasoning_gym", [f"So\n<answer>{row['answer']}</answer>" for row in rows], **columns) == [1.0] * 5
+    assert call("reasoning_gym", ["0", "", "no", "1", "9"], **columns) == [0.0] * 5
+    for tasks, message in (
+        ("{chain_sums: {}}", "data.tasks: reasoning-gym has no chain_sums; did you mean chain_sum?"),
+        ("{chain_sum: {terms: 3}}", "data.tasks.chain_sum: .* unexpected keyword argument 'terms'"),
+        ("{chain_sum: {max_terms: 0}}", "data.tasks.chain_sum: max_terms must be >= min_terms"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compose(["data=reasoning_gym", f"data.tasks={tasks}"]).config.data.try_out()
+
+
+@pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="it is installed")
+def test_a_missing_library_of_problems_is_one_line():
+    data = compose(["data=reasoning_gym", "data.tasks={chain_sum: {}}"]).config.data
+    with pytest.raises(UserError, match=r"needs the library: pip install 'tunix-trainer\[reasoning\]'"):
+        data.try_out()
+
+
+@pytest.mark.skipif(find_spec("math_verify") is not None, reason="it is installed")
 def test_a_missing_extra_is_one_line():
     with pytest.raises(ImportError, match=r"math-verify is not installed: pip install 'tunix-trainer\[math\]'"):
         call("math_verify", ["1"], answer=["1"])

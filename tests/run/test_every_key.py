@@ -197,6 +197,7 @@ def untested() -> tuple[str, ...]:
         "Prompted.",
         "RewardTerm.",
         *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]),
+        *([] if find_spec("reasoning_gym") else ["ReasoningGym"]),
     )
 
 
@@ -230,6 +231,8 @@ def words_of_every_source(tmp_path: Path) -> list[list[str]]:
         ["data=python_docstrings", "task=sft"],
         ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
     ]
+    if find_spec("reasoning_gym"):
+        found.append(["data=reasoning_gym", "data.tasks={chain_sum: {}}", "data.num_problems=99"])
     if find_spec("datasets"):
         from pyarrow import Table, parquet
 

@@ -7,7 +7,7 @@ returns. `correctness` has rewards for right answers, `style` for their form, an
 """
 
 from tunix.base.dotted import import_object, is_dotted
-from tunix.rewards.correctness import exact_match, gsm8k, math_verify
+from tunix.rewards.correctness import exact_match, gsm8k, math_verify, reasoning_gym
 from tunix.rewards.reward import Reward
 from tunix.rewards.style import format_tags, length
 
@@ -16,6 +16,7 @@ __all__ = ["REWARDS", "Reward", "find_reward"]
 REWARDS: dict[str, Reward] = {
     "gsm8k": gsm8k,
     "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
     "exact_match": exact_match,
     "format": format_tags,
     "length": length,

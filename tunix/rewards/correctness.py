@@ -1,7 +1,9 @@
 """Rewards for right answers: 1 for each answer that is that of the data, else 0."""
 
+import json
 import re
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 # A number in a text. A minus is a sign unless it follows a digit, a letter or a bracket: 10-5 holds 10 and 5. Commas
@@ -73,14 +75,49 @@ def math_verify(prompts: list[str], completions: list[str], answer: list[Any], *
         from math_verify import parse, verify
     except ImportError:
         raise ImportError("math-verify is not installed: pip install 'tunix-trainer[math]'") from None
+
+    def read(text: str) -> list[Any]:
+        marked = find_marked(text)
+        if "$" in marked or marked == text.strip():
+            return parse(marked)
+        return parse(f"${marked}$")  # the library reads formulas only within dollar signs
+
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
-        marked = find_marked(str(expected))
-        right = parse(marked if "$" in marked else f"${marked}$")  # it reads formulas only within dollar signs
-        if expected is None or not right:
+        right = [] if expected is None else read(f"#### {find_marked(str(expected))}")
+        if not right:
             raise ValueError(f"math-verify does not understand the data's answer {str(expected)[:80]!r}")
-        scores.append(float(verify(right, parse(completion))))
+        scores.append(float(verify(right, read(completion))))
     return scores
+
+
+def reasoning_gym(
+    prompts: list[str],
+    completions: list[str],
+    task: list[str],
+    config: list[dict[str, Any]],
+    index: list[int],
+    **columns: list[Any],
+) -> list[float]:
+    """Score from 0 to 1 what reasoning-gym says of the answer to a problem of `data=reasoning_gym`.
+
+    The columns make the problem again; the answer is what a text marks (`find_marked`), or else the whole text.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    scores = []
+    for completion, name, arguments, number in zip(completions, task, config, index, strict=True):
+        problems = _keep_problems(name, json.dumps(arguments))
+        scores.append(float(problems.score_answer(find_marked(completion), problems[number])))
+    return scores
+
+
+@cache
+def _keep_problems(task: str, config: str) -> Any:
+    from tunix.sources.reasoning_gym import make_problems  # here, because other rewards need no sources
+
+    return make_problems(task, json.loads(config))
 
 
 def exact_match(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:

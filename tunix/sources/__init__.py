@@ -10,6 +10,7 @@ from pydantic import Field
 from tunix.sources.custom import Custom
 from tunix.sources.docstrings import PythonDocstrings
 from tunix.sources.hugging_face import HuggingFace
+from tunix.sources.reasoning_gym import ReasoningGym
 from tunix.sources.rows import Columns, Csv, Jsonl, Parquet, Rows
 from tunix.sources.source import Item, Source
 from tunix.sources.synthetic import Synthetic
@@ -18,7 +19,9 @@ from tunix.sources.tokens import Tokens
 
 __all__ = ["SOURCES", "AnySource", "Columns", "Custom", "Item", "Rows", "Source", "Tokens"]
 
-SOURCES = (PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, Tokens, Synthetic, Custom)
+SOURCES = (
+    PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, ReasoningGym, Tokens, Synthetic, Custom
+)  # fmt: skip
 
 if TYPE_CHECKING:
     AnySource = Source
