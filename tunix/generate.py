@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.cli.command import run_command
 from tunix.config import Generate
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.inference.sampling import Answer, Sampling
+from tunix.inference.stops import model_stop_ids
 from tunix.tokenizer.vocabulary import read_chat
 
 Row = dict[str, Any]
@@ -88,14 +88,10 @@ class Speaker:
 def find_stop_ids(model: Pretrained) -> list[int]:
     """Return the ids of the tokens that end an answer.
 
-    They are those of generation_config.json, or of config.json, and for a run the token that ends a document.
+    They are those that the files of Hugging Face's model name, and for a run the token that ends a document.
     """
-    own = [] if model.vocabulary is None else [model.vocabulary.eos]
-    for file in (model.files / name for name in ("generation_config.json", "config.json")) if model.files else ():
-        ids = read_json(file).get("eos_token_id") if file.is_file() else None
-        if ids is not None:
-            return sorted({*own, *(ids if isinstance(ids, list) else [ids])})
-    return own
+    own = set() if model.vocabulary is None else {model.vocabulary.eos}
+    return sorted(own | set(model_stop_ids(model.files) if model.files else ()))
 
 
 def _make_prompt(row: Row, command: Generate) -> Any:

@@ -1,10 +1,12 @@
 """Rewards: numbers in texts, the form of answers, and the call of a function with the columns of the data."""
 
 import math
+import re
 from fractions import Fraction
 from importlib.util import find_spec
 
 import pytest
+from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -134,6 +136,13 @@ def test_columns_are_given_by_name():
         assert call_reward(function, ["", ""], ["", ""], columns) == expected
     with pytest.raises(ValueError, match="the data have a column prompts, which is an argument of every reward"):
         call_reward(takes_one, [""], [""], {"level": [1], "prompts": [""]})
+
+
+def test_the_reward_of_the_page():
+    page = (ROOT / "docs" / "post_training.md").read_text()
+    made: dict = {}
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def near" in code), made)
+    assert call_reward(made["near"], [""] * 3, ["5", "4", "five"], {"answer": ["5"] * 3}) == [1.0, 0.5, 0.0]
 
 
 def test_what_a_reward_returns_is_checked():

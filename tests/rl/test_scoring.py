@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.rewards import RewardTerm
@@ -129,6 +132,28 @@ def test_a_reward_that_cannot_be_imported(folder, capfd):
     assert "my_rewards has no function or class nowhere" in capfd.readouterr().err
     with pytest.raises(UserError, match="rewards: raises stands there twice"):
         Scorer(terms("raises", "raises"), 1, 20, "stop")
+
+
+def test_workers_end_with_their_parent(folder):
+    """Also while a reward lets no thread of the worker run."""
+    code = """
+from types import SimpleNamespace
+from tunix.rl.scoring import Scorer
+term = SimpleNamespace(function="my_rewards:hangs", label="hangs", weight=1.0)
+with Scorer([term], 1, 600, "zero") as scorer:
+    print(scorer.workers[0].process.pid, flush=True)
+    scorer.score(["?"], ["bad"], {})
+"""
+    (folder / "child").unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        pid = int(parent.stdout.readline())
+        while not (folder / "child").is_file() or not (folder / "child").read_text():
+            time.sleep(0.01)
+        parent.kill()
+    os.kill(int((folder / "child").read_text()), signal.SIGKILL)
+    while is_running(pid):
+        time.sleep(0.01)
 
 
 def test_whole_groups_stay_together():
