@@ -58,7 +58,7 @@ def test_example(files, command):
     cfg = compose(add_search_path([*args.overrides, *SHORT, *heavy], args.config_dir)).config
     if not cfg.dry_run:
         corpus = load_corpus(cfg)
-        assert corpus.num_sequences > 0
+        assert corpus.num_samples > 0
 
 
 def test_the_mixture_of_the_page(files):

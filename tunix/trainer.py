@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from tunix.cli.intent import remark_on_tiny
 from tunix.config import Config
 from tunix.costs.devices import peak_tflops
 from tunix.costs.hlo import read_collectives, summarise
-from tunix.data.batches import BatchSource, ReadAhead, TrainBatches
-from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.position import Position
-from tunix.inference.sampling import Sampler, Sampling
+from tunix.data.prompts import AnyCorpus
+from tunix.inference.start import check_init_from, load_init_from
 from tunix.plan.choice import resolve_auto
 from tunix.processes import joining, peers, stopping
 from tunix.processes.watchdog import Watchdog
+from tunix.rl.feeds import FEEDS, Feed, Measure
 from tunix.run import environment, logs, run_folder
 from tunix.run.checkpoint import Checkpoints
 from tunix.run.endings import Moment, find_ending
@@ -33,11 +34,9 @@ from tunix.run.stores import open_store
 from tunix.run.trace import CommunicationTrace, check_window
 from tunix.sinks import Start
 from tunix.tokenizer.vocabulary import tokenizer_digest
-from tunix.training.held_out import HeldOut
 from tunix.training.optim import check_phases
 from tunix.training.program import Program, abstract_batch, assemble, build_mesh
-from tunix.training.sizes import derive_sizes, last_step
-from tunix.training.start import check_init_from, load_init_from
+from tunix.training.sizes import Sizes, derive_sizes, last_step
 from tunix.training.state import Architecture, State
 
 log = logging.getLogger(__name__)
@@ -70,9 +69,9 @@ def run(job: compose.Job) -> Result:
     for section in (cfg.data, cfg.optimizer, cfg.scheduler, cfg.logging):
         section.try_out()
     training = cfg.training
-    mesh = build_mesh(cfg)
+    mesh, feed_kind = build_mesh(cfg), FEEDS[cfg.task.documents]
 
-    with stopping.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh):
+    with stopping.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh), ExitStack() as stack:
         # Find every mistake before anything is written. The order is important:
         # 1. the program, on shapes only: no array is made, so a dry run is quick;
         # 2. the data, which may take hours the first time: process 0 prepares them, the others read them;
@@ -82,8 +81,8 @@ def run(job: compose.Job) -> Result:
         program.try_out_loss(mesh)
         arch = program.arch
         with watchdog.phase("preparing the data", math.inf):
-            corpus = None if cfg.dry_run else peers.main_first(lambda: load_corpus(cfg), "preparing the data")
-        sizes = derive_sizes(cfg, mesh, arch, corpus)
+            corpus = None if cfg.dry_run else peers.main_first(lambda: feed_kind.load(cfg), "preparing the data")
+        sizes = derive_sizes(cfg, mesh, arch, corpus.num_samples if corpus else None)
         report = start_report(cfg, program, mesh, sizes, corpus)
         log.info("%s", report)
         if remark := remark_on_tiny(job):
@@ -91,9 +90,9 @@ def run(job: compose.Job) -> Result:
         if corpus is None:
             return Result(None, {}, {})
         assert sizes.total_steps is not None
-        data = TrainBatches(corpus.train, cfg, mesh)
-        held_out = HeldOut(cfg, corpus, arch, mesh) if corpus.num_held_out else None
-        if table := data.stages(sizes.total_steps):
+        feed = stack.enter_context(feed_kind.make(cfg, corpus, program, mesh, watchdog))
+        held_out = feed.held_out
+        if table := feed.samples.stages(sizes.total_steps):
             log.info("stages of the mixture\n%s", table)
         check_before_writing(cfg, arch, sizes.total_steps)
 
@@ -102,14 +101,15 @@ def run(job: compose.Job) -> Result:
         folder, shared = run_folder.open_folder(job)
         store = open_store(folder / "checkpoints", cfg.checkpoint, shared)
         with hold_lock(folder), Checkpoints(store) as checkpoints:
-            state, start, is_new = first_state(job, checkpoints, program, mesh, corpus, data)
-            last = end_of_run(cfg, corpus, data, start, sizes.total_steps)
+            state, start, is_new = first_state(job, checkpoints, program, mesh, corpus, feed)
+            last = end_of_run(cfg, corpus, sizes, start)
             run_folder.write_record(job, folder, shared, waiting_log)
             run_folder.keep_files(cfg, corpus.vocabulary, folder)
             log.info("writing to %s", folder)
             with (
                 Metrics(cfg.logging.sinks, Start(folder, cfg.model_dump(mode="json"), start.step, last)) as metrics,
                 CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
+                closing(feed.batches(start, last, metrics, folder)) as source,
             ):
                 trace.starts_after(start.step)
                 step_fn = program.step(last, sizes.batch.num_tokens)
@@ -124,9 +124,9 @@ def run(job: compose.Job) -> Result:
                 # The loop. While a step runs on the devices, the next batch travels to them and the numbers of the step
                 # before are written. After a step: trace, read, ask the reasons to end, evaluate, save. An evaluation
                 # comes before the save, because the best checkpoint is chosen by its held-out loss.
-                source: BatchSource = ReadAhead(data, start, last)
                 if start.step < last:
-                    batch, numbers = source.next(state)
+                    with watchdog.phase(source.phase):
+                        batch, numbers = source.next(state)
                 for step in range(start.step + 1, last + 1):
                     watchdog.step(step)
                     with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -138,7 +138,9 @@ def run(job: compose.Job) -> Result:
                             trace.at(step, state, train_step)
                         steps.restart_clock()
                     if step < last:
-                        with watchdog.phase("reading a batch"):
+                        if source.waits_for_state:
+                            steps.finish()
+                        with watchdog.phase(source.phase):
                             batch, numbers = source.next(state)
 
                     save_now = due(cfg.checkpoint.save_every_steps, step, last)
@@ -153,9 +155,9 @@ def run(job: compose.Job) -> Result:
                         evaluation = evaluate(held_out, state, step, metrics, watchdog)
                     if save_now or ending:
                         steps.finish()
-                        held_out_loss = evaluation.get("loss") if evaluation.get("step") == step else None
+                        cost = held_out.cost(evaluation) if held_out and evaluation.get("step") == step else None
                         with watchdog.phase("saving"):
-                            checkpoints.save(state, source.after(step), cfg, corpus.tokenizer, held_out_loss)
+                            checkpoints.save(state, source.after(step), cfg, corpus.tokenizer, cost)
                             if ending:
                                 checkpoints.finish()
                                 raise ending
@@ -169,16 +171,16 @@ def run(job: compose.Job) -> Result:
                     checkpoints.finish()
                     log.info("%s", memory_report(train_step, peak_memory_gib()))
                     if evaluation:
-                        sum_up(cfg, corpus, arch, state, mesh, evaluation, metrics)
+                        feed.sum_up(state, evaluation, metrics)
         log.info("done: %s", folder)
         return Result(folder, steps.last, evaluation)
 
 
 def first_state(
-    job: compose.Job, checkpoints: Checkpoints, program: Program, mesh: Mesh, corpus: Corpus, data: TrainBatches
+    job: compose.Job, checkpoints: Checkpoints, program: Program, mesh: Mesh, corpus: AnyCorpus, feed: Feed
 ) -> tuple[State, Position, bool]:
     """Return the state to start from: of a checkpoint if the run is resumed and has one, else new (True) at step 0."""
-    fresh = Position(0, 0, data.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
+    fresh = Position(0, 0, feed.samples.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
     if job.config.resume:
         restored = checkpoints.restore(job.resume_step, program.abstract, job.config, fresh)
         if restored:
@@ -189,19 +191,22 @@ def first_state(
     return program.new_state(job.config.seed, load_init_from(program, mesh)), fresh, True
 
 
-def end_of_run(cfg: Config, corpus: Corpus, data: TrainBatches, start: Position, total_steps: int) -> int:
+def end_of_run(cfg: Config, corpus: AnyCorpus, sizes: Sizes, start: Position) -> int:
     """Return the last step of a run that goes on from `start`; without a change of batch that is `total_steps`."""
-    last = last_step(cfg.training, data.batch_size, corpus.num_sequences, start.step, start.next_sample) or total_steps
-    if start.next_sample != start.step * data.batch_size:
+    cycle, num_tokens = sizes.cycle, sizes.batch.num_tokens
+    assert sizes.total_steps is not None
+    limit = last_step(cfg.training, cycle, num_tokens, corpus.num_samples, start.step, start.next_sample)
+    last = limit or sizes.total_steps
+    if start.next_sample * cycle.steps != start.step * cycle.samples:
         log.warning(
             "steps so far were not all of %d sequences: sample %d comes after step %d; the last step is %d, not %d",
-            data.batch_size, start.next_sample, start.step, last, total_steps,
+            sizes.batch.num_sequences, start.next_sample, start.step, last, sizes.total_steps,
         )  # fmt: skip
     if last == start.step:
         limits = {f"training.{key}": getattr(cfg.training, key) for key in ("max_steps", "max_tokens", "num_epochs")}
         reached = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
         log.warning("nothing is left to train after step %d: %s; raise it to go on", last, reached)
-    if warning := check_phases(cfg.scheduler, last, data.batch_size * cfg.training.seq_len):
+    if warning := check_phases(cfg.scheduler, last, num_tokens):
         log.warning("%s", warning)
     return last
 
@@ -249,40 +254,10 @@ def due(every: int | None, step: int, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
 
 
-def evaluate(held_out: HeldOut, state: State, step: int, metrics: Metrics, watchdog: Watchdog) -> dict[str, Any]:
+def evaluate(held_out: Measure, state: State, step: int, metrics: Metrics, watchdog: Watchdog) -> dict[str, Any]:
     """The held-out line of metrics.jsonl after `step`, written and logged."""
     with watchdog.phase("evaluation"):
-        record = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
+        record: dict[str, Any] = {"step": step, "split": "held_out", **held_out.evaluate(state["params"])}
     metrics.write(record, "held_out")
-    bits = f", {record['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in record else ""
-    log.info("step %d  held out: loss %.4f%s", step, record["loss"], bits)
+    log.info("step %d  held out: %s", step, held_out.describe(record))
     return record
-
-
-def sum_up(
-    cfg: Config, corpus: Corpus, arch: Architecture, state: State, mesh: Mesh, evaluation: dict, metrics: Metrics
-) -> None:
-    """Log what the last evaluation means, and how the model continues a held-out document."""
-    if "bits_per_byte" in evaluation:
-        log.info("%s", beside_unigram(evaluation["bits_per_byte"], corpus.unigram_bits_per_byte))
-    if cfg.evaluation.sample_tokens:
-        sample = continued_document(cfg, corpus, arch, state, mesh)
-        log.info("continuation of a held-out document, after >>>:\n%s", sample)
-        metrics.text("sample", sample, evaluation["step"])
-
-
-def beside_unigram(bits: float, unigram: float) -> str:
-    """The held-out loss beside what word frequencies alone would give; both in bits per byte."""
-    side = "below" if bits <= unigram else "above"
-    share = 100 * abs(1 - bits / unigram)
-    return f"held out: {bits:.3f} bits per byte; unigram entropy of the corpus: {unigram:.3f}; {share:.1f} % {side}"
-
-
-def continued_document(cfg: Config, corpus: Corpus, arch: Architecture, state: State, mesh: Mesh) -> str:
-    """Return the beginning of a held-out document, and how the model continues it."""
-    context = cfg.model.context_length
-    prompt = (corpus.example[:-1] or corpus.example)[: min(128, cfg.training.seq_len, context // 2)]
-    how = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
-    (answer,) = Sampler(arch, context, mesh)(state["params"], [prompt], how, cfg.seed)
-    words = answer.tokens
-    return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(words)}"

@@ -27,6 +27,7 @@ from tunix.config import Config
 from tunix.config.values import CONF
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
+from tunix.inference.start import check_init_from, load_init_from
 from tunix.processes import exits
 from tunix.processes.identity import find_identity
 from tunix.run.integrity import check_everything
@@ -35,7 +36,6 @@ from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, 
 from tunix.trainer import check_compiler_options, compile_step
 from tunix.training.program import abstract_batch, assemble, build_mesh
 from tunix.training.sizes import derive_sizes
-from tunix.training.start import check_init_from, load_init_from
 
 COMPARED = ("loss", "grad_norm")
 FAKE_DEVICES = 8
@@ -110,7 +110,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int)
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         program = assemble(cfg, mesh)
         check_init_from(cfg, program.arch)
-        sizes = derive_sizes(cfg, mesh, program.arch, corpus)
+        sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples)
         assert sizes.total_steps is not None
         data = TrainBatches(corpus.train, cfg, mesh)
         state = program.new_state(cfg.seed, load_init_from(program, mesh))

@@ -18,7 +18,7 @@ MISTAKES = [
     ("+training.foo=1", "unknown key training.foo; docs/config.md lists all keys"),
     ("modl=tiny", "unknown key modl; did you mean model?"),
     ("optimizer=lion optimizer.eps=1", "unknown key optimizer.eps: optimizer=lion has none; its keys are learning_rate,"),
-    ("model=gemma3_2b", "model=gemma3_2b: conf/model has no such file; choose from gemma3_12b, gemma3_1b, gemma3_270m"),
+    ("model=gemma3_2b", "model=gemma3_2b: conf/model has no such file; choose from adder, gemma3_12b, gemma3_1b, gemma3_270m"),
     ("model=gemma3_1bb", "did you mean gemma3_1b?"),
     ("experiment=quick_test", "write +experiment="),
     ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are dp, fsdp, tp"),

@@ -127,7 +127,7 @@ def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
     """Four sequences a step until step 3; the sequences that are left are cut into steps of eight."""
     if limit == "training.num_epochs":
         cfg = compose([*RUN, "data=text", f"data.paths=['{corpus}']"]).config
-        limit += f"={32.5 / load_corpus(cfg).num_sequences}"
+        limit += f"={32.5 / load_corpus(cfg).num_samples}"
     first = run("training.max_steps=3")
     folder = run(f"resume={first}", "training.max_steps=null", limit, "training.micro_batch_size=2")
     assert [(line["step"], line["tokens"]) for line in metrics(folder)][3:] == [(4, 640), (5, 896)]

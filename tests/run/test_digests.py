@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import write_corpus
+from tunix.training.start import check_init_from
 
 import tunix
 from tunix import verify
@@ -22,7 +23,6 @@ from tunix.data.corpus import prepare_corpus
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.sealed import ITEMS, check_checkpoint
 from tunix.run.stores import SharedStore
-from tunix.training.start import check_init_from
 
 ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
 

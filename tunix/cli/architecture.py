@@ -38,6 +38,33 @@ def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) 
         model[key] = found[key]
 
 
+def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> None:
+    """Set what a run decides that another one starts from: the architecture, the tokenizer, and the checkpoint.
+
+    `step` None is the newest one of now, so that the run starts from the same weights whenever it is resumed.
+
+    Raises:
+        UserError: a key of the model that contradicts the run's, or a run of low-rank updates.
+    """
+    saved: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    model, tokenizer, found = values["model"], values["tokenizer"], upgrade(saved)["model"]
+    if found["lora"]["rank"]:
+        raise UserError(
+            f"model.init_from={model['init_from']} has low-rank updates beside its matrices; add them first: "
+            f"python -m tunix.export checkpoint={folder} output=DIR merge_lora=true, then model.init_from=DIR"
+        )
+    for key in sorted(found.keys() - COMMON - {"mesh_shape"}):
+        given = model.get(key)
+        if given is not None and given != found[key]:
+            raise UserError(f"model.{key}={given}, but {folder}/config.yaml says {found[key]}; leave it out")
+        model[key] = found[key]
+    if tokenizer["path"] is None:
+        tokenizer["path"] = str(folder.resolve() / "tokenizer")
+    steps = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
+    at = max(steps, default=None) if step is None else step
+    model["init_from"] = str(folder.resolve() / ("" if at is None else f"checkpoints/{at}"))
+
+
 def trained_model(folder: Path, mesh_shape: Any) -> Model:
     """The model of a run's folder, or of one of Hugging Face's, on another mesh."""
     if not (folder / "config.yaml").is_file():

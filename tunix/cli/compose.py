@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from tunix.base.errors import UserError
-from tunix.cli.architecture import _fill_from_pretrained
+from tunix.cli.architecture import _fill_from_pretrained, fill_from_run
 from tunix.cli.mistakes import explain_errors, validate
 from tunix.cli.saved import upgrade
 from tunix.config import Config, Tokenizer
@@ -138,7 +138,10 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
     assert isinstance(values, dict)
     upgrade(values)
     if fresh and values["model"].get("init_from"):
-        _fill_from_pretrained(values)
+        if run := find_run(str(values["model"]["init_from"])):
+            fill_from_run(values, *run)
+        else:
+            _fill_from_pretrained(values)
     elif values["model"]["family"] is None:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
     if values["model"]["vocab_size"] == "auto":

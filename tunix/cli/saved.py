@@ -14,6 +14,8 @@ ADDED: dict[str, Any] = {
     "checkpoint.verify": "always",
     "loading.verify": "once",
     "model.unrotated_every": None,
+    "evaluation.num_prompts": 256,
+    "evaluation.num_samples": 1,
 }
 # Keys that are gone, with their new form for people who type them.
 GONE = {"logging.tensorboard": "logging.sinks=[jsonl,tensorboard] names what is written"}
@@ -58,9 +60,12 @@ def _split_mlp(values: dict[Any, Any]) -> None:
 
 
 def _add_sampling(values: dict[Any, Any]) -> None:
-    """The section is new: it says how answers are drawn in post-training, which older runs did not have."""
+    """The keys that say how answers are drawn are new: older runs had no post-training."""
+    default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "sampling" / "default.yaml"))
     if "task" in values:
-        values.setdefault("sampling", OmegaConf.to_container(OmegaConf.load(CONF / "sampling" / "default.yaml")))
+        values.setdefault("sampling", default)
+    if "evaluation" in values:
+        values["evaluation"].setdefault("sampling", default | {"temperature": 0.0})
 
 
 def _name_biases(values: dict[Any, Any]) -> None:

@@ -7,9 +7,9 @@ string below it; docs/config.md is made from these.
 from pydantic import model_validator
 
 from tunix.base.section import Flag, Section, Seed
-from tunix.config.answers import Sampling
 from tunix.config.commands import DeviceKind, Evaluate, Export, Generate
 from tunix.config.data import AnyData, Loading, Tokenizer
+from tunix.config.decoding import Sampling
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
@@ -131,7 +131,7 @@ class Config(Section):
                 f"model.lora.dropout={self.model.lora.dropout:g}: the model that learns would not be the one that "
                 "answers; set model.lora.dropout=0"
             )
-        cycle = task.steps_per_cycle
+        cycle = task.steps_per_rollout * task.passes_per_rollout
         for key, steps in (
             ("checkpoint.save_every_steps", self.checkpoint.save_every_steps),
             ("training.max_steps", self.training.max_steps),

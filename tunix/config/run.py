@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Share, Temperature
+from tunix.config.decoding import Sampling
 from tunix.sinks import SINKS, try_out
 
 
@@ -39,6 +40,21 @@ class Evaluation(Section):
     """Tokens sampled at the end as the continuation of a held-out document, half of the context at most; 0 for none."""
     sample_temperature: Temperature
     """Sampling temperature; 0 takes the likeliest token."""
+    num_prompts: Count
+    """task=grpo: held-out prompts that are answered, the same at every evaluation; fewer if there are fewer."""
+    num_samples: Count
+    """task=grpo: answers drawn to each; pass@k is reported for k = 2, 4, ... up to this."""
+    sampling: Sampling
+    """task=grpo: how these answers are drawn. sampling@evaluation.sampling=standard takes another preset."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Evaluation":
+        if self.num_samples > 1 and self.sampling.temperature == 0:
+            raise ValueError(
+                f"evaluation.num_samples={self.num_samples} answers are all the same at "
+                "evaluation.sampling.temperature=0; raise it"
+            )
+        return self
 
 
 class Logging(Section):

@@ -1,6 +1,6 @@
 """Tasks: which documents a run learns from, and which loss their batches get."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -8,6 +8,13 @@ from tunix.base.dotted import NameOrPath
 from tunix.base.errors import UserError
 from tunix.base.section import Count, Positive, PositiveOrZero, Section, Share
 from tunix.config.rewards import RewardTerms
+
+
+class Cycle(NamedTuple):
+    """A reading of the data, and the optimizer steps that it serves."""
+
+    samples: int  # sequences of a corpus, or prompts
+    steps: int
 
 
 class Task(Section):
@@ -19,9 +26,13 @@ class Task(Section):
     name: str
     """Which task."""
     chat_template: str | None
-    """A Jinja file that turns a conversation into text; null takes the tokenizer's own."""
+    """A Jinja file or text that turns a conversation into text; null takes the tokenizer's own."""
     loss: NameOrPath | None
     """Name of a loss, or `package.module:name` of your own (docs/extending.md); null takes the loss of the task."""
+
+    def cycle(self, num_sequences: int) -> Cycle:
+        """What is read of the data at one time, where a step has so many sequences."""
+        return Cycle(num_sequences, 1)
 
 
 class Pretrain(Task):
@@ -106,14 +117,14 @@ class Grpo(Prompted):
     """Steps between those whose answers are written to samples.jsonl; null writes none."""
 
     @property
-    def steps_per_cycle(self) -> int:
-        """Optimizer steps from one rollout to the next."""
-        return self.steps_per_rollout * self.passes_per_rollout
-
-    @property
     def on_policy(self) -> bool:
         """True where every answer is used once, by the model that gave it."""
-        return self.steps_per_cycle == 1
+        return self.steps_per_rollout * self.passes_per_rollout == 1
+
+    def cycle(self, num_sequences: int) -> Cycle:
+        """Prompts of a rollout, and the steps from one rollout to the next."""
+        prompts = round(self.oversample * self.num_prompts(num_sequences) * self.steps_per_rollout)
+        return Cycle(prompts, self.steps_per_rollout * self.passes_per_rollout)
 
     def num_prompts(self, num_sequences: int) -> int:
         """Groups that a step of so many sequences is made of.
@@ -131,10 +142,6 @@ class Grpo(Prompted):
                 f"task.group_size={' or '.join(map(str, near)) or 'none'}"
             )
         return num_sequences // self.group_size
-
-    def prompts_asked(self, num_sequences: int) -> int:
-        """Prompts that are answered for a step of so many sequences: more than it takes where oversample is over 1."""
-        return round(self.oversample * self.num_prompts(num_sequences))
 
 
 AnyTask = Annotated[Pretrain | Sft | Grpo, Field(discriminator="name")]

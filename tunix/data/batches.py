@@ -1,7 +1,7 @@
 """Batches in an order that only the seed and the sample number decide, and the sources that give them to the loop."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class TrainBatches(Samples):
         microbatches = range(first_sample, first_sample + self.batch_size, self.shape.num_rows)
         return stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
 
-    def iterate(self, first_sample: int, num_steps: int) -> Iterator[Batch]:
+    def iterate(self, first_sample: int, num_steps: int) -> Generator[Batch]:
         """Global batches of `num_steps` steps from `first_sample` on, read ahead; any start costs the same."""
         if num_steps == 0:
             return
@@ -57,6 +57,9 @@ class BatchSource(Protocol):
     source that samples from the model (a rollout) needs its weights.
     """
 
+    phase: str  # what `next` does, for the watchdog
+    waits_for_state: bool  # False: `next` may run while the step before does
+
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         """The batch of the next step on the devices, and numbers for the line of that step in metrics.jsonl.
 
@@ -66,9 +69,18 @@ class BatchSource(Protocol):
     def after(self, step: int) -> Position:
         """Return the position in the data after `step`, which a checkpoint of that step keeps."""
 
+    def can_stop(self, step: int) -> bool:
+        """Return whether a run that is saved after `step` goes on with the same batches."""
+
+    def close(self) -> None:
+        """End reading."""
+
 
 class ReadAhead:
     """The batches of a corpus from `start` to the step `last`, read ahead by threads: a `BatchSource`."""
+
+    phase = "reading a batch"
+    waits_for_state = False
 
     def __init__(self, data: TrainBatches, start: Position, last: int):
         self.data, self.start, self.step = data, start, start.step
@@ -88,6 +100,12 @@ class ReadAhead:
         next_sample = self.start.next_sample + (step - self.start.step) * self.data.batch_size
         source_tokens = self.data.source_tokens(next_sample)
         return replace(self.start, step=step, next_sample=next_sample, source_tokens=source_tokens)
+
+    def can_stop(self, step: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.batches.close()
 
 
 def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int, rows: list[int]) -> Example:

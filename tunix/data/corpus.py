@@ -40,7 +40,7 @@ class Corpus:
         return self.vocabulary.backend
 
     @property
-    def num_sequences(self) -> int:
+    def num_samples(self) -> int:
         """Sequences to train on."""
         return sum(map(len, self.train.values()))
 

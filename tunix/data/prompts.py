@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import grain
 import numpy as np
+from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.data.corpus import compute_fingerprint, prepare_corpus
+from tunix.data.corpus import Corpus, compute_fingerprint, prepare_corpus
 from tunix.data.stream import Prepared, Stream
 from tunix.tokenizer.vocabulary import Vocabulary
 
@@ -84,6 +85,19 @@ class PromptCorpus:
     fingerprint: str  # identifies the training prompts: rows, template, tokenizer, split, longest prompt
     summary: str  # a line for each source
 
+    @property
+    def tokenizer(self) -> Backend:
+        return self.vocabulary.backend
+
+    @property
+    def num_samples(self) -> int:
+        """Prompts to train on."""
+        return sum(map(len, self.train.values()))
+
+    @property
+    def num_held_out(self) -> int:
+        return sum(map(len, self.held_out.values()))
+
     def spread(self, split: str, count: int) -> list[Prompt]:
         """At most `count` prompts of a split, "train" or "held_out", spread evenly over all of its prompts."""
         parts = [part for part in {"train": self.train, "held_out": self.held_out}[split].values() if len(part)]
@@ -93,6 +107,9 @@ class PromptCorpus:
         prompts = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
         count = min(count, total)
         return [prompts[number * total // count] for number in range(count)]
+
+
+AnyCorpus = Corpus | PromptCorpus
 
 
 def load_prompts(cfg: Config, longest: int) -> PromptCorpus:

@@ -124,7 +124,7 @@ def load_params(
 ) -> tuple[Params, Tokenizer | None]:
     """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files."""
     if run := compose.find_run(source):
-        checkpoint = _find_checkpoint(run[0] / "checkpoints", run[1])
+        checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
         refuse_damaged_checkpoint(checkpoint)
         params = _restore_params(checkpoint, arch, abstract_params(arch, mesh, layout), weights)
         return params, Tokenizer.from_str(json.dumps(read_json(checkpoint, "tokenizer")))
@@ -135,7 +135,7 @@ def load_params(
     return load_weights(folder, cfg, arch.weights, layout, mesh), read_backend(folder)
 
 
-def _find_checkpoint(checkpoints: Path, step: int | None) -> Path:
+def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
     """The folder of a run's checkpoint; None is the newest step."""
     steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdigit())
     if not steps or step not in (None, *steps):

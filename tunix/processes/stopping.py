@@ -11,6 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 
 _stop_signals: list[str] = []
+_agreed: list[str] = []  # why all processes stop, once they know that they do
 _polls = count(1)
 
 
@@ -18,6 +19,7 @@ _polls = count(1)
 def listening() -> Iterator[None]:
     """Let SIGTERM and SIGUSR1 ask the run to save and stop; after `joining.start`, which replaces the handlers."""
     _stop_signals.clear()
+    _agreed.clear()
     # With several processes SIGTERM stays with JAX: it makes all of them stop after the same step.
     numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
     if threading.current_thread() is not threading.main_thread():
@@ -43,10 +45,13 @@ def stopped_by_signal() -> bool:
 
 
 def stop_requested() -> str | None:
-    """Return why to stop after this step, the same step on every process; None to go on. To be called once a step."""
+    """Return why to stop after this step, the same step on every process; None to go on. To be called once a step.
+
+    Once there is a reason, each later call returns it too.
+    """
     if jax.process_count() == 1:
         return _stop_signals[0] if _stop_signals else None
     # JAX stops at a number that has not been asked for yet: a signal before the first step names 1, whatever the step.
-    if multihost_utils.reached_preemption_sync_point(next(_polls)):
-        return _stop_signals[0] if _stop_signals else "SIGTERM"
-    return None
+    if not _agreed and multihost_utils.reached_preemption_sync_point(next(_polls)):
+        _agreed.append(_stop_signals[0] if _stop_signals else "SIGTERM")
+    return _agreed[0] if _agreed else None

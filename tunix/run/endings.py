@@ -33,9 +33,11 @@ def time_limit(now: Moment) -> Ending | None:
 
 
 def asked_to_stop(now: Moment) -> Ending | None:
-    """Stop after the same step on every process, when one of them was asked to."""
+    """Stop after the same step on every process, when one of them was asked to, and the source can go on from there."""
     why = stopping.stop_requested()
-    return Stopped(f"{why}: saved after step {now.step}; go on with resume={now.folder}") if why else None
+    if why is None or not now.source.can_stop(now.step):
+        return None
+    return Stopped(f"{why}: saved after step {now.step}; go on with resume={now.folder}")
 
 
 def not_finite(now: Moment) -> Ending | None:

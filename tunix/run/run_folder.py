@@ -103,7 +103,9 @@ def keep_files(cfg: Config, vocabulary: Vocabulary, run_folder: Path) -> None:
     if cfg.model.init_from is None or (run_folder / FILES).is_dir():
         return
     (run_folder / FILES).mkdir()
-    source = find(cfg.model.init_from)
+    source = find_model_files(cfg.model.init_from)
+    if source is None:
+        return
     for path in (path for pattern in (*ABOUT, "*.txt") for path in source.glob(pattern)):
         if path.name != INDEX:
             shutil.copy(path, run_folder / FILES / path.name)
@@ -123,6 +125,17 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
     root = logging.getLogger()
     root.removeHandler(waiting)
     root.addHandler(file)
+
+
+def find_model_files(init_from: str) -> Path | None:
+    """Return the folder of Hugging Face's files of the model that `model.init_from` names.
+
+    None for a run that began without such files.
+    """
+    if run := compose.find_run(init_from):
+        folder = run[0] / FILES
+        return folder if folder.is_dir() else None
+    return find(init_from)
 
 
 def claim_folder(job: compose.Job) -> Path:

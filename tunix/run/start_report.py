@@ -11,7 +11,7 @@ from tunix.cli.architecture import unlike_its_family
 from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.costs.derived import costs_of
-from tunix.data.corpus import Corpus
+from tunix.data.prompts import AnyCorpus
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import DIMS, axis_names
@@ -23,7 +23,7 @@ from tunix.training.sizes import Sizes
 from tunix.training.state import Architecture, State, count
 
 
-def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: Corpus | None) -> str:
+def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None) -> str:
     """Return every derived number as text; `corpus` is None in a dry run.
 
     Process 0 alone derives them: what the backward pass keeps is traced, which takes seconds.

@@ -28,7 +28,9 @@ class Terminal:
         if group != "train":
             return
         step = record["step"]
-        line = f"loss {_decimals(record['loss'])}  {record['tokens_per_s']:,.0f} tokens/s"
+        # The loss of a policy is 0 but for rounding, or moves with the batch: the reward says how the run goes.
+        name = "reward" if "reward" in record else "loss"
+        line = f"{name} {_decimals(record[name])}  {record['tokens_per_s']:,.0f} tokens/s"
         if record["mfu"] is not None:
             line += f"  MFU {record['mfu']:.1%}"
         if self.progress:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
+from tunix.sources.arithmetic import Arithmetic
 from tunix.sources.custom import Custom
 from tunix.sources.docstrings import PythonDocstrings
 from tunix.sources.hugging_face import HuggingFace
@@ -20,7 +21,8 @@ from tunix.sources.tokens import Tokens
 __all__ = ["SOURCES", "AnySource", "Columns", "Custom", "Item", "Rows", "Source", "Tokens"]
 
 SOURCES = (
-    PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, ReasoningGym, Tokens, Synthetic, Custom
+    PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, ReasoningGym, Tokens, Synthetic,
+    Arithmetic, Custom,
 )  # fmt: skip
 
 if TYPE_CHECKING:

@@ -250,7 +250,7 @@ def _token_text(value: Any) -> str | None:
 def _choose_template(
     files: dict[str, Path], settings: dict[str, Any], name_or_file: str | None, key: str
 ) -> str | None:
-    """Return one of the tokenizer's templates by its name, or the text of a Jinja file; `key` is for the message.
+    """Return one of the tokenizer's templates by its name, a Jinja text, or that of a file; `key` is for the message.
 
     None gives the tokenizer's default template, or None if it has no template.
     """
@@ -260,6 +260,8 @@ def _choose_template(
         templates["default"] = files["chat_template.jinja"].read_text()
     if name_or_file is None or templates.get(name_or_file):
         return templates.get(name_or_file or "default")
+    if "{%" in name_or_file or "{{" in name_or_file:
+        return name_or_file
     try:
         return Path(name_or_file).expanduser().read_text()
     except OSError as error:

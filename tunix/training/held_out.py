@@ -54,3 +54,12 @@ class HeldOut:
         """Numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
         sums, weight = self.totals(params, self.batches)
         return self.kind.evaluate(sums, weight, self.num_bytes)
+
+    def cost(self, record: dict[str, float]) -> float:
+        """Return the number that is lowest for the best model."""
+        return record["loss"]
+
+    def describe(self, record: dict[str, float]) -> str:
+        """Return an evaluation in a few words for the log."""
+        bits = f", {record['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in record else ""
+        return f"loss {record['loss']:.4f}{bits}"

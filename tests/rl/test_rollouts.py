@@ -1,0 +1,162 @@
+"""Runs of task=grpo on tiny models: the same on every mesh, after a resume, and as their files say."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.harness import metrics
+from support.rollouts import ONE, TASK, WIDE
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.data.batches import BatchSource
+from tunix.inference.sampling import Answer
+from tunix.rl.answer_rows import place_answers
+from tunix.rl.asking import derive_seed
+from tunix.run.endings import Moment, asked_to_stop
+
+
+def samples(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """Four steps on eight devices."""
+    folder = tmp_path_factory.mktemp("wide") / "run"
+    tunix.train([*TASK, WIDE, "training.max_steps=4", f"hydra.run.dir={folder}"])
+    return folder
+
+
+def test_the_files_of_a_run_agree(wide):
+    """samples.jsonl gives the numbers of metrics.jsonl again; noise differs between steps, prompts and answers."""
+    lines, answers = metrics(wide), samples(wide)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        own = [answer for answer in answers if answer["step"] == line["step"]]
+        assert len(own) == 16
+        rewards = np.array([answer["reward"] for answer in own]).reshape(4, 4)
+        advantages = np.array([answer["advantage"] for answer in own]).reshape(4, 4)
+        np.testing.assert_allclose(advantages, rewards - rewards.mean(1, keepdims=True), atol=1e-12)
+        assert line["reward"] == line["reward_letters"] == pytest.approx(rewards.mean())
+        assert line["no_signal"] == np.mean(np.ptp(rewards, axis=1) == 0)
+        assert line["answer_tokens"] == np.mean([len(answer["tokens"]) for answer in own])
+        assert line["truncated"] == np.mean([not answer["stopped"] for answer in own])
+        assert (line["ratio_max"], line["clipped"], line["reward_errors"]) == (1, 0, 0)
+        assert line["mismatch"] <= line["mismatch_max"] < 1e-5
+        assert line["tokens"] == 16 * 16 * line["step"]
+        assert line["entropy"] > 0
+        assert line["grad_norm"] > 0
+    assert any(answer["stopped"] for answer in answers)
+    for answer in answers:  # the token that stops an answer is one of its tokens, and has a probability
+        assert len(answer["tokens"]) == len(answer["log_probabilities"]) <= 6
+        assert answer["stopped"] or len(answer["tokens"]) == 6
+    assert len({tuple(answer["tokens"]) for answer in answers}) > 50
+    assert [answer["sample"] for answer in answers[::4]] == list(range(16))
+    evaluations = metrics(wide, "held_out")
+    assert [line["step"] for line in evaluations] == [2, 4]
+    assert all(0 <= line["accuracy"] <= line["reward"] + 1e-9 for line in evaluations)
+
+
+def test_one_device_draws_and_learns_the_same(wide, tmp_path):
+    folder = tmp_path / "run"
+    tunix.train([*TASK, *ONE, "training.max_steps=2", "checkpoint.save_every_steps=null", f"hydra.run.dir={folder}"])
+    assert [each["tokens"] for each in samples(folder)] == [each["tokens"] for each in samples(wide)[:32]]
+    for here, there in zip(metrics(folder), metrics(wide), strict=False):
+        assert here["reward"] == there["reward"]
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5, abs=1e-7)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-5)
+
+
+def test_a_resumed_run_has_the_same_digits(wide):
+    tunix.train([f"resume={wide}/checkpoints/2"])
+    before, after = metrics(wide)[2:4], metrics(wide)[4:]
+    for one, two in zip(before, after, strict=True):
+        same = [name for name in one if not name.endswith(("_s", "_per_device", "tflops"))]
+        assert [one[name] for name in same] == [two[name] for name in same]
+    assert samples(wide)[64:] == samples(wide)[32:64]
+
+
+def test_several_steps_on_a_rollout(tmp_path):
+    """Two steps on one rollout, more prompts than they take, a divergence from the start, cut answers masked."""
+    folder = tmp_path / "run"
+    words = [
+        "task.steps_per_rollout=2", "task.oversample=1.5", "task.kl_coefficient=0.1", "task.truncated=mask",
+        "task.samples_every_steps=2", "training.max_steps=4", "evaluation.every_steps=null", "optimizer.learning_rate=0.001", f"hydra.run.dir={folder}",
+    ]  # fmt: skip
+    tunix.train([*TASK, *ONE, *words])
+    lines, answers = metrics(folder), samples(folder)
+    assert [line["ratio_max"] > 1.0001 for line in lines] == [False, True, False, True]
+    assert [line["kl"] > 1e-8 for line in lines] == [False, True, True, True]
+    assert [("rollout_s" in line, "reward" in line) for line in lines] == [(True, True), (False, False)] * 2
+    assert len(answers) == 2 * 12 * 4
+    trained = [answer for answer in answers if answer["advantage"] is not None]
+    assert len(trained) == 2 * 8 * 4
+    assert [answer["sample"] for answer in answers[::4]] == list(range(24))
+    first = trained[:32]  # of the rollout of step 1, where nothing diverges yet
+    for group in (first[start : start + 4] for start in range(0, 32, 4)):
+        mean = np.mean([answer["reward"] for answer in group])
+        for answer in group:
+            assert answer["advantage"] == pytest.approx(answer["reward"] - mean, abs=1e-4)
+
+
+def test_answers_are_placed_after_their_prompts():
+    answer = Answer([7, 8, 2], [-9.0] * 3, [-0.1, -0.2, -0.3], True)
+    fields = place_answers([[4, 5, 6]] * 2, [answer] * 2, 8, [False, True])
+    assert fields["tokens"][0].tolist() == [4, 5, 6, 7, 8, 0, 0, 0]
+    assert fields["targets"][0].tolist() == [5, 6, 7, 8, 2, 0, 0, 0]  # the stop token is learnt
+    assert fields["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
+    np.testing.assert_allclose(fields["log_probs"][0], [0, 0, -0.1, -0.2, -0.3, 0, 0, 0])
+    assert fields["segment_ids"][0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert fields["positions"][0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+
+
+def test_seeds_depend_on_every_part():
+    assert len({derive_seed(seed, place) for seed in range(3) for place in range(100)}) == 300
+    assert 0 <= derive_seed("anything") < 2**31
+
+
+def test_a_stop_waits_for_the_end_of_a_rollout(monkeypatch):
+    class Halfway(BatchSource):
+        def can_stop(self, step: int) -> bool:
+            return step % 2 == 0
+
+    monkeypatch.setattr("tunix.processes.stopping.stop_requested", lambda: "SIGTERM")
+    cfg = compose([*TASK, *ONE]).config
+    ends = [asked_to_stop(Moment(cfg, Path("run"), step, {}, {}, 0.0, Halfway())) for step in (3, 4)]  # type: ignore[abstract]
+    assert ends[0] is None
+    assert "saved after step 4" in str(ends[1])
+
+
+BAD = {
+    "task.group_size=3": "task.group_size=3 does not divide the 16 answers of a step",
+    "sampling.temperature=0": "gives all answers of a group the same tokens",
+    "sampling.top_p=0.9": "sampling.top_p=0.9 with task.max_importance=2: a filtered distribution",
+    "sampling.max_new_tokens=16": "leaves no room for a prompt within training.seq_len=16",
+    "model.lora.rank=2 model.lora.dropout=0.1": "set model.lora.dropout=0",
+    "task.passes_per_rollout=2 training.max_steps=3": "training.max_steps=3 is within a rollout, which serves 2 steps",
+    "evaluation.num_samples=4": "evaluation.num_samples=4 answers are all the same",
+    "task.rewards=[nothing:here]": "module nothing cannot be imported",
+    "task.rewards=[]": "give at least one",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_contradictions_are_named(words):
+    with pytest.raises(UserError, match=r".*") as refused:
+        compose([*TASK, *ONE, *words.split()])
+    assert BAD[words] in str(refused.value)
+
+
+def test_what_only_the_data_tell_is_refused_before_anything_is_written(tmp_path):
+    folder = tmp_path / "run"
+    for words, message in (
+        (["training.global_batch_size=640"], "one rollout needs 160; add data"),
+        (["sampling.max_new_tokens=13"], "prompts of arithmetic have more than the 3 tokens"),
+        (["sampling.stop=[nothing]"], "sampling.stop=nothing is not a token"),
+    ):
+        with pytest.raises(UserError, match=message):
+            tunix.train([*TASK, *ONE, *words, f"hydra.run.dir={folder}"])
+        assert not folder.exists()

@@ -1,0 +1,14 @@
+"""Words of a tiny run of task=grpo, which compiles few programs."""
+
+from support.harness import SMALL
+
+TASK = [
+    *SMALL, "task=grpo", "data=arithmetic", "data.below=10", "tokenizer=bytes", "scheduler=constant",
+    "task.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'",
+    "task.rewards=[support.own_reward:letters]", "task.reward_processes=1", "task.group_size=4",
+    "sampling.max_new_tokens=6", "sampling.stop=[a,b,c,d,e,f,g,h]", "training.seq_len=16",
+    "training.global_batch_size=16", "evaluation.num_prompts=4", "evaluation.every_steps=2",
+    "evaluation.sample_tokens=0", "checkpoint.save_every_steps=2", "optimizer.learning_rate=0.01",
+]  # fmt: skip
+WIDE = "model.mesh_shape=[[4,2],[fsdp,tp]]"
+ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"

@@ -1,0 +1,124 @@
+"""Questions to the model in training: it answers, and rewards score its answers."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from tunix.config import Config
+from tunix.config import Sampling as SamplingKeys
+from tunix.config.task import Grpo
+from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
+from tunix.inference.sampling import Answer, Sampler, Sampling
+from tunix.inference.stops import chat_stop_ids
+from tunix.processes import peers
+from tunix.processes.watchdog import Watchdog
+from tunix.rl.scoring import Scorer, Scores
+from tunix.run.run_folder import find_model_files
+from tunix.training.program import Program
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts [P] with their answers [P x G]; the answers to a prompt stand one after the other."""
+
+    prompts: list[Prompt]
+    answers: list[Answer]
+    texts: list[str]  # of the answers, without the token that stopped them
+    scores: Scores
+    rollout_s: float
+
+    @property
+    def group_size(self) -> int:
+        return len(self.answers) // len(self.prompts)
+
+    @property
+    def stopped(self) -> np.ndarray:
+        """[P, G] bool: the answer has an end, and was not cut at its longest length."""
+        return np.array([answer.stopped for answer in self.answers]).reshape(-1, self.group_size)
+
+    @property
+    def totals(self) -> np.ndarray:
+        """[P, G] float64: the weighted sum of the scores of each answer."""
+        return np.array(self.scores.total).reshape(-1, self.group_size)
+
+    def numbers(self) -> dict[str, float]:
+        """Return what metrics.jsonl says about the answers and their scores."""
+        lengths = [len(answer.tokens) for answer in self.answers]
+        return {
+            "reward": float(np.mean(self.scores.total)),
+            **{f"reward_{label}": float(np.mean(values)) for label, values in self.scores.values.items()},
+            "answer_tokens": float(np.mean(lengths)),
+            "truncated": float(1 - self.stopped.mean()),
+            "reward_errors": sum(self.scores.errors.values()),
+        }
+
+
+class Asker:
+    """Asks the model in training. Every process calls it with the same arguments and gets all answers and scores."""
+
+    def __init__(
+        self, cfg: Config, corpus: PromptCorpus, program: Program, mesh: Mesh, scorer: Scorer, watchdog: Watchdog
+    ):
+        assert isinstance(cfg.task, Grpo)
+        self.task, self.vocabulary, self.scorer, self.watchdog = cfg.task, corpus.vocabulary, scorer, watchdog
+        self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
+        folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
+        self.stop = chat_stop_ids(corpus.vocabulary, cfg.sampling.stop, folder)
+
+    def ask(self, params: Any, prompts: list[Prompt], keys: SamplingKeys, group_size: int, seed: int) -> Asked:
+        """Draw `group_size` answers to each prompt with parameters at rest, and score them."""
+        begun = time.perf_counter()
+        how = Sampling(keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p, self.stop)
+        at_once = None if self.task.rollout_rows is None else max(1, self.task.rollout_rows // group_size)
+        answers = self.sampler.rollout(
+            params,
+            [prompt.tokens for prompt in prompts],
+            how,
+            seed,
+            answers_per_prompt=group_size,
+            prompts_at_once=at_once,
+        )
+        rollout_s = time.perf_counter() - begun
+        texts = self.vocabulary.backend.decode_batch(
+            [answer.tokens[:-1] if answer.stopped else answer.tokens for answer in answers]
+        )
+        with self.watchdog.phase("scoring answers"):
+            scores = self._score(prompts, texts, group_size)
+        return Asked(prompts, answers, texts, scores, rollout_s)
+
+    def _score(self, prompts: list[Prompt], texts: list[str], group_size: int) -> Scores:
+        """Score the answers: each process those of its share of the prompts. An error of one is raised on all."""
+        rank, count = jax.process_index(), jax.process_count()
+        share = slice(rank * len(prompts) // count, (rank + 1) * len(prompts) // count)
+        own = [prompt for prompt in prompts[share] for _ in range(group_size)]
+        own_texts = texts[share.start * group_size : share.stop * group_size]
+
+        def score() -> Scores:
+            return self.scorer.score([prompt.text for prompt in own], own_texts, gather_columns(own), group_size)
+
+        mine = peers.together(score, "scoring answers")
+        return _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(mine)), "scores")])
+
+
+def _join(parts: Sequence[Scores]) -> Scores:
+    """Return the scores of consecutive parts of a batch as one."""
+    labels = list(parts[0].values)
+    return Scores(
+        {label: [score for part in parts for score in part.values[label]] for label in labels},
+        [total for part in parts for total in part.total],
+        {label: sum(part.errors[label] for part in parts) for label in labels},
+        max(part.seconds for part in parts),
+    )
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a number below 2^31 that depends on all parts: answers of two rollouts are drawn with unlike noise."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

@@ -1,0 +1,173 @@
+"""Feeds: what each kind of documents gives to the training loop. A new one is an entry of `FEEDS`."""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+from jax.sharding import Mesh
+
+from tunix.base.errors import UserError
+from tunix.config import Config
+from tunix.config.task import Grpo
+from tunix.data.batches import BatchSource, ReadAhead, TrainBatches
+from tunix.data.corpus import Corpus, load_corpus
+from tunix.data.position import Position
+from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
+from tunix.data.samples import Samples
+from tunix.inference.sampling import Sampler, Sampling
+from tunix.processes import peers
+from tunix.processes.watchdog import Watchdog
+from tunix.rl.answered import HeldOutAnswers
+from tunix.rl.asking import Asker
+from tunix.rl.reference import make_reference
+from tunix.rl.rollouts import Rollouts
+from tunix.rl.samples_file import SamplesFile
+from tunix.rl.scoring import Scorer
+from tunix.run.metrics import Metrics
+from tunix.training.held_out import HeldOut
+from tunix.training.program import Program
+
+log = logging.getLogger(__name__)
+
+
+class Measure(Protocol):
+    """A fixed held-out set."""
+
+    def evaluate(self, params: Any) -> dict[str, float]:
+        """Numbers by their names in metrics.jsonl."""
+
+    def cost(self, record: dict[str, float]) -> float:
+        """Return the number that is lowest for the best model."""
+
+    def describe(self, record: dict[str, float]) -> str:
+        """Return an evaluation in a few words for the log."""
+
+
+class Feed(Protocol):
+    """Data of a run, which may have processes of its own: `with feed: ...`. Made before anything is written."""
+
+    @property
+    def samples(self) -> Samples: ...
+
+    @property
+    def held_out(self) -> Measure | None:
+        """The held-out set; None where nothing is held out."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def batches(self, start: Position, last: int, metrics: Metrics, folder: Path | None) -> BatchSource:
+        """Return the batches from `start` to the step `last`; files beside metrics.jsonl go to `folder`."""
+
+    def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
+        """Log what the last evaluation of a run means."""
+
+
+class FeedKind(NamedTuple):
+    """A row of the table of feeds."""
+
+    load: Callable[[Config], AnyCorpus]  # read the data
+    make: Callable[..., Feed]  # (cfg, corpus, program, mesh, watchdog)
+
+
+class CorpusFeed:
+    """Sequences of a corpus, which next-token losses learn from."""
+
+    def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+        self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
+        self.samples: TrainBatches = TrainBatches(corpus.train, cfg, mesh)
+        self.held_out = HeldOut(cfg, corpus, program.arch, mesh) if corpus.num_held_out else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def batches(self, start: Position, last: int, metrics: Metrics, folder: Path | None) -> BatchSource:
+        return ReadAhead(self.samples, start, last)
+
+    def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
+        """Log the last evaluation beside the corpus's unigrams, and how the model continues a held-out document."""
+        if "bits_per_byte" in evaluation:
+            log.info("%s", _beside_unigram(evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte))
+        if self.cfg.evaluation.sample_tokens:
+            sample = self._continued_document(state["params"])
+            log.info("continuation of a held-out document, after >>>:\n%s", sample)
+            metrics.text("sample", sample, evaluation["step"])
+
+    def _continued_document(self, params: Any) -> str:
+        """Return the beginning of a held-out document, and how the model continues it."""
+        cfg, corpus = self.cfg, self.corpus
+        context = cfg.model.context_length
+        prompt = (corpus.example[:-1] or corpus.example)[: min(128, cfg.training.seq_len, context // 2)]
+        how = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
+        (answer,) = Sampler(self.program.arch, context, self.mesh)(params, [prompt], how, cfg.seed)
+        return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
+
+
+def _beside_unigram(bits: float, unigram: float) -> str:
+    """The held-out loss beside what word frequencies alone would give; both in bits per byte."""
+    side = "below" if bits <= unigram else "above"
+    share = 100 * abs(1 - bits / unigram)
+    return f"held out: {bits:.3f} bits per byte; unigram entropy of the corpus: {unigram:.3f}; {share:.1f} % {side}"
+
+
+def _load_prompts(cfg: Config) -> PromptCorpus:
+    return load_prompts(cfg, cfg.training.seq_len - cfg.sampling.max_new_tokens)
+
+
+class PromptFeed:
+    """Prompts that the model in training answers, and rewards that score its answers."""
+
+    def __init__(self, cfg: Config, corpus: PromptCorpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+        assert isinstance(cfg.task, Grpo)
+        self.cfg, self.corpus, self.program, self.mesh, task = cfg, corpus, program, mesh, cfg.task
+        shape = cfg.training.batch_shape(mesh.shape)
+        cycle = task.cycle(shape.num_sequences)
+        if corpus.num_samples < cycle.samples:
+            raise UserError(
+                f"the training data have {corpus.num_samples} prompts, one rollout needs {cycle.samples}; add data, or "
+                "make training.global_batch_size, task.oversample or task.steps_per_rollout smaller"
+            )
+        per_step = max(1, cycle.samples // cycle.steps)
+        self.samples = Samples(corpus.train, cfg, per_step, shape.num_tokens // per_step)
+        self.scorer = Scorer(task.rewards, task.reward_processes, task.reward_timeout_s, task.reward_errors)
+        self.asker = Asker(cfg, corpus, program, mesh, self.scorer, watchdog)
+        self.held_out = HeldOutAnswers(cfg, corpus, self.asker) if corpus.num_held_out else None
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start the processes of the rewards, and try the rewards on one prompt with made-up answers."""
+        example = self.samples[0]
+        with ExitStack() as stack:
+            stack.enter_context(self.scorer)
+            peers.together(lambda: self.scorer.try_out(example.text, example.columns), "trying the rewards")
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def batches(self, start: Position, last: int, metrics: Metrics, folder: Path | None) -> BatchSource:
+        task = self.cfg.task
+        assert isinstance(task, Grpo)
+        reference = make_reference(self.cfg, self.program, self.mesh) if task.kl_coefficient else None
+        every = task.samples_every_steps
+        file = SamplesFile(folder, every, metrics) if folder is not None and every is not None else None
+        return Rollouts(self.cfg, self.samples, self.asker, reference, self.mesh, start, file)
+
+    def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
+        """Log what the last evaluation says."""
+        assert self.held_out is not None
+        log.info("held out, %d prompts: %s", evaluation["prompts"], self.held_out.describe(evaluation))
+
+
+FEEDS: dict[str, FeedKind] = {
+    "text": FeedKind(load_corpus, CorpusFeed),
+    "conversation": FeedKind(load_corpus, CorpusFeed),
+    "prompt": FeedKind(_load_prompts, PromptFeed),
+}

@@ -1,0 +1,56 @@
+"""The reference: the model of step 0, from which a policy may be kept near (task.kl_coefficient)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix.config import Config
+from tunix.data.batch import Batch
+from tunix.inference.start import load_init_from
+from tunix.models.paths import parameter_name
+from tunix.rl.rollouts import Reference
+from tunix.training.program import Program
+from tunix.training.scores import token_log_probs
+
+
+def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
+    """Return the function that gives log-probabilities of the targets of a batch under the reference.
+
+    Where only low-rank updates are trained, the reference is the policy without them: no second model is kept. Else it
+    is made once more as step 0 made it, with the same bits, and rests beside the state in the dtype of products.
+    """
+    score = jax.jit(_make_scores(cfg, program))
+    lora = cfg.model.lora
+    if lora.rank and lora.train_also is None:
+        remove = jax.jit(_without_updates)
+        return lambda params, batch: score(remove(params), batch)
+    start = program.new_state(cfg.seed, load_init_from(program, mesh))["params"]
+    kept = jax.jit(lambda params: jax.tree.map(_in_dtype(program.layout.compute), params))(start)
+    return lambda params, batch: score(kept, batch)
+
+
+def _make_scores(cfg: Config, program: Program) -> Any:
+    def score(params: Any, batch: Batch) -> jax.Array:
+        def microbatch(_, rows):
+            model = program.arch.module(params)
+            chunk, temperature = cfg.training.loss_chunk_size, cfg.sampling.temperature
+            return None, token_log_probs(model, rows, None, chunk_size=chunk, temperature=temperature)[0]
+
+        return jax.lax.scan(microbatch, None, batch)[1]
+
+    return score
+
+
+def _in_dtype(dtype: Any) -> Any:
+    return lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+def _without_updates(params: Any) -> Any:
+    """The parameters with 0 for the second factor of each low-rank update: the base model."""
+
+    def base(path, leaf):
+        return jnp.zeros_like(leaf) if parameter_name(path).endswith(".lora.b") else leaf
+
+    return jax.tree.map_with_path(base, params)

@@ -1,0 +1,145 @@
+"""Batches of answers that the model in training gives: what the training loop takes where the task is grpo.
+
+A rollout asks P prompts for G answers each, and serves `steps_per_rollout` steps, `passes_per_rollout` times.
+
+    prompts        next_sample ... next_sample + P - 1 in the order of all samples: one number is the place in the data
+    noise          a function of the seed of the run and of that number: a resumed run draws the same answers
+    groups         those with unlike rewards come first, where task.oversample asks for more than a step takes
+    batch          [A, B, T]: an answer a row, with its advantage
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from tunix.config import Config
+from tunix.config.task import Grpo
+from tunix.data.batch import Batch, Example
+from tunix.data.batches import Numbers
+from tunix.data.position import Position
+from tunix.data.samples import Samples
+from tunix.rl.advantages import ADVANTAGES, has_signal
+from tunix.rl.answer_rows import place_answers
+from tunix.rl.asking import Asked, Asker, derive_seed
+from tunix.rl.samples_file import SamplesFile
+from tunix.sharding.arrays import local_rows, to_global
+
+# (parameters of the policy, batch) -> log-probabilities [A, B, T] under the reference
+Reference = Callable[[Any, Batch], jax.Array]
+
+
+class Rollouts:
+    """Answers of the model in training, as batches: a `BatchSource`."""
+
+    phase = "drawing and scoring answers"
+    waits_for_state = True
+
+    def __init__(
+        self,
+        cfg: Config,
+        samples: Samples,
+        asker: Asker,
+        reference: Reference | None,
+        mesh: Mesh,
+        start: Position,
+        file: SamplesFile | None,
+    ):
+        """`reference` is None where task.kl_coefficient is 0; `file` gets the answers, if there is one."""
+        assert isinstance(cfg.task, Grpo)
+        self.cfg, self.task, self.samples, self.asker, self.mesh = cfg, cfg.task, samples, asker, mesh
+        self.reference, self.start, self.step, self.file = reference, start, start.step, file
+        self.shape = cfg.training.batch_shape(mesh.shape)
+        self.cycle = cfg.task.cycle(self.shape.num_sequences)
+        self.rows = local_rows(mesh, self.shape.num_rows)  # of B, those of this process
+        self.batches: list[Batch] = []  # of the newest rollout
+
+    def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
+        """The batch of the next step; the first step of a rollout draws answers with the parameters of `state`."""
+        place = (self.step - self.start.step) % self.cycle.steps
+        numbers: Numbers = {}
+        if place == 0:
+            self.batches, numbers = self._roll_out(state["params"])
+        self.step += 1
+        tokens = self.shape.num_tokens
+        before = self.start.next_sample * tokens * self.cycle.steps // self.cycle.samples
+        numbers = {"tokens": before + (self.step - self.start.step) * tokens, "data_wait_s": 0.0} | numbers
+        return self.batches[place % self.task.steps_per_rollout], numbers
+
+    def after(self, step: int) -> Position:
+        """Return the position after `step`; within a rollout, the one after all of it."""
+        rollouts = math.ceil((step - self.start.step) / self.cycle.steps)
+        next_sample = self.start.next_sample + rollouts * self.cycle.samples
+        source_tokens = self.samples.source_tokens(next_sample)
+        return replace(self.start, step=step, next_sample=next_sample, source_tokens=source_tokens)
+
+    def can_stop(self, step: int) -> bool:
+        """Return True at the end of a rollout: the answers of one that is under way are not saved."""
+        return (step - self.start.step) % self.cycle.steps == 0
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def _roll_out(self, params: Any) -> tuple[list[Batch], Numbers]:
+        """Draw and score answers; return a batch for each step of one pass, and numbers of all answers."""
+        begun = time.perf_counter()
+        first = self.after(self.step).next_sample
+        prompts = [self.samples[first + n] for n in range(self.cycle.samples)]
+        data_wait_s = time.perf_counter() - begun
+        seed = derive_seed(self.cfg.seed, "rollout", first)
+        asked = self.asker.ask(params, prompts, self.cfg.sampling, self.task.group_size, seed)
+        rewards = asked.totals
+        if self.task.truncated == "zero":
+            rewards = np.where(asked.stopped, rewards, 0.0)
+        signal = has_signal(rewards)
+        num_groups = self.task.num_prompts(self.shape.num_sequences)  # of a step
+        chosen = np.sort(np.argsort(~signal, kind="stable")[: num_groups * self.task.steps_per_rollout])
+        advantages = np.full(rewards.shape, np.nan)  # stays so where an answer is not trained on
+        batches = []
+        for groups in chosen.reshape(-1, num_groups):
+            batch, advantages[groups] = self._make_batch(params, asked, rewards[groups], groups)
+            batches.append(batch)
+        if self.file is not None:
+            self.file.write(self.step + 1, first, asked, advantages)
+        num_tokens = sum(len(answer.tokens) for answer in asked.answers)
+        numbers = asked.numbers() | {
+            "no_signal": float(1 - signal.mean()),
+            "data_wait_s": data_wait_s,
+            "rollout_s": asked.rollout_s,
+            "rollout_tokens_per_s": num_tokens / asked.rollout_s,
+            "reward_s": asked.scores.seconds,
+        }
+        return batches, numbers
+
+    def _make_batch(self, params: Any, asked: Asked, rewards: np.ndarray, groups: np.ndarray) -> tuple[Batch, Any]:
+        """Return the batch of a step made of some groups with these rewards [P, G], and their advantages."""
+        size, task = self.task.group_size, self.task
+        rows = [group * size + n for group in groups.tolist() for n in range(size)]
+        answers = [asked.answers[row] for row in rows]
+        masked = [task.truncated == "mask" and not answer.stopped for answer in answers]
+        prompts = [asked.prompts[row // size].tokens for row in rows]
+        fields = place_answers(prompts, answers, self.shape.seq_len, masked)
+        batch = self._to_devices(fields)
+        if self.reference is None:
+            batch |= self._to_devices({"reference_log_probs": np.zeros_like(fields["log_probs"])})
+        else:
+            batch["reference_log_probs"] = self.reference(params, batch)
+            if task.kl == "advantage":
+                reference = np.asarray(multihost_utils.process_allgather(batch["reference_log_probs"], tiled=True))
+                gap = (fields["log_probs"] - reference.reshape(fields["log_probs"].shape)) * fields["loss_mask"]
+                rewards = rewards - task.kl_coefficient * gap.sum(axis=1).reshape(rewards.shape)
+        advantages = ADVANTAGES[task.advantage](rewards)
+        return batch | self._to_devices({"advantages": advantages.reshape(-1).astype(np.float32)}), advantages
+
+    def _to_devices(self, fields: Example) -> Batch:
+        """Return fields [sequences, ...], which every process has, as global arrays [A, B, ...]."""
+        shape = self.shape.num_microbatches, self.shape.num_rows
+        own = {name: leaf.reshape(*shape, *leaf.shape[1:])[:, self.rows] for name, leaf in fields.items()}
+        return to_global(own, self.mesh)
