@@ -16,7 +16,7 @@ from tunix.cli.compose import compose
 from tunix.config.values import flat
 
 CONFIGS = ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture")
-NEW_FORM = ("model.mlp", "logging.tensorboard")  # keys that have another form now
+NEW_FORM = ("model.mlp", "model.biases", "logging.tensorboard")  # keys that have another form now
 
 MLP = {"gated_silu": ("gated", "silu"), "gated_gelu": ("gated", "gelu"), "gelu": ("plain", "gelu")}
 
@@ -62,5 +62,6 @@ def test_a_saved_config_is_understood(name, saved):
     old = flat(yaml.safe_load(text))
     new = flat(compose([f"resume={run}"]).config.model_dump(mode="json", by_alias=True))
     assert (new["model.mlp.kind"], new["model.mlp.activation"]) == MLP[old["model.mlp"]]
+    assert new["model.biases"] == ("attention|mlp" if old["model.biases"] else None)
     kept = {key: value for key, value in old.items() if key not in (*NEW_FORM, "resume")}
     assert {key: new.get(key, "missing") for key in kept} == kept
