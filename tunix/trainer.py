@@ -26,6 +26,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import FEEDS, Feed, Measure
 from tunix.run import environment, logs, run_folder
 from tunix.run.checkpoint import Checkpoints
+from tunix.run.compile_cache import count_reads, keep_programs
 from tunix.run.endings import Moment, find_ending
 from tunix.run.lock import hold_lock
 from tunix.run.metrics import Metrics, StepLog, peak_memory_gib
@@ -63,6 +64,7 @@ def run(job: compose.Job) -> Result:
     # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
     # the devices known.
     remarks = joining.start(job.config.distributed, environment.versions() | compose.list_facts(job.config))
+    keep_programs(job.config)
     waiting_log = logs.start_logging(remarks)
     cfg = resolve_auto(job.config)
     # Code that the user brings is called once on made-up input, before anything is written.
@@ -228,11 +230,12 @@ def check_compiler_options(options: dict[str, Any]) -> None:
 
 def compile_step(step_fn, state: State, batch: dict[str, jax.ShapeDtypeStruct], options: dict[str, Any]) -> Any:
     """Compile the step for these devices; its state is donated. `batch` gives shapes. Logs memory and collectives."""
-    begun = time.perf_counter()
+    begun, reads = time.perf_counter(), count_reads()
     compiled = jax.jit(step_fn, donate_argnums=0).lower(state, batch).compile(compiler_options=options)
     memory: Any = compiled.memory_analysis()
     log.info(
-        "step compiled in %.1f s: %.3f GiB state and batch + %.3f GiB temporary per device",
+        "step %s in %.1f s: %.3f GiB state and batch + %.3f GiB temporary per device",
+        "read from the compile cache" if count_reads() > reads else "compiled",
         time.perf_counter() - begun,
         memory.argument_size_in_bytes / 2**30,
         memory.temp_size_in_bytes / 2**30,

@@ -118,7 +118,12 @@ def test_cfg_job_of_a_run_that_is_resumed(words, tmp_path):
     assert compose([f"resume={tmp_path}", "seed=7"]).config == build(OmegaConf.to_container(OmegaConf.create(shown)))
 
 
-def test_a_saved_run_replays(words, tmp_path):
+def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch):
+    """The second start finds the step that the first one compiled, and takes it to the same digits."""
+    for name in list(os.environ):
+        if "COMPILATION_CACHE" in name or "PERSISTENT_CACHE" in name:
+            monkeypatch.delenv(name)
+    words = [*words, f"loading.cache_dir={tmp_path / 'cache'}"]
     cli(*words, "hydra.run.dir=first", "training.max_steps=2", cwd=tmp_path, devices=1)
     again = cli(
         "--config-path",
@@ -132,6 +137,9 @@ def test_a_saved_run_replays(words, tmp_path):
     assert again.returncode == 0, again.stderr
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("first", "again")]
     assert losses[0] == losses[1]
+    first, second = ((tmp_path / name / "train.log").read_text() for name in ("first", "again"))
+    assert "step compiled in" in first
+    assert "step read from the compile cache in" in second
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ ADDED: dict[str, Any] = {
     "task.loss": None,
     "checkpoint.verify": "always",
     "loading.verify": "once",
+    "training.compile_cache_gib": 4.0,
     "model.unrotated_every": None,
     "evaluation.num_prompts": 256,
     "evaluation.num_samples": 1,

@@ -96,6 +96,8 @@ class Training(Section):
     77."""
     profile_communication: Flag
     """Trace the steps of `profile` and write into the run's folder what its collectives take."""
+    compile_cache_gib: PositiveOrZero
+    """Disk space for compiled programs in loading.cache_dir, in GiB: a second start reads them. 0 keeps none."""
     compiler_options: dict[str, bool | int | float | str]
     """XLA options of the training step by name; an unknown name is an error."""
 

@@ -1,0 +1,56 @@
+"""Compiled programs on disk: a program that this machine has compiled before is read from there, not compiled again.
+
+JAX does the work. A program is found by a hash of its text, of the devices, of XLA's options and of the versions.
+Process 0 writes, every process reads.
+"""
+
+import hashlib
+import platform
+from pathlib import Path
+
+import jax
+
+from tunix.config import Config
+
+SHORTEST_COMPILE_S = 0.5  # a program that compiles faster is not worth a file
+HIT = "/jax/compilation_cache/cache_hits"
+
+
+_hits: list[str] = []  # an event of JAX for each program that this process has read
+
+
+def count_reads() -> int:
+    """Return how many programs this process has read in place of compiling them."""
+    return len(_hits)
+
+
+def _listen(event: str, **_: object) -> None:
+    if event == HIT:
+        _hits.append(event)
+
+
+jax.monitoring.register_event_listener(_listen)
+
+
+def keep_programs(cfg: Config) -> None:
+    """Let JAX keep compiled programs in `loading.cache_dir`, unless the user has given JAX a folder already.
+
+    Where `training.compile_cache_gib` is full, the programs that were not used for the longest time go.
+    """
+    size_gib = cfg.training.compile_cache_gib
+    if size_gib and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        folder = Path(cfg.loading.cache_dir).expanduser() / "programs" / _machine()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
+
+
+def _machine() -> str:
+    """Return a name for this kind of processor: XLA compiles for its instructions, and another kind may lack some."""
+    flags = platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
+    except OSError:  # not Linux
+        pass
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
