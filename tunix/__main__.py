@@ -11,15 +11,18 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
 from tunix.base.errors import Ending, UserError, did_you_mean
 from tunix.cli import compose
+from tunix.cli.foreign import refuse_flags
 from tunix.cli.intent import refuse_foreign_vocabulary
 from tunix.cli.mistakes import explain_errors
 from tunix.config.values import CONF
@@ -51,6 +54,8 @@ def refuse_command(name: str) -> None:
 def train_command() -> int:
     """Train as the command line says; returns the exit code."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra's errors are raised, not printed
+    if code := exits.report_errors(refuse_foreign_flags):
+        return code
     args = get_args_parser().parse_intermixed_args()
     flags = [word for word in sys.argv[1:] if word not in args.overrides]
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
@@ -73,6 +78,17 @@ def train_command() -> int:
     return exits.report_errors(work)
 
 
+def refuse_foreign_flags() -> None:
+    """Raise `UserError` for a flag of another program, and for a topic of --info that Hydra does not have."""
+    parser = get_args_parser()
+    refuse_flags(sys.argv[1:], list(parser._option_string_actions))
+    topics = next(action.choices for action in parser._actions if action.dest == "info") or ()
+    words = sys.argv[1:]
+    for flag, topic in pairwise(words):
+        if flag in ("--info", "-i") and not topic.startswith("-") and "=" not in topic and topic not in topics:
+            raise UserError(f"--info {topic}: choose from {', '.join(topics)}; --help lists the config groups")
+
+
 def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
     """Run every point of a grid; returns the first exit code that is not 0."""
     first = compose.check_sweep(words, config_dir, config_name)
@@ -92,7 +108,7 @@ def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
     try:
         under_hydra(next_point)
     except OSError as error:
-        if codes:
+        if codes or isinstance(error, MissingConfigException):
             raise
         raise UserError(
             f"the sweep's folder {error.filename} cannot be written ({error.strerror}); choose hydra.sweep.dir=DIR"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grain
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from tunix.base.errors import UserError
+from tunix.base.tables import print_table
 from tunix.cli import command, compose
 from tunix.config import Config, Evaluate
 from tunix.config.data import Mixture
@@ -52,7 +52,7 @@ def evaluate(cmd: Evaluate) -> None:
     for row in rows:
         cells = (f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" for value in row.values())
         table.add_row(*about.values(), *cells)
-    Console().print(table)
+    print_table(table)
 
 
 def _writable(key: str, name: str) -> Path:

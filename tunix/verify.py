@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from tunix.base.errors import UserError
+from tunix.base.tables import print_table
 from tunix.cli import command, compose
 from tunix.config import Config
 from tunix.config.values import CONF
@@ -211,7 +211,7 @@ def main() -> int:
             jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
         trials = verify(cfg, _read_meshes(args.meshes) if args.meshes else None, args.steps)
         table, largest = report(trials, args.tolerance)
-        Console(width=max(120, Console().width)).print(table)
+        print_table(table)
         verdict = "within" if largest <= args.tolerance else "past"
         print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {args.tolerance:g}")
         return int(largest > args.tolerance)

@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from tunix.base.errors import UserError
 from tunix.cli.architecture import _fill_from_pretrained, fill_from_run
-from tunix.cli.mistakes import explain_errors, validate
+from tunix.cli.foreign import find_key
+from tunix.cli.mistakes import explain_errors, unknown_key, validate
 from tunix.cli.saved import upgrade
 from tunix.config import Config, Tokenizer
 from tunix.config.values import CONF, flat
@@ -52,6 +53,7 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
     with explain_errors():
         given = {override.key_or_group: override for override in OverridesParser.create().parse_overrides(overrides)}
         for override in given.values():
+            _check_section(override)
             _check_choice(override)
         if "resume" in given and (value := given["resume"].value()) is not None:
             project = str(given["project_name"].value()) if "project_name" in given else None
@@ -85,6 +87,14 @@ def add_search_path(overrides: list[str], *folders: str | Path | None) -> list[s
     places = ",".join(f"'file://{folder.absolute()}'" for folder in existing)
     word = f"{SEARCH}[{places}]"
     return [*overrides, word] if places and word not in overrides else overrides
+
+
+def _check_section(override: Override) -> None:
+    """Raise `UserError` for SECTION.KEY of a section that another program has; Hydra would name the section alone."""
+    key = override.key_or_group
+    section, _, rest = key.partition(".")
+    if rest and section not in Config.model_fields and find_key(key):
+        raise UserError(unknown_key(key))
 
 
 def _check_choice(override: Override) -> None:

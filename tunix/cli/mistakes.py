@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
+from tunix.cli.foreign import find_key, find_value
 from tunix.cli.keys import list_keys, tag, variant_of, without_tags
 from tunix.cli.saved import GONE
 from tunix.config import Config, ParameterGroup, Section
@@ -47,7 +48,7 @@ def explain_errors(root: type[Section] = Config) -> Iterator[None]:
             raise UserError(f"{error}".splitlines()[0]) from None
         raise UserError(
             f"{group}={choice}: conf/{group} has no such file; "
-            f"choose from {', '.join(options)}{did_you_mean(choice, options)}"
+            f"choose from {', '.join(options)}{find_value(group, choice) or did_you_mean(choice, options)}"
         ) from None
     except OverrideParseException as error:
         # The lines of the message that are neither a marker (^^^) nor a link; the last one says what is wrong.
@@ -71,6 +72,10 @@ def explain_errors(root: type[Section] = Config) -> Iterator[None]:
             raise UserError(unknown_key(unknown, variant, root)) from None
         if "No match in the defaults list" in first:
             raise UserError(f"{first.split('. ')[0]}; write +{IN_QUOTES.findall(first)[0]}=...") from None
+        if first.startswith("Could not append"):
+            found = re.search(r"'([\w.]+)'|key (\S+)", f"{first} {error}")
+            name = next(filter(None, found.groups()), "") if found else "the key"
+            raise UserError(f"+{name}: the config has this key already; write it without +") from None
         if first.startswith("Ambiguous value"):
             word = re.findall("'(.*)'", first)[0]
             key, _, values = word.partition("=")
@@ -111,7 +116,8 @@ def _explain(error: dict[str, Any]) -> str:
         if kind == "union_tag_invalid":
             discriminator = context["discriminator"].strip("'")
             key, value = f"{key}.{discriminator}", context["tag"]
-        return f"{key}={value}: expected one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+        hint = find_value(key, str(value)) or did_you_mean(str(value), choices)
+        return f"{key}={value}: expected one of {', '.join(choices)}{hint}"
     if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
         return message
     return f"{key}={value}: {message[0].lower()}{message[1:]}"
@@ -123,6 +129,8 @@ def unknown_key(key: str, variant: type[Section] | None = None, root: type[Secti
         return f"{key} is gone: {GONE[key]}"
     legal = [name for name, _ in list_keys(root)]
     head, _, leaf = key.rpartition(".")
+    if root is Config and key not in legal and (hint := find_key(key)):
+        return f"unknown key {key}; {hint}"
     if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
         return f"{head} is changed as a whole by ++{head}={{...}}"
     if variant and key in legal:  # a key of another variant
@@ -135,11 +143,11 @@ def unknown_key(key: str, variant: type[Section] | None = None, root: type[Secti
     # What to compare, with which keys, and how similar they must be (0 to 1). The first match wins.
     guesses = [
         (leaf, leaves, 1.0),  # the right name in another section
-        (leaf, here, 0.6),  # a typo in the name
-        (leaf, leaves, 0.7),  # both
+        (leaf, here, 0.7),  # a typo in the name
+        (leaf, leaves, 0.8),  # both
     ]
     if not (head and here):
-        guesses.append((key, full, 0.6))  # a typo in the section's name
+        guesses.append((key, full, 0.75))  # a typo in the section's name
     for word, choices, cutoff in guesses:
         if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
             return f"unknown key {key}; did you mean {choices[near[0]]}?"
