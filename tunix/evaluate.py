@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -15,6 +16,7 @@ from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli import command, compose
 from tunix.config import Config, Evaluate
+from tunix.config import Sampling as SamplingKeys
 from tunix.config.data import Mixture
 from tunix.config.rewards import RewardTerm
 from tunix.config.task import Grpo, Prompted
@@ -34,6 +36,8 @@ from tunix.tokenizer.vocabulary import Vocabulary
 from tunix.training.held_out import HeldOut
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe
+
+LONGEST_ANSWER = 128  # tokens, where neither the command nor the run says how many
 
 
 def evaluate(cmd: Evaluate) -> None:
@@ -97,17 +101,44 @@ def _config(cmd: Evaluate) -> Config:
     if given := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
         raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
     origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
-    if given := next((word for word in cmd.overrides if word.lstrip("+").startswith("sampling.max_new_tokens=")), None):
-        raise UserError(f"{given}: this command has the key max_new_tokens for it")
-    cfg = compose.compose([origin, "sampling=greedy", *cmd.overrides]).config
+    cfg = compose.compose([origin, *(word for word in cmd.overrides if not _is_sampling(word))]).config
     if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
     own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
 
 
+def _is_sampling(word: str) -> bool:
+    """Return whether a word says how answers are drawn: here it is about evaluation, and not about a rollout."""
+    return word.split("=")[0].partition(".")[0] == "sampling"
+
+
+def _find_sampling(cmd: Evaluate, cfg: Config) -> SamplingKeys:
+    """Return how answers are drawn: as the command says, else as the run's evaluation does."""
+    words = [word for word in cmd.overrides if _is_sampling(word)]
+    if given := next((word for word in words if word.startswith("sampling.max_new_tokens=")), None):
+        raise UserError(f"{given}: this command has the key max_new_tokens for it")
+    how = cfg.evaluation.sampling
+    if words:
+        preset = [] if any(word.startswith("sampling=") for word in words) else ["sampling=greedy"]
+        how = compose.compose([*preset, *words]).config.sampling
+    longest = cfg.evaluation.sampling.max_new_tokens if isinstance(cfg.task, Grpo) else LONGEST_ANSWER
+    changed: dict[str, Any] = {"max_new_tokens": cmd.max_new_tokens or longest}
+    if cmd.temperature is not None:
+        changed["temperature"] = cmd.temperature
+    how = how.model_copy(update=changed)
+    if cmd.num_samples > 1 and how.temperature == 0:
+        raise UserError(
+            f"num_samples={cmd.num_samples} answers are all the same at temperature=0; raise it, or set "
+            "sampling=standard"
+        )
+    return how
+
+
 def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
     """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes."""
+    if cfg.task.documents == "prompt":
+        raise UserError(f"metric=loss: task={cfg.task.name} has no loss on held-out answers; set metric=reward")
     mesh = build_mesh(cfg)
     measured: list[Numbers] = []
     with jax.set_mesh(mesh):
@@ -136,20 +167,14 @@ def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
 def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
     """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
     terms = _find_rewards(cmd, cfg)
-    how = cfg.sampling
-    temperature = how.temperature if cmd.temperature is None else cmd.temperature
-    if cmd.num_samples > 1 and temperature == 0:
-        raise UserError(
-            f"num_samples={cmd.num_samples} answers are all the same at temperature=0; raise it, or set "
-            "sampling=standard"
-        )
+    how = _find_sampling(cmd, cfg)
     model = load_pretrained(checkpoints[0], cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
-    corpus = _load_prompts(cmd, cfg, model.cfg.context_length - cmd.max_new_tokens)
+    corpus = _load_prompts(cmd, cfg, model.cfg.context_length - how.max_new_tokens)
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
     stop = chat_stop_ids(corpus.vocabulary, how.stop, model.files)
-    sampling = Sampling(cmd.max_new_tokens, temperature, how.top_k, how.top_p, how.min_p, stop)
+    sampling = Sampling(how.max_new_tokens, how.temperature, how.top_k, how.top_p, how.min_p, stop)
     measured: list[Numbers] = []
     with (
         Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,

@@ -10,8 +10,11 @@ from support.rollouts import ONE, TASK, WIDE
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
+from tunix.config import Evaluate
 from tunix.data.batches import BatchSource
+from tunix.evaluate import evaluate
 from tunix.inference.sampling import Answer
 from tunix.rl.answer_rows import place_answers
 from tunix.rl.asking import derive_seed
@@ -58,6 +61,19 @@ def test_the_files_of_a_run_agree(wide):
     evaluations = metrics(wide, "held_out")
     assert [line["step"] for line in evaluations] == [2, 4]
     assert all(0 <= line["accuracy"] <= line["reward"] + 1e-9 for line in evaluations)
+
+
+def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [f"checkpoint={wide}", "metric=reward", "step=[2,4]", "num_prompts=4", "reward_processes=1"]
+    evaluate(read_settings(Evaluate, words, {"overrides": [ONE[0], ONE[1]]}))
+    measured = {line["step"]: line for line in json.loads(Path("results.json").read_text())["steps"]}
+    own = {line["step"]: line for line in metrics(wide, "held_out")}
+    for step in (2, 4):
+        same = ("reward", "reward_letters", "accuracy", "answer_tokens", "truncated", "prompts", "reward_errors")
+        assert {name: measured[step][name] for name in same} == {name: own[step][name] for name in same}
+    with pytest.raises(UserError, match="metric=loss: task=grpo has no loss on held-out answers; set metric=reward"):
+        evaluate(read_settings(Evaluate, [f"checkpoint={wide}"], {"overrides": []}))
 
 
 def test_one_device_draws_and_learns_the_same(wide, tmp_path):

@@ -114,11 +114,11 @@ class Evaluate(Section):
     """reward: answers drawn for each; pass@k is computed for k = 2, 4, 8, ... up to this."""
     system: str | None
     """reward: message of the system before each question that has none of its own; null takes that of the run."""
-    max_new_tokens: Count
-    """reward: longest answer, in tokens; it stands in place of sampling.max_new_tokens."""
+    max_new_tokens: Count | None
+    """reward: longest answer, in tokens; null is that of a run of task=grpo, else 128."""
     temperature: Temperature | None
-    """reward: logits are divided by it; 0 takes the likeliest token. null is that of sampling=greedy, which is 0, or of
-    another file of conf/sampling: sampling=standard."""
+    """reward: logits are divided by it; 0 takes the likeliest token. null is that of `sampling`, a file of conf/sampling
+    (sampling=standard) or single keys (sampling.top_k=5); without it, that of the run's evaluation."""
     batch_size: Count
     """reward: answers drawn, and scored, at one time."""
     overrides: tuple[str, ...]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 Numbers = dict[str, float]
+RIGHT = 1.0  # an answer is right where the first reward gives it at least this
 Row = dict[str, Any]  # an answer: prompt, answer, reward, reward_LABEL for each reward, num_tokens, stopped
 
 
@@ -20,8 +21,8 @@ def summarise(rows: Sequence[Row], labels: Sequence[str], num_samples: int) -> N
     def column(name: str) -> np.ndarray:
         return np.array([row[name] for row in rows], float).reshape(-1, num_samples)
 
-    reward, right = column("reward"), column(f"reward_{labels[0]}") >= 1
-    chances = {f"pass@{k}": pass_at(k, right.sum(1), num_samples) for k in powers_of_two(num_samples) if k > 1}
+    reward, right = column("reward"), column(f"reward_{labels[0]}") >= RIGHT
+    chances = {f"pass@{k}": pass_at(k, right.sum(1), num_samples) for k in powers_of_two(num_samples)[1:]}
     best = {f"best_of_{num_samples}": float(reward.max(1).mean())} if num_samples > 1 else {}
     return {
         "reward": float(reward.mean()),
