@@ -139,6 +139,8 @@ def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Num
     """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes."""
     if cfg.task.documents == "prompt":
         raise UserError(f"metric=loss: task={cfg.task.name} has no loss on held-out answers; set metric=reward")
+    if words := [word for word in cmd.overrides if _is_sampling(word)]:
+        raise UserError(f"{words[0]}: metric=loss draws no answers; set metric=reward")
     mesh = build_mesh(cfg)
     measured: list[Numbers] = []
     with jax.set_mesh(mesh):

@@ -270,8 +270,9 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
         (["checkpoint=run", "metric=gsm8k", "rewards=[format]"], "rewards are given, and metric=gsm8k; set metric=reward"),
         (["checkpoint=run", "metric=reward", "rewards=[gsmk]"], "rewards.0.function=gsmk: expected one of gsm8k, "),
         (["checkpoint=run", "metric=gsm8k", "max_new_tokens=4"], "rewards: gsm8k fails: ValueError: the data's answer 'merged' has no number"),
-        (["checkpoint=run", "sampling.max_new_tokens=5"], "sampling.max_new_tokens=5: this command has the key max_new_tokens for it"),
-        (["checkpoint=run", "sampling=gready"], "sampling=gready: conf/sampling has no such file; choose from default, greedy, liberal, standard; did you mean greedy?"),
+        (["checkpoint=run", "metric=exact_match", "sampling.max_new_tokens=5"], "sampling.max_new_tokens=5: this command has the key max_new_tokens for it"),
+        (["checkpoint=run", "sampling=standard"], "sampling=standard: metric=loss draws no answers; set metric=reward"),
+        (["checkpoint=run", "metric=exact_match", "sampling=gready"], "sampling=gready: conf/sampling has no such file; choose from default, greedy, liberal, standard; did you mean greedy?"),
         (["checkpoint=HF", "metric=exact_match"], "metric=exact_match asks the questions of conversations, and data=python_stdlib has none"),
     ],
 )  # fmt: skip

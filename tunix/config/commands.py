@@ -117,8 +117,8 @@ class Evaluate(Section):
     max_new_tokens: Count | None
     """reward: longest answer, in tokens; null is that of a run of task=grpo, else 128."""
     temperature: Temperature | None
-    """reward: logits are divided by it; 0 takes the likeliest token. null is that of `sampling`, a file of conf/sampling
-    (sampling=standard) or single keys (sampling.top_k=5); without it, that of the run's evaluation."""
+    """reward: logits are divided by it; 0 takes the likeliest token. null is that of `sampling`: a file of
+    conf/sampling (sampling=standard) or single keys (sampling.top_k=5); without it, that of the run's evaluation."""
     batch_size: Count
     """reward: answers drawn, and scored, at one time."""
     overrides: tuple[str, ...]
