@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from tunix.base.errors import Ending, UserError, did_you_mean
 from tunix.cli import compose
 from tunix.cli.foreign import refuse_flags
+from tunix.cli.inputs import refuse_missing_inputs
 from tunix.cli.intent import refuse_foreign_vocabulary
 from tunix.cli.mistakes import explain_errors
 from tunix.config.values import CONF
@@ -142,6 +143,7 @@ def concerns_one_point(code: int) -> bool:
 def launch(job: compose.Job) -> int:
     """Start the run where `launcher` says."""
     refuse_foreign_vocabulary(job)
+    refuse_missing_inputs(job)
     return LAUNCHERS[job.config.launcher.name](job)
 
 

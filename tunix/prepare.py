@@ -9,6 +9,7 @@ import sys
 
 from tunix.cli import command, compose
 from tunix.processes import exits
+from tunix.processes.identity import refuse_several
 
 
 def main() -> int:
@@ -19,6 +20,7 @@ def main() -> int:
 
 def prepare(overrides: list[str]) -> None:
     """Prepare the corpus of the config, and print where it is."""
+    refuse_several("prepare")
     config = compose.compose(overrides).config
     from tunix.data.corpus import load_corpus  # imports jax, which takes seconds: a wrong config is refused before
 

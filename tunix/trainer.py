@@ -82,6 +82,7 @@ def run(job: compose.Job) -> Result:
         program = assemble(cfg, mesh)
         program.try_out_loss(mesh)
         arch = program.arch
+        check_before_reading(cfg, mesh, arch)
         with watchdog.phase("preparing the data", math.inf):
             corpus = None if cfg.dry_run else peers.main_first(lambda: feed_kind.load(cfg), "preparing the data")
         sizes = derive_sizes(cfg, mesh, arch, corpus.num_samples if corpus else None)
@@ -213,9 +214,15 @@ def end_of_run(cfg: Config, corpus: AnyCorpus, sizes: Sizes, start: Position) ->
     return last
 
 
-def check_before_writing(cfg: Config, arch: Architecture, total_steps: int) -> None:
-    """Raise `UserError` for what only the devices, the length of the run or a download can tell."""
+def check_before_reading(cfg: Config, mesh: Mesh, arch: Architecture) -> None:
+    """Raise `UserError` for what the devices and the length of the run can tell without the data."""
     check_compiler_options(cfg.training.compiler_options)
+    if (num_steps := derive_sizes(cfg, mesh, arch, None).total_steps) is not None:
+        check_window(cfg, num_steps)
+
+
+def check_before_writing(cfg: Config, arch: Architecture, total_steps: int) -> None:
+    """Raise `UserError` for what only the length of the data or a download can tell."""
     check_window(cfg, total_steps)
     peers.main_first(lambda: check_init_from(cfg, arch), "looking at model.init_from")
 

@@ -18,6 +18,7 @@ from tunix.cli.mistakes import explain_errors, validate
 from tunix.config import Section
 from tunix.config.values import CONF
 from tunix.processes import exits
+from tunix.processes.identity import refuse_several
 
 S = TypeVar("S", bound=Section)
 
@@ -37,7 +38,12 @@ def run_command(section: type[S], work: Callable[[S], None]) -> int:
     fields = section.model_fields
     others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
     own = [word for word in words if word not in others]
-    return exits.report_errors(lambda: work(read_settings(section, own, {"overrides": others} if others else {})))
+
+    def run() -> None:
+        refuse_several(name)
+        work(read_settings(section, own, {"overrides": others} if others else {}))
+
+    return exits.report_errors(run)
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:

@@ -1,14 +1,13 @@
 """Find out which node of a run this is: from flags, from the environment, or by meeting the other nodes."""
 
 import os
-import shutil
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from tunix.base.errors import UserError
 from tunix.launch import rendezvous
+from tunix.processes.identity import count_gpus
 
 Environment = Mapping[str, str]
 STATIC_PORT, MEETING_PORT = 29500, 29400  # torchrun's defaults
@@ -121,25 +120,14 @@ def free_port() -> int:
 def _count_processes(nprocs: str, environment: Environment) -> int:
     """Return the number of processes on each node, by --nprocs."""
     counts = {
-        "gpu": lambda: _count_gpus(environment),
+        "gpu": lambda: count_gpus(environment),
         "cpu": lambda: os.cpu_count() or 1,
-        "auto": lambda: _count_gpus(environment) or os.cpu_count() or 1,
+        "auto": lambda: count_gpus(environment) or os.cpu_count() or 1,
     }
     count = counts[nprocs]() if nprocs in counts else _number({"--nprocs": nprocs}, "--nprocs")
     if not count:
         raise UserError(f"--nprocs={nprocs}: " + ("no NVIDIA GPU here" if nprocs == "gpu" else "must be at least 1"))
     return count
-
-
-def _count_gpus(environment: Environment) -> int:
-    """Return the number of GPUs in CUDA_VISIBLE_DEVICES, or of those that the driver lists."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip()])
-    if not shutil.which("nvidia-smi"):
-        return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def _count_nodes(flags: NodeFlags, env: Environment, here: int) -> int:

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tunix.base.errors import UserError
 from tunix.config import Distributed
@@ -18,6 +18,7 @@ Environment = Mapping[str, str]
 
 # Variables of Kubernetes' indexed Jobs and of TPU pods: with one of them, JAX's own detectors are asked.
 JAX_VARIABLES = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}
+GPUS = ("cuda", "gpu")  # names of the platform in JAX_PLATFORMS
 FIRST_PORT, NUM_PORTS = 61440, 4096  # above the ports that Linux gives to outgoing connections
 
 
@@ -30,6 +31,8 @@ class Identity:
     num_processes: int
     process_id: int
     local_device_ids: tuple[int, ...] | None = None  # None: all devices that this process sees
+    # Processes on this host, where the environment tells; no part of who this process is.
+    num_local: int | None = field(default=None, compare=False)
 
 
 ALONE = Identity("a run of one process", "", 1, 0)
@@ -66,6 +69,45 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
     return _check(identity) if identity.num_processes > 1 else None
 
 
+def refuse_several(command: str, environment: Environment = os.environ) -> None:
+    """Raise `UserError` if a launcher has started this process as one of several: the command would run in each."""
+    sources = (_read_torchrun, _read_slurm, _read_open_mpi)
+    found = next(filter(None, (source(environment) for source in sources)), None)
+    if found is not None and found.num_processes > 1:
+        raise UserError(
+            f"tunix.{command} is one process with all devices of its machine, and this is process {found.process_id} "
+            f"of {found.num_processes} ({found.source}); start it without a launcher"
+        )
+
+
+def refuse_idle_gpus(identity: Identity, distributed: Distributed, environment: Environment = os.environ) -> None:
+    """Raise `UserError` if the processes of this host take one GPU each, and leave others without work."""
+    platforms = environment.get("JAX_PLATFORMS", "cuda")
+    is_chosen = distributed.allow_idle_devices or distributed.local_device_ids is not None
+    if is_chosen or identity.local_device_ids is None or not identity.num_local:
+        return
+    if not set(GPUS) & set(platforms.split(",")):
+        return
+    num_gpus, num_local = count_gpus(environment), identity.num_local
+    if num_gpus > num_local:
+        raise UserError(
+            f"{identity.source}: {num_local} processes of this host take one GPU each, and it has {num_gpus}: "
+            f"{num_gpus - num_local} would have no work. Start {num_gpus} processes on each host, or one; hide GPUs by "
+            "CUDA_VISIBLE_DEVICES, or set distributed.allow_idle_devices=true"
+        )
+
+
+def count_gpus(environment: Environment = os.environ) -> int:
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES, or of those that the driver lists."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
 def _read_torchrun(env: Environment) -> Identity | None:
     """Read the variables of torchrun, accelerate and tunix.launch.
 
@@ -85,8 +127,9 @@ def _read_torchrun(env: Environment) -> Identity | None:
         if port > 65535:
             raise UserError(f"MASTER_PORT={port - 1}: tunix listens on the port after it; choose a lower one")
         coordinator = f"{env['MASTER_ADDR']}:{port}"
-    local = _local_devices(env, _number(env, "LOCAL_RANK", 0), _number(env, "LOCAL_WORLD_SIZE", 1))
-    return Identity("RANK and WORLD_SIZE", coordinator, size, rank, local)
+    num_local = _number(env, "LOCAL_WORLD_SIZE", 1)
+    local = _local_devices(env, _number(env, "LOCAL_RANK", 0), num_local)
+    return Identity("RANK and WORLD_SIZE", coordinator, size, rank, local, num_local)
 
 
 def _read_slurm(env: Environment) -> Identity | None:
@@ -98,8 +141,9 @@ def _read_slurm(env: Environment) -> Identity | None:
         return ALONE
     port = _job_port(_number(env, "SLURM_JOB_ID"))  # jobs may share a node: each has a port of its own
     coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
-    local = _local_devices(env, _number(env, "SLURM_LOCALID"), _count_tasks_here(env))
-    return Identity("Slurm", coordinator, size, _number(env, "SLURM_PROCID"), local)
+    num_local = _count_tasks_here(env)
+    local = _local_devices(env, _number(env, "SLURM_LOCALID"), num_local)
+    return Identity("Slurm", coordinator, size, _number(env, "SLURM_PROCID"), local, num_local)
 
 
 def _read_open_mpi(env: Environment) -> Identity | None:
@@ -119,7 +163,7 @@ def _read_open_mpi(env: Environment) -> Identity | None:
         coordinator = f"{address.split(',')[0].split(':')[0]}:{port}"
     local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     local = _local_devices(env, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
-    return Identity("Open MPI", coordinator, size, rank, local)
+    return Identity("Open MPI", coordinator, size, rank, local, local_size)
 
 
 def _ask_jax(env: Environment) -> Identity | None:

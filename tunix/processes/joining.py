@@ -7,7 +7,7 @@ import jax
 
 from tunix.base.errors import UserError
 from tunix.config import Distributed
-from tunix.processes.identity import find_identity
+from tunix.processes.identity import find_identity, refuse_idle_gpus
 from tunix.processes.peers import deadline
 from tunix.processes.rollcall import roll_call
 
@@ -26,6 +26,7 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
         _check_devices()
     if identity is None or jax.distributed.is_initialized():
         return []
+    refuse_idle_gpus(identity, cfg)
     remarks = roll_call(identity, facts, cfg.init_timeout_s)
     try:
         with deadline(cfg.init_timeout_s, f"the {identity.num_processes} processes could not join"):
