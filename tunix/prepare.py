@@ -22,12 +22,12 @@ def prepare(overrides: list[str]) -> None:
     """Prepare the corpus of the config, and print where it is."""
     refuse_several("prepare")
     config = compose.compose(overrides).config
-    from tunix.data.corpus import load_corpus  # imports jax, which takes seconds: a wrong config is refused before
+    from tunix.rl.feeds import FEEDS  # imports jax, which takes seconds: a wrong config is refused before
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("tunix").setLevel(logging.INFO)
     config.data.try_out()
-    corpus = load_corpus(config)
+    corpus = FEEDS[config.task.documents].load(config)
     print(corpus.summary)
     for name, prepared in corpus.prepared.items():
         print(f"{name}: {prepared.folder}, fingerprint {prepared.fingerprint}")

@@ -12,6 +12,7 @@ from tunix.config import Config
 from tunix.config.task import Prompted
 from tunix.data.prompts import gather_columns, load_prompts
 from tunix.data.samples import Samples
+from tunix.prepare import prepare
 
 WORDS = [*SMALL, "task=sft", "tokenizer.train_bytes=300"]
 FILE = ["data=jsonl", "data.paths=[a.jsonl]", "data.held_out_fraction=0.2"]
@@ -136,6 +137,18 @@ def test_a_mixture_of_prompts(rows):
     assert samples.order.count_by_part(40) == [30, 10]
     assert samples.source_tokens(40) == {"a": 30 * 32, "b": 10 * 32}
     assert "a: samples (epochs)" in samples.stages(10)
+
+
+def test_prompts_are_prepared_once(rows, capsys):
+    words = ["task=grpo", *FILE, *PAIRS, *(word for word in WORDS if word != "task=sft"), "sampling.max_new_tokens=4"]
+    words += ["training.seq_len=128", "training.global_batch_size=8", "training.micro_batch_size=8"]
+    prepare(words)
+    assert "prompts to train on" in capsys.readouterr().out
+    before = load_prompts(compose(words).config, 60)
+    rows_file = next(iter(before.prepared.values())).folder / "00000" / "train.rows.npy"
+    made = rows_file.stat().st_mtime_ns
+    prepare(words)
+    assert rows_file.stat().st_mtime_ns == made
 
 
 def test_data_without_rows_are_refused(rows):
