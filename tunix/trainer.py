@@ -35,6 +35,7 @@ from tunix.run.stores import open_store
 from tunix.run.trace import CommunicationTrace, check_window
 from tunix.sinks import Start
 from tunix.tokenizer.vocabulary import tokenizer_digest
+from tunix.training.kernel_check import check_attention
 from tunix.training.optim import check_phases
 from tunix.training.program import Program, abstract_batch, assemble, build_mesh
 from tunix.training.sizes import Sizes, derive_sizes, last_step
@@ -98,6 +99,8 @@ def run(job: compose.Job) -> Result:
         if table := feed.samples.stages(sizes.total_steps):
             log.info("stages of the mixture\n%s", table)
         check_before_writing(cfg, arch, sizes.total_steps)
+        if agreement := check_attention(cfg, program.layout, mesh):
+            log.info("%s", agreement)
 
         # Take the folder, and the state to start from: the newest checkpoint of a resumed run that can be read, else
         # the weights of model.init_from, else new ones. Checkpoints are refused before the folder is written to.

@@ -1,5 +1,7 @@
 """What a remat policy keeps is not computed again in the backward pass, whoever wrote its backward rule."""
 
+from functools import partial
+
 import jax
 import jax.extend.core
 import jax.numpy as jnp
@@ -7,8 +9,10 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from support.harness import batch, program
 
+from tunix.base.dotted import import_object
 from tunix.config.model import KERNELS
-from tunix.models import attention, products
+from tunix.models import products
+from tunix.models.attention import seen_in_row
 from tunix.training.losses import loss_kind
 
 ONE = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
@@ -77,10 +81,26 @@ def test_a_product_that_is_kept_runs_once(remat, again, monkeypatch):
     assert count(gradient(f"training.remat={remat}"), "cbrt") == 7 + again + 1
 
 
-def test_every_kernel_names_its_result():
-    for place in KERNELS.values():
-        function = getattr(attention, place.partition(":")[2])
-        assert "checkpoint_name" in function.__code__.co_names, function
+@pytest.mark.parametrize(("remat", "times"), [("attention", 3), ("full", 4)])
+def test_kernels_on_ranges_keep_what_they_need(remat, times, monkeypatch):
+    """Kept, the forward kernel runs once beside the two of the backward pass."""
+    monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))  # as in test_flash.py
+    traced = gradient("model.attention=test_flash:interpreted", f"training.remat={remat}")
+    assert count(traced, "pallas_call") == times
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - {"cudnn"}))  # cuDNN's cannot be traced without cuDNN
+def test_every_kernel_names_its_result(name):
+    """Traced for a GPU that is not there."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+    rows = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+
+    def pull_back(q, k, v):
+        seen = seen_in_row(jnp.zeros((1, 256), jnp.int32), 256)
+        return jax.vjp(lambda *qkv: import_object(KERNELS[name])(*qkv, seen), q, k, v)[1](q)
+
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+        assert "name=attention" in str(jax.make_jaxpr(pull_back)(rows, rows, rows))
 
 
 def test_gathered_weights_are_not_kept():

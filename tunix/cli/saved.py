@@ -10,6 +10,7 @@ from tunix.config.values import CONF
 # Keys that are new, with the value that means what runs did before there was such a key.
 ADDED: dict[str, Any] = {
     "training.ema_decay": None,
+    "training.check_attention": True,
     "task.loss": None,
     "checkpoint.verify": "always",
     "loading.verify": "once",

@@ -16,9 +16,11 @@ MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
 # Families: each has a file of values, and a row in `FAMILIES` of hf/names.py.
 FAMILY_NAMES = tuple(sorted({path.stem for path in (CONF / "model" / "family").glob("*.yaml")} - {"common"}))
 
-# Attention kernels. Each is a function, given by its place so that this module needs no jax; `models/attention.py` has
-# those of tunix, and says what a kernel takes and gives.
+# Attention kernels. Each is a function, given by its place so that this module needs no jax; `models/attention.py` says
+# what a kernel takes and gives.
 KERNELS = {
+    "auto": "tunix.models.kernels:fastest",
+    "flash": "tunix.models.flash:flash",
     "xla": "tunix.models.attention:plain",
     "cudnn": "tunix.models.attention:cudnn",
 }
@@ -180,7 +182,8 @@ class Model(Section):
     lora: Lora
     """Low-rank updates in place of full training."""
     attention: entry_of(KERNELS)  # type: ignore[valid-type]
-    """Attention kernel: plain XLA anywhere, cuDNN flash on GPUs."""
+    """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
+    the fastest one that is exact here. The start report says which, and why."""
     mesh_shape: MeshShape
     """Device mesh: `[[sizes], [axis names]]` of the axes dp, fsdp, tp in any order, one -1 to fill; or `auto`, all
     devices on fsdp."""

@@ -18,6 +18,7 @@ from tunix.costs.transfers import (
 )
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.flops import flops_per_token, forward_flops_per_token
+from tunix.models.kernels import choose_kernel
 from tunix.models.remat import computes_products_again
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
@@ -132,7 +133,7 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
     mlp = (3 if model.mlp.kind == "gated" else 2) * local["F"]
     inside = 2 * length * item * (6 * local["D"] + 2 * (heads + keys) * head_dim + mlp)
-    if model.attention == "xla":
+    if choose_kernel(model.attention, head_dim, layout.compute).name == "xla":  # also where a mesh has no devices
         inside += heads * min(length, QUERY_BLOCK) * length * (4 + item)
     return inside
 

@@ -109,6 +109,6 @@ def plain(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
-    """The fused attention of cuDNN, for GPUs."""
+    """The fused attention of cuDNN, for GPUs. It takes the rule as a mask [B, 1, T, S], which takes memory and time."""
     out = jax.nn.dot_product_attention(q, k, v, mask=seen.mask(), scale=1.0, implementation="cudnn")
     return checkpoint_name(out, "attention")

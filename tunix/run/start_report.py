@@ -12,6 +12,7 @@ from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.costs.derived import costs_of
 from tunix.data.prompts import AnyCorpus
+from tunix.models.kernels import choose_kernel
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import DIMS, axis_names
@@ -38,7 +39,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     dtypes = training.dtypes
     rows = {
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
-        f"{cfg.model.attention} attention",
+        + _attention(cfg),
         **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
         "mesh": f"{format_mesh_shape(mesh.shape, axis_names())} over {mesh.size} x {', '.join(sorted(kinds))}, "
@@ -83,6 +84,12 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     for row in body:
         devices.add_row(*row)
     return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
+
+
+def _attention(cfg: Config) -> str:
+    """Return the attention kernel in words, and why it was chosen."""
+    choice = choose_kernel(cfg.model.attention, cfg.model.head_dim, cfg.training.dtypes["compute"])
+    return f"{choice.name} attention" + (f" ({choice.reason})" if cfg.model.attention == "auto" else "")
 
 
 def _processes() -> str:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tunix.config import Config
 from tunix.data.batch import abstract_arrays
+from tunix.models.kernels import choose_kernel
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import unsplit_dims
@@ -104,6 +105,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     """The program of `cfg` for `mesh`, which must be the mesh in use (`jax.set_mesh`)."""
     training = cfg.training
     layout = build_layout(cfg, mesh)
+    choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)  # a kernel that does not fit is refused here
     arch = describe(cfg.model, layout, training.remat)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies = make_updates(training)

@@ -1,0 +1,158 @@
+"""Attention on ranges: its numbers, interpreted on CPUs; its programs, compiled for GPUs that are not there."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.harness import ROOT, batch, cli, program
+from support.installs import cuda_plugin, one_at_a_time
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.models.attention import plain, seen_in_row
+from tunix.models.flash import BLOCKS, Block, Blocks, computed_pairs, flash
+from tunix.models.kernels import choose_kernel
+from tunix.training.kernel_check import check_attention
+from tunix.training.program import build_layout, build_mesh
+
+SMALL_BLOCKS = {8: Blocks(Block(64, 32, 1, 1), Block(64, 32, 1, 1), Block(32, 64, 1, 1))}
+
+
+def interpreted(q, k, v, seen):
+    return flash(q, k, v, seen, BLOCKS["H100"] if q.shape[3] > 8 else SMALL_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "dim", "window"),
+    [(256, 4, 2, 64, 256), (200, 3, 1, 100, 70), (256, 2, 2, 256, 17)],
+    ids=["grouped heads", "filled up", "large heads"],
+)
+def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, window):
+    """Outputs and gradients in float32, with documents that begin anywhere."""
+    rng = np.random.default_rng(0)
+    segments = jnp.asarray(np.sort(rng.integers(0, 4, (2, length))), jnp.int32)
+    seen = seen_in_row(segments, jnp.int32(window))
+    q, k, v, d_out = (
+        jnp.asarray(rng.normal(size=(2, length, n, dim)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
+    )
+
+    @partial(jax.jit, static_argnums=0)
+    def results(kernel, q, k, v):
+        out, pull_back = jax.vjp(lambda *qkv: kernel(*qkv, seen), q, k, v)
+        return out, *pull_back(d_out)
+
+    for one, other in zip(*(results(kernel, q * dim**-0.5, k, v) for kernel in (interpreted, plain)), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
+
+
+def test_a_step_is_that_of_the_plain_kernel(monkeypatch):
+    """In a shard_map over explicit axes, with windows, documents, and more devices on tp than key/value heads."""
+    # Pallas' interpreter does not know types of arrays that vary over a mesh; on GPUs they are checked.
+    monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
+    mesh = ["model.mesh_shape=[[2,4],[fsdp,tp]]", "training.remat=attention"]
+    steps = [
+        program(*mesh, f"model.attention={kernel}").run(batch(sequences=4), steps=2)
+        for kernel in ("xla", f"{__name__}:interpreted")
+    ]
+    for one, other in zip(*steps, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+def test_pairs_that_are_computed():
+    """Both triangles are 1024 x 1024; blocks at the diagonal and at the edge of a window count whole."""
+    block = Block(128, 64, 8, 2)
+    assert computed_pairs(1024, [1024], block) == 128 * sum(range(128, 1025, 128))
+    assert computed_pairs(1024, [1], block) == 1024 * 128
+    mixed = computed_pairs(1024, [1024, 1], block)
+    assert mixed == (computed_pairs(1024, [1024], block) + 1024 * 128) / 2
+
+
+def on(kind: str, platform: str = "gpu"):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "head_dim", "dtype", "name", "reason"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", 128, "bfloat16", "flash", "exact here"),
+        ("NVIDIA A100-SXM4-80GB", "gpu", 80, "float16", "flash", "exact here"),
+        ("NVIDIA H200", "gpu", 128, "float32", "xla", "products are float32"),
+        ("NVIDIA H200", "gpu", 512, "bfloat16", "xla", "at most 256 numbers, not of 512"),
+        ("Tesla T4", "gpu", 64, "float16", "xla", "not for Tesla T4"),
+        ("cpu", "cpu", 64, "bfloat16", "xla", "not for cpu"),
+    ],
+)
+def test_auto_takes_the_fastest_kernel_that_is_exact(kind, platform, head_dim, dtype, name, reason):
+    with on(kind, platform):
+        choice = choose_kernel("auto", head_dim, dtype)
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "head_dim", "dtype", "message"),
+    [
+        ("cudnn", "cpu", 64, "bfloat16", "model.attention=cudnn: cuDNN needs an NVIDIA GPU, not cpu"),
+        ("cudnn", "NVIDIA H100", 64, "float32", "cuDNN multiplies 16-bit numbers, and products are float32"),
+        ("cudnn", "NVIDIA H100", 100, "bfloat16", "cuDNN takes heads of a multiple of 8 numbers, not of 100"),
+        ("flash", "cpu", 64, "bfloat16", "model.attention=flash: flash has block sizes for H100"),
+        ("flash", "NVIDIA H100", 64, "float32", "model.attention=auto takes the fastest kernel that is exact"),
+    ],
+)
+def test_kernels_are_refused_where_they_are_not_exact(name, kind, head_dim, dtype, message):
+    with on(kind, "cpu" if kind == "cpu" else "gpu"), pytest.raises(UserError, match=message):
+        choose_kernel(name, head_dim, dtype)
+
+
+def test_a_run_says_which_kernel_computes_and_refuses_one_that_does_not_run(tmp_path):
+    done = cli("dry_run=true", cwd=tmp_path)
+    assert "xla attention (flash has block sizes for H100, H200, A100, B200, L40S, not for cpu)" in done.stdout
+    refused = cli("dry_run=true", "model.attention=cudnn", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+
+
+def wrong(q, k, v, seen):
+    """Forgets the window."""
+    return plain(q, k, v, seen._replace(window=jnp.int32(10**6)))
+
+
+def test_a_kernel_is_compared_with_the_plain_one_before_the_first_step():
+    def compared(kernel: str, *more: str) -> str | None:
+        words = ["model.mesh_shape=[[4,2],[fsdp,tp]]", f"model.attention={kernel}", *more]
+        cfg = compose(words).config
+        mesh = build_mesh(cfg)
+        with jax.set_mesh(mesh):
+            return check_attention(cfg, build_layout(cfg, mesh), mesh)
+
+    assert compared("auto") is None  # which is the plain one here
+    assert "agrees with the plain kernel within" in (compared("tunix.models.attention:plain") or "")
+    with pytest.raises(UserError, match=r"outputs|gradients of \w+ differ from the plain kernel's by .*% on cpu"):
+        compared(f"{__name__}:wrong")
+    assert compared(f"{__name__}:wrong", "training.check_attention=false") is None
+
+
+# The other rows take half a minute each on a busy machine: TUNIX_ALL_CHIPS=1 compiles them too. Programs of the H200 are
+# compiled in tests/costs/test_gpu_program.py.
+TIGHT = [("l40s", 256), ("b200", 256)]  # chips with the least memory of a kind
+ALL = [(chip.lower(), dim) for chip, rows in BLOCKS.items() for dim in rows]
+
+
+@pytest.mark.parametrize(("chip", "dim"), ALL if os.environ.get("TUNIX_ALL_CHIPS") else TIGHT)
+def test_blocks_fit_into_the_chip(chip, dim, installs_dir):
+    """XLA refuses a kernel that needs more shared memory, or tensor memory, than the chip has."""
+    path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    with one_at_a_time("gpu_programs"):
+        done = subprocess.run(
+            [sys.executable, "tests/support/compile_kernels.py", chip, str(dim)],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["attention_d_keys", "attention_d_queries", "attention_forward"]

@@ -1,0 +1,77 @@
+"""Which attention kernel computes: what `model.attention=auto` takes, and where a kernel is refused."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractDevice
+
+from tunix.base.dotted import import_object
+from tunix.base.errors import UserError
+from tunix.config.model import KERNELS
+from tunix.models.flash import BLOCKS, blocks_of
+
+DTYPES = ("bfloat16", "float16")  # of the products of flash and cuDNN; float32 would be rounded to fewer bits
+MAX_HEAD_DIM = 256
+
+
+class Choice(NamedTuple):
+    """A key of `KERNELS` or a dotted path, and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def mesh_device() -> AbstractDevice | None:
+    """Return platform and kind of the devices of the mesh in use; None if the mesh has no devices.
+
+    The backend of this process is not asked: a plan compiles for GPUs in a process that has CPUs.
+    """
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def choose_kernel(name: str, head_dim: int, dtype: str) -> Choice:
+    """Return the kernel of `model.attention=name` on the mesh in use, for products in `dtype`.
+
+    Raises:
+        UserError: the kernel does not run or is not exact on these devices.
+    """
+    device = mesh_device()
+    if name == "auto":
+        lacks = _flash_lacks(device, head_dim, dtype)
+        return Choice("xla", lacks) if lacks else Choice("flash", "exact here, and skips keys that no query sees")
+    if device is not None and name in CHECKS and (lacks := CHECKS[name](device, head_dim, dtype)):
+        raise UserError(f"model.attention={name}: {lacks}; model.attention=auto takes the fastest kernel that is exact")
+    return Choice(name, f"model.attention={name}")
+
+
+def fastest(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
+    """Attention by the fastest kernel that is exact for these arrays on the devices of the mesh in use."""
+    name = choose_kernel("auto", q.shape[3], q.dtype.name).name
+    return import_object(KERNELS[name])(q, k, v, seen)
+
+
+def _flash_lacks(device: AbstractDevice | None, head_dim: int, dtype: str) -> str | None:
+    """Return why flash does not run or is not exact here; None if it is."""
+    if device is None or blocks_of(device.device_kind) is None:
+        return f"flash has block sizes for {', '.join(BLOCKS)}, not for {device.device_kind if device else 'no device'}"
+    return _sixteen_bits("flash", head_dim, dtype)
+
+
+def _cudnn_lacks(device: AbstractDevice, head_dim: int, dtype: str) -> str | None:
+    """Return why cuDNN's kernel does not run or is not exact here; None if it is."""
+    if device.platform == "cpu":
+        return f"cuDNN needs an NVIDIA GPU, not {device.device_kind}"
+    if head_dim % 8:
+        return f"cuDNN takes heads of a multiple of 8 numbers, not of {head_dim}"
+    return _sixteen_bits("cuDNN", head_dim, dtype)
+
+
+def _sixteen_bits(kernel: str, head_dim: int, dtype: str) -> str | None:
+    if dtype not in DTYPES:
+        return f"{kernel} multiplies 16-bit numbers, and products are {dtype}"
+    if head_dim > MAX_HEAD_DIM:
+        return f"{kernel} takes heads of at most {MAX_HEAD_DIM} numbers, not of {head_dim}"
+    return None
+
+
+CHECKS = {"flash": _flash_lacks, "cudnn": _cudnn_lacks}
