@@ -22,6 +22,10 @@ from tunix.costs.hlo import ARRAY, KINDS, TRIPS, Collective, array_bytes, read_b
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
+_KERNEL_NAME = re.compile(r'name = "(\w+)"')
+# Products in the kernels of models/flash.py: scores and outputs; scores, gradients of scores and of queries; scores,
+# gradients of scores, of keys and of values.
+KERNEL_PRODUCTS = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
 # Instructions that take no time: they name parts of arrays, or the backend runs them once.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 
@@ -58,6 +62,7 @@ class Speeds:
     """Speeds that the prediction assumes for one device."""
 
     flops_per_s: float  # of matrix products
+    kernel_flops_per_s: float  # of the attention kernels of models/flash.py, which also compute a softmax
     bytes_per_s: float  # of reading and writing the device's memory
     collective_s: Callable[[Collective], float]  # seconds of one execution
 
@@ -85,10 +90,13 @@ class StepTime:
         )
 
 
-def walk(hlo: str, collectives: list[Collective], speeds: Speeds) -> StepTime:
+def walk(hlo: str, collectives: list[Collective], speeds: Speeds, pairs_per_row: float = math.nan) -> StepTime:
     """Predict the time of a scheduled program.
 
     `hlo` is the text of `compiled.as_text()`, `collectives` are those that `read_collectives` found in it.
+    `pairs_per_row` is how many pairs of a query and a key an attention kernel of models/flash.py computes in a row.
+    Which blocks it skips depends on windows, and they are data of the program. Without this number, a program with such
+    a kernel has no time (NaN).
     """
     program = {name: _parse(lines) for name, lines in read_computations(hlo).items()}
     collective_s = {each.name: speeds.collective_s(each) for each in collectives}
@@ -101,12 +109,16 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds) -> StepTime:
         if instruction.opcode in ("while", "call"):
             trips = TRIPS.search(instruction.text)
             return run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
+        flops_per_s = speeds.flops_per_s
         if instruction.opcode == "fusion":
             flops, num_bytes = work(instruction.called)
         else:
             flops, num_bytes = _count_alone(instruction, scope)
+        if products := _attention_products(instruction):
+            batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
+            flops, flops_per_s = 2.0 * products * batch * heads * dim * pairs_per_row, speeds.kernel_flops_per_s
         # A kernel computes and reads at the same time: the slower of the two decides ("roofline").
-        return StepTime(max(flops / speeds.flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
+        return StepTime(max(flops / flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
 
     @cache
     def run(name: str) -> StepTime:
@@ -203,6 +215,17 @@ def _count_alone(instruction: Instruction, scope: dict[str, Instruction]) -> tup
         return 0.0, 2 * instruction.num_bytes
     read = sum(scope[name].num_bytes for name in instruction.operands if name in scope)
     return _flops(instruction, scope), read + instruction.num_bytes
+
+
+def _attention_products(instruction: Instruction) -> int:
+    """Return how many products of a pair's query and key, or value, an attention kernel of models/flash.py computes.
+
+    0 for every other instruction.
+    """
+    if "__gpu$xla.gpu.triton" not in instruction.text:
+        return 0
+    name = _KERNEL_NAME.search(instruction.text)
+    return KERNEL_PRODUCTS.get(name[1], 0) if name else 0
 
 
 def _flops(instruction: Instruction, scope: dict[str, Instruction]) -> float:

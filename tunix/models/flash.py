@@ -75,6 +75,11 @@ def blocks_of(device_kind: str) -> dict[int, Blocks] | None:
     return next((blocks for chip, blocks in BLOCKS.items() if chip in device_kind), None)
 
 
+def blocks_for(blocks: dict[int, Blocks], dim: int) -> Blocks:
+    """Return the blocks of the smallest head dim that holds heads of `dim` numbers."""
+    return blocks[min(size for size in blocks if size >= dim)]
+
+
 def flash(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, blocks: dict[int, Blocks] | None = None) -> jax.Array:
     """Attention of [B, T, N, H] queries, which come scaled, over [B, T, K, H] keys and values of the same rows.
 

@@ -11,6 +11,7 @@ when XLA aborts, only that process ends.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -31,9 +32,13 @@ from tunix.config import Config, DeviceKind
 from tunix.costs.hlo import Collective, read_collectives
 from tunix.costs.schedule import Speeds, StepTime, walk
 from tunix.costs.transfers import Transfer, seconds
+from tunix.models.flash import blocks_for, blocks_of, computed_pairs
 from tunix.plan.topology import Cluster
 from tunix.training.program import abstract_batch, assemble, build_mesh
 
+# Share of the speed of matrix products that our attention kernel is assumed to reach: 415 TFLOP/s on an H100, where
+# kernels of this kind (FlashAttention-2 in Triton) are reported to reach 350 to 500. Not measured.
+KERNEL_SHARE = 0.6
 HBM_SHARE = 0.8  # share of the memory's bandwidth that everything but matrix products is assumed to reach
 WORKERS = 2  # compiles at one time: each takes about one core, and 2 GB
 # XLA's description of a GPU (a GpuTargetConfigProto in text form), filled in from a file of conf/command/device.
@@ -184,7 +189,7 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=temporary_bytes,
         traffic=sum_by_axes(collectives, sizes),
-        step_time=walk(hlo, collectives, _speeds(cluster, sizes)) if timed else None,
+        step_time=walk(hlo, collectives, _speeds(cluster, sizes), _pairs_per_row(cfg, cluster)) if timed else None,
         compile_s=time.perf_counter() - begun,
     ), hlo
 
@@ -210,7 +215,17 @@ def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
             return 0.0
         return seconds(Transfer(collective.kind, axes, collective.num_bytes), sizes, kind, cluster.per_node)
 
-    return Speeds(kind.peak_tflops * 1e12 * kind.efficiency, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, collective_s)
+    products = kind.peak_tflops * 1e12 * kind.efficiency
+    return Speeds(products, products * KERNEL_SHARE, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, collective_s)
+
+
+def _pairs_per_row(cfg: Config, cluster: Cluster) -> float:
+    """Return how many pairs of a query and a key flash computes in a row of one document, as a mean over layers."""
+    blocks = blocks_of(cluster.kind.name)
+    if blocks is None or cfg.model.head_dim > max(blocks):
+        return math.nan  # flash does not run there
+    length = cfg.training.seq_len
+    return computed_pairs(length, cfg.model.windows(length), blocks_for(blocks, cfg.model.head_dim).forward)
 
 
 def main() -> None:
