@@ -27,6 +27,7 @@ def plans(cache_dir, installs_dir) -> dict[str, dict]:
     plugin, file = cuda_plugin(installs_dir), cache_dir / "gpu_programs.json"
     with one_at_a_time("gpu_programs"):
         if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(compiled(plugin)))
         return json.loads(file.read_text())
 
