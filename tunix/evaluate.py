@@ -10,6 +10,7 @@ from typing import Any
 
 import grain
 import jax
+from jax.sharding import Mesh
 from rich.table import Table
 
 from tunix.base.errors import UserError
@@ -19,7 +20,7 @@ from tunix.config import Config, Evaluate
 from tunix.config import Sampling as SamplingKeys
 from tunix.config.data import Mixture
 from tunix.config.rewards import RewardTerm
-from tunix.config.task import Grpo, Prompted
+from tunix.config.task import Dpo, Grpo, Prompted
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns, load_prompts
 from tunix.hf.hub import find
@@ -28,14 +29,15 @@ from tunix.inference.pretrained import load_params, load_pretrained
 from tunix.inference.sampling import Answer
 from tunix.inference.stops import chat_stop_ids
 from tunix.rewards import REWARDS
+from tunix.rl.pair_reference import add_reference
 from tunix.rl.quality import Numbers, Row, summarise
 from tunix.rl.scoring import Scorer
 from tunix.run.run_folder import TOKENIZER
 from tunix.sources import Rows
 from tunix.tokenizer.vocabulary import Vocabulary
 from tunix.training.held_out import HeldOut
-from tunix.training.program import build_layout, build_mesh
-from tunix.training.state import describe
+from tunix.training.program import assemble, build_layout, build_mesh
+from tunix.training.state import Architecture, describe
 
 LONGEST_ANSWER = 128  # tokens, where neither the command nor the run says how many
 
@@ -150,9 +152,17 @@ def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Num
         for checkpoint in checkpoints:
             params, _ = load_params(checkpoint, cfg.model, arch, layout, mesh, cmd.weights)
             # After the first weights: the data may take long, and weights that are not there are found in a second.
-            held_out = held_out or HeldOut(cfg, _load_documents(cmd, cfg), arch, mesh)
+            held_out = held_out or _load_held_out(cmd, cfg, arch, mesh)
             measured.append(held_out.evaluate(params))
     return measured
+
+
+def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> HeldOut:
+    """The documents of the split on the devices; pairs of answers with their scores by the model of step 0."""
+    corpus = _load_documents(cmd, cfg)
+    if isinstance(cfg.task, Dpo):
+        add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
+    return HeldOut(cfg, corpus, arch, mesh)
 
 
 def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:

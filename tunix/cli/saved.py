@@ -77,4 +77,12 @@ def _name_biases(values: dict[Any, Any]) -> None:
         model["biases"] = "attention|mlp" if model["biases"] else None
 
 
-CHANGES = (_name_sinks, _split_mlp, _name_biases, _add_sampling)
+def _add_pairs(values: dict[Any, Any]) -> None:
+    """The columns of pairs of answers are new."""
+    data = values.get("data", {})
+    for source in (data, *(data.get("parts") or {}).values()):
+        for name in ("chosen", "rejected") if "columns" in source else ():
+            source["columns"].setdefault(name, None)
+
+
+CHANGES = (_name_sinks, _split_mlp, _name_biases, _add_sampling, _add_pairs)

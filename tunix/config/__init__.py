@@ -13,7 +13,7 @@ from tunix.config.decoding import Sampling
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.task import AnyTask, Grpo, Task
+from tunix.config.task import AnyTask, Dpo, Grpo, Task
 from tunix.config.training import Training
 from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
@@ -104,6 +104,8 @@ class Config(Section):
                 self.task.num_prompts(batch.num_sequences)
         if isinstance(self.task, Grpo):
             self._check_grpo(self.task)
+        if isinstance(self.task, Dpo) and self.loading.packing == "concat":
+            raise ValueError("loading.packing=concat cuts pairs of task=dpo in two; set it to best_fit or pad")
         return self
 
     def _check_grpo(self, task: Grpo) -> None:

@@ -2,11 +2,11 @@
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tunix.base.dotted import NameOrPath
 from tunix.base.errors import UserError
-from tunix.base.section import Count, Positive, PositiveOrZero, Section, Share
+from tunix.base.section import Count, Flag, Positive, PositiveOrZero, Section, Share
 from tunix.config.rewards import RewardTerms
 
 
@@ -20,7 +20,7 @@ class Cycle(NamedTuple):
 class Task(Section):
     """The task of a run: its documents and its loss."""
 
-    documents: ClassVar[Literal["text", "conversation", "prompt"]]  # what a document of the data is
+    documents: ClassVar[Literal["text", "conversation", "prompt", "pair"]]  # what a document of the data is
     default_loss: ClassVar[str]  # a key of LOSSES in training/losses.py
 
     name: str
@@ -144,4 +144,36 @@ class Grpo(Prompted):
         return num_sequences // self.group_size
 
 
-AnyTask = Annotated[Pretrain | Sft | Grpo, Field(discriminator="name")]
+class Dpo(Task):
+    """The better of two answers becomes likelier than the worse, compared with the model of step 0 (DPO,
+    arXiv:2305.18290)."""
+
+    documents = "pair"
+    default_loss = "dpo"
+
+    name: Literal["dpo"]  # type: ignore[assignment]
+    """What is learnt."""
+    objective: Literal["sigmoid", "ipo"]
+    """Of the margin, which is how much more the log-probability of the chosen answer has grown since step 0 than that
+    of the rejected one: -log sigmoid(beta x margin) (DPO), or (margin - 1 / (2 beta))^2, per token of an answer (IPO,
+    arXiv:2310.12036)."""
+    beta: Positive
+    """Strength of the tie to the model of step 0."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    """sigmoid: share of the pairs that are taken to be in the wrong order (arXiv:2306.14111)."""
+    length_normalized: Flag
+    """sigmoid: log-probabilities per token of an answer in place of their sum."""
+    long_pairs: Literal["error", "skip"]
+    """Pairs of which both answers, each with its prompt, do not fit into training.seq_len: refused, or left out and
+    counted."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Dpo":
+        if self.objective == "ipo" and self.label_smoothing:
+            raise ValueError(
+                f"task.label_smoothing={self.label_smoothing:g} belongs to task.objective=sigmoid; set it to 0"
+            )
+        return self
+
+
+AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo, Field(discriminator="name")]

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import grain
+import numpy as np
 from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.data.batch import Batch, Example, empty_example, stack_examples
+from tunix.data.batch import Batch, Example, stack_examples
 from tunix.data.packing import Sequences
 from tunix.data.position import Position
 from tunix.data.samples import Samples
@@ -120,7 +121,7 @@ def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int
             "the held-out documents make no sequence of training.seq_len tokens; "
             "add data, raise data.held_out_fraction, or set it to 0 to hold out none"
         )
-    padding = empty_example(len(sequences[0]["tokens"]))
+    padding = {name: np.zeros_like(field) for name, field in sequences[0].items()}
 
     def row(index: int) -> Example:
         return sequences[index * len(sequences) // count] if index < count else padding

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
+from tunix.config.task import Dpo
 from tunix.data.packing import Sequences
 from tunix.data.stream import Prepared
 from tunix.data.tokenize import find_units, find_vocabulary, open_whole, prepare
@@ -27,6 +28,7 @@ class Corpus:
 
     prepared: dict[str, Prepared]  # keyed by the name of the source
     train: dict[str, Sequences]  # keyed by the name of the source
+    held_out_parts: dict[str, Sequences]  # keyed by the name of the source
     held_out: grain.MapDataset  # sequences of all sources
     num_held_out: int  # documents
     vocabulary: Vocabulary
@@ -61,6 +63,8 @@ def load_corpus(cfg: Config) -> Corpus:
         }
 
     train, held_out = pack("train"), pack("held_out")
+    if isinstance(cfg.task, Dpo):
+        _report_long_pairs({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
     for name, sequences in train.items():
         if not 0 < len(sequences) < 2**32:
             raise UserError(
@@ -73,6 +77,7 @@ def load_corpus(cfg: Config) -> Corpus:
     return Corpus(
         prepared=prepared,
         train=train,
+        held_out_parts=held_out,
         held_out=grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in held_out.values()]),
         num_held_out=sum(part.stream.num_documents for part in held_out.values()),
         vocabulary=vocabulary,
@@ -83,6 +88,23 @@ def load_corpus(cfg: Config) -> Corpus:
         ),
         example=_pick_example(held_out),
     )
+
+
+def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> None:
+    """Log how many pairs are longer than a sequence and therefore left out, or refuse them.
+
+    Raises:
+        UserError: there are such pairs, and task.long_pairs=error.
+    """
+    for name, part in parts.items():
+        if part.num_left_out:
+            problem = (
+                f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} pairs are longer than "
+                f"training.seq_len={cfg.training.seq_len} tokens, both answers with their prompts"
+            )
+            if task.long_pairs == "error":
+                raise UserError(f"data: {problem}; raise it, or set task.long_pairs=skip to leave them out")
+            log.warning("%s: left out", problem)
 
 
 def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:

@@ -1,4 +1,4 @@
-"""Documents of a task, made of the items that a source reads: a text, the turns of a conversation, or a prompt."""
+"""Documents of a task, made of the items that a source reads: a text, a conversation, a prompt, a pair."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,16 +21,29 @@ class Question(NamedTuple):
     columns: dict[str, Any]  # of the row, for rewards; `answer` is the answer in the data if no column has that name
 
 
+class Pair(NamedTuple):
+    """Two answers to one prompt, as turns of a conversation."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
 class Document(NamedTuple):
     name: str
-    content: str | list[Message] | Question
+    content: str | list[Message] | Question | Pair
 
     @property
     def text(self) -> str:
         """Text of the document without a template: what a tokenizer learns from."""
         if isinstance(self.content, str):
             return self.content
-        turns = self.content.messages if isinstance(self.content, Question) else self.content
+        if isinstance(self.content, Question):
+            turns = self.content.messages
+        elif isinstance(self.content, Pair):
+            turns = [turn for part in self.content for turn in part]
+        else:
+            turns = self.content
         return "\n".join(turn["content"] for turn in turns)
 
 
@@ -129,6 +142,60 @@ def _read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question 
     return Question(messages, row if answer is None else {"answer": answer, **row})
 
 
+def _read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
+    """Return a row's prompt with its two answers.
+
+    Without a column for the prompt both answers are whole conversations, and the prompt is what they begin with alike.
+    """
+    chosen, rejected = (_read_turns(columns, meaning, row, "assistant") for meaning in ("chosen", "rejected"))
+    if columns.prompt is None:
+        alike = 0
+        while alike < min(len(chosen), len(rejected)) and chosen[alike] == rejected[alike]:
+            alike += 1
+        prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
+        if not prompt and (chosen or rejected):
+            raise BadRow(
+                f"has conversations in columns {columns.chosen} and {columns.rejected} that do not begin alike; set "
+                "data.columns.prompt to the column of their prompt"
+            )
+    else:
+        prompt = _read_turns(columns, "prompt", row, "user")
+        if columns.system is not None and (system := _read_cell(columns, "system", row)):
+            prompt.insert(0, {"role": "system", "content": system})
+    if not prompt:
+        raise BadRow("has no prompt")
+    if chosen == rejected:
+        raise BadRow(f"has the same answer in columns {columns.chosen} and {columns.rejected}")
+    for name, answer in ((columns.chosen, chosen), (columns.rejected, rejected)):
+        if not any(turn["role"] == "assistant" and turn["content"] for turn in answer):
+            raise BadRow(f"has no answer in column {name}")
+    return Pair(prompt, chosen, rejected)
+
+
+def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) -> list[Message]:
+    """Return the turns in a column: a list of {role, content}, that list as JSON, or text, which is one turn of `role`.
+
+    Without a column for the prompt, text is refused: nobody knows where the answer begins in it.
+    """
+    value, name = _read_cell(columns, meaning, row, (str, list)), getattr(columns, meaning)
+    if isinstance(value, list) or _is_json_list(value):
+        return _read_messages(value, name)
+    if columns.prompt is None:
+        raise BadRow(f"has text in column {name}, not a conversation; set data.columns.prompt to the prompt's column")
+    return [{"role": role, "content": value}] if value else []
+
+
+def _is_json_list(text: str) -> bool:
+    """True for text that is a JSON list of objects: turns in a CSV file."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        turns = json.loads(text)
+    except ValueError:
+        return False
+    return bool(turns) and all(isinstance(turn, dict) and "role" in turn for turn in turns)
+
+
 def _read_messages(value: Any, column: str | None) -> list[Message]:
     """Return the turns of a list of {role, content}, or of such a list written as JSON."""
     try:
@@ -163,4 +230,5 @@ CONTENT: dict[str, Callable[[Columns, dict[str, Any], Task], Any]] = {
     "text": _read_text,
     "conversation": _read_conversation,
     "prompt": _read_prompt,
+    "pair": _read_pair,
 }

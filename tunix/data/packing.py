@@ -21,10 +21,15 @@ class Sequences(grain.sources.RandomAccessDataSource):
     document each, from a plan that is made once and kept. In an example `segment_ids` tell documents apart (0 is
     padding), `positions` restart with each, and `loss_mask` is 0 where the next token is another document's, padding,
     or no part of an answer.
+
+    A pair of answers is one piece, which is never cut. It becomes two segments: the chosen answer after the prompt,
+    with an odd number, and the rejected one after the same prompt, with the even number behind it. So both are in one
+    row. A pair that is longer than a sequence is left out.
     """
 
     def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path):
         self.stream, self.seq_len, self.packing = stream, seq_len, packing
+        self.of_pairs: Callable[[int], np.ndarray] | None = None  # number of a shard -> see `_filled_pairs`
         self.plans = None if packing == "concat" else [
             _plan(stream, number, seq_len, packing, cache_dir) for number in range(len(stream.sizes))
         ]  # fmt: skip
@@ -43,7 +48,28 @@ class Sequences(grain.sources.RandomAccessDataSource):
         """Tokens in all sequences, without padding."""
         if self.plans is None:
             return len(self) * self.seq_len
+        if self._has_pairs:
+            return sum(int(pieces[:, 1].sum()) for pieces, _ in self.plans)
         return self.stream.num_tokens - self.stream.num_documents  # a document's last token is only a target
+
+    @property
+    def num_left_out(self) -> int:
+        """Pairs that are longer than a sequence."""
+        if self.plans is None or not self._has_pairs:
+            return 0
+        return self.stream.num_documents - sum(len(pieces) for pieces, _ in self.plans)
+
+    def pairs_of(self, index: int) -> tuple[int, np.ndarray]:
+        """Return the number of the shard of a sequence, and the numbers of its pairs in that shard, in their order."""
+        assert self.plans is not None
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        local = index - (int(self.ends[number - 1]) if number else 0)
+        pieces, bounds = self.plans[number]
+        return number, np.searchsorted(self.stream.shard(number).starts, pieces[bounds[local] : bounds[local + 1], 0])
+
+    @property
+    def _has_pairs(self) -> bool:
+        return bool(self.stream.sizes) and self.stream.shard(0).splits is not None
 
     @property
     def utilisation(self) -> float:
@@ -61,7 +87,10 @@ class Sequences(grain.sources.RandomAccessDataSource):
         if self.plans is None:
             return _window(shard, local * self.seq_len, self.seq_len)
         pieces, bounds = self.plans[number]
-        return _filled(shard, pieces[bounds[local] : bounds[local + 1]].tolist(), self.seq_len)
+        own = pieces[bounds[local] : bounds[local + 1]].tolist()
+        if shard.splits is None:
+            return _filled(shard, own, self.seq_len)
+        return _filled_pairs(shard, own, self.seq_len, None if self.of_pairs is None else self.of_pairs(number))
 
 
 def _window(shard: Arrays, first: int, seq_len: int) -> Example:
@@ -99,13 +128,38 @@ def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
     return example
 
 
+def _filled_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: np.ndarray | None) -> Example:
+    """Pairs one after the other, each as two segments, then padding.
+
+    `of_pairs` [documents, 2] float32 are the log-probabilities of the answers under the reference. Each stands at the
+    last token of its answer, in the field `reference_log_probs`.
+    """
+    assert shard.splits is not None
+    halves = []
+    for first, length in pieces:
+        split = int(shard.splits[np.searchsorted(shard.starts, first)])
+        halves += [[first, split - 1], [first + split, length - split + 1]]
+    example = _filled(shard, halves, seq_len)
+    if of_pairs is None:
+        return example
+    example["reference_log_probs"] = np.zeros(seq_len, np.float32)
+    place = 0
+    for number, (first, length) in enumerate(halves):
+        place += length
+        start = first if number % 2 == 0 else halves[number - 1][0]
+        last = place - 1 - int(np.argmax(example["loss_mask"][place - length : place][::-1] > 0))
+        example["reference_log_probs"][last] = of_pairs[np.searchsorted(shard.starts, start), number % 2]
+    return example
+
+
 def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
     """Pieces [pieces, 2] int64 and where each sequence's begin [sequences + 1] int64, kept on disk."""
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        starts, tokens = stream.shard(number).starts, stream.sizes[number][0]
-        pieces = _pieces(np.diff(starts, append=tokens), np.asarray(starts), seq_len)
+        shard, tokens = stream.shard(number), stream.sizes[number][0]
+        lengths, starts = np.diff(shard.starts, append=tokens), np.asarray(shard.starts)
+        pieces = (_pieces if shard.splits is None else _whole_pairs)(lengths, starts, seq_len)
         rows = list(PACKINGS[packing](pieces[:, 1], seq_len))
         np.save(folder / "bounds.npy", np.cumsum([0, *map(len, rows)]))
         np.save(folder / "pieces.npy", pieces[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
@@ -122,6 +176,12 @@ def _pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray
     document = np.repeat(np.arange(len(lengths)), counts)
     offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
     return np.stack([starts[document] + offset, np.minimum(inputs[document] - offset, seq_len)], axis=1)
+
+
+def _whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    """Each pair that fits into T tokens as one piece: the tokens of both halves but the last of each."""
+    pieces = np.stack([starts, lengths - 2], axis=1)
+    return pieces[pieces[:, 1] <= seq_len]
 
 
 def _pad(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:

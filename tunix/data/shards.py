@@ -14,7 +14,7 @@ import numpy as np
 from tunix.base.digests import list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.config import Task
-from tunix.data.documents import Document, LeftOut, Question, encode_json, read_documents
+from tunix.data.documents import Document, LeftOut, Pair, Question, encode_json, read_documents
 from tunix.data.stream import SPLITS, map_tokens
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
@@ -50,15 +50,17 @@ def document_hash(name: str) -> int:
 class Part:
     """Documents of one split of a shard, while they are collected."""
 
-    documents: str  # kind of the documents: text, conversation or prompt
+    documents: str  # kind of the documents: text, conversation, prompt or pair
     tokens: list[np.ndarray] = field(default_factory=list)  # an array for each document
-    answers: list[np.ndarray] = field(default_factory=list)  # an array for each conversation
+    answers: list[np.ndarray] = field(default_factory=list)  # an array for each conversation or pair
+    splits: list[int] = field(default_factory=list)  # tokens of the first answer of each pair, with its prompt
     rows: list[bytes] = field(default_factory=list)  # JSON for each prompt
     bytes: int = 0  # of text
 
     def add(self, encoded: "Encoded", dtype: type) -> None:
         self.tokens.append(np.array(encoded.tokens, dtype))
         self.answers.append(np.array(encoded.answers, bool))
+        self.splits.append(encoded.split)
         self.rows.append(encoded.row)
         self.bytes += encoded.text_bytes
 
@@ -68,8 +70,10 @@ class Part:
         starts = np.cumsum(lengths) - lengths
         tokens = np.concatenate([np.zeros(0, dtype), *self.tokens])
         arrays = {"tokens": tokens, "starts": starts}
-        if self.documents == "conversation":
+        if self.documents in ("conversation", "pair"):
             arrays["answers"] = np.concatenate([np.zeros(0, bool), *self.answers])
+        if self.documents == "pair":
+            arrays["splits"] = np.array(self.splits, np.int64)
         if self.documents == "prompt":
             arrays["rows"] = np.frombuffer(b"".join(self.rows), np.uint8)
             arrays["row_ends"] = np.cumsum([len(row) for row in self.rows], dtype=np.int64)
@@ -138,7 +142,8 @@ class Encoded(NamedTuple):
 
     text_bytes: int
     tokens: list[int]
-    answers: Sequence[bool] = ()  # of a conversation: which tokens are answers
+    answers: Sequence[bool] = ()  # of a conversation or a pair: which tokens are answers
+    split: int = 0  # of a pair: where the rejected answer begins, with its prompt
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
 
 
@@ -177,10 +182,33 @@ def _encode_prompts(vocabulary: Vocabulary, documents: list[Document]) -> Iterat
         yield Encoded(len(text.encode()), encoding.ids, row=encode_json({"text": text, "columns": question.columns}))
 
 
+def _encode_pairs(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
+    pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
+    whole = [Document("", [*pair.prompt, *answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    encoded = _encode_conversations(vocabulary, whole)
+    for pair, chosen, rejected in zip(pairs, encoded, encoded, strict=False):
+        num_earlier = sum(turn["role"] == "assistant" for turn in pair.prompt)
+        yield Encoded(
+            chosen.text_bytes + rejected.text_bytes,
+            [*chosen.tokens, *rejected.tokens],
+            [*_without_first(chosen.answers, num_earlier), *_without_first(rejected.answers, num_earlier)],
+            len(chosen.tokens),
+        )
+
+
+def _without_first(answers: Sequence[bool], count: int) -> list[bool]:
+    """Return which tokens are answers, without the first `count` answers: runs of True."""
+    begins = [here and not before for here, before in zip(answers, [False, *answers], strict=False)]
+    numbers = np.cumsum(begins)
+    return [is_answer and number > count for is_answer, number in zip(answers, numbers.tolist(), strict=True)]
+
+
 ENCODE: dict[str, Callable[[Vocabulary, list[Document]], Iterator[Encoded]]] = {
     "text": _encode_texts,
     "conversation": _encode_conversations,
     "prompt": _encode_prompts,
+    "pair": _encode_pairs,
 }
 
 

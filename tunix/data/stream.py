@@ -5,7 +5,8 @@ FOLDER/digests.json               digests of these files; each shard has its own
 FOLDER/tokenizer/                 files of the tokenizer
 FOLDER/00000/train.tokens.npy     [tokens] uint16 or uint32: the documents of the shard, one after the other
 FOLDER/00000/train.starts.npy     [documents] int64: where each document begins
-FOLDER/00000/train.answers.npy    [tokens] bool: tokens of answers; only of conversations
+FOLDER/00000/train.answers.npy    [tokens] bool: tokens of answers; only of conversations and pairs
+FOLDER/00000/train.splits.npy     [documents] int64: tokens of the chosen answer with its prompt; only of pairs
 FOLDER/00000/train.rows.npy       [bytes] uint8: text and columns of each prompt, as JSON; only of prompts
 FOLDER/00000/train.row_ends.npy   [documents] int64: where the JSON of each prompt ends
 FOLDER/00000/held_out.*.npy       the same for the held-out documents
@@ -27,6 +28,7 @@ from tunix.base.errors import UserError
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
 FORMAT = "2"  # version of the files; part of the hash that names their folder
 SPLITS = ("train", "held_out")
+PAIR_ARRAYS = ("answers", "splits")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Arrays:
     tokens: np.ndarray  # [tokens] uint16 or uint32
     starts: np.ndarray  # [documents] int64: where each document begins
     answers: np.ndarray | None = None  # [tokens] bool: the tokens to learn; None means all of them
+    splits: np.ndarray | None = None  # [documents] int64: of pairs, the tokens of the chosen answer with its prompt
     rows: np.ndarray | None = None  # [bytes] uint8: of prompts, text and columns as JSON
     row_ends: np.ndarray | None = None  # [documents] int64
 
@@ -70,9 +73,10 @@ class Prepared:
 
     @property
     def documents(self) -> str:
-        """Kind of the documents: text, conversation or prompt."""
-        if self.index.get("prompts"):  # an index of version 0.1.0 does not have this word
-            return "prompt"
+        """Kind of the documents: text, conversation, prompt or pair."""
+        for kind, word in (("prompt", "prompts"), ("pair", "pairs")):
+            if self.index.get(word):  # an index of version 0.1.0 does not have these words
+                return kind
         return "conversation" if self.index["answers"] else "text"
 
     def stream(self, split: str) -> Stream:
@@ -88,7 +92,9 @@ class Prepared:
         place = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
         tokens = map_tokens(**place) if place else _map_array(folder / f"{split}.tokens.npy")
         starts = _map_array(folder / f"{split}.starts.npy")
-        names = {"text": (), "conversation": ("answers",), "prompt": ("rows", "row_ends")}[self.documents]
+        names = {"text": (), "conversation": ("answers",), "prompt": ("rows", "row_ends"), "pair": PAIR_ARRAYS}[
+            self.documents
+        ]
         return Arrays(tokens, starts, **{name: _map_array(folder / f"{split}.{name}.npy") for name in names})
 
 

@@ -39,7 +39,7 @@ from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read_vocabula
 
 log = logging.getLogger(__name__)
 # Names of the kinds of documents in the hashes of caches: those of the tasks that first used them.
-IN_KEYS = {"text": "pretrain", "conversation": "sft", "prompt": "prompt"}
+IN_KEYS = {"text": "pretrain", "conversation": "sft", "prompt": "prompt", "pair": "pair"}
 PLACE_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
 
 
@@ -256,6 +256,7 @@ def _make_index(source: Source, facts: list[dict], folder: Path, vocabulary: Voc
         "left_out_names": [name for fact in facts for name in fact["left_out_names"]][:5],
         "answers": (folder / facts[0]["name"] / "train.answers.npy").exists(),
         "prompts": (folder / facts[0]["name"] / "train.rows.npy").exists(),
+        "pairs": (folder / facts[0]["name"] / "train.splits.npy").exists(),
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in facts],
     }
 

@@ -1,6 +1,7 @@
 """Feeds: what each kind of documents gives to the training loop. A new one is an entry of `FEEDS`."""
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.answered import HeldOutAnswers
 from tunix.rl.asking import Asker
+from tunix.rl.pair_reference import add_reference
 from tunix.rl.reference import make_reference
 from tunix.rl.rollouts import Rollouts
 from tunix.rl.samples_file import SamplesFile
@@ -116,6 +118,15 @@ def _beside_unigram(bits: float, unigram: float) -> str:
     return f"held out: {bits:.3f} bits per byte; unigram entropy of the corpus: {unigram:.3f}; {share:.1f} % {side}"
 
 
+class PairFeed(CorpusFeed):
+    """Pairs of answers, each with its log-probabilities under the model of step 0."""
+
+    def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+        with watchdog.phase("scoring the pairs with the model of step 0", math.inf):
+            add_reference(cfg, corpus, program, mesh)
+        super().__init__(cfg, corpus, program, mesh, watchdog)
+
+
 def _load_prompts(cfg: Config) -> PromptCorpus:
     return load_prompts(cfg, cfg.training.seq_len - cfg.sampling.max_new_tokens)
 
@@ -170,4 +181,5 @@ FEEDS: dict[str, FeedKind] = {
     "text": FeedKind(load_corpus, CorpusFeed),
     "conversation": FeedKind(load_corpus, CorpusFeed),
     "prompt": FeedKind(_load_prompts, PromptFeed),
+    "pair": FeedKind(load_corpus, PairFeed),
 }

@@ -18,7 +18,7 @@ from tunix.sources.source import Item, Paths, Source
 
 class Columns(Section):
     """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
-    its completion if `prompt` is set, else the messages."""
+    its completion if `prompt` is set, else the messages; dpo the prompt, chosen and rejected."""
 
     text: str | None
     """Column of a document's text."""
@@ -30,6 +30,10 @@ class Columns(Section):
     """Column of the answer to it."""
     system: str | None
     """Column of the system prompt before it; null for none."""
+    chosen: str | None
+    """Column of the better of two answers: text, or the list of its turns; without `prompt`, the whole conversation."""
+    rejected: str | None
+    """Column of the worse of two answers, in the same form."""
 
 
 class Rows(Source):

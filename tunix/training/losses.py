@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from tunix.base.dotted import blame_user, import_object, is_dotted
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
-from tunix.config.task import Grpo
+from tunix.config.task import Dpo, Grpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.policy import POLICY_FIELDS, policy_loss
+from tunix.training.preferences import PAIR_FIELDS, preference_loss, preference_quality
 from tunix.training.scores import Loss, LossFn, Mean, Scores, Sums, sum_over_tokens, token_log_probs
 
 __all__ = ["LOSSES", "Loss", "LossFn", "LossKind", "Mean", "loss_kind", "next_token_loss", "token_log_probs"]
@@ -73,8 +74,14 @@ def _make_policy(cfg: Config) -> LossFn:
     )
 
 
+def _make_preference(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Dpo)
+    return partial(preference_loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
+
+
 LOSSES = {
     "next_token": LossKind(_make_next_token, _text_quality),  # of sft too: its loss_mask keeps only the answers
+    "dpo": LossKind(_make_preference, preference_quality, PAIR_FIELDS),
     "grpo": LossKind(_make_policy, _text_quality, POLICY_FIELDS),
 }
 

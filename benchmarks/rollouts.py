@@ -1,0 +1,123 @@
+"""Tokens per second of rollouts, beside what the machine allows and beside transformers.
+
+`TRANSFORMERS_PYTHON=... python -m benchmarks.rollouts`, with a Python that has torch and transformers. Both sides run
+in processes of their own, in turn, with the same random weights in float32 (0.1 billion parameters), greedily. A rate
+is that of the tokens after the first: prompts are not in it. The limit is the bytes of weights and cache that a token
+reads, over the bandwidth of reading memory, measured by the same process just before.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.models import SMALL, write_model
+
+ROOT = Path(__file__).parents[1]
+PROMPT, NEW, TURNS = 64, 64, 3
+BATCHES = (1, 8, 16, 32, 128)
+
+
+def best(function, rounds: int = 3) -> float:
+    """Seconds of the fastest of some calls, after one that is not counted."""
+    times = []
+    for _ in range(rounds + 1):
+        begun = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
+
+
+def measure(folder: str, batch: str) -> dict:
+    """Seconds of a token of all rows, its bytes, and bytes per second that this machine reads."""
+    import jax
+    import jax.numpy as jnp
+
+    import tunix
+    from tunix.inference.sampling import Sampling
+
+    large = jnp.ones(1 << 27, jnp.float32)  # 0.5 GB: no cache has it
+    read = jax.jit(jnp.sum)
+    read_s = best(lambda: read(large).block_until_ready())
+    model = tunix.load_pretrained(folder)
+    tokens = (np.arange(int(batch) * PROMPT) * 7919 % 32000).reshape(-1, PROMPT).tolist()
+    with jax.set_mesh(model.mesh):
+        weights = model.sampler.gather(model.params)
+        long, short = (
+            best(lambda new=new: model.sampler.rollout(weights, tokens, Sampling(new, temperature=0.0)), 2)
+            for new in (NEW + 1, 1)
+        )
+        drawn, _ = (
+            best(lambda new=new: model.sampler.rollout(weights, tokens, Sampling(new)), 2) for new in (NEW + 1, 1)
+        )
+    cfg = model.cfg
+    slots = (
+        2 * sum(cfg.windows(PROMPT + NEW // 2)) * cfg.num_kv_heads * cfg.head_dim * 4
+    )  # half way, as they are filled
+    return {
+        "seconds": (long - short) / NEW,
+        "drawn_seconds": (drawn - short) / NEW,
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) + int(batch) * slots,
+        "bytes_per_s": large.nbytes / read_s,
+    }
+
+
+def sides(folder: Path, batch: int) -> dict[str, dict]:
+    """What each side answers."""
+    commands = {
+        "tunix": [sys.executable, "-m", "benchmarks.rollouts", folder, batch],
+        "transformers": [
+            os.environ["TRANSFORMERS_PYTHON"], ROOT / "benchmarks" / "by_transformers.py",
+            "rate", folder, batch, PROMPT, NEW,
+        ],
+    }  # fmt: skip
+    answers = {}
+    for side, command in commands.items():
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{side}: {done.stderr}")
+        answers[side] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def main() -> None:
+    import jax
+
+    if "TRANSFORMERS_PYTHON" not in os.environ:
+        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder, SMALL, "float32")
+        for batch in map(int, os.environ.get("BATCHES", "").split() or BATCHES):
+            turns = [sides(folder, batch) for _ in range(TURNS)]
+            ours, theirs = (
+                statistics.median(batch / turn[side]["seconds"] for turn in turns) for side in ("tunix", "transformers")
+            )
+            drawn = statistics.median(batch / turn["tunix"]["drawn_seconds"] for turn in turns)
+            shares = [
+                turn["tunix"]["bytes"] / turn["tunix"]["bytes_per_s"] / turn["tunix"]["seconds"] for turn in turns
+            ]
+            ratios = [turn["transformers"]["seconds"] / turn["tunix"]["seconds"] for turn in turns]
+            print(
+                f"batch {batch:3}  {ours:7.1f} tokens/s ({drawn:.1f} at temperature 1), transformers {theirs:7.1f}: "
+                f"x {statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)}); "
+                f"{statistics.median(shares):.0%} of the bandwidth limit",
+                flush=True,
+            )
+    versions = turns[0]["transformers"]["versions"]
+    speed = statistics.median(turn["tunix"]["bytes_per_s"] for turn in turns) / 1e9
+    print(f"{platform.machine()}, {os.cpu_count()} cores, reads {speed:.1f} GB/s; jax {jax.__version__}; {versions}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(json.dumps(measure(*sys.argv[1:])))
+    else:
+        main()

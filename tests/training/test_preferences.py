@@ -1,0 +1,212 @@
+"""Pairs of answers: TRL's losses, whatever rows the pairs are in; the data of task=dpo, and a run of it."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.harness import ROOT, SMALL, metrics
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.command import read_settings
+from tunix.cli.compose import compose
+from tunix.config import Evaluate
+from tunix.data.batch import stack_examples
+from tunix.data.corpus import load_corpus
+from tunix.data.packing import _filled_pairs
+from tunix.data.stream import Arrays
+from tunix.evaluate import evaluate
+from tunix.models.paths import named
+from tunix.rl.pair_reference import digest_weights
+from tunix.training.preferences import preference_loss, sum_answers
+from tunix.training.scores import token_log_probs
+
+TRL = json.loads((ROOT / "tests" / "training" / "trl" / "losses.json").read_text())
+TASK = compose(["task=dpo", "data=pairs", "data.paths=[none]", f"task.beta={TRL['beta']}"]).config.task
+VARIANTS = {
+    "sigmoid": {},
+    "ipo": {"objective": "ipo"},
+    "length_normalized": {"length_normalized": True},
+    "smoothed": {"label_smoothing": TRL["label_smoothing"]},
+}
+ROWS = {"a pair a row": [[0], [1], [2], [3], [4]], "several pairs a row": [[4, 0], [2, 1], [3]]}
+
+
+def shard_of(pairs, swapped=False):
+    """The arrays of a shard with these pairs."""
+    tokens, answers, starts, splits = [], [], [], []
+    for pair in pairs:
+        starts.append(len(tokens))
+        for name in ("rejected_ids", "chosen_ids") if swapped else ("chosen_ids", "rejected_ids"):
+            tokens += pair["prompt_ids"] + pair[name]
+            answers += [False] * len(pair["prompt_ids"]) + [True] * len(pair[name])
+            splits.append(len(tokens) - starts[-1])
+    return Arrays(np.array(tokens), np.array(starts), np.array(answers), np.array(splits[::2]))
+
+
+class Policy:
+    """TRL's policy, and losses of its pairs in rows."""
+
+    def __init__(self):
+        self.model = tunix.load_pretrained(ROOT / "tests" / "models" / "parity" / "llama")
+        self.reference = self.model.params
+        head = {"table": self.reference["head"]["table"] * TRL["head"]}
+        self.params = self.reference | {"head": head}
+        self.value_and_grad = jax.jit(jax.value_and_grad(self.loss, has_aux=True), static_argnums=2)
+
+    def batch(self, rows, swapped=False):
+        shard = shard_of(TRL["pairs"], swapped)
+        ends = [*shard.starts[1:], len(shard.tokens)]
+        pieces = [[int(start), int(end - start) - 2] for start, end in zip(shard.starts, ends, strict=True)]
+
+        def stacked(of_pairs):
+            examples = [_filled_pairs(shard, [pieces[n] for n in row], 64, of_pairs) for row in rows]
+            return {name: jnp.asarray(field[0]) for name, field in stack_examples([examples]).items()}
+
+        batch, table = stacked(None), np.zeros((len(pieces), 2), np.float32)
+        log_probs, _ = token_log_probs(self.model.arch.module(self.reference), batch, None, chunk_size=64)
+        sides = sum_answers(log_probs * batch["loss_mask"], batch)
+        for number, row in enumerate(rows):
+            table[row] = np.stack([np.asarray(side)[number, : len(row)] for side in sides], -1)
+        return stacked(table)
+
+    def loss(self, params, batch, task):
+        loss = preference_loss(self.model.arch.module(params), batch, task=task, chunk_size=32)
+        return loss.objective / loss.weight, {name: value / loss.weight for name, value in loss.sums.items()}
+
+    def __call__(self, batch, task=TASK, params=None):
+        with jax.set_mesh(self.model.mesh):
+            return self.value_and_grad(self.params if params is None else params, batch, task)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy()
+
+
+@pytest.fixture(scope="module")
+def batches(policy):
+    with jax.set_mesh(policy.model.mesh):
+        return {name: policy.batch(rows) for name, rows in ROWS.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_losses_and_gradients_are_trls(variant, rows, policy, batches):
+    (loss, _), grads = policy(batches[rows], TASK.model_copy(update=VARIANTS[variant]))
+    wanted = TRL["losses"][variant]
+    assert float(loss) == pytest.approx(wanted["loss"], rel=2e-5)
+    assert float(optax.tree.norm(grads)) == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+def test_at_step_0_nothing_is_known_and_swapped_answers_turn_the_gradient(policy, batches):
+    (loss, sums), grads = policy(batches["several pairs a row"], params=policy.reference)
+    assert float(loss) == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(float(sums["margin"])) < 1e-5
+    with jax.set_mesh(policy.model.mesh):
+        swapped = policy.batch(ROWS["several pairs a row"], swapped=True)
+    _, turned = policy(swapped, params=policy.reference)
+    scale = float(optax.tree.norm(grads))
+    assert float(optax.tree.norm(jax.tree.map(jnp.add, grads, turned))) < 1e-5 * scale
+
+
+QUESTION, GOOD, BAD = "what is it", "a few good words", "bad words"
+TURNS = [{"role": "user", "content": QUESTION}]
+ANSWERS = [[{"role": "assistant", "content": text}] for text in (GOOD, BAD)]
+
+
+def read(folder, rows, *words):
+    """The corpus of task=dpo from rows of JSON."""
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["task=dpo", "data=pairs", f"data.paths=[{path}]", "data.held_out_fraction=0", "training.seq_len=64"]
+    return load_corpus(compose([*SMALL, *own, *words]).config)
+
+
+def test_text_turns_and_whole_conversations_are_the_same_pair(tmp_path):
+    whole = [{"chosen": TURNS + ANSWERS[0], "rejected": TURNS + ANSWERS[1]}]
+    forms = (
+        ([{"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}], []),
+        ([{"prompt": TURNS, "chosen": ANSWERS[0], "rejected": json.dumps(ANSWERS[1])}], []),
+        (whole, ["data.columns.prompt=null"]),
+    )
+    examples = []
+    for number, (rows, words) in enumerate(forms):
+        (tmp_path / str(number)).mkdir()
+        corpus = read(tmp_path / str(number), rows, *words)
+        part = corpus.train["jsonl"]
+        part.of_pairs = [np.array([[-3.0, -5.0]], np.float32)].__getitem__
+        examples.append(part[0])
+    for name, field in examples[0].items():
+        assert all(np.array_equal(field, other[name]) for other in examples), name
+    example = examples[0]
+    for segment, text, value in ((1, GOOD, -3.0), (2, BAD, -5.0)):
+        learnt = (example["segment_ids"] == segment) & (example["loss_mask"] > 0)
+        assert corpus.tokenizer.decode(example["targets"][learnt].tolist()).strip() == text
+        assert np.flatnonzero(example["reference_log_probs"] == value).tolist() == [np.flatnonzero(learnt)[-1]]
+    assert set(example["segment_ids"].tolist()) == {0, 1, 2}
+
+
+PAIR = {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}
+MISTAKES = [
+    (PAIR | {"rejected": GOOD}, [], "line 1, has the same answer in columns chosen and rejected"),
+    ({"prompt": QUESTION, "chosen": GOOD}, [], "has no column rejected (data.columns.rejected)"),
+    (PAIR | {"rejected": ""}, [], "has no answer in column rejected"),
+    (PAIR | {"prompt": ""}, [], "has no prompt"),
+    (PAIR, ["data.columns.prompt=null"], "has text in column chosen, not a conversation; set data.columns.prompt"),
+    (PAIR | {"chosen": "words " * 90}, [], "1 of 1 pairs are longer than training.seq_len=64 tokens"),
+    (PAIR, ["loading.packing=concat"], "loading.packing=concat cuts pairs of task=dpo in two"),
+    (PAIR, ["task.objective=ipo", "task.label_smoothing=0.1"], "task.label_smoothing=0.1 belongs to task.objective=sigmoid"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "words", "message"), MISTAKES)
+def test_mistakes(row, words, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        read(tmp_path, [row], *words)
+    assert message in str(error.value)
+
+
+def test_a_run_with_low_rank_updates(hf_dir, tmp_path, monkeypatch, caplog):
+    """It learns the order of held-out pairs; its base stays; the reference is found again, on another mesh too."""
+    monkeypatch.chdir(tmp_path)
+    words = ("a few words", "merged", "words few a")
+    rows = [{"prompt": f"{words[n % 3]} {n}", "chosen": words[0], "rejected": words[2]} for n in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = [
+        "task=dpo", "data=pairs", "data.paths=[pairs.jsonl]", "data.held_out_fraction=0.2", f"model.init_from={hf_dir}",
+        "model.lora.rank=2", "training.seq_len=64", "training.loss_chunk_size=32", "training.micro_batch_size=1",
+        "training.mixed_precision=fp32", "training.max_steps=6", "optimizer.learning_rate=2e-2", "logging.every_steps=1", "loading.cache_dir=cache",
+        "evaluation.num_sequences=4", "evaluation.sample_tokens=0", "checkpoint.save_every_steps=3",
+        "model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true", "hydra.run.dir=run",
+    ]  # fmt: skip
+    result = tunix.train(run)
+    lines = metrics(result.folder)
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
+    assert lines[-1]["margin"] > 0
+    held_out = metrics(result.folder, "held_out")[-1]
+    assert (held_out["accuracy"], held_out["eval_pairs"] > 0) == (1.0, True)
+    before, after = tunix.load_pretrained(hf_dir), dict(named(tunix.load_pretrained("run").params))
+    assert all(np.array_equal(leaf, after[name]) for name, leaf in named(before.params))
+    tables = sorted(path.stat().st_mtime_ns for path in tmp_path.glob("cache/reference/*/*.npy"))
+    assert len(tables) == 2  # of the training and of the held-out pairs
+
+    tunix.train(["resume=run/checkpoints/3"])
+    assert [line["loss"] for line in metrics(result.folder)][6:] == [line["loss"] for line in lines[3:]]
+    other = tunix.load_pretrained(hf_dir, mesh_shape=((2, 2), ("fsdp", "tp")))
+    digests = set()
+    for model in (before, other):
+        with jax.set_mesh(model.mesh):
+            digests.add(digest_weights(model.params))
+    assert len(digests) == 1
+    evaluate(read_settings(Evaluate, ["checkpoint=run", "output=measured.json"]))
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert {name: measured[name] for name in ("loss", "accuracy")} == {
+        name: held_out[name] for name in ("loss", "accuracy")
+    }
+    assert sorted(path.stat().st_mtime_ns for path in tmp_path.glob("cache/reference/*/*.npy")) == tables

@@ -1,0 +1,123 @@
+"""Log-probabilities of pairs of answers under the model of step 0: computed once, before step 1, and kept on disk.
+
+They take the place of a second model in memory: one number for each answer. Where only low-rank updates are trained,
+the model of step 0 is the base, whose updates are 0. The files are named by the content of weights and pairs: another
+run on the same pairs, or a resumed one, finds them.
+
+    CACHE_DIR/reference/HASH/00000.npy    [pairs of a shard, 2] float32: chosen, rejected
+"""
+
+import hashlib
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec, reshard
+
+from tunix.base.disk import make_once
+from tunix.config import Config
+from tunix.data.batch import Batch, stack_examples
+from tunix.data.corpus import Corpus
+from tunix.data.packing import Sequences
+from tunix.inference.start import load_init_from
+from tunix.models.paths import named
+from tunix.processes import peers
+from tunix.sharding.arrays import local_rows, to_global
+from tunix.training.preferences import Sides, sum_answers
+from tunix.training.program import Program
+from tunix.training.scores import token_log_probs
+
+log = logging.getLogger(__name__)
+FORMAT = "1"  # of the files
+INDEPENDENT = {"mesh_shape", "init_from", "lora"}  # keys of the model that do not change what the base computes
+
+
+def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> None:
+    """Give all pairs of the corpus their log-probabilities under the model of step 0.
+
+    The mesh must be the one in use. With several processes, each calls it.
+    """
+    begun = time.perf_counter()
+    params = program.new_state(cfg.seed, load_init_from(program, mesh))["params"]
+    model = cfg.model.model_dump_json(exclude=INDEPENDENT)
+    about = FORMAT, model, program.layout.compute, str(cfg.training.seq_len), digest_weights(params)
+    score = jax.jit(_make_score(cfg, program))
+    num_computed = 0
+    for part in (*corpus.train.values(), *corpus.held_out_parts.values()):
+        key = hashlib.sha256("\0".join([*about, part.stream.fingerprint]).encode()).hexdigest()[:20]
+        folder = Path(cfg.loading.cache_dir).expanduser() / "reference" / key
+        numbers = range(len(part.stream.sizes))
+        if all(text == "yes" for text in peers.gather("yes" if folder.is_dir() else "no", "reference")):
+            tables = [np.load(folder / f"{number:05}.npy") for number in numbers]
+        else:
+            tables = _compute(part, score, params, cfg, mesh)
+            num_computed += len(part)
+            if peers.first_of_host():
+                make_once(folder, partial(_write, tables=tables))
+        part.of_pairs = tables.__getitem__
+    if num_computed:
+        seconds = time.perf_counter() - begun
+        log.info("log-probabilities of the pairs under the model of step 0: %d rows, %.1f s", num_computed, seconds)
+
+
+def _write(folder: Path, tables: list[np.ndarray]) -> None:
+    folder.mkdir()
+    for number, table in enumerate(tables):
+        np.save(folder / f"{number:05}.npy", table)
+
+
+def _make_score(cfg: Config, program: Program) -> Any:
+    def score(params: Any, rows: Batch) -> Sides:
+        model = program.arch.module(params)
+        log_probs, _ = token_log_probs(model, rows, None, chunk_size=cfg.training.loss_chunk_size)
+        sides = sum_answers(log_probs * rows["loss_mask"], rows)
+        return Sides(*(reshard(side, PartitionSpec()) for side in sides))
+
+    return score
+
+
+def _compute(part: Sequences, score: Any, params: Any, cfg: Config, mesh: Mesh) -> list[np.ndarray]:
+    """Return for each shard the log-probabilities [documents, 2]; NaN for pairs that no sequence has."""
+    tables = [np.full((documents, 2), np.nan, np.float32) for _, documents in part.stream.sizes]
+    num_rows = cfg.training.batch_shape(mesh.shape).num_rows
+    for start in range(0, len(part), num_rows):
+        # The last batch begins again at the first sequence: shapes stay the same, and values too.
+        rows = [(start + row) % len(part) for row in range(num_rows)]
+        examples = stack_examples([[part[rows[row]] for row in local_rows(mesh, num_rows)]])
+        batch = {name: leaf[0] for name, leaf in to_global(examples, mesh).items()}
+        chosen, rejected = (np.asarray(side) for side in score(params, batch))
+        for row, index in enumerate(rows):
+            shard, pairs = part.pairs_of(index)
+            tables[shard][pairs, 0], tables[shard][pairs, 1] = chosen[row, : len(pairs)], rejected[row, : len(pairs)]
+    return tables
+
+
+def digest_weights(params: Any) -> str:
+    """Digest of the weights; each device reads its own part, and it is the same on every mesh.
+
+    The first factors of low-rank updates, which each seed draws anew, are left out: the second factors are 0 at step 0.
+    """
+    leaves = [leaf for name, leaf in named(params) if not name.endswith(".lora.a")]
+    sums = np.asarray(jax.jit(lambda leaves: jnp.stack([_sum_bits(leaf) for leaf in leaves]))(leaves))
+    return hashlib.sha256(sums.tobytes()).hexdigest()
+
+
+def _sum_bits(leaf: jax.Array) -> jax.Array:
+    """Return two sums, [2] uint32, over the bits of all numbers mixed with their places. Whole numbers have one sum."""
+    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+    spec, place = jax.typeof(leaf).sharding.spec, jnp.uint32(0)
+    for axis, size in enumerate(leaf.shape):
+        shape = [size if dim == axis else 1 for dim in range(leaf.ndim)]
+        place = place * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32).reshape(shape)
+    place = reshard(jnp.broadcast_to(place, leaf.shape), spec)
+    sums = []
+    for multiplier in (0x9E3779B1, 0x85EBCA6B):
+        mixed = (bits ^ (place * jnp.uint32(multiplier))) * jnp.uint32(0xC2B2AE35)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x27D4EB2F)
+        sums.append(jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32))
+    return jnp.stack(sums)
