@@ -20,7 +20,7 @@ a part of the config is chosen by name (`optimizer=lion`). Values are those of `
 PART = "{source: synthetic, held_out_fraction: 0.01, num_documents: 1, mean_document_bytes: 1}"
 FUNCTION = "tunix.base.tables:as_text"  # a dotted path is imported when it is checked
 REQUIRED = {  # words that a choice does not compose without
-    **{f"data={name}": ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "tokens")},
+    **{f"data={name}": ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "pairs", "tokens")},
     "data=hf": ["data.path=NAME"],
     "data=reasoning_gym": ["data.tasks={chain_sum: {}}"],
     "data=custom": [f"data.function={FUNCTION}"],

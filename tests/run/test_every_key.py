@@ -29,7 +29,7 @@ from tunix.sharding.dims import Equation
 from tunix.trainer import run
 from tunix.training.losses import loss_kind
 from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.program import abstract_batch, assemble, build_layout, build_mesh
 from tunix.training.state import Weight, describe
 
 YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null}"
@@ -79,10 +79,25 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
     return use
 
 
-def a_run_with_rollouts(folder: Path, corpus: Path) -> Callable[[], None]:
+def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
     words = ["training.max_steps=1", "task.kl_coefficient=0.1", f"loading.cache_dir={folder}/cache"]
     job = compose([*TASK, *ONE, *words, f"hydra.run.dir={folder}/run"])
-    return lambda: run(job)
+    pairs = compose([*RUN, *words_of_pairs(folder), "model.mesh_shape=[[1],[fsdp]]", words[-1]]).config
+
+    def use() -> None:
+        run(job)
+        load_corpus(pairs)
+        mesh = build_mesh(pairs)
+        with jax.set_mesh(mesh):
+            program = assemble(pairs, mesh)
+            rows = {name: jax.eval_shape(lambda x: x[0], leaf) for name, leaf in abstract_batch(pairs, mesh).items()}
+            jax.eval_shape(
+                lambda params, rows: program.loss_fn(program.arch.module(params), rows, None).objective,
+                program.abstract["params"],
+                rows,
+            )
+
+    return use
 
 
 def the_optimizers(folder: Path, corpus: Path) -> Callable[[], None]:
@@ -151,7 +166,7 @@ def processes_that_join(folder: Path, corpus: Path) -> Callable[[], None]:
 
 PARTS: dict[Callable, tuple[str, ...]] = {  # and the fields of the config of which the part reads every key
     a_run: ("tokenizer", "training", "scheduler", "checkpoint", "logging", "profile"),
-    a_run_with_rollouts: ("task", "sampling"),
+    post_training: ("task", "sampling"),
     a_resumed_run: (),
     the_sources: ("data", "tokenizer"),
     the_optimizers: ("optimizer", "scheduler"),
@@ -205,6 +220,18 @@ def untested() -> tuple[str, ...]:
     )
 
 
+def words_of_pairs(folder: Path) -> list[str]:
+    """Words of task=dpo on pairs made on the spot."""
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b c", "rejected": "d"}\n' * 9)
+    return [
+        "task=dpo",
+        "data=pairs",
+        f"data.paths=[{folder}/pairs.jsonl]",
+        "distributed.allow_idle_devices=true",
+        "training.seq_len=64",
+    ]
+
+
 def words_of_every_source(tmp_path: Path) -> list[list[str]]:
     """Words of a small corpus from each source, made on the spot."""
     rows = [{"text": f"text {n} " * 40, "q": f"{n}?", "a": f"{n}! " * 40, "s": "Short."} for n in range(8)]
@@ -232,6 +259,7 @@ def words_of_every_source(tmp_path: Path) -> list[list[str]]:
         ["data=tokens", f"data.paths=[{tmp_path}/a.bin]", tokenizer[0], "data.document_end=3"],
         ["data=synthetic", "data.num_documents=9"],
         ["data=custom", "data.function=support.own_code:documents", "data.arguments={count: 200}"],
+        words_of_pairs(tmp_path),
         ["data=python_docstrings", "task=sft"],
         ["data=arithmetic", "data.below=20", "task=sft"],
         ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],

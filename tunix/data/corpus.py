@@ -96,13 +96,14 @@ def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> N
     Raises:
         UserError: there are such pairs, and task.long_pairs=error.
     """
+    refuse = task.long_pairs == "error"
     for name, part in parts.items():
         if part.num_left_out:
             problem = (
                 f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} pairs are longer than "
                 f"training.seq_len={cfg.training.seq_len} tokens, both answers with their prompts"
             )
-            if task.long_pairs == "error":
+            if refuse:
                 raise UserError(f"data: {problem}; raise it, or set task.long_pairs=skip to leave them out")
             log.warning("%s: left out", problem)
 
