@@ -1,9 +1,9 @@
 """Tokens per second of rollouts, beside what the machine allows and beside transformers.
 
-`TRANSFORMERS_PYTHON=... python -m benchmarks.rollouts`, with a Python that has torch and transformers. Both sides run
-in processes of their own, in turn, with the same random weights in float32 (0.1 billion parameters), greedily. A rate
-is that of the tokens after the first: prompts are not in it. The limit is the bytes of weights and cache that a token
-reads, over the bandwidth of reading memory, measured by the same process just before.
+`TRANSFORMERS_PYTHON=... python -m benchmarks.rollouts [BATCH ...]`, with a Python that has torch and transformers. Both
+sides run in processes of their own, in turn, with the same random weights in float32 (0.1 billion parameters), and take
+the likeliest token. A rate is that of the tokens after the first: prompts are not in it. The limit is the bytes of
+weights and cache that a token reads, over the bandwidth of reading memory, measured by the same process just before.
 """
 
 import json
@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.models import SMALL, write_model
 
 ROOT = Path(__file__).parents[1]
-PROMPT, NEW, TURNS = 64, 64, 3
+PROMPT, NEW, TURNS = 64, 32, 2
 BATCHES = (1, 8, 16, 32, 128)
 
 
@@ -54,9 +54,7 @@ def measure(folder: str, batch: str) -> dict:
             best(lambda new=new: model.sampler.rollout(weights, tokens, Sampling(new, temperature=0.0)), 2)
             for new in (NEW + 1, 1)
         )
-        drawn, _ = (
-            best(lambda new=new: model.sampler.rollout(weights, tokens, Sampling(new)), 2) for new in (NEW + 1, 1)
-        )
+        drawn = best(lambda: model.sampler.rollout(weights, tokens, Sampling(NEW + 1)), 2)
     cfg = model.cfg
     slots = (
         2 * sum(cfg.windows(PROMPT + NEW // 2)) * cfg.num_kv_heads * cfg.head_dim * 4
@@ -72,7 +70,7 @@ def measure(folder: str, batch: str) -> dict:
 def sides(folder: Path, batch: int) -> dict[str, dict]:
     """What each side answers."""
     commands = {
-        "tunix": [sys.executable, "-m", "benchmarks.rollouts", folder, batch],
+        "tunix": [sys.executable, "-m", "benchmarks.rollouts", "measure", folder, batch],
         "transformers": [
             os.environ["TRANSFORMERS_PYTHON"], ROOT / "benchmarks" / "by_transformers.py",
             "rate", folder, batch, PROMPT, NEW,
@@ -87,7 +85,7 @@ def sides(folder: Path, batch: int) -> dict[str, dict]:
     return answers
 
 
-def main() -> None:
+def main(batches: list[int]) -> None:
     import jax
 
     if "TRANSFORMERS_PYTHON" not in os.environ:
@@ -95,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, SMALL, "float32")
-        for batch in map(int, os.environ.get("BATCHES", "").split() or BATCHES):
+        for batch in batches:
             turns = [sides(folder, batch) for _ in range(TURNS)]
             ours, theirs = (
                 statistics.median(batch / turn[side]["seconds"] for turn in turns) for side in ("tunix", "transformers")
@@ -117,7 +115,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print(json.dumps(measure(*sys.argv[1:])))
+    if sys.argv[1:2] == ["measure"]:
+        print(json.dumps(measure(*sys.argv[2:])))
     else:
-        main()
+        main([int(word) for word in sys.argv[1:]] or list(BATCHES))

@@ -108,8 +108,23 @@ def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
     assert [keys.shape[1] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
 
 
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ([], (0.8, None, None)),
+        (["sampling=greedy"], (0.0, None, None)),
+        (["top_k=7", "sampling=standard"], (0.7, 7, 0.95)),
+        (["sampling=liberal", "temperature=0.5"], (0.5, 2000, 1.0)),
+    ],
+)
+def test_presets_and_the_keys_that_are_typed(words, values):
+    settings = read_settings(Generate, ["checkpoint=nowhere", "prompt=a", *words])
+    assert (settings.temperature, settings.top_k, settings.top_p) == values
+
+
 PROMPT = '{"prompt": "a few", '
 MISTAKES = [
+    (["prompt=a", "sampling=gredy"], "sampling=gredy: expected one of default, greedy, liberal, standard; did you mean greedy?"),
     (["prompt=a", "top_p=0"], "top_p=0: input should be greater than 0"),
     (["prompt=a", "temperature=1e-39"], "temperature=1e-39: must be 0, which takes the likeliest token, or at least 1e-6"),
     (["prompt=a", "seed=99999999999999999999"], "seed=99999999999999999999: input should be less than 2147483648"),

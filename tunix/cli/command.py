@@ -13,6 +13,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from tunix.base.errors import UserError, did_you_mean
 from tunix.cli.keys import list_keys
 from tunix.cli.mistakes import explain_errors, validate
 from tunix.config import Section
@@ -61,9 +62,31 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 def read_settings(section: type[S], words: list[str], more: dict[str, Any] | None = None) -> S:
     """Return the section of conf/command, changed by the words of the command line and then by the values `more`."""
+    preset = _find_preset(words) if "sampling" in section.model_fields else []
     with explain_errors(section):
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(CONF / "command"), version_base="1.3"):
-            composed = hydra.compose(section.__name__.lower(), words)
+            composed = hydra.compose(section.__name__.lower(), [*preset, *words])
         values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return validate(section, values | (more or {}))
+
+
+PRESET_KEYS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def _find_preset(words: list[str]) -> list[str]:
+    """Return the keys of a file of conf/sampling as words, if `sampling=NAME` is among the words.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    name = next((word.partition("=")[2] for word in reversed(words) if word.startswith("sampling=")), "null")
+    if name == "null":
+        return []
+    names = sorted(path.stem for path in (CONF / "sampling").glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"sampling={name}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF / "sampling"), version_base="1.3"):
+        values = hydra.compose(name)
+    return [f"{key}={'null' if values[key] is None else values[key]}" for key in PRESET_KEYS]

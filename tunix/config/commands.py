@@ -50,6 +50,9 @@ class Generate(Section):
     """The system's message before a chat."""
     chat_template: str | None
     """A Jinja file, or the name of one of the tokenizer's templates; null is the tokenizer's own."""
+    sampling: str | None
+    """A file of conf/sampling, like greedy, standard or liberal: its temperature, top_k, top_p and min_p, unless they
+    are typed too; null keeps those below."""
     max_new_tokens: Count
     """Longest answer, in tokens."""
     temperature: Temperature
