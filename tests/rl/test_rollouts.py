@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.harness import metrics
+from support.harness import ROOT, metrics
+from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
 
 import tunix
@@ -176,3 +177,25 @@ def test_what_only_the_data_tell_is_refused_before_anything_is_written(tmp_path)
         with pytest.raises(UserError, match=message):
             tunix.train([*TASK, *ONE, *words, f"hydra.run.dir={folder}"])
         assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_resumed_are_one_run(tmp_path):
+    """Each process scores the answers to its own prompts; after kill -9, one process goes on with the same answers."""
+    words = [
+        *TASK, "model.num_layers=1", "model.global_every=1", "training.micro_batch_size=4", "training.max_steps=4",
+        "evaluation.every_steps=null", "distributed.allow_idle_devices=true", "model.mesh_shape=[[2],[fsdp]]",
+    ]  # fmt: skip
+    tunix.train([*words, f"hydra.run.dir={tmp_path}/alone"])
+    folder = tmp_path / "run"
+    with Processes(*words, "hydra.run.dir=run", folder=tmp_path, count=2, PYTHONPATH=f"{ROOT}:{ROOT}/tests") as run:
+        run.wait_for_file(folder / "checkpoints" / "2")
+        run.wait_for_step(folder, 2)
+    tunix.train([f"resume={folder}"])
+    alone, resumed = samples(tmp_path / "alone"), samples(folder)[-32:]
+    assert [each["tokens"] for each in resumed] == [each["tokens"] for each in alone[32:]]
+    assert [each["tokens"] for each in samples(folder)[:32]] == [each["tokens"] for each in alone[:32]]
+    by_step = {line["step"]: line for line in metrics(folder)}  # the newest line of a step that ran again
+    for line in metrics(tmp_path / "alone"):
+        assert by_step[line["step"]]["reward"] == line["reward"]
+        assert by_step[line["step"]]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-5)

@@ -210,7 +210,8 @@ class Sampler:
 
     def _as_matrices(self, params: Any) -> bool:
         """True where quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""
-        memory = self.mesh.devices.flat[0].memory_stats() or {}
+        own = self.mesh.local_devices  # a process knows the memory of its own devices only
+        memory = (own[0].memory_stats() if own else None) or {}
         matrices = jax.eval_shape(partial(gather, self.arch, as_matrices=True), params)
         return fit_as_matrices(bytes_per_device(matrices), memory.get("bytes_limit"))
 
