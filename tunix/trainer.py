@@ -66,7 +66,7 @@ def run(job: compose.Job) -> Result:
     # the devices known.
     remarks = joining.start(job.config.distributed, environment.versions() | compose.list_facts(job.config))
     keep_programs(job.config)
-    waiting_log = logs.start_logging(remarks)
+    waiting_log = logs.start_logging(remarks, job.config.logging)
     cfg = resolve_auto(job.config)
     # Code that the user brings is called once on made-up input, before anything is written.
     for section in (cfg.data, cfg.optimizer, cfg.scheduler, cfg.logging):
@@ -149,7 +149,7 @@ def run(job: compose.Job) -> Result:
                         with watchdog.phase(source.phase):
                             batch, numbers = source.next(state)
 
-                    save_now = due(cfg.checkpoint.save_every_steps, step, last)
+                    save_now = due(cfg.checkpoint.save_every_steps, step, last) or step in cfg.checkpoint.save_at_steps
                     evaluate_now = due(cfg.evaluation.every_steps, step, last)
                     if save_now or evaluate_now:
                         steps.finish()

@@ -1,5 +1,6 @@
 """A resumed run is the unbroken run; a checkpoint that cannot be used is named; what is kept is what was asked for."""
 
+import json
 import os
 import re
 import shutil
@@ -168,6 +169,25 @@ def test_what_is_kept(run):
     assert steps(bare) == [6]
     waited = run("checkpoint.async=false", "checkpoint.max_to_keep=1", "checkpoint.keep_best=false")
     assert steps(waited) == [6]
+
+
+def test_a_hard_stop_and_chosen_steps(run, finished, monkeypatch):
+    """The schedule is that of the whole run: the steps after the stop have the losses of an unbroken run."""
+    monkeypatch.setenv("TUNIX_API_KEY", "a secret")
+    words = ["checkpoint.save_at_steps=[1]", "checkpoint.max_to_keep=1", "checkpoint.save_every_steps=null"]
+    with pytest.raises(Stopped, match="training.hard_stop=2: saved; go on with resume="):
+        run("hydra.run.dir=it", "training.hard_stop=2", "logging.level=warning", "checkpoint.keep_best=false", *words)
+    assert steps(Path("it")) == [1, 2]
+    assert "step 2/6" not in Path("it/train.log").read_text()
+    run("resume=it", "logging.level=info")
+    assert losses(Path("it")) == losses(finished())
+    assert steps(Path("it")) == [1, 6]
+    assert "step 6/6" in Path("it/train.log").read_text()
+    record = json.loads(Path("it/environment.json").read_text())
+    assert record["packages"]["jax"] == jax.__version__
+    assert isinstance(record["git_diff"], str)
+    assert record["variables"]["TUNIX_API_KEY"] == "(left out)"
+    assert "a secret" not in json.dumps(record["variables"])
 
 
 def test_the_best_is_kept_also_after_a_resume(run):

@@ -15,6 +15,8 @@ class Checkpoint(Section):
 
     save_every_steps: Count | None
     """Steps between checkpoints; null saves only the last."""
+    save_at_steps: tuple[Count, ...]
+    """Steps whose checkpoints are saved too, and kept for good."""
     save_first: Flag
     """Also save before the first step."""
     max_to_keep: Count
@@ -62,6 +64,10 @@ class Logging(Section):
 
     every_steps: Count
     """Steps between lines on the console and in train.log; every other sink gets every step."""
+    level: Literal["debug", "info", "warning", "error"]
+    """Least severe messages of tunix that are shown and kept in train.log."""
+    ranks: tuple[CountOrZero, ...] | None
+    """Processes whose messages are shown on their terminal; null is all of them. Each has a log file of its own."""
     sinks: tuple[entry_of(SINKS), ...]  # type: ignore[valid-type]
     """What is written: jsonl is metrics.jsonl, tensorboard its events, `package.module:name` a sink of your own
     (docs/extending.md). The console is always there."""

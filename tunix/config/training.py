@@ -78,6 +78,9 @@ class Training(Section):
     """Passes over the training data."""
     time_limit_s: Positive | None
     """Seconds after which the run saves, stops and exits with 75, to be resumed."""
+    hard_stop: Count | None
+    """Step after which the run saves, stops and exits with 75. The schedule is still that of the whole run, and resume
+    goes on with it."""
     max_grad_norm: Positive | None
     """Gradients are scaled down to this global norm; null does not clip."""
     ema_decay: Share | None

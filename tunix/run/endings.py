@@ -32,6 +32,13 @@ def time_limit(now: Moment) -> Ending | None:
     return None
 
 
+def hard_stop(now: Moment) -> Ending | None:
+    """Stop after the step `training.hard_stop`; a resumed run is past it."""
+    if now.step != now.cfg.training.hard_stop:
+        return None
+    return Stopped(f"training.hard_stop={now.step}: saved; go on with resume={now.folder}")
+
+
 def asked_to_stop(now: Moment) -> Ending | None:
     """Stop after the same step on every process, when one of them was asked to, and the source can go on from there."""
     why = stopping.stop_requested()
@@ -54,7 +61,7 @@ def not_finite(now: Moment) -> Ending | None:
 
 
 # Every process asks every reason after every step, in this order, and must get the same answer as the others.
-REASONS: list[Callable[[Moment], Ending | None]] = [time_limit, asked_to_stop, not_finite]
+REASONS: list[Callable[[Moment], Ending | None]] = [time_limit, hard_stop, asked_to_stop, not_finite]
 
 
 def find_ending(now: Moment) -> Ending | None:

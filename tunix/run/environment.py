@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 import jax
 
+MAX_DIFF = 1 << 20  # characters of the difference to the commit that are kept
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)  # in names of variables
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -59,10 +62,12 @@ def describe_environment() -> dict[str, Any]:
         "versions": versions(),
         "git_commit": git("rev-parse", "HEAD"),
         "git_changes": (git("status", "--porcelain") or "").splitlines(),
+        "git_diff": (git("diff", "HEAD") or "")[:MAX_DIFF],
+        "packages": {each.metadata["Name"]: each.version for each in metadata.distributions() if each.metadata["Name"]},
         "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],
         "processes": jax.process_count(),
         "variables": {
-            name: value
+            name: "(left out)" if SECRET.search(name) else value
             for name, value in sorted(os.environ.items())
             if name.startswith(("XLA_", "JAX_", "NCCL_", "TUNIX_", "CUDA_", "SLURM_"))
         },

@@ -4,13 +4,14 @@ import logging
 import sys
 from logging.handlers import MemoryHandler
 
+import jax
 from rich.logging import RichHandler
 
-from tunix.processes import peers
+from tunix.config import Logging
 from tunix.run.run_folder import log
 
 
-def start_logging(remarks: list[str]) -> MemoryHandler:
+def start_logging(remarks: list[str], cfg: Logging) -> MemoryHandler:
     """Begin to log to the terminal, with `remarks` first.
 
     Returns a handler that keeps every message until the run has a folder, and with it a log file. Warnings of other
@@ -24,9 +25,9 @@ def start_logging(remarks: list[str]) -> MemoryHandler:
         "ignored in %r", ignored.object, exc_info=ignored.exc_value
     )
     ours = logging.getLogger("tunix")
-    ours.setLevel(logging.INFO)
+    ours.setLevel(cfg.level.upper())
     ours.handlers.clear()
-    if peers.is_main():
+    if cfg.ranks is None or jax.process_index() in cfg.ranks:
         on_terminal = RichHandler(show_path=False, show_level=False, log_time_format="%X")
         ours.addHandler(on_terminal if sys.stdout.isatty() else logging.StreamHandler(sys.stdout))
     for remark in remarks:

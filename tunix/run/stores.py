@@ -282,8 +282,8 @@ def _kept(cfg: Checkpoint) -> list[policies.PreservationPolicy]:
     rules: list[policies.PreservationPolicy] = [policies.LatestN(cfg.max_to_keep)]
     if cfg.keep_every_steps:
         rules.append(policies.EveryNSteps(cfg.keep_every_steps))
-    if cfg.save_first:
-        rules.append(policies.CustomSteps([0]))
+    if steps := [*([0] if cfg.save_first else []), *cfg.save_at_steps]:
+        rules.append(policies.CustomSteps(steps))
     if cfg.keep_best:
         rules.append(
             policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
