@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,13 @@ from tunix.base.tables import print_table
 from tunix.cli import command, compose
 from tunix.config import Config
 from tunix.config.values import CONF
-from tunix.data.batches import TrainBatches
-from tunix.data.corpus import Corpus, load_corpus
+from tunix.data.position import Position
+from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
 from tunix.processes import exits
 from tunix.processes.identity import find_identity
+from tunix.processes.watchdog import Watchdog
+from tunix.rl.feeds import FEEDS
 from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
@@ -62,7 +65,7 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int) -> list[T
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
     device_meshes = [build_mesh(each) for each in configs]  # all are checked before the first one trains
     check_compiler_options(cfg.training.compiler_options)
-    corpus = load_corpus(cfg)
+    corpus = FEEDS[cfg.task.documents].load(cfg)
     return [_train(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
 
 
@@ -105,22 +108,24 @@ def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
     return compose.build(values)
 
 
-def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: Corpus, num_steps: int) -> Trial:
+def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:
     # Some GPUs compute float32 products with fewer bits (TF32) by default.
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         program = assemble(cfg, mesh)
         check_init_from(cfg, program.arch)
         sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples)
         assert sizes.total_steps is not None
-        data = TrainBatches(corpus.train, cfg, mesh)
         state = program.new_state(cfg.seed, load_init_from(program, mesh))
         step_fn = program.step(sizes.total_steps, sizes.batch.num_tokens)
         train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), cfg.training.compiler_options)
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
-        for batch in data.iterate(0, num_steps):
-            state, scalars = train_step(state, batch)
-            for name in COMPARED:
-                metrics[name].append(float(scalars[name]))
+        feed = FEEDS[cfg.task.documents].make(cfg, corpus, program, mesh, Watchdog(cfg.distributed))
+        with feed, closing(feed.batches(Position(0, 0, "", ""), num_steps, None, None)) as source:
+            for _ in range(num_steps):
+                batch, _ = source.next(state)
+                state, scalars = train_step(state, batch)
+                for name in COMPARED:
+                    metrics[name].append(float(scalars[name]))
     return Trial(format_mesh_shape(mesh.shape), sizes.batch.num_microbatches, metrics)
 
 

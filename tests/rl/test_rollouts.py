@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from support.harness import ROOT, metrics
 from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
@@ -199,3 +200,23 @@ def test_two_processes_killed_and_resumed_are_one_run(tmp_path):
     for line in metrics(tmp_path / "alone"):
         assert by_step[line["step"]]["reward"] == line["reward"]
         assert by_step[line["step"]]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-5)
+
+
+def test_low_rank_updates_of_a_run_have_it_as_their_reference(wide, tmp_path):
+    """model.init_from takes the run, at its newest step; the reference is the policy without its updates."""
+    folder = tmp_path / "run"
+    words = [
+        "task.kl_coefficient=0.1", "task.kl=loss", "model.lora.rank=2", "training.max_steps=2",
+        "evaluation.every_steps=null", f"model.init_from={wide}", f"hydra.run.dir={folder}",
+    ]  # fmt: skip
+    own = [word for word in TASK if not word.startswith("model.")]
+    tunix.train([*own, *ONE, *words])
+    first, second = metrics(folder)
+    assert 0 <= first["kl"] < 1e-8 < second["kl"]
+    assert max(first["mismatch_max"], second["mismatch_max"]) < 1e-5
+    saved = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    assert saved["init_from"] == f"{wide}/checkpoints/4"
+    with pytest.raises(UserError, match="has low-rank updates beside its matrices; add them first"):
+        compose([*own, *ONE, f"model.init_from={folder}"])
+    with pytest.raises(UserError, match="model.num_layers=2, but .* says 3; leave it out"):
+        compose([*own, *ONE, f"model.init_from={wide}", "model.num_layers=2"])

@@ -61,8 +61,11 @@ class Feed(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def batches(self, start: Position, last: int, metrics: Metrics, folder: Path | None) -> BatchSource:
-        """Return the batches from `start` to the step `last`; files beside metrics.jsonl go to `folder`."""
+    def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
+        """Return the batches from `start` to the step `last`.
+
+        Files beside metrics.jsonl go to `folder`. Without metrics and a folder nothing is written.
+        """
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log what the last evaluation of a run means."""
@@ -89,7 +92,7 @@ class CorpusFeed:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def batches(self, start: Position, last: int, metrics: Metrics, folder: Path | None) -> BatchSource:
+    def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
         return ReadAhead(self.samples, start, last)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
@@ -163,12 +166,12 @@ class PromptFeed:
     def __exit__(self, *_: object) -> None:
         self.stack.close()
 
-    def batches(self, start: Position, last: int, metrics: Metrics, folder: Path | None) -> BatchSource:
+    def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
         task = self.cfg.task
         assert isinstance(task, Grpo)
         reference = make_reference(self.cfg, self.program, self.mesh) if task.kl_coefficient else None
         every = task.samples_every_steps
-        file = SamplesFile(folder, every, metrics) if folder is not None and every is not None else None
+        file = SamplesFile(folder, every, metrics) if folder and metrics and every else None
         return Rollouts(self.cfg, self.samples, self.asker, reference, self.mesh, start, file)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
