@@ -92,20 +92,32 @@ EXCHANGES = {"none": local}
 def plain(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
     """Attention in XLA's own operations, for a block of queries at a time (Rabe and Staats 2021, arXiv:2112.05682).
 
-    The backward pass computes the scores of a block again. So memory grows with T, not with its square.
+    The backward pass computes the scores of a block again. So memory grows with T, not with its square. A block attends
+    to the keys up to its own end, which saves almost half of the scores, forward and backward:
+
+        keys      0     1     2     3
+        block 0   #
+              1   #     #
+              2   #     #     #
+              3   #     #     #     #
+
+    Each block is a piece of the program, as its number of keys is its own: eight of them for 4,096 tokens.
     """
-    batch, length, heads, dim = q.shape
-    block = max(n for n in range(1, min(length, QUERY_BLOCK) + 1) if length % n == 0)
+    length = q.shape[1]
+    if length <= QUERY_BLOCK:
+        out = jax.nn.dot_product_attention(q, k, v, mask=seen.mask(), scale=1.0)
+        return checkpoint_name(out, "attention")
+    assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
 
+    @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
     def one_block(start, q, k, v, seen):
-        rows = jax.lax.dynamic_slice_in_dim(q, start, block, axis=1)
-        mask = seen.queries(start, block).mask()
-        return jax.nn.dot_product_attention(rows, k, v, mask=mask, scale=1.0)
+        end = min(start + QUERY_BLOCK, length)
+        rule = seen.queries(start, end - start)
+        rule = rule._replace(k_places=seen.k_places[:end], k_segments=seen.k_segments[:, :end])
+        return jax.nn.dot_product_attention(q[:, start:end], k[:, :end], v[:, :end], mask=rule.mask(), scale=1.0)
 
-    recomputed = jax.checkpoint(one_block, prevent_cse=False) if block < length else one_block
-    starts = jnp.arange(0, length, block)
-    blocks = jax.lax.map(lambda start: recomputed(start, q, k, v, seen), starts)  # [T / block, B, block, N, H]
-    return checkpoint_name(blocks.swapaxes(0, 1).reshape(batch, length, heads, dim), "attention")
+    blocks = [one_block(start, q, k, v, seen) for start in range(0, length, QUERY_BLOCK)]
+    return checkpoint_name(jnp.concatenate(blocks, axis=1), "attention")
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
