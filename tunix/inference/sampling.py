@@ -136,10 +136,11 @@ class Sampler:
             return jax.ShapeDtypeStruct(shape, "int32", sharding=NamedSharding(self.mesh, activation_spec("B")))
 
         as_matrices = self._as_matrices(params)
-        inputs = of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows), jax.random.key(0)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        inputs = of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows), key
         weights, after = abstract_results(self.mesh, first_token, params, *inputs)
         scalars = [jax.ShapeDtypeStruct((), "int32")] * 3
-        return self.stretch.lower(weights, after, inputs[-1], *scalars, how=how).compile()
+        return self.stretch.lower(weights, after, key, *scalars, how=how).compile()
 
     def _check(self, prompts: Sequence[list[int]], how: Sampling) -> None:
         longest = max(map(len, prompts))
@@ -210,7 +211,8 @@ class Sampler:
 
     def _as_matrices(self, params: Any) -> bool:
         """True where quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""
-        own = self.mesh.local_devices  # a process knows the memory of its own devices only
+        # A process knows the memory of its own devices only; of devices that do not exist, nobody knows it.
+        own = [device for device in self.mesh.devices.flat if device in jax.local_devices()]
         memory = (own[0].memory_stats() if own else None) or {}
         matrices = jax.eval_shape(partial(gather, self.arch, as_matrices=True), params)
         return fit_as_matrices(bytes_per_device(matrices), memory.get("bytes_limit"))
