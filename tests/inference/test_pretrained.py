@@ -151,7 +151,8 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
     export(Export(**settings, output="merged", merge_lora=True))
     export(Export(**settings, output="adapter", merge_lora=False))
     assert {path.name for path in (tmp_path / "merged").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "digests.json",
     }  # fmt: skip
     np.testing.assert_allclose(tunix.load_pretrained("merged")(tokens), after(tokens), atol=1e-5)
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

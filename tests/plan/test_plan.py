@@ -222,6 +222,32 @@ def test_what_would_make_it_fit(run):
     assert "optimizer=lion" in error
 
 
+def test_rollouts_are_counted():
+    """Memory is that of the larger of step and rollout; time is that of both. A token reads weights and cache once."""
+    words = ["model=qwen3_0_6b", "model.mesh_shape=[[8],[fsdp]]", "task=grpo", "data=gsm8k", "tokenizer.path=x.json"]
+    sizes = ["training.seq_len=1024", "training.global_batch_size=128", "plan.num_compiled=0"]
+
+    def best(*more):
+        return rank(
+            compose([*words, *sizes, "sampling.max_new_tokens=512", *more]).config, read_topology("h100:8")
+        ).fit[0]
+
+    one, two = best(), best("task.steps_per_rollout=2")
+    assert one.rollout.costs.rows == 16  # 128 answers over 8 devices
+    state = one.costs.num_bytes["weights"] + one.costs.num_bytes["optimizer"]
+    assert one.rollout_memory == state + one.rollout.costs.memory
+    weights = 2 * 596_049_920  # bfloat16
+    assert one.rollout.costs.num_bytes["gathered weights"] == pytest.approx(weights, rel=1e-3)
+    cache_row = 28 * 2 * 8 * 128 * 2  # layers, keys and values, heads, head width, bytes: of one slot
+    least = 511 * weights + 16 * cache_row * 512 * 511  # half of the longest prompt and answer, on average
+    assert least < one.rollout.costs.bytes_read < 2.5 * least
+    assert one.rollout_s == pytest.approx(one.rollout.costs.bytes_read / 3.35e12, rel=1e-3)
+    assert one.tokens_per_s == pytest.approx(one.costs.tokens_per_step / (one.step_s + one.rollout_s))
+    assert two.rollout.costs.rows == 32
+    assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
+    assert best("task.rollout_rows=64").rollout.waves == 2
+
+
 def test_a_kind_of_ones_own(run, tmp_path):
     own = tmp_path / "toaster.yaml"
     own.write_text(json.dumps(device_kinds()["h100"].model_dump() | {"name": "Toaster"}))

@@ -138,8 +138,8 @@ class Grpo(Prompted):
             near = sorted(sorted(sizes, key=lambda size: abs(size - self.group_size))[:2])
             raise UserError(
                 f"task.group_size={self.group_size} does not divide the {num_sequences} answers of a step "
-                f"(training.global_batch_size); nearest: a batch of {low} or {low + self.group_size}, or "
-                f"task.group_size={' or '.join(map(str, near)) or 'none'}"
+                f"(training.global_batch_size); nearest: a batch of {low} or {low + self.group_size}"
+                + (f", or task.group_size={' or '.join(map(str, near))}" if near else "")
             )
         return num_sequences // self.group_size
 

@@ -50,8 +50,7 @@ class Costs:
 def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
     """Return the costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch."""
     # The program of one sequence per shard has the costs of any micro batch in it.
-    smallest = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
-    program, mesh = _program(smallest.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in axis_names()))
+    program, mesh = assemble_once(cfg, sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         return costs_of(cfg, program, mesh)
 
@@ -70,6 +69,12 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
         flops + computes_products_again(training.remat) * forward_flops,
         batch.num_tokens,
     )
+
+
+def assemble_once(cfg: Config, sizes: dict[str, int]) -> tuple[Program, AbstractMesh]:
+    """Return the program of one sequence per shard, and its mesh; the newest one is kept."""
+    smallest = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
+    return _program(smallest.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in axis_names()))
 
 
 @lru_cache(maxsize=1)

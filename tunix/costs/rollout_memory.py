@@ -1,4 +1,4 @@
-"""Memory of a rollout on one device, and the programs that it compiles; derived, without a device or a compile."""
+"""Memory and time of a rollout on one device, and the programs that it compiles; derived, without a device."""
 
 import math
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from tunix.config import Config, DeviceKind
+from tunix.config.task import Grpo
 from tunix.costs.derived import inside_bytes
 from tunix.costs.rollout_sizes import (
     SMALLEST_PROMPT,
@@ -18,6 +20,7 @@ from tunix.costs.rollout_sizes import (
     spread_prompts,
 )
 from tunix.costs.transfers import gathered_dtype, shard_bytes, shard_shape
+from tunix.models.flops import forward_flops_per_token
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.program import Program
 
@@ -29,10 +32,42 @@ class RolloutCosts:
     rows: int  # answers that the device draws at one time, with those that only fill up
     num_bytes: dict[str, int]  # at one time, beside the training state, by what it is
     num_programs: int  # of the model; a run compiles at most so many, each when it is first needed
+    bytes_read: int  # for the tokens of these rows: weights, cache and logits once for each token
+    flops: float  # for the prompts and the tokens of these rows
 
     @property
     def memory(self) -> int:
         return sum(self.num_bytes.values())
+
+    def seconds(self, kind: DeviceKind) -> float:
+        """Return the time of these rows, all of them as long as they may be, where memory or products are the limit."""
+        return max(
+            self.bytes_read / (kind.hbm_gb_per_s * 1e9), self.flops / (kind.peak_tflops * 1e12 * kind.efficiency)
+        )
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """A rollout of a run: its prompts, the steps that it serves, and its costs."""
+
+    num_prompts: int
+    longest_prompt: int
+    steps: int  # from one rollout to the next
+    waves: int  # in which its prompts are answered, one after the other
+    costs: RolloutCosts  # of a wave
+
+
+def plan_rollout(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> RolloutPlan:
+    """Return the rollout of a run with task=grpo; see `rollout_costs`."""
+    task = cfg.task
+    assert isinstance(task, Grpo)
+    cycle = task.cycle(cfg.training.batch_shape(mesh.shape).num_sequences)
+    longest = cfg.training.seq_len - cfg.sampling.max_new_tokens
+    rows = task.rollout_rows or cycle.samples * task.group_size
+    at_once = min(cycle.samples, max(1, rows // task.group_size))
+    arguments = at_once, task.group_size, longest, cfg.sampling.max_new_tokens
+    costs = rollout_costs(program, mesh, *arguments, device_bytes)
+    return RolloutPlan(cycle.samples, longest, cycle.steps, math.ceil(cycle.samples / at_once), costs)
 
 
 def rollout_costs(
@@ -53,18 +88,26 @@ def rollout_costs(
     count, copies = spread_prompts(num_prompts, answers_per_prompt, shards)
     prompts, rows = count * copies // shards, count * answers_per_prompt // shards
     length = pad_prompt(longest_prompt)
-    caches = [_cache_bytes(program, mesh, slots) * rows for slots in _cache_slots(length, max_new_tokens)]
+    stretches = _list_stretches(length, max_new_tokens)
+    caches = [_cache_bytes(program, mesh, slots) * rows for _, slots in stretches]
+    sizes = sorted(set(caches))
     vocabulary = program.cfg.model.vocab_size
     own_words = shard_shape((vocabulary,), program.layout.activation("V"), mesh)[0]
     parts = {
         "gathered weights": _weight_bytes(program, mesh, device_bytes),
         # While a cache grows, the old one is still there.
-        "cache": max(old + new for old, new in zip([0, *caches], caches, strict=False)),
+        "cache": max(old + new for old, new in zip([0, *sizes], sizes, strict=False)),
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
         "logits": 4 * rows * (own_words + 2 * vocabulary),
         "prompts": prompts * inside_bytes(program.cfg, program.layout, mesh, length),
     }
-    return RolloutCosts(rows, parts, _count_programs(rows, length, max_new_tokens))
+    every_token = parts["gathered weights"] + parts["logits"]
+    bytes_read = sum(count * (every_token + cache) for (count, _), cache in zip(stretches, caches, strict=True))
+    tokens = prompts * length + rows * max_new_tokens
+    model = program.cfg.model
+    flops = forward_flops_per_token(model, program.arch.num_parameters, length + max_new_tokens) * tokens
+    num_programs = _count_programs(rows, length, max_new_tokens)
+    return RolloutCosts(rows, parts, num_programs, bytes_read, flops * shards / mesh.size)
 
 
 def _weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
@@ -87,18 +130,19 @@ def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) ->
     return 2 * sum(model.windows(num_slots)) * heads * model.head_dim * jnp.dtype(layout.compute).itemsize
 
 
-def _cache_slots(length: int, max_new_tokens: int) -> list[int]:
-    """Slots of the caches, one after the other, of prompts padded to `length`."""
-    number, slots = 1, []
+def _list_stretches(length: int, max_new_tokens: int) -> list[tuple[int, int]]:
+    """Return (tokens, slots of the cache) of each stretch of answers to prompts padded to `length`."""
+    number, last, stretches = 1, length + max_new_tokens, []
     while number < max_new_tokens:
-        number = next_look(number, max_new_tokens)
-        slots.append(count_slots(length + number, length + max_new_tokens))
-    return sorted(set(slots)) or [count_slots(length + 1, length + max_new_tokens)]
+        end = next_look(number, max_new_tokens)
+        stretches.append((end - number, count_slots(length + end, last)))
+        number = end
+    return stretches or [(1, count_slots(length + 1, last))]
 
 
 def _count_programs(rows: int, length: int, max_new_tokens: int) -> int:
     """Count the programs of prompts of all lengths up to `length`, and of loops with all rows down to the fewest."""
     lengths = [SMALLEST_PROMPT << n for n in range((length // SMALLEST_PROMPT).bit_length())]
     sizes = {fewer_rows(rows, rows >> halvings) for halvings in range(rows.bit_length())}
-    slots = {slots for each in lengths for slots in _cache_slots(each, max_new_tokens)}
+    slots = {slots for each in lengths for _, slots in _list_stretches(each, max_new_tokens)}
     return 1 + len(lengths) + len(sizes) * len(slots)

@@ -14,7 +14,9 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Config
-from tunix.costs.derived import Costs, derive
+from tunix.config.task import Grpo
+from tunix.costs.derived import Costs, assemble_once, derive
+from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
 from tunix.plan.compiled import Compiled, compile_all
 from tunix.plan.topology import Cluster
@@ -41,6 +43,7 @@ class Candidate:
     cfg: Config  # with this mesh
     costs: Costs
     cluster: Cluster
+    rollout: RolloutPlan | None = None  # with task=grpo
     compiled: Compiled | None = None
     note: str = ""  # the reason, if its compile failed
 
@@ -57,7 +60,22 @@ class Candidate:
 
     @property
     def memory(self) -> int:
-        return self.compiled.memory if self.compiled else self.costs.memory
+        step = self.compiled.memory if self.compiled else self.costs.memory
+        return max(step, self.rollout_memory)
+
+    @property
+    def rollout_memory(self) -> int:
+        """Bytes of one device in a rollout: the training state and what the rollout needs beside it; 0 without one."""
+        if self.rollout is None:
+            return 0
+        return self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"] + self.rollout.costs.memory
+
+    @property
+    def rollout_s(self) -> float:
+        """Seconds of rollouts for each step, if every answer is as long as it may be."""
+        if self.rollout is None:
+            return 0.0
+        return self.rollout.waves * self.rollout.costs.seconds(self.cluster.kind) / self.rollout.steps
 
     @property
     def source(self) -> str:
@@ -103,7 +121,7 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.costs.tokens_per_step / self.step_s
+        return self.costs.tokens_per_step / (self.step_s + self.rollout_s)
 
     @property
     def mfu(self) -> float:
@@ -183,7 +201,11 @@ def _derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limi
 
 def _make_candidate(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None, cluster: Cluster) -> Candidate:
     with_mesh = replace_mesh(cfg, sizes, micro_batch_size)
-    return Candidate(sizes, with_mesh, derive(with_mesh, sizes), cluster)
+    costs, rollout = derive(with_mesh, sizes), None
+    if isinstance(cfg.task, Grpo):
+        device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
+        rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)
+    return Candidate(sizes, with_mesh, costs, cluster, rollout)
 
 
 def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:

@@ -39,7 +39,8 @@ def _mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
     table = Table(title=f"{cluster}: {LABEL}", title_justify="left")
     memory = ("weights", "optimizer", "gradients", "temporary")
     time = ("compute s", "exposed s", "step s", "tokens/s", "MFU", "exposed share")
-    for name in ("mesh", "batch", "from", *memory, "GiB in all", *time):
+    rollout = ("rollout GiB", "rollout s") if any(each.rollout for each in ranking.fit + ranking.too_large) else ()
+    for name in ("mesh", "batch", "from", *memory, "GiB in all", *time, *rollout):
         table.add_column(name, justify="left" if name in ("mesh", "from") else "right", no_wrap=True)
     for each in [*ranking.fit, *ranking.too_large]:
         table.add_row(
@@ -52,6 +53,7 @@ def _mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
             f"{each.tokens_per_s:,.0f}",
             f"{each.mfu:.1%}",
             f"{each.exposed_s / each.step_s:.0%}",
+            *((f"{each.rollout_memory / GIB:.2f}", f"{each.rollout_s:.3f}") if rollout else ()),
         )
     return table
 
@@ -77,6 +79,11 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
         f"{HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, links at {kind.link_gb_per_s:g} GB/s in a node and "
         f"{kind.network_gb_per_s:g} GB/s per device between nodes, without latency"
     ]
+    if any(each.rollout for each in candidates):
+        lines.append(
+            "a rollout is derived, with every answer as long as it may be; its memory counts weights and optimizer "
+            "too. Tokens/s are those of steps and rollouts together, MFU is that of steps alone"
+        )
     if any(each.source == "compiled by CPU" for each in candidates):
         lines.append(
             "JAX's CUDA plugin is not installed, so the CPU backend compiled: memory is an upper bound (it computes "
@@ -122,7 +129,9 @@ def record(candidate: Candidate) -> dict[str, Any]:
             "step_time_s": candidate.step_s,
             "tokens_per_s": candidate.tokens_per_s,
             "mfu": candidate.mfu,
+            "rollout_s": candidate.rollout_s if candidate.rollout else None,
         },
+        "rollout_bytes_per_device": candidate.rollout_memory or None,
     }
 
 

@@ -12,7 +12,7 @@ from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.config.task import Grpo
 from tunix.costs.derived import costs_of
-from tunix.costs.rollout_memory import rollout_costs
+from tunix.costs.rollout_memory import plan_rollout
 from tunix.data.prompts import AnyCorpus
 from tunix.models.kernels import choose_kernel
 from tunix.processes import peers
@@ -70,7 +70,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
             f"{', '.join(copies)}: {bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
         )
     if isinstance(cfg.task, Grpo):
-        rows |= _describe_rollout(program, cfg.task, mesh, batch.num_sequences)
+        rows |= _describe_rollout(program, cfg.task, mesh)
     if why := unlike_its_family(cfg.model):
         rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
     if processes:
@@ -96,19 +96,17 @@ def _attention(cfg: Config) -> str:
     return f"{choice.name} attention" + (f" ({choice.reason})" if cfg.model.attention == "auto" else "")
 
 
-def _describe_rollout(program: Program, task: Grpo, mesh: Mesh, num_sequences: int) -> dict[str, str]:
+def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:
     """Return the numbers of a rollout, and its memory beside the training state, which a step does not need then."""
     cfg = program.cfg
-    cycle, longest = task.cycle(num_sequences), cfg.training.seq_len - cfg.sampling.max_new_tokens
-    rows = task.rollout_rows or cycle.samples * task.group_size
-    at_once = min(cycle.samples, max(1, rows // task.group_size))
-    arguments = at_once, task.group_size, longest, cfg.sampling.max_new_tokens
     device_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    costs = rollout_costs(program, mesh, *arguments, device_bytes)
+    rollout = plan_rollout(cfg, program, mesh, device_bytes)
+    costs = rollout.costs
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
     return {
-        "rollout": f"{cycle.samples:,} prompts of at most {longest:,} tokens x {task.group_size} answers of at most "
-        f"{cfg.sampling.max_new_tokens:,}, for {cycle.steps} step(s); {costs.rows:,} answers at a time on a device",
+        "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.longest_prompt:,} tokens "
+        f"x {task.group_size} answers of at most {cfg.sampling.max_new_tokens:,}, for {rollout.steps} step(s); "
+        f"{costs.rows:,} answers at a time on a device",
         "bytes of a rollout": f"{costs.memory / 2**30:.3f} GiB beside weights and {cfg.optimizer.name} = {parts}; at "
         f"most {costs.num_programs} compiled programs",
     }
