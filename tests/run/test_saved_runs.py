@@ -40,9 +40,7 @@ def test_a_saved_run_goes_on_with_the_same_digits(saved):
     """Another kind of CPU may add up in another order: there, float32 rounding is allowed."""
     expected = numbers(saved / "run")
     (saved / "run" / "metrics.jsonl").unlink()
-    # XLA compiles parts of a program in parallel. Which loop is in which part changes how the quick compiler of these tests
-    # rounds it, so that a change elsewhere in the program would change the last digit here.
-    done = cli("resume=run", cwd=saved, devices=2, flags="--xla_cpu_parallel_codegen_split_count=1")
+    done = cli("resume=run", cwd=saved, devices=2)
     assert done.returncode == 0, done.stderr
     assert "resumed at step 3" in done.stdout
     assert [line["step"] for line in metrics(saved / "run")] == [4, 5, 6]

@@ -105,12 +105,12 @@ def batch(
 
 
 def cli(
-    *words: str, cwd: Path, devices: int = 8, timeout: float = 300, optimized: bool = False, flags: str = ""
+    *words: str, cwd: Path, devices: int = 8, timeout: float = 300, optimized: bool = False
 ) -> subprocess.CompletedProcess:
     """`python run_training.py ...` in a folder of its own, as a user starts it."""
     return subprocess.run(
         [sys.executable, str(ROOT / "run_training.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "XLA_FLAGS": f"{xla_flags(devices, optimized=optimized)} {flags}"}, check=False,
+        env={**os.environ, "XLA_FLAGS": xla_flags(devices, optimized=optimized)}, check=False,
     )  # fmt: skip
 
 
