@@ -1,12 +1,13 @@
 """Runs of task=grpo on tiny models: the same on every mesh, after a resume, and as their files say."""
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from support.harness import ROOT, metrics
+from support.harness import ROOT, cli, metrics
 from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
 
@@ -178,6 +179,23 @@ def test_what_only_the_data_tell_is_refused_before_anything_is_written(tmp_path)
         with pytest.raises(UserError, match=message):
             tunix.train([*TASK, *ONE, *words, f"hydra.run.dir={folder}"])
         assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_path, monkeypatch):
+    """After kill -9 it goes on from step 2; after SIGTERM it has saved the step that was scored. No digit changes."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
+    words = [word for word in TASK if not word.startswith("task.rewards")]
+    words += [WIDE, "task.rewards=[support.own_reward:striking]", "training.max_steps=4", "hydra.run.dir=run"]
+    codes = [cli(*words, cwd=tmp_path).returncode]
+    codes += [cli("resume=run", cwd=tmp_path).returncode for _ in range(2)]
+    assert codes == [-signal.SIGKILL, 75, 0]
+    expected = {line["step"]: line for line in metrics(wide)[:4]}
+    lines = metrics(tmp_path / "run")
+    assert {line["step"] for line in lines} == {1, 2, 3, 4}
+    for line in lines:
+        for name in ("loss", "reward", "grad_norm", "entropy"):
+            assert line[name] == expected[line["step"]][name], (line["step"], name)
 
 
 @pytest.mark.slow

@@ -1,9 +1,26 @@
 """Rewards that users bring by dotted path, for tests."""
 
+import os
+import signal
+from pathlib import Path
+
 
 def letters(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
     """Score any text by its characters: answers of a model that has learnt nothing get unlike scores."""
     return [sum(map(ord, text)) % 5 / 4 for text in completions]
+
+
+def striking(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
+    """Score like `letters`. In step 3, kill the run that asks; when it asks again, stop it."""
+    answers = Path("run") / "samples.jsonl"
+    if len(completions) == 16 and answers.exists() and len(answers.read_text().splitlines()) == 32:
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            strike = Path(number.name)
+            if not strike.exists():
+                strike.touch()
+                os.kill(os.getppid(), number)
+                break
+    return letters(prompts, completions)
 
 
 def digits(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
