@@ -31,7 +31,7 @@ class Task(Section):
     """Name of a loss, or `package.module:name` of your own (docs/extending.md); null takes the loss of the task."""
 
     def cycle(self, num_sequences: int) -> Cycle:
-        """What is read of the data at one time, where a step has so many sequences."""
+        """Samples that are read at one time, where a step has so many sequences, and the steps that they serve."""
         return Cycle(num_sequences, 1)
 
 

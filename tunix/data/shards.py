@@ -138,7 +138,7 @@ def _read_batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) 
 
 
 class Encoded(NamedTuple):
-    """What a shard keeps of one document."""
+    """One document as a shard keeps it."""
 
     text_bytes: int
     tokens: list[int]

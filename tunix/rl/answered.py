@@ -11,7 +11,7 @@ from tunix.rl.quality import RIGHT, pass_at, powers_of_two
 
 
 class HeldOutAnswers:
-    """The same held-out prompts at every evaluation, and the scores of the answers to them."""
+    """Held-out prompts, the same at every evaluation, and the scores of the answers to them."""
 
     def __init__(self, cfg: Config, corpus: PromptCorpus, asker: Asker):
         self.cfg, self.asker = cfg, asker

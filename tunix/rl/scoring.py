@@ -197,7 +197,7 @@ class _Lost(Exception):
 
 
 class _Late(_Lost):
-    """It was killed because it took too long."""
+    """A process that was killed because it took too long."""
 
 
 class _Worker:

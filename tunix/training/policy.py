@@ -34,7 +34,7 @@ ALMOST_NOTHING = 1e-9
 
 
 class Gains(NamedTuple):
-    """What each token of an answer brings, [B, T]; 0 where `loss_mask` is 0."""
+    """Terms of the loss for each token of an answer, [B, T]; 0 where `loss_mask` is 0."""
 
     gain: jax.Array  # its gradient is that of the expected reward
     ratio: jax.Array  # p / p_old
