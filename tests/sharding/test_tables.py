@@ -14,13 +14,14 @@ from tunix.sharding.mesh import device_table
 from tunix.sharding.mesh_shape import check_divides
 
 TABLES = ROOT / "tunix/sharding/dims.py"
+FOREIGN = ROOT / "tunix/cli/foreign.py"  # words of other programs, some of which are names of axes here
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tunix").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_axis_is_named_outside_the_tables(path):
     constants = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
     named = [node.lineno for node in constants if node.value in axis_names()]
-    assert path == TABLES or not named, f"{path} names a mesh axis in lines {named}; ask {TABLES.name} instead"
+    assert path in (TABLES, FOREIGN) or not named, f"{path} names a mesh axis in lines {named}; ask {TABLES.name} instead"
 
 
 def test_every_key_of_the_table_sets_its_dimension():
