@@ -144,7 +144,7 @@ def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_quick_test(tmp_path):
-    done = cli("+experiment=quick_test", cwd=tmp_path, devices=1)
+    done = cli("+experiment=quick_test", cwd=tmp_path, devices=1, optimized=True)  # 20 steps of a model of real size
     assert done.returncode == 0, done.stderr
     assert "step 20/20" in done.stdout
     assert "after >>>" in done.stdout
