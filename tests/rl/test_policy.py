@@ -18,6 +18,7 @@ from tunix.training.state import describe
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 TASK = compose([*SMALL, *ONE, "task=grpo", "training.global_batch_size=8", "sampling.max_new_tokens=8"]).config.task
 VOCABULARY, PROMPT = 16, [3, 1, 4]
+ROUNDING = 1e-5  # nats: the sampler and the loss are two programs, which may add up in another order
 
 
 def task(**values) -> Grpo:
@@ -125,7 +126,8 @@ def test_the_gradient_is_that_of_the_expected_reward(world):
         assert distance(jax.tree.map(jnp.negative, gradient), truth) < 1e-5
         numbers = report_sums(sums, weight)
         assert float(numbers["ratio_max"]) == 1
-        assert float(numbers["clipped"]) == float(numbers["mismatch"]) == float(numbers["mismatch_max"]) == 0
+        assert float(numbers["clipped"]) == 0
+        assert 0 <= float(numbers["mismatch"]) <= float(numbers["mismatch_max"]) < ROUNDING
         assert weight == 2 * VOCABULARY**2
     reference = world.log_probs + 0.3 * np.random.default_rng(1).normal(size=world.log_probs.shape)
     penalty = ((world.log_probs - reference) * world.mask).sum(1)  # k1 of each answer
@@ -141,7 +143,7 @@ def test_what_does_not_count_changes_nothing(world):
     one, _, sums = world.learn(rewards)
     two, _, other = world.learn(rewards, log_probs=strange)
     assert distance(one, two) == 0
-    assert float(sums["mismatch_max"].value) == float(other["mismatch_max"].value) == 0
+    assert float(sums["mismatch_max"].value) == float(other["mismatch_max"].value) < ROUNDING
     for advantage in ADVANTAGES.values():
         nothing, *_ = world.learn(advantage(np.full((32, 8), 0.7)).reshape(-1))
         assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(nothing)) < 1e-12

@@ -21,7 +21,9 @@ FOREIGN = ROOT / "tunix/cli/foreign.py"  # words of other programs, some of whic
 def test_no_axis_is_named_outside_the_tables(path):
     constants = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
     named = [node.lineno for node in constants if node.value in axis_names()]
-    assert path in (TABLES, FOREIGN) or not named, f"{path} names a mesh axis in lines {named}; ask {TABLES.name} instead"
+    assert path in (TABLES, FOREIGN) or not named, (
+        f"{path} names a mesh axis in lines {named}; ask {TABLES.name} instead"
+    )
 
 
 def test_every_key_of_the_table_sets_its_dimension():
