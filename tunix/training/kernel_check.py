@@ -31,7 +31,7 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
         UserError: they differ by more than rounding explains.
     """
     name = choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute).name
-    if name == "xla" or not cfg.training.check_attention:
+    if not cfg.training.check_attention or name == "xla":
         return None
     differences = jax.jit(lambda: _compare(cfg, layout, name, data_shards(mesh.shape)))()
     largest, of_what = max((float(value), label) for label, value in differences.items())
