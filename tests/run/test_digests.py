@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from conftest import write_corpus
-from tunix.training.start import check_init_from
 
 import tunix
 from tunix import verify
@@ -20,6 +19,7 @@ from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.data.corpus import prepare_corpus
+from tunix.inference.start import check_init_from
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.sealed import ITEMS, check_checkpoint
 from tunix.run.stores import SharedStore
