@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
+from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli import command, compose
@@ -24,7 +25,7 @@ from tunix.config.task import Dpo, Grpo, Prompted
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns, load_prompts
 from tunix.hf.hub import find
-from tunix.inference.drawing import Sampling
+from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import load_params, load_pretrained
 from tunix.inference.sampling import Answer
 from tunix.inference.stops import chat_stop_ids
@@ -86,7 +87,7 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
         what = "is no run of tunix" if run is None else "is one checkpoint"
         raise UserError(f"step={cmd.step}: checkpoint={cmd.checkpoint} {what}; give the folder of a run")
     folder = run[0] / "checkpoints"
-    kept = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    kept = list_numbers(folder)
     choice = tuple(kept) if cmd.step == "all" else cmd.step
     steps = (choice,) if isinstance(choice, int) else choice
     if not steps or not set(steps) <= set(kept):
@@ -186,7 +187,7 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
     stop = chat_stop_ids(corpus.vocabulary, how.stop, model.files)
-    sampling = Sampling(how.max_new_tokens, how.temperature, how.top_k, how.top_p, how.min_p, stop)
+    sampling = choose_sampling(how, stop)
     measured: list[Numbers] = []
     with (
         Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
@@ -224,8 +225,7 @@ def _score(
     rows: list[Row] = []
     num_errors = 0
     asked = [prompt for prompt in prompts for _ in range(cmd.num_samples)]
-    # The token that ends an answer is no part of its text.
-    texts = [vocabulary.backend.decode(each.tokens[: len(each.tokens) - each.stopped]) for each in answers]
+    texts = [vocabulary.backend.decode(answer.text_tokens) for answer in answers]
     size = max(1, cmd.batch_size // cmd.num_samples) * cmd.num_samples
     for part in (slice(start, start + size) for start in range(0, len(asked), size)):
         scores = scorer.score(

@@ -11,8 +11,9 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.cli.command import run_command
 from tunix.config import Generate
+from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import Pretrained, load_pretrained
-from tunix.inference.sampling import Answer, Sampling
+from tunix.inference.sampling import Answer
 from tunix.inference.stops import model_stop_ids
 from tunix.tokenizer.vocabulary import read_chat
 
@@ -54,9 +55,7 @@ class Speaker:
         self.model, self.tokenizer = model, model.tokenizer
         self.template = read_chat(model.tokenizer_files, command.chat_template) if command.chat else None
         stop = (*find_stop_ids(model), *(self._find_id(word) for word in command.stop))
-        self.sampling = Sampling(
-            command.max_new_tokens, command.temperature, command.top_k, command.top_p, command.min_p, stop
-        )
+        self.sampling = choose_sampling(command, stop)
 
     def answer(self, prompts: list[str] | list[list[Row]], seed: int, first_row: int = 0) -> list[Answer]:
         """Return an answer to each text, or to each conversation; they draw by the seed and their row."""
@@ -64,8 +63,7 @@ class Speaker:
 
     def decode(self, answer: Answer) -> str:
         """Return the text of an answer, without the token that stopped it."""
-        tokens = answer.tokens[:-1] if answer.stopped else answer.tokens
-        return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode(answer.text_tokens)
 
     def _encode(self, prompt: str | list[Row]) -> list[int]:
         if not isinstance(prompt, str):

@@ -24,6 +24,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def list_numbers(folder: Path) -> list[int]:
+    """Return the names in a folder that are numbers, in order, like the steps of its checkpoints."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a path beside `target` to make a file or a folder at; it takes the place of `target` at the end.

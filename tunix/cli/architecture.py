@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.cli.mistakes import validate
 from tunix.cli.saved import upgrade
@@ -60,7 +61,7 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
         model[key] = found[key]
     if tokenizer["path"] is None:
         tokenizer["path"] = str(folder.resolve() / "tokenizer")
-    steps = [int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
+    steps = list_numbers(folder / "checkpoints")
     at = max(steps, default=None) if step is None else step
     model["init_from"] = str(folder.resolve() / ("" if at is None else f"checkpoints/{at}"))
 

@@ -126,6 +126,10 @@ class Grpo(Prompted):
         prompts = round(self.oversample * self.num_prompts(num_sequences) * self.steps_per_rollout)
         return Cycle(prompts, self.steps_per_rollout * self.passes_per_rollout)
 
+    def prompts_at_once(self, group_size: int) -> int | None:
+        """Prompts that are answered at one time, with so many answers to each; None for all."""
+        return None if self.rollout_rows is None else max(1, self.rollout_rows // group_size)
+
     def num_prompts(self, num_sequences: int) -> int:
         """Groups that a step of so many sequences is made of.
 

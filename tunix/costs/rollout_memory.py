@@ -63,8 +63,7 @@ def plan_rollout(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, devic
     assert isinstance(task, Grpo)
     cycle = task.cycle(cfg.training.batch_shape(mesh.shape).num_sequences)
     longest = cfg.training.seq_len - cfg.sampling.max_new_tokens
-    rows = task.rollout_rows or cycle.samples * task.group_size
-    at_once = min(cycle.samples, max(1, rows // task.group_size))
+    at_once = min(cycle.samples, task.prompts_at_once(task.group_size) or cycle.samples)
     arguments = at_once, task.group_size, longest, cfg.sampling.max_new_tokens
     costs = rollout_costs(program, mesh, *arguments, device_bytes)
     return RolloutPlan(cycle.samples, longest, cycle.steps, math.ceil(cycle.samples / at_once), costs)

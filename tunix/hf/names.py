@@ -140,6 +140,10 @@ def gpt2_names() -> dict[str, Name]:
     }
 
 
+OLMO_NAMES = renamed(
+    LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
+) | qk_norm("NH", "KH")
+
 FAMILIES = {
     "gemma3": Family(
         model_type="gemma3_text",
@@ -239,10 +243,7 @@ FAMILIES = {
     "olmo3": Family(
         model_type="olmo3",
         architecture="Olmo3ForCausalLM",
-        names=renamed(
-            LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
-        )
-        | qk_norm("NH", "KH"),
+        names=OLMO_NAMES,
         keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
         fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
         absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
@@ -250,10 +251,7 @@ FAMILIES = {
     "olmo2": Family(
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
-        names=renamed(
-            LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
-        )
-        | qk_norm("NH", "KH"),
+        names=OLMO_NAMES,
         keys=LLAMA_KEYS,
         fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
         absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5},

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
+from tunix.config import Generate
+from tunix.config import Sampling as SamplingKeys
 from tunix.sharding.layout import Layout
 
 BLOCK = 128  # tokens of one block
@@ -32,6 +34,11 @@ class Sampling:
     top_p: float | None = None  # keep the likeliest that together have this probability (Holtzman et al. 2020)
     min_p: float | None = None  # keep those with this share of the likeliest's probability (arXiv:2407.01082)
     stop: tuple[int, ...] = ()  # ids that end an answer
+
+
+def choose_sampling(keys: SamplingKeys | Generate, stop: tuple[int, ...]) -> Sampling:
+    """Return the choice that keys of the config make, with the ids that end an answer."""
+    return Sampling(keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p, stop)
 
 
 class Drawn(NamedTuple):

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
 from tunix.base.digests import refuse_damaged
+from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.cli import architecture, compose
 from tunix.config import Model
@@ -137,7 +138,7 @@ def load_params(
 
 def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
     """The folder of a run's checkpoint; None is the newest step."""
-    steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdigit())
+    steps = list_numbers(checkpoints)
     if not steps or step not in (None, *steps):
         asked = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
         raise UserError(f"checkpoint: {checkpoints} has {asked}; it has {', '.join(map(str, steps)) or 'none'}")

@@ -49,6 +49,11 @@ class Answer:
     drawn_log_probabilities: list[float]  # of each token under the distribution that it was drawn from
     stopped: bool  # by a stop id, not by the length
 
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens without the one that stopped the answer, which is no part of its text."""
+        return self.tokens[:-1] if self.stopped else self.tokens
+
 
 class Rows(NamedTuple):
     """Answers at work: arrays [B] int32 and the cache, whose rows live where their prompts do."""

@@ -7,7 +7,7 @@ import numpy as np
 from tunix.config import Config
 from tunix.data.prompts import PromptCorpus
 from tunix.rl.asking import Asker, derive_seed
-from tunix.rl.quality import RIGHT, pass_at, powers_of_two
+from tunix.rl.quality import count_right
 
 
 class HeldOutAnswers:
@@ -26,11 +26,9 @@ class HeldOutAnswers:
         seed = derive_seed(self.cfg.seed, "held_out")
         asked = self.asker.ask(params, self.prompts, self.cfg.evaluation.sampling, size, seed)
         first = np.array(next(iter(asked.scores.values.values()))).reshape(-1, size)
-        correct = (first >= RIGHT).sum(axis=1)
         return {
             **asked.numbers(),
-            "accuracy": float(correct.mean() / size),
-            **{f"pass@{k}": pass_at(k, correct, size) for k in powers_of_two(size)[1:]},
+            **count_right(first),
             "prompts": len(self.prompts),
             "rollout_s": asked.rollout_s,
         }

@@ -15,7 +15,8 @@ from tunix.config import Config
 from tunix.config import Sampling as SamplingKeys
 from tunix.config.task import Grpo
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
-from tunix.inference.sampling import Answer, Sampler, Sampling
+from tunix.inference.drawing import choose_sampling
+from tunix.inference.sampling import Answer, Sampler
 from tunix.inference.stops import chat_stop_ids
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
@@ -75,20 +76,17 @@ class Asker:
     def ask(self, params: Any, prompts: list[Prompt], keys: SamplingKeys, group_size: int, seed: int) -> Asked:
         """Draw `group_size` answers to each prompt with parameters at rest, and score them."""
         begun = time.perf_counter()
-        how = Sampling(keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p, self.stop)
-        at_once = None if self.task.rollout_rows is None else max(1, self.task.rollout_rows // group_size)
+        how = choose_sampling(keys, self.stop)
         answers = self.sampler.rollout(
             params,
             [prompt.tokens for prompt in prompts],
             how,
             seed,
             answers_per_prompt=group_size,
-            prompts_at_once=at_once,
+            prompts_at_once=self.task.prompts_at_once(group_size),
         )
         rollout_s = time.perf_counter() - begun
-        texts = self.vocabulary.backend.decode_batch(
-            [answer.tokens[:-1] if answer.stopped else answer.tokens for answer in answers]
-        )
+        texts = self.vocabulary.backend.decode_batch([answer.text_tokens for answer in answers])
         with self.watchdog.phase("scoring answers"):
             scores = self._score(prompts, texts, group_size)
         return Asked(prompts, answers, texts, scores, rollout_s)

@@ -21,19 +21,24 @@ def summarise(rows: Sequence[Row], labels: Sequence[str], num_samples: int) -> N
     def column(name: str) -> np.ndarray:
         return np.array([row[name] for row in rows], float).reshape(-1, num_samples)
 
-    reward, right = column("reward"), column(f"reward_{labels[0]}") >= RIGHT
-    chances = {f"pass@{k}": pass_at(k, right.sum(1), num_samples) for k in powers_of_two(num_samples)[1:]}
+    reward = column("reward")
     best = {f"best_of_{num_samples}": float(reward.max(1).mean())} if num_samples > 1 else {}
     return {
         "reward": float(reward.mean()),
         **{f"reward_{label}": float(column(f"reward_{label}").mean()) for label in labels},
         **best,
-        "accuracy": float(right.mean()),
-        **chances,
+        **count_right(column(f"reward_{labels[0]}")),
         "answer_tokens": float(column("num_tokens").mean()),
         "truncated": float(1 - column("stopped").mean()),
         "prompts": len(reward),
     }
+
+
+def count_right(first_scores: np.ndarray) -> Numbers:
+    """Return accuracy, and pass@k for k = 2, 4, 8, ... up to G, of scores [P, G] by the first reward."""
+    right, num_samples = first_scores >= RIGHT, first_scores.shape[1]
+    chances = {f"pass@{k}": pass_at(k, right.sum(1), num_samples) for k in powers_of_two(num_samples)[1:]}
+    return {"accuracy": float(right.mean())} | chances
 
 
 def pass_at(k: int, num_right: np.ndarray, num_samples: int) -> float:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tunix.base.digests import FILE, Damaged, check_files, list_files
+from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.run.sealed import check_checkpoint
@@ -46,7 +47,7 @@ def check_everything(source: str) -> tuple[list[str], bool]:
 def _find_folders(source: str) -> list[tuple[Path, bool]]:
     """Return the folders to check, each with True if it is a checkpoint."""
     if run := compose.find_run(source):
-        steps = sorted(int(path.name) for path in (run[0] / "checkpoints").glob("*") if path.name.isdigit())
+        steps = list_numbers(run[0] / "checkpoints")
         wanted = steps if run[1] is None else [run[1]]
         if not steps or not set(wanted) <= set(steps):
             listed = ", ".join(map(str, steps)) or "none"
