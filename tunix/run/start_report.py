@@ -75,8 +75,9 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
     if processes:
         rows["processes"] = processes
-    for letter, axis in unsplit_dims(cfg.dims, mesh.shape).items():
-        rows[DIMS[letter].name] = f"{cfg.dims[letter]:,} on {axis}={mesh.shape[axis]}: every device keeps all"
+    for letter, axes in unsplit_dims(cfg.dims, mesh.shape).items():
+        split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        rows[DIMS[letter].name] = f"{cfg.dims[letter]:,} on {split}: every device keeps all"
     name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
     table = Table(show_header=False, box=None, title=name, title_justify="left")
     for name, text in rows.items():

@@ -18,13 +18,14 @@ class Axis:
     name: str
     splits_batch: bool = False  # each coordinate has its own sequences, so a gradient is a sum over the axis
     keeps_weights: bool = False  # weights rest split over it, and are gathered before a product uses them
+    suggested: bool = False  # messages propose meshes with this axis even to a user who did not name it
 
 
 # Outermost first: neighbours on the last axis are neighbours in the machine.
 MESH = (
     Axis("dp", splits_batch=True),
-    Axis("fsdp", splits_batch=True, keeps_weights=True),
-    Axis("tp"),
+    Axis("fsdp", splits_batch=True, keeps_weights=True, suggested=True),
+    Axis("tp", suggested=True),
 )
 
 
@@ -36,7 +37,11 @@ class Whole(Enum):
     AS_DIVISOR = "every device keeps all of it and needs one entry; refused unless it divides the size of the axis"
 
 
-DATA = "every axis that splits the batch"  # stands in the place of an axis's name
+# These stand in the place of an axis's name, so that a new axis with the role is one row of MESH.
+DATA = "every axis that splits the batch"
+KEEPING = "every axis that keeps weights"
+
+Axes = str | tuple[str, ...] | None  # DATA, KEEPING, or names of axes, which split a dimension together
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class Dim:
 
     letter: str
     name: str  # in words, for messages
-    weight: str | None = None  # the axis that splits it in a weight at rest
-    activation: str | None = None  # the axis that splits it in an activation
+    weight: Axes = None  # the axes that split it in a weight at rest; all but KEEPING split it in use too
+    activation: Axes = None  # the axes that split it in an activation
     key: str = ""  # the config key that sets it
     may_stay_whole: Whole = Whole.NEVER
 
@@ -58,27 +63,32 @@ class Dim:
     def activation_axes(self) -> tuple[str, ...]:
         return _expand(self.activation)
 
+    @property
+    def is_gathered(self) -> bool:
+        """True where a product takes the whole dimension of a weight that rests split."""
+        return self.weight == KEEPING
+
 
 DIMS = {
     dim.letter: dim
     for dim in (
-        #                          weight  activation
+        #                            weight   activation
         Dim("A", "microbatches"),
-        Dim("B", "sequences",      None,   DATA),
-        Dim("T", "tokens",         None,   None, key="training.seq_len"),
-        Dim("D", "width",          "fsdp", None, key="model.embed_dim"),
-        Dim("F", "MLP width",      "tp",   "tp", key="model.mlp_dim"),
-        Dim("N", "query heads",    "tp",   "tp", key="model.num_heads"),
-        Dim("K", "key/value heads", "tp",  "tp", key="model.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),
-        Dim("H", "head width",     None,   None, key="model.head_dim"),
-        Dim("V", "vocabulary",     "tp",   "tp", key="model.vocab_size", may_stay_whole=Whole.ALWAYS),
-        Dim("P", "context",        None,   None, key="model.context_length"),
+        Dim("B", "sequences",        None,    DATA),
+        Dim("T", "tokens",           None,    None, key="training.seq_len"),
+        Dim("D", "width",            KEEPING, None, key="model.embed_dim"),
+        Dim("F", "MLP width",        "tp",    "tp", key="model.mlp_dim"),
+        Dim("N", "query heads",      "tp",    "tp", key="model.num_heads"),
+        Dim("K", "key/value heads",  "tp",    "tp", key="model.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),
+        Dim("H", "head width",       None,    None, key="model.head_dim"),
+        Dim("V", "vocabulary",       "tp",    "tp", key="model.vocab_size", may_stay_whole=Whole.ALWAYS),
+        Dim("P", "context",          None,    None, key="model.context_length"),
         Dim("S", "cache slots"),
-        Dim("L", "layers",         None,   None, key="model.num_layers"),
+        Dim("L", "layers",           None,    None, key="model.num_layers"),
         # Small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.
-        Dim("r", "LoRA rank",      None,   None, key="model.lora.rank"),
-        Dim("c", "codes along the width",  "fsdp", may_stay_whole=Whole.ALWAYS),  # bytes of codes, in the place of D
-        Dim("e", "scales along the width", "fsdp", may_stay_whole=Whole.ALWAYS),  # blocks of one scale, in that of D
+        Dim("r", "LoRA rank",        None,    None, key="model.lora.rank"),
+        Dim("c", "codes along the width",  KEEPING, may_stay_whole=Whole.ALWAYS),  # bytes of codes, in the place of D
+        Dim("e", "scales along the width", KEEPING, may_stay_whole=Whole.ALWAYS),  # blocks of one scale, in that of D
     )
 }  # fmt: skip
 LAYERS = "L"  # blocks are stacked along it
@@ -99,10 +109,9 @@ def keeping_axes() -> tuple[str, ...]:
     return tuple(axis.name for axis in MESH if axis.keeps_weights)
 
 
-def splitting_axes() -> tuple[str, ...]:
-    """Axes that split the model: more devices on them means fewer bytes of weights on each."""
-    split = {axis for dim in DIMS.values() for axis in dim.weight_axes}
-    return tuple(axis for axis in axis_names() if axis in split)
+def suggested_axes() -> tuple[str, ...]:
+    """Axes that messages propose to every user."""
+    return tuple(axis.name for axis in MESH if axis.suggested)
 
 
 def read_dims(section: str, values: object) -> dict[str, int]:
@@ -115,10 +124,12 @@ def read_dims(section: str, values: object) -> dict[str, int]:
     return sizes
 
 
-def _expand(axis: str | None) -> tuple[str, ...]:
-    if axis is None:
+def _expand(axes: Axes) -> tuple[str, ...]:
+    if axes is None:
         return ()
-    return data_axes() if axis == DATA else (axis,)
+    if isinstance(axes, tuple):
+        return axes
+    return {DATA: data_axes(), KEEPING: keeping_axes()}.get(axes, (axes,))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import DIMS, Equation, axis_names, keeping_axes
+from tunix.sharding.dims import DIMS, Equation, axis_names
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,9 @@ class Layout:
         """Return the mesh axes that a gradient is a sum over: those that split dimensions which the weight lacks."""
         if equation.is_quantized:
             return ()
-        return _ordered({axis for letter in equation.batch for axis in self._activation_axes(letter)})
+        split = {axis for letter in equation.batch for axis in self._activation_axes(letter)}
+        # An axis that splits the weight in use has other entries of the weight on each device: nothing to sum.
+        return _ordered(split - {axis for axes in self._axes_in_use(equation) for axis in axes})
 
     def product_axes(self, equation: Equation) -> tuple[str, ...]:
         """Return the mesh axes that a product is a sum over: those that split, in use, the dimensions it sums over."""
@@ -162,16 +164,26 @@ class Layout:
         return () if letter in self.unsplit else DIMS[letter].activation_axes
 
     def _axes_at_rest(self, equation: Equation) -> list[tuple[str, ...]]:
-        """Axes of each dimension of the weight between uses. Vectors are too small to be worth a gather."""
-        return self._axes_in_use(equation) if equation.is_vector else self._all_axes(equation)
+        """Axes of each dimension of the weight between uses. Vectors are too small to be worth a gather.
+
+        An axis splits one dimension: a dimension that is gathered rests on the axes that no other dimension takes.
+        """
+        in_use = self._axes_in_use(equation)
+        if equation.is_vector:
+            return in_use
+        taken = {axis for axes in in_use for axis in axes}
+        at_rest = []
+        for letter, axes in zip(equation.w, in_use, strict=True):
+            free = tuple(axis for axis in self._weight_axes(letter) if axis not in taken)
+            at_rest.append(free if DIMS[letter].is_gathered else axes)
+        return at_rest
 
     def _axes_in_use(self, equation: Equation) -> list[tuple[str, ...]]:
-        """Axes of each dimension of the weight in a product: those at rest without the axes that keep weights."""
-        gathered = keeping_axes()
-        return [tuple(axis for axis in axes if axis not in gathered) for axes in self._all_axes(equation)]
+        """Axes of each dimension of the weight in a product, which takes the gathered dimensions whole."""
+        return [() if DIMS[letter].is_gathered else self._weight_axes(letter) for letter in equation.w]
 
-    def _all_axes(self, equation: Equation) -> list[tuple[str, ...]]:
-        return [() if letter in self.unsplit else DIMS[letter].weight_axes for letter in equation.w]
+    def _weight_axes(self, letter: str) -> tuple[str, ...]:
+        return () if letter in self.unsplit else DIMS[letter].weight_axes
 
 
 def _spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import yaml
 
 from tunix.base.errors import UserError
-from tunix.sharding.dims import DIMS, Dim, Whole, axis_names, data_axes, keeping_axes, splitting_axes
+from tunix.sharding.dims import DIMS, Dim, Whole, axis_names, data_axes, keeping_axes, suggested_axes
 
 TYPE_HINT = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
 Shape = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and axis names
@@ -100,34 +100,36 @@ def resolve(
 
 
 def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-    """Raise `UserError`, naming the key and the sizes that would do, where an axis does not divide a dimension."""
-    for dim, axis in _uneven(dims, sizes):
-        num_entries, size = dims[dim.letter], sizes[axis]
+    """Raise `UserError`, naming the key and the sizes that would do, where mesh axes do not divide a dimension."""
+    for dim, axes in _uneven(dims, sizes):
+        num_entries, size = dims[dim.letter], math.prod(sizes[axis] for axis in axes)
         is_divisor = dim.may_stay_whole is Whole.AS_DIVISOR and size % num_entries == 0
         if dim.may_stay_whole is Whole.ALWAYS or is_divisor:
             continue
         legal = [n for n in range(1, num_entries + 1) if num_entries % n == 0]
         near = sorted(sorted(legal, key=lambda n: abs(math.log(n / size)))[:3])
+        together = " x ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {size}" if len(axes) > 1 else "")
         raise UserError(
-            f"{dim.key}={num_entries} is not divisible by mesh axis {axis}={size} (nearest {axis}: {_or(near)})"
+            f"{dim.key}={num_entries} is not divisible by mesh ax{'e' if len(axes) > 1 else 'i'}s {together} "
+            f"(nearest {' x '.join(axes)}: {_or(near)})"
         )
 
 
-def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the dimensions that every device keeps whole, and for each the axis that would split it, by letters.
+def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Return the dimensions that every device keeps whole, by letter, each with the axes that would split it.
 
     Fewer key/value heads than devices, an odd vocabulary, ... `check_divides` has refused the others.
     """
-    return {dim.letter: axis for dim, axis in _uneven(dims, sizes)}
+    return {dim.letter: axes for dim, axes in _uneven(dims, sizes)}
 
 
-def _uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, str]]:
-    """Each dimension that an axis should split and does not divide, with the axis."""
+def _uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, tuple[str, ...]]]:
+    """Each dimension that axes should split and do not divide, with those of the axes that are larger than 1."""
     for letter in dims:
         dim = DIMS[letter]
-        for axis in dict.fromkeys(dim.weight_axes + dim.activation_axes):
-            if dims[letter] % sizes[axis]:
-                yield dim, axis
+        for axes in dict.fromkeys((dim.weight_axes, dim.activation_axes)):
+            if dims[letter] % math.prod(sizes[axis] for axis in axes):
+                yield dim, tuple(axis for axis in axes if sizes[axis] > 1)
 
 
 def data_shards(sizes: Mapping[str, int]) -> int:
@@ -143,8 +145,8 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:
-    """Return in words the three legal shapes nearest to the one asked for, of its axes and those that split weights."""
-    axes = [*named, *(axis for axis in splitting_axes() if axis not in named)]
+    """Return in words the three legal shapes nearest to the one asked for, of its axes and of those for everybody."""
+    axes = [*named, *(axis for axis in suggested_axes() if axis not in named)]
     wanted = {axis: max(1, named.get(axis, 1)) for axis in axes}
 
     def distance(sizes: Mapping[str, int]) -> float:
