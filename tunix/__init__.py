@@ -7,8 +7,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix.sharding.mesh_shape import ONE_DEVICE
-
 if TYPE_CHECKING:
     from tunix.config import Config
     from tunix.inference.pretrained import Pretrained
@@ -37,11 +35,12 @@ def train(config_or_overrides: "Config | list[str]") -> "Result":
 
 
 def load_pretrained(
-    source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE, weights: str = "trained"
+    source: str | Path, dtype: str = "float32", mesh_shape: Any = None, weights: str = "trained"
 ) -> "Pretrained":
     """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a Hugging Face folder, or of an ID on the hub.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
+    Without a mesh, the model is on one device.
     `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it has trained.
 
     Raises:

@@ -20,15 +20,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
-from tunix.base.errors import Ending, UserError, did_you_mean
+from tunix.base.errors import UserError, did_you_mean
 from tunix.cli import compose
 from tunix.cli.foreign import refuse_flags
 from tunix.cli.inputs import refuse_missing_inputs
 from tunix.cli.intent import refuse_foreign_vocabulary
 from tunix.cli.mistakes import explain_errors
 from tunix.config.values import CONF
-from tunix.processes import exits, supervisor
-from tunix.processes.identity import find_identity
+from tunix.processes import exits, member
 
 COMMANDS = ("plan", "doctor", "verify", "prepare", "generate", "evaluate", "export", "launch")  # tunix.NAME
 
@@ -93,7 +92,11 @@ def refuse_foreign_flags() -> None:
 def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
     """Run every point of a grid; returns the first exit code that is not 0."""
     first = compose.check_sweep(words, config_dir, config_name)
-    if first and first.config.launcher.name == "local" and (code := supervise(first)) is not None:
+    if (
+        first
+        and first.config.launcher.name == "local"
+        and (code := member.supervise(first.config.distributed)) is not None
+    ):
         return code
     codes: list[int] = []  # one for each point that has begun
 
@@ -147,39 +150,19 @@ def launch(job: compose.Job) -> int:
     return LAUNCHERS[job.config.launcher.name](job)
 
 
-def supervise(job: compose.Job) -> int | None:
-    """Run this command line in a child and return its exit code; None in the child, and for a run of one process."""
-    identity = find_identity(job.config.distributed)
-    if identity is None or supervisor.is_child():
-        return None
-    return supervisor.supervise(identity, job.config.distributed.heartbeat_timeout_s)
-
-
 def train(job: compose.Job) -> int:
     """Train here, under a supervisor where the run has several processes; returns the exit code."""
-    if (code := supervise(job)) is not None:
+    distributed = job.config.distributed
+    if (code := member.supervise(distributed)) is not None:
         return code
     exits.stop_before_it_began()
 
-    from tunix.processes import peers  # jax starts here, after the config has passed
-    from tunix.trainer import run
+    def work() -> None:
+        from tunix.trainer import run  # imports jax: a wrong config is refused before
 
-    try:
         run(job)
-        return 0
-    except Ending as ending:
-        code, why = ending.code, str(ending)
-        if not ending.is_failure:
-            exits.ignore_stop_signals()
-            print(why, flush=True)
-            return code
-    except Exception as error:
-        if not find_identity(job.config.distributed):
-            raise  # a bug: with its traceback
-        code, why = peers.blame(error)
-    print(f"error: {why}", file=sys.stderr)
-    peers.leave(code, why)
-    return code
+
+    return member.run_member(distributed, work)
 
 
 def submit_to_slurm(job: compose.Job) -> int:

@@ -6,7 +6,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import grain
 import jax
@@ -23,13 +23,15 @@ from tunix.config.data import Mixture
 from tunix.config.rewards import RewardTerm
 from tunix.config.task import Dpo, Grpo, Prompted
 from tunix.data.corpus import Corpus, load_corpus
-from tunix.data.prompts import Prompt, PromptCorpus, gather_columns, load_prompts
+from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.hf.hub import find
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import load_params, load_pretrained
 from tunix.inference.sampling import Answer
 from tunix.inference.stops import chat_stop_ids
+from tunix.processes import peers
 from tunix.rewards import REWARDS
+from tunix.rl.asking import score_together
 from tunix.rl.pair_reference import add_reference
 from tunix.rl.quality import Numbers, Row, summarise
 from tunix.rl.scoring import Scorer
@@ -44,13 +46,18 @@ LONGEST_ANSWER = 128  # tokens, where neither the command nor the run says how m
 
 
 def evaluate(cmd: Evaluate) -> None:
-    """Print a table of what was measured, a line for each checkpoint, and write it to `cmd.output`."""
-    output = _writable("output", cmd.output)
+    """Print a table of what was measured, a line for each checkpoint, and write it to `cmd.output`.
+
+    Several processes measure together, as they train together; process 0 writes.
+    """
+    output = peers.on_main(lambda: _writable("output", cmd.output), "checking output")
     steps = _list_steps(cmd)
-    cfg = _config(cmd)
+    cfg = peers.main_first(lambda: _config(cmd), "reading the config")
     split = cfg if cmd.split == "held_out" else _without_split(cfg)
     measure = measure_loss if cmd.metric == "loss" else measure_answers
     measured = measure(cmd, split, list(steps.values()))
+    if output is None:
+        return
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
     rows = [({} if step is None else {"step": step}) | row for step, row in zip(steps, measured, strict=True)]
     content = about | rows[0] if not isinstance(cmd.step, tuple) and cmd.step != "all" else about | {"steps": rows}
@@ -160,7 +167,7 @@ def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Num
 
 def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> HeldOut:
     """The documents of the split on the devices; pairs of answers with their scores by the model of step 0."""
-    corpus = _load_documents(cmd, cfg)
+    corpus = peers.main_first(lambda: _load_documents(cmd, cfg), "preparing the data")
     if isinstance(cfg.task, Dpo):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
     return HeldOut(cfg, corpus, arch, mesh)
@@ -182,7 +189,8 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
     terms = _find_rewards(cmd, cfg)
     how = _find_sampling(cmd, cfg)
     model = load_pretrained(checkpoints[0], cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
-    corpus = _load_prompts(cmd, cfg, model.cfg.context_length - how.max_new_tokens)
+    longest = model.cfg.context_length - how.max_new_tokens
+    corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, longest), "preparing the data")
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
@@ -195,7 +203,7 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
         ExitStack() as files,
     ):
         scorer.try_out(prompts[0].text, prompts[0].columns)
-        samples = files.enter_context(_writable("samples", cmd.samples).open("w")) if cmd.samples else None
+        samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
         for checkpoint in checkpoints:
             params = model.params
             if checkpoint != checkpoints[0]:
@@ -224,18 +232,17 @@ def _score(
     """Return a row for each answer, all answers to the first prompt first, and how many scores are missing."""
     rows: list[Row] = []
     num_errors = 0
-    asked = [prompt for prompt in prompts for _ in range(cmd.num_samples)]
     texts = [vocabulary.backend.decode(answer.text_tokens) for answer in answers]
-    size = max(1, cmd.batch_size // cmd.num_samples) * cmd.num_samples
-    for part in (slice(start, start + size) for start in range(0, len(asked), size)):
-        scores = scorer.score(
-            [prompt.text for prompt in asked[part]], texts[part], gather_columns(asked[part]), cmd.num_samples
-        )
+    count = cmd.num_samples
+    size = max(1, cmd.batch_size // count)
+    for start in range(0, len(prompts), size):
+        asked, part = prompts[start : start + size], slice(start * count, (start + size) * count)
+        scores = score_together(scorer, asked, texts[part], count)
         num_errors += sum(scores.errors.values())
-        for number, (prompt, text, answer) in enumerate(zip(asked[part], texts[part], answers[part], strict=True)):
+        for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
             rows.append(
                 {
-                    "prompt": prompt.text,
+                    "prompt": asked[number // count].text,
                     "answer": text,
                     "reward": scores.total[number],
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},
@@ -244,6 +251,10 @@ def _score(
                 }
             )
     return rows, num_errors
+
+
+def _open_samples(cmd: Evaluate, files: ExitStack) -> TextIO | None:
+    return files.enter_context(_writable("samples", cmd.samples).open("w")) if cmd.samples else None
 
 
 def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:

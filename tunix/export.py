@@ -4,9 +4,11 @@ import json
 import math
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
@@ -22,6 +24,8 @@ from tunix.hf.names import FAMILIES
 from tunix.hf.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.models.paths import named
+from tunix.processes import peers
+from tunix.sharding.arrays import replicate_part
 from tunix.tokenizer.vocabulary import PAD, Vocabulary, load_vocabulary, read_backend, tokenizer_digest
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
@@ -40,25 +44,43 @@ TOKENIZER_FILES = (
 def export(command: Export) -> str:
     """Write the folder `command.output`, which appears complete or not at all; return a line about it.
 
+    Several processes split the files of weights among them; process 0 writes what is small.
+
     Raises:
         UserError: the output exists, the checkpoint cannot be read, or PEFT has no form for the adapter.
     """
     output = Path(command.output).expanduser()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"output={output} exists already; name a new folder")
-    model = load_pretrained(command.checkpoint, weights=command.weights)
+    peers.on_main(lambda: _check_output(output), "checking output")
+    strategy = "no_shard" if jax.process_count() == 1 else "full_shard"  # weights that one process cannot hold
+    model = load_pretrained(command.checkpoint, weights=command.weights, strategy=strategy)
     adapter = model.cfg.lora.rank and not command.merge_lora
     dtype = command.dtype or ("float32" if adapter else _find_dtype(model.files))
     write = _write_adapter if adapter else _write_model
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(output) as folder:
-            folder.mkdir()
+        with ExitStack() as stack:
+            folder = _make_folder(output, stack)
             line = write(model, folder, dtype, command.shard_gb)
-            write_digests(folder, list_files(folder))
+            peers.on_main(lambda: write_digests(folder, list_files(folder)), "writing the digests")
     except OSError as error:
         raise UserError(f"output={output} cannot be written: {error.strerror}") from None
     return f"{output}: {line}"
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"output={output} exists already; name a new folder")
+
+
+def _make_folder(output: Path, stack: ExitStack) -> Path:
+    """Return the folder to write in, which takes the place of `output` at the end of the stack, on every process."""
+
+    def make() -> str:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = stack.enter_context(replacing(output))
+        folder.mkdir()
+        return str(folder)
+
+    return Path(peers.agree(peers.on_main(make, "making the folder") or "", "the folder"))
 
 
 def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
@@ -66,10 +88,14 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
         raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {why}")
     model = model.merged()
     size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)
-    tokens = _find_token_ids(model)
-    _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
-    _write_generation_config(model, folder, tokens)
-    _write_tokenizer(model, folder)
+
+    def write_others() -> None:
+        tokens = _find_token_ids(model)
+        _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
+        _write_generation_config(model, folder, tokens)
+        _write_tokenizer(model, folder)
+
+    peers.on_main(write_others, "writing the config and the tokenizer")
     return f"{model.cfg.family}, {model.arch.num_parameters:,} parameters in {dtype}, {size / 1e9:.3f} GB"
 
 
@@ -92,12 +118,11 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
         module = name.tensor.removesuffix(".weight")
         modules.add(module.rpartition(".")[2])
         for layer in range(cfg.num_layers):
-            factor = np.asarray(leaf[layer]).astype(jnp.dtype(dtype))
+            factor = np.asarray(replicate_part(leaf, layer)).astype(jnp.dtype(dtype))
             is_first = path.endswith(".a")
             matrix = factor.reshape(-1, lora.rank) if is_first else factor.reshape(lora.rank, -1)
             key = f"base_model.model.{module.format(layer)}.lora_{'A' if is_first else 'B'}.weight"
             tensors[key] = np.ascontiguousarray(matrix.T)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     adapter_config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -110,8 +135,13 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    _write_json(folder / "adapter_config.json", adapter_config)
-    _write_tokenizer(model, folder)
+
+    def write_files() -> None:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(folder / "adapter_config.json", adapter_config)
+        _write_tokenizer(model, folder)
+
+    peers.on_main(write_files, "writing the adapter")
     size = sum(math.prod(tensor.shape) for tensor in tensors.values())
     return f"adapter for PEFT of rank {lora.rank}, {size:,} parameters; merge_lora=true writes the whole model"
 
@@ -182,5 +212,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
+def main(command: Export) -> None:
+    """Export, and print a line about it."""
+    line = export(command)
+    if peers.is_main():
+        print(line)
+
+
 if __name__ == "__main__":
-    sys.exit(run_command(Export, lambda command: print(export(command))))
+    sys.exit(run_command(Export, main))

@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,47 @@ from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.inference.sampling import Answer
 from tunix.inference.stops import model_stop_ids
+from tunix.processes import peers
 from tunix.tokenizer.vocabulary import read_chat
 
 Row = dict[str, Any]
 
 
 def generate(command: Generate) -> None:
-    """Answer one prompt, a file of prompts, or a user at the terminal."""
-    if command.input is None:
-        rows: list[Row] = [{command.column: command.prompt}]
-    else:
-        rows = _read_rows(Path(command.input).expanduser(), command.column)
-    write = None if command.output is None else _make_writer(Path(command.output).expanduser())
+    """Answer one prompt, a file of prompts, or a user at the terminal.
+
+    Of several processes, process 0 alone reads prompts and writes answers; all draw the answers together.
+    """
+    rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
     model = load_pretrained(command.checkpoint, command.dtype, command.mesh_shape, command.weights)
     speaker = Speaker(model, command)
     if command.prompt is None and command.input is None:
         _converse(speaker, command)
         return
+    num_rows = int(peers.agree(str(len(rows)), "number of prompts"))
     try:
-        for start in range(0, len(rows), command.batch_size):
+        for start in range(0, num_rows, command.batch_size):
             batch = rows[start : start + command.batch_size]
-            answers = speaker.answer([_make_prompt(row, command) for row in batch], command.seed, start)
-            for row, answer in zip(batch, answers, strict=True):
+            own = json.dumps([_make_prompt(row, command) for row in batch])
+            prompts = json.loads(peers.agree(own, "prompts of a batch"))
+            answers = speaker.answer(prompts, command.seed, start)
+            for row, answer in zip(batch, answers, strict=False):  # only process 0 has rows
                 row["prediction"], row["log_probability"] = speaker.decode(answer), sum(answer.log_probabilities)
     finally:  # answers that exist are written, even if an error or Ctrl-C ends this
         answered = [row for row in rows if "prediction" in row]
         if write and answered:
             write(answered)
-    if not write:
+    if not write and peers.is_main():
         print(*(row["prediction"] for row in rows), sep="\n" if command.input is None else "\n---\n")
+
+
+def _open_files(command: Generate) -> tuple[list[Row], Any]:
+    """Return the rows with the prompts, and the function that writes the answers, None where they are printed."""
+    if command.input is None:
+        rows: list[Row] = [{command.column: command.prompt}]
+    else:
+        rows = _read_rows(Path(command.input).expanduser(), command.column)
+    return rows, None if command.output is None else _make_writer(Path(command.output).expanduser())
 
 
 class Speaker:
@@ -105,22 +117,24 @@ def _begin_conversation(command: Generate) -> list[Row]:
 def _converse(speaker: Speaker, command: Generate) -> None:
     """Answer turn by turn at the terminal, until an empty line or the end of input."""
     messages = _begin_conversation(command)
-    for turn, line in enumerate(_read_lines()):
+    for turn in count():
+        line = peers.agree(_read_line() if peers.is_main() else "", "the next line", peers.NO_LIMIT_S)
+        if not line:
+            return
         messages.append({"role": "user", "content": line})
         text = speaker.decode(speaker.answer([messages], command.seed + turn)[0])
         messages.append({"role": "assistant", "content": text})
-        print(text, flush=True)
+        if peers.is_main():
+            print(text, flush=True)
 
 
-def _read_lines() -> Iterator[str]:
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-        if not line.strip():
-            return
-        yield line
+def _read_line() -> str:
+    """Return what the user types, nothing for an empty line and at the end of input."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return ""
+    return line if line.strip() else ""
 
 
 def _read_rows(path: Path, column: str) -> list[Row]:

@@ -22,9 +22,10 @@ from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
 from tunix.plan.choice import resolve_auto
 from tunix.processes import joining, peers, stopping
+from tunix.processes.versions import versions
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import FEEDS, Feed, Measure
-from tunix.run import environment, logs, run_folder
+from tunix.run import logs, run_folder
 from tunix.run.checkpoint import Checkpoints
 from tunix.run.compile_cache import count_reads, keep_programs
 from tunix.run.endings import Moment, find_ending
@@ -64,7 +65,7 @@ def run(job: compose.Job) -> Result:
     # Join the other processes first: jax must know all devices before it is asked for one. The roll call compares
     # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
     # the devices known.
-    remarks = joining.start(job.config.distributed, environment.versions() | compose.list_facts(job.config))
+    remarks = joining.start(job.config.distributed, versions() | compose.list_facts(job.config))
     keep_programs(job.config)
     waiting_log = logs.start_logging(remarks, job.config.logging)
     cfg = resolve_auto(job.config)

@@ -1,7 +1,5 @@
 """What can be checked for nothing is checked before anything is written or submitted; a dry run checks it too."""
 
-import sys
-
 import pytest
 
 import tunix
@@ -94,17 +92,12 @@ def test_gpus_without_work_are_refused():
     refuse(CUDA_VISIBLE_DEVICES=eight, LOCAL_WORLD_SIZE="1")  # one process for the host takes all
 
 
-def test_commands_of_one_process_are_refused_as_one_of_several(monkeypatch, capsys):
-    with pytest.raises(UserError, match=r"tunix.evaluate is one process .* process 1 of 8 \(RANK and WORLD_SIZE\)"):
-        refuse_several("evaluate", LAUNCHED)
-    refuse_several("evaluate", LAUNCHED | {"WORLD_SIZE": "1"})
-    refuse_several("evaluate", {})
+def test_a_command_of_one_process_is_refused_as_one_of_several(monkeypatch):
+    with pytest.raises(UserError, match=r"tunix.prepare is one process .* process 1 of 8 \(RANK and WORLD_SIZE\)"):
+        refuse_several("prepare", LAUNCHED)
+    refuse_several("prepare", LAUNCHED | {"WORLD_SIZE": "1"})
+    refuse_several("prepare", {})
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    for name in ("evaluate", "generate", "export"):
-        section = getattr(tunix.config, name.capitalize())
-        monkeypatch.setattr(sys, "argv", [f"tunix.{name}", "checkpoint=x"])
-        assert tunix.cli.command.run_command(section, lambda _: None) == 2
-        assert f"tunix.{name} is one process" in capsys.readouterr().err
     with pytest.raises(UserError, match="tunix.prepare is one process"):
         prepare([])

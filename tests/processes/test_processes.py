@@ -1,5 +1,6 @@
 """Real processes on this machine, joined by jax.distributed: the same run as one process makes."""
 
+import json
 import re
 import shutil
 import signal
@@ -12,8 +13,11 @@ from support.harness import PAIR, ROOT, cli, metrics
 from support.processes import End, Processes
 
 import tunix
-from tunix.config import Export
+from tunix.cli.command import read_settings
+from tunix.config import Export, Generate
 from tunix.export import export
+from tunix.generate import generate
+from tunix.run.integrity import check_everything
 
 pytestmark = pytest.mark.slow
 RUN_WORDS = [*PAIR, "training.global_batch_size=4", "evaluation.num_sequences=4"]
@@ -70,6 +74,39 @@ def test_four_processes_go_on_for_one_and_one_for_four(words, by_one, tmp_path):
     assert one.returncode == 0, one.stderr
     assert "resumed at step 6, sample 24" in one.stdout
     assert [line["step"] for line in metrics(tmp_path / "run")[9:]] == [7, 8]
+
+
+def test_commands_of_two_processes(by_one, hf_dir, tmp_path):
+    """Evaluation, generation and export join, split the work, and write once what one process writes."""
+    prompts = [{"id": n, "prompt": "abc ab"[: n + 2]} for n in range(3)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    generating = {"checkpoint": str(by_one), "input": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 4}
+    evaluating = ["evaluate", f"checkpoint={by_one}", "output=results.json"]
+    exporting = ["export", f"checkpoint={hf_dir}", "output=out", "shard_gb=0.00001"]
+    words = [f"{key}={value}" for key, value in generating.items()]
+    program = [*evaluating, "--", "generate", *words, "output=answers.jsonl", "--", *exporting]
+    with Processes(*program, folder=tmp_path, count=2, devices=2, script="tests/support/commands.py") as run:
+        ends = run.ends()
+    assert [end.code for end in ends] == [0, 0], "".join(end.stderr for end in ends)
+    assert "parameters in " in ends[0].stdout
+    assert not re.search("loss|parameters", ends[1].stdout)  # process 0 speaks
+    measured = json.loads((tmp_path / "results.json").read_text())["loss"]
+    assert measured == pytest.approx(metrics(by_one, "held_out")[-1]["loss"], rel=1e-6)
+
+    generate(read_settings(Generate, [*words, f"output={tmp_path}/alone.jsonl"]))
+    together, alone = ((tmp_path / name).read_text().splitlines() for name in ("answers.jsonl", "alone.jsonl"))
+    for ours, theirs in zip(map(json.loads, together), map(json.loads, alone), strict=True):
+        assert ours.pop("log_probability") == pytest.approx(theirs.pop("log_probability"), rel=1e-5)
+        assert ours == theirs
+
+    whole = {name: tensor for file in hf_dir.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    parts = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert parts.keys() == whole.keys()
+    assert all(np.array_equal(parts[name], whole[name]) for name in whole)
+    assert check_everything(str(tmp_path / "out"))[1]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
 def test_a_mistake_is_everyones(words, tmp_path):

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,21 +15,24 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from tunix.base.errors import UserError, did_you_mean
+from tunix.cli import compose
 from tunix.cli.keys import list_keys
 from tunix.cli.mistakes import explain_errors, validate
-from tunix.config import Section
-from tunix.config.values import CONF
-from tunix.processes import exits
-from tunix.processes.identity import refuse_several
+from tunix.config import Distributed, Section
+from tunix.config.values import CONF, flat
+from tunix.processes import exits, member
+from tunix.processes.versions import versions
 
 S = TypeVar("S", bound=Section)
+JOINING = "distributed."  # begins the words that say which process of several this is
 
 
 def run_command(section: type[S], work: Callable[[S], None]) -> int:
     """Run `work` with the section that `python -m tunix.NAME key=value ...` describes; return the exit code.
 
     An error of the user's gives exit code 2 and one line on stderr. If the section has a key `overrides`, it gets the
-    words whose keys are not the section's own: they are keys of training.
+    words whose keys are not the section's own: they are keys of training. Words like distributed.num_processes=2, and
+    the environment, make this process one of several, which join before they work.
     """
     words, name = sys.argv[1:], section.__name__.lower()
     if "--help" in words or "-h" in words:
@@ -37,14 +41,31 @@ def run_command(section: type[S], work: Callable[[S], None]) -> int:
             print(f"  {key:24} {' '.join((field.description or '').split())}")
         return 0
     fields = section.model_fields
+    joins = [word for word in words if word.startswith(JOINING)]
     others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
-    own = [word for word in words if word not in others]
+    own = [word for word in words if word not in others and word not in joins]
 
-    def run() -> None:
-        refuse_several(name)
-        work(read_settings(section, own, {"overrides": others} if others else {}))
+    def run() -> int:
+        settings = read_settings(section, own, {"overrides": others} if others else {})
+        distributed = compose.compose(joins).config.distributed
+        if (code := member.supervise(distributed)) is not None:
+            return code
+        return member.run_member(distributed, lambda: _join_and_work(distributed, settings, work))
 
     return exits.report_errors(run)
+
+
+def _join_and_work(distributed: Distributed, settings: S, work: Callable[[S], None]) -> None:
+    """Join the other processes, if there are any, and work with a watchdog that follows a process that fails."""
+    from tunix.processes import joining, watchdog  # jax starts here, after the settings have passed
+
+    name = type(settings).__name__.lower()
+    facts = flat({name: settings.model_dump(mode="json")})
+    if words := facts.get(f"{name}.overrides"):
+        facts[f"{name}.overrides"] = [word for word in words if not word.startswith(JOINING)]
+    joining.start(distributed, versions() | facts)
+    with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
+        work(settings)
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:

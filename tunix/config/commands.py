@@ -71,8 +71,9 @@ class Generate(Section):
     """Prompts answered at one time."""
     dtype: Literal["float32", "bfloat16"]
     """dtype of weights and products."""
-    mesh_shape: MeshShape
-    """Devices: the batch is split over dp and fsdp, weights and heads over tp."""
+    mesh_shape: MeshShape | None
+    """Devices: the batch is split over dp and fsdp, weights and heads over tp; null is one device, and of several
+    processes all of their devices on fsdp."""
 
     @model_validator(mode="after")
     def _check(self) -> "Generate":

@@ -21,6 +21,9 @@ from tunix.config import Model
 from tunix.hf.names import FAMILIES, Family, Name
 from tunix.models.paths import named, parameter_name
 from tunix.models.quantized import stacked_codes
+from tunix.processes import peers
+from tunix.processes.shared_disk import find_blind
+from tunix.sharding.arrays import replicate, replicate_part
 from tunix.sharding.dims import LAYERS, Equation
 from tunix.sharding.layout import Layout
 
@@ -252,7 +255,8 @@ def _slices(
 def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
     """Write `params` as safetensors files of at most `shard_gb` GB, with an index if there are several.
 
-    Returns the bytes of all tensors. The host has the tensors of one file at a time.
+    Returns the bytes of all tensors. Files are written in rounds: in a round, each process that sees the folder writes
+    one file, whose tensors are all that its host has at that time. Every process calls this.
     """
     tensors = _tensors(params, cfg, weights)
     size = sum(math.prod(shape) for _, shape, _ in tensors) * jnp.dtype(dtype).itemsize
@@ -271,14 +275,41 @@ def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: A
     else:
         weight_map = {tensor: file for file, part in zip(names, files, strict=True) for tensor, _, _ in part}
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
-    for file, part in zip(names, files, strict=True):
-        save_file({name: make(dtype) for name, _, make in part}, folder / file, metadata={"format": "pt"})
+        peers.on_main(lambda: (folder / INDEX).write_text(json.dumps(index, indent=2)), "writing the index")
+    blind = find_blind(folder.parent) if jax.process_count() > 1 else []
+    writers = [rank for rank in range(jax.process_count()) if rank not in blind]
+    for start in range(0, len(files), len(writers)):
+        _write_round(folder, dict(zip(writers, zip(names[start:], files[start:], strict=True), strict=False)), dtype)
     return size
 
 
+def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: str) -> None:
+    """Write a file on each process of `files`, which has its name and its tensors. Every process calls this."""
+    own: dict[str, np.ndarray] = {}
+    for writer, (_, tensors) in files.items():
+        is_own = writer == jax.process_index()
+        made = [(name, make(dtype, is_own)) for name, _, make in tensors]  # every process takes part
+        own |= {name: tensor for name, tensor in made if is_own}
+
+    def write() -> None:
+        if own:
+            _write_file(folder / files[jax.process_index()][0], own)
+
+    peers.together(write, "writing weights", peers.NO_LIMIT_S)
+
+
+def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be written: {error}") from None
+
+
 def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
-    """Return name, shape and a function that makes the array, for each tensor in the files, ordered by layer."""
+    """Return name, shape and a function for each tensor in the files, ordered by layer.
+
+    The function of (dtype, is_own) gathers the tensor, with all processes, and returns it, None if it is not `is_own`.
+    """
     family = FAMILIES[cfg.family]
     pieces_of: dict[str, list[Any]] = {}
     leaves = dict(named(params))
@@ -288,9 +319,13 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
             pieces_of.setdefault(name.tensor.format(layer), []).append((layer, name, leaves[path], weight))
 
     def maker(parts):
-        def make(dtype):
+        def make(dtype, is_own):
+            values = [replicate(leaf) if layer is None else replicate_part(leaf, layer) for layer, _, leaf, _ in parts]
+            if not is_own:
+                return None
             pieces = [
-                _packed(name, leaf, weight, layer).astype(jnp.dtype(dtype)) for layer, name, leaf, weight in parts
+                _packed(np.asarray(value), name, weight).astype(jnp.dtype(dtype))
+                for value, (_, name, _, weight) in zip(values, parts, strict=True)
             ]
             return np.ascontiguousarray(np.concatenate(pieces, parts[0][1].fused_dim))
 
@@ -305,9 +340,8 @@ def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:
     yield from sorted(pieces_of.items(), key=lambda item: -1 if item[1][0][0] is None else item[1][0][0])
 
 
-def _packed(name: Name, leaf: jax.Array, weight, layer: int | None) -> np.ndarray:
+def _packed(value: np.ndarray, name: Name, weight) -> np.ndarray:
     """Return one layer of a parameter with the dimensions that the files have."""
-    value = np.asarray(leaf if layer is None else leaf[layer])
     ours = weight.equation.one_layer().w
     letters = name.dims.replace(",", "")
     sizes = dict(zip(ours, value.shape, strict=True))

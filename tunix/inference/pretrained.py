@@ -21,6 +21,7 @@ from tunix.hf.weights import CHANGED, load_weights
 from tunix.inference.drawing import Sampling
 from tunix.inference.sampling import Answer, Sampler
 from tunix.models.lora import merge
+from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.run.stores import copies_in, read_json, read_state
@@ -96,22 +97,30 @@ class Pretrained:
 
 
 def load_pretrained(
-    source: str | Path, dtype: str = "float32", mesh_shape: Any = ONE_DEVICE, weights: str = "trained"
+    source: str | Path,
+    dtype: str = "float32",
+    mesh_shape: Any = None,
+    weights: str = "trained",
+    strategy: str = "no_shard",
 ) -> Pretrained:
     """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
-    Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
-    `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it has trained.
+    Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape`, and over fsdp between uses
+    if the `strategy` says so. Without a mesh, it is one device; of several processes, which all call this, fsdp over
+    all of their devices. `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it
+    has trained.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
     """
     run = compose.find_run(str(source))
-    folder = run[0] if run else find(str(source), key="checkpoint")
+    folder = run[0] if run else _fetch(str(source), ABOUT)
+    if mesh_shape is None:
+        mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
     cfg = architecture.trained_model(folder, mesh_shape)
     mesh = device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True)
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
-    layout = Layout(STRATEGIES["no_shard"], unsplit, dtype, dtype, "float32")
+    layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32")
     with jax.set_mesh(mesh):
         arch = describe(cfg, layout)
         params, tokenizer = load_params(str(source), cfg, arch, layout, mesh, weights)
@@ -126,14 +135,21 @@ def load_params(
     """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files."""
     if run := compose.find_run(source):
         checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
-        refuse_damaged_checkpoint(checkpoint)
+        if peers.first_of_host():
+            refuse_damaged_checkpoint(checkpoint)
         params = _restore_params(checkpoint, arch, abstract_params(arch, mesh, layout), weights)
         return params, Tokenizer.from_str(json.dumps(read_json(checkpoint, "tokenizer")))
-    folder = find(source, ABOUT + WEIGHTS, key="checkpoint")
+    folder = _fetch(source, ABOUT + WEIGHTS)
     if weights != "trained":
         raise UserError(f"weights={weights}: {folder} is no run of tunix and has one set of weights; weights=trained")
-    refuse_damaged(folder, "checkpoint", CHANGED)
+    if peers.first_of_host():
+        refuse_damaged(folder, "checkpoint", CHANGED)
     return load_weights(folder, cfg, arch.weights, layout, mesh), read_backend(folder)
+
+
+def _fetch(source: str, patterns: tuple[str, ...]) -> Path:
+    """Return the folder of Hugging Face's files; of several processes, the first of each host downloads them."""
+    return peers.main_first(lambda: find(source, patterns, key="checkpoint"), "looking for the checkpoint")
 
 
 def find_checkpoint(checkpoints: Path, step: int | None) -> Path:

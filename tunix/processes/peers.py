@@ -72,6 +72,17 @@ def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
     return cast(T, result)
 
 
+def on_main(work: Callable[[], T], name: str, timeout_s: float = NO_LIMIT_S) -> T | None:
+    """Call `work()` on process 0 and return its result there, None elsewhere; a `UserError` is raised on all."""
+    return together(lambda: work() if is_main() else None, name, timeout_s)
+
+
+def share(size: int) -> range:
+    """Return this process's part of `size` pieces of work; the parts of all processes, in order, are all of it."""
+    rank, count = jax.process_index(), jax.process_count()
+    return range(rank * size // count, (rank + 1) * size // count)
+
+
 def main_first(work: Callable[[], T], name: str) -> T:
     """Call `work()` on process 0, then on the first process of every other host, then on the rest.
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -88,21 +87,24 @@ class Asker:
         rollout_s = time.perf_counter() - begun
         texts = self.vocabulary.backend.decode_batch([answer.text_tokens for answer in answers])
         with self.watchdog.phase("scoring answers"):
-            scores = self._score(prompts, texts, group_size)
+            scores = score_together(self.scorer, prompts, texts, group_size)
         return Asked(prompts, answers, texts, scores, rollout_s)
 
-    def _score(self, prompts: list[Prompt], texts: list[str], group_size: int) -> Scores:
-        """Score the answers: each process those of its share of the prompts. An error of one is raised on all."""
-        rank, count = jax.process_index(), jax.process_count()
-        share = slice(rank * len(prompts) // count, (rank + 1) * len(prompts) // count)
-        own = [prompt for prompt in prompts[share] for _ in range(group_size)]
-        own_texts = texts[share.start * group_size : share.stop * group_size]
 
-        def score() -> Scores:
-            return self.scorer.score([prompt.text for prompt in own], own_texts, gather_columns(own), group_size)
+def score_together(scorer: Scorer, prompts: list[Prompt], texts: list[str], group_size: int) -> Scores:
+    """Score answers: each process scores those of its share of the prompts and gets the scores of all.
 
-        mine = peers.together(score, "scoring answers")
-        return _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(mine)), "scores")])
+    `texts` are all answers to the first prompt, then all to the second, ... An error of one process is raised on all.
+    """
+    share = peers.share(len(prompts))
+    own = [prompt for prompt in prompts[share.start : share.stop] for _ in range(group_size)]
+    own_texts = texts[share.start * group_size : share.stop * group_size]
+
+    def score() -> Scores:
+        return scorer.score([prompt.text for prompt in own], own_texts, gather_columns(own), group_size)
+
+    own_scores = peers.together(score, "scoring answers")
+    return _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(own_scores)), "scores")])
 
 
 def _join(parts: Sequence[Scores]) -> Scores:

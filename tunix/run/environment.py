@@ -1,48 +1,21 @@
 """The environment of a run: versions, devices, git commit, command."""
 
-import hashlib
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from tunix.processes.versions import versions
+
 MAX_DIFF = 1 << 20  # characters of the difference to the commit that are kept
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)  # in names of variables
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "tokenizers",
-    "numpy",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-)
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
-    found = {"python": platform.python_version(), "code of tunix": _code_hash()}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def _code_hash() -> str:
-    root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def describe_environment() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
@@ -63,6 +63,18 @@ def bytes_per_device(tree: object) -> int:
         return math.prod(shape) * leaf.dtype.itemsize
 
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+@jax.jit
+def replicate(array: jax.Array) -> jax.Array:
+    """Return an array with all of it on every device of its mesh; every process calls this."""
+    return reshard(array, NamedSharding(jax.typeof(array).sharding.mesh, PartitionSpec()))
+
+
+@jax.jit
+def replicate_part(array: jax.Array, index: int) -> jax.Array:
+    """Return the part of an array at an index of its first dimension on every device; every process calls this."""
+    return replicate(jax.lax.dynamic_index_in_dim(array, index, keepdims=False))
 
 
 def to_main(state: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,0 +1,42 @@
+"""Several commands in one process: `commands.py evaluate checkpoint=... -- export checkpoint=... distributed.process_id=0`.
+
+Words that begin with distributed. go to every command.
+"""
+
+import sys
+
+from tunix.cli.command import run_command
+from tunix.cli.compose import compose
+from tunix.config import Evaluate, Export, Generate
+from tunix.evaluate import evaluate
+from tunix.export import main as export
+from tunix.generate import generate
+from tunix.processes import member
+
+COMMANDS = {"evaluate": (Evaluate, evaluate), "generate": (Generate, generate), "export": (Export, export)}
+
+
+def split(words: list[str]) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == "--":
+            parts.append([])
+        elif not word.startswith("distributed."):
+            parts[-1].append(word)
+    return parts
+
+
+def main(words: list[str]) -> int:
+    """Run the commands one after the other, in the child of a supervisor; return the first exit code that is not 0."""
+    shared = [word for word in words if word.startswith("distributed.")]
+    if (code := member.supervise(compose(shared).config.distributed)) is not None:
+        return code
+    for name, *own in split(words):
+        sys.argv[1:] = [*own, *shared]
+        if code := run_command(*COMMANDS[name]):
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

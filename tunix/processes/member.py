@@ -1,0 +1,42 @@
+"""A process of a run: a parent that watches over its child, and a child that works. Every end has an exit code.
+
+Imports jax only where the work begins.
+"""
+
+import sys
+from collections.abc import Callable
+
+from tunix.base.errors import Ending
+from tunix.config import Distributed
+from tunix.processes import exits, supervisor
+from tunix.processes.identity import find_identity
+
+
+def supervise(distributed: Distributed) -> int | None:
+    """Run this command line in a child and return its exit code; None in the child, and for a run of one process."""
+    identity = find_identity(distributed)
+    if identity is None or supervisor.is_child():
+        return None
+    return supervisor.supervise(identity, distributed.heartbeat_timeout_s)
+
+
+def run_member(distributed: Distributed, work: Callable[[], object]) -> int:
+    """Return the exit code of `work()`; where it fails, the other processes of the run are told why."""
+    from tunix.processes import peers  # jax starts here, after the config has passed
+
+    try:
+        work()
+        return 0
+    except Ending as ending:
+        code, why = ending.code, str(ending)
+        if not ending.is_failure:
+            exits.ignore_stop_signals()
+            print(why, flush=True)
+            return code
+    except Exception as error:
+        if not find_identity(distributed):
+            raise  # a bug: with its traceback
+        code, why = peers.blame(error)
+    print(f"error: {why}", file=sys.stderr)
+    peers.leave(code, why)
+    return code

@@ -1,0 +1,35 @@
+"""Versions that must be the same on all processes of a run."""
+
+import hashlib
+import platform
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "tokenizers",
+    "numpy",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
+    found = {"python": platform.python_version(), "code of tunix": _code_hash()}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def _code_hash() -> str:
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
