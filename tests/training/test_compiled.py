@@ -4,9 +4,11 @@ from functools import cache
 
 import jax
 import pytest
-from support.harness import batch, program
+from support.harness import SMALL, batch, program
 
+from tunix.cli.compose import compose
 from tunix.costs.hlo import read_collectives
+from tunix.training.program import build_mesh, choose_sync
 
 MICROBATCHES = 4
 
@@ -67,6 +69,26 @@ def test_fewer_reductions_cost_memory():
     each, once = moved(FSDP), moved(FSDP, "training.sync_gradients_every=4")
     assert once["temporary"] > 1.3 * each["temporary"]
     assert once["arguments"] == each["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "sync"),
+    [
+        ("[[8],[dp]]", "full_shard", MICROBATCHES),
+        ("[[4,2],[dp,tp]]", "full_shard", MICROBATCHES),
+        ("[[8],[fsdp]]", "no_shard", MICROBATCHES),
+        ("[[8],[fsdp]]", "shard_optimizer", MICROBATCHES),
+        ("[[2,4],[dp,fsdp]]", "full_shard", 1),
+        ("[[8],[fsdp]]", "shard_grad_op", 1),
+        ("[[8],[tp]]", "no_shard", 1),  # nothing is reduced over data shards
+    ],
+)
+def test_gradients_are_reduced_once_a_step_where_no_axis_splits_them(mesh, strategy, sync):
+    words = [f"model.mesh_shape={mesh}", f"training.sharding_strategy={strategy}"]
+    cfg = compose([*SMALL, *words, f"training.gradient_accumulation_steps={MICROBATCHES}"]).config
+    assert choose_sync(cfg.training, build_mesh(cfg)) == sync
+    given = cfg.training.model_copy(update={"sync_gradients_every": 2})
+    assert choose_sync(given, build_mesh(cfg)) == 2
 
 
 def test_strategies_order_by_bytes_per_device():

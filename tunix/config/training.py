@@ -57,9 +57,10 @@ class Training(Section):
     """Sequences per optimizer step over the whole mesh; null derives it."""
     global_batch_tokens: Count | None
     """Tokens per optimizer step over the whole mesh; null derives it."""
-    sync_gradients_every: Count
+    sync_gradients_every: Count | Literal["auto"]
     """Microbatches between gradient reductions within a step; divides the accumulation. The result stays, memory
-    grows, traffic falls."""
+    grows, traffic falls. auto is once a step where that costs no memory: where no axis splits the gradients, as on dp
+    alone; else once a microbatch."""
     sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
     """ZeRO stage 3, 2, 1 or 0 on the fsdp axis."""
     mixed_precision: Literal["bf16", "fp32"]
@@ -155,7 +156,7 @@ class Training(Section):
                     f"nearest: {low} or {low + unit}"
                 )
             num_microbatches = asked // unit
-        if num_microbatches % self.sync_gradients_every:
+        if self.sync_gradients_every != "auto" and num_microbatches % self.sync_gradients_every:
             legal = [n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0]
             raise UserError(
                 f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "

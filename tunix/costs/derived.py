@@ -1,7 +1,7 @@
 """Bytes, collectives and FLOPs of a training step, derived from config and mesh; no device and no compile is needed."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import jax
@@ -24,7 +24,7 @@ from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
 from tunix.training.chunks import chunk_positions
-from tunix.training.program import Program, abstract_batch, assemble
+from tunix.training.program import Program, abstract_batch, assemble, choose_sync
 from tunix.training.state import Weight, describe
 
 MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
@@ -59,6 +59,7 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     """Return the costs of a step of an assembled program on the mesh in use."""
     training, batch = cfg.training, cfg.training.batch_shape(mesh.shape)
     microbatches = batch.num_microbatches
+    program = replace(program, sync_every=choose_sync(training, mesh))  # `program` may be that of another micro batch
     arch, share = program.arch, batch.num_tokens / mesh.size
     flops = flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len) * share
     forward_flops = forward_flops_per_token(cfg.model, arch.num_parameters, training.seq_len) * share
@@ -90,7 +91,7 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
     Gathered in blocks, weights of the block at work and of the next exist at a time, and gradients of blocks are summed
     at once. Gathered for the step, all exist, and a whole gradient that only this data shard has computed.
     """
-    layout, arch, sync_every = program.layout, program.arch, program.cfg.training.sync_gradients_every
+    layout, arch, sync_every = program.layout, program.arch, program.sync_every
     in_blocks, weights = layout.gathers_in_blocks(sync_every), jax.tree.leaves(arch.weights)
     # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
     weights += [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not weight.equation.is_stacked]

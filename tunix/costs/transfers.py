@@ -54,7 +54,7 @@ def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches
 def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
     """Weights gathered before they are used, and their gradients reduced after."""
     layout, strategy = program.layout, program.layout.strategy
-    sync_every = program.cfg.training.sync_gradients_every
+    sync_every = program.sync_every
     reductions, in_blocks = num_microbatches // sync_every, layout.gathers_in_blocks(sync_every)
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):

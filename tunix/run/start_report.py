@@ -49,8 +49,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
-        f"{shards} data shard(s) x {training.sequences_per_shard}; gradients reduced every "
-        f"{training.sync_gradients_every} microbatch(es)",
+        f"{shards} data shard(s) x {training.sequences_per_shard}; " + _reductions(program),
         "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
         "length": _length(cfg, sizes),
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
@@ -138,6 +137,12 @@ def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str,
         num_frozen = count(arch.frozen(arch.weights))
         rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {kept}"
     return rows
+
+
+def _reductions(program: Program) -> str:
+    text = f"gradients reduced every {program.sync_every} microbatch(es)"
+    is_chosen = program.cfg.training.sync_gradients_every == "auto" and program.sync_every > 1
+    return f"{text}: once a step, which costs no memory on this mesh" if is_chosen else text
 
 
 def _length(cfg: Config, sizes: Sizes) -> str:

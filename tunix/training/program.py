@@ -8,14 +8,15 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from tunix.config import Config
+from tunix.config import Config, Training
 from tunix.data.batch import abstract_arrays
 from tunix.models.kernels import choose_kernel
+from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import unsplit_dims
+from tunix.sharding.mesh_shape import data_shards, unsplit_dims
 from tunix.training.copies import Update, make_updates, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
@@ -36,6 +37,21 @@ def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
     return device_mesh(cfg.model.mesh_shape, cfg.dims, cfg.distributed.allow_idle_devices, devices)
 
 
+def choose_sync(training: Training, mesh: Mesh | AbstractMesh) -> int:
+    """Return the microbatches between two reductions of gradients on a mesh.
+
+    Where an axis splits the gradients, a reduction once a step needs whole gradients on each device, and weights that
+    are gathered for the step. Elsewhere each device has whole gradients anyway.
+    """
+    if training.sync_gradients_every != "auto":
+        return training.sync_gradients_every
+    sizes = mesh.shape
+    splits = STRATEGIES[training.sharding_strategy].gradients and any(sizes[axis] > 1 for axis in keeping_axes())
+    if splits or data_shards(sizes) == 1:
+        return 1
+    return training.batch_shape(sizes).num_microbatches
+
+
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +64,7 @@ class Program:
     arch: Architecture
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
+    sync_every: int  # microbatches between two reductions of gradients
     copies: dict[str, Update]  # of the parameters, that the state carries
     abstract: State  # shapes, dtypes and shardings of the state
 
@@ -91,7 +108,7 @@ class Program:
             self.optimizer,
             schedule,
             self.layout,
-            cfg.training.sync_gradients_every,
+            self.sync_every,
             self.copies,
         )
 
@@ -110,4 +127,5 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies = make_updates(training)
     abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies)), mesh)
-    return Program(cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), copies, abstract)
+    sync_every = choose_sync(training, mesh)
+    return Program(cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), sync_every, copies, abstract)
