@@ -21,6 +21,9 @@ MESHES = [
     "[[2,4],[fsdp,tp]]",
     "[[2,2,2],[dp,fsdp,tp]]",
     "[[2,4],[dp,tp]]",
+    "[[2,4],[fsdp,cp]]",  # more devices than key/value heads
+    "[[2,2,2],[dp,fsdp,cp]]",
+    "[[2,2,2],[fsdp,cp,tp]]",
 ]
 
 

@@ -14,7 +14,7 @@ Dtype = Literal["float32", "bfloat16"]
 # Rematerialization: the values of a block that a policy keeps from its forward pass until its backward pass, by name.
 # The backward pass computes everything else again. models/remat.py says which value has which name.
 REMAT = {
-    "none": ("product", "attention", "norm", "residual"),
+    "none": ("product", "attention", "norm", "residual", "exchange"),
     "dots": ("product", "attention"),
     "attention": ("attention",),
     "full": (),

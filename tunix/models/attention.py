@@ -1,4 +1,4 @@
-"""Attention: which keys a query sees, the kernels that compute it, and how keys get from device to device.
+"""Attention: which keys a query sees, and the kernels that compute it.
 
 One function serves training, prefill and decoding. They differ only in `Seen`:
 
@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tunix.base.dotted import import_object
 from tunix.config.model import KERNELS
+from tunix.models.exchanges import EXCHANGES
 from tunix.sharding.layout import Layout
 
 QUERY_BLOCK = 512  # the plain kernel has the scores of at most this many queries at one time
@@ -61,10 +62,10 @@ def attend(
     """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
     Scores and softmax are float32. `kernel` is a key of `config.model.KERNELS` or a dotted path; `exchange` is a key of
-    `EXCHANGES`.
+    `EXCHANGES`. The places and segments of `seen` are those of whole sequences, on every device that has a part of them.
     """
-    of_queries, of_keys, of_places, of_rows = (layout.activation(letters) for letters in ("BTNH", "BTKH", "T", "BT"))
-    of_seen: Any = Seen._make([of_places, of_places, of_rows, of_rows, jax.P()])
+    of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", "BTKH", "BS"))
+    of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])
     kernel_function = import_object(KERNELS.get(kernel, kernel))
 
     @partial(jax.shard_map, in_specs=(of_queries, of_keys, of_keys, of_seen), out_specs=of_queries)
@@ -73,14 +74,6 @@ def attend(
         return EXCHANGES[exchange](kernel_function, q, k, v, seen)
 
     return on_each_device(q, k, v, seen._replace(window=jnp.asarray(seen.window, jnp.int32)))
-
-
-def local(kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
-    """Run the kernel on what this device has: every key of its sequences, for its heads."""
-    return kernel(q, k, v, seen)
-
-
-EXCHANGES = {"none": local}
 
 
 # A kernel is a function of one device's arrays: (q [B, T, N, H], k and v [B, S, K, H], seen) -> [B, T, N, H]. It gives

@@ -11,6 +11,8 @@ computes everything else again from them. Primitives play no part: a product or 
                  to go backward
     norm         result of each norm                           a mean over D
     residual     sum of the residual stream and a branch       the branch's last norm
+    exchange     queries, keys, values and results that        a transfer between devices
+                 devices have sent one another
 
 No policy keeps a gathered weight: those of all blocks together are the whole model. They have no name of this table, so
 the backward pass gathers them again.

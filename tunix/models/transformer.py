@@ -12,6 +12,7 @@ from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.models.attention import attend, seen_in_row
+from tunix.models.exchanges import choose_exchange
 from tunix.models.layers import NORMS, Einsum, Embedding, LearnedPositions, unchanged
 from tunix.models.positions import Rope, apply_rope, layer_rope
 from tunix.models.remat import keep_policy
@@ -142,12 +143,13 @@ class Transformer(nnx.Module):
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
-        rows = self.layout.activation("BT")
-        tokens, positions, segment_ids = (reshard(x, rows) for x in (tokens, positions, segment_ids))
+        tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
+        segment_ids = reshard(segment_ids, self.layout.activation("BS"))  # of whole sequences: once, not in each layer
+        exchange = choose_exchange()
 
         def mix_of(layer: Layer) -> Mix:
             seen = seen_in_row(segment_ids, layer.window)
-            return lambda q, k, v: (attend(q, k, v, seen, self.layout, self.cfg.attention), None)
+            return lambda q, k, v: (attend(q, k, v, seen, self.layout, self.cfg.attention, exchange), None)
 
         x, _, sums = self.run_blocks(tables, tokens, positions, mix_of, tokens.shape[1], seed)
         return x, sums

@@ -25,6 +25,7 @@ class Axis:
 MESH = (
     Axis("dp", splits_batch=True),
     Axis("fsdp", splits_batch=True, keeps_weights=True, suggested=True),
+    Axis("cp", keeps_weights=True),
     Axis("tp", suggested=True),
 )
 
@@ -75,7 +76,7 @@ DIMS = {
         #                            weight   activation
         Dim("A", "microbatches"),
         Dim("B", "sequences",        None,    DATA),
-        Dim("T", "tokens",           None,    None, key="training.seq_len"),
+        Dim("T", "tokens",           None,    "cp", key="training.seq_len"),
         Dim("D", "width",            KEEPING, None, key="model.embed_dim"),
         Dim("F", "MLP width",        "tp",    "tp", key="model.mlp_dim"),
         Dim("N", "query heads",      "tp",    "tp", key="model.num_heads"),
@@ -83,9 +84,11 @@ DIMS = {
         Dim("H", "head width",       None,    None, key="model.head_dim"),
         Dim("V", "vocabulary",       "tp",    "tp", key="model.vocab_size", may_stay_whole=Whole.ALWAYS),
         Dim("P", "context",          None,    None, key="model.context_length"),
-        Dim("S", "cache slots"),
+        Dim("S", "keys"),  # that a query may see: the slots of a cache, or all tokens of its sequence
         Dim("L", "layers",           None,    None, key="model.num_layers"),
-        # Small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.
+        # Inside attention each device has whole sequences, so the axis of the tokens splits heads there.
+        Dim("n", "query heads in attention", None, ("tp", "cp"), key="model.num_heads"),
+        # Other small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.
         Dim("r", "LoRA rank",        None,    None, key="model.lora.rank"),
         Dim("c", "codes along the width",  KEEPING, may_stay_whole=Whole.ALWAYS),  # bytes of codes, in the place of D
         Dim("e", "scales along the width", KEEPING, may_stay_whole=Whole.ALWAYS),  # blocks of one scale, in that of D
@@ -107,6 +110,11 @@ def data_axes() -> tuple[str, ...]:
 def keeping_axes() -> tuple[str, ...]:
     """Axes that keep weights."""
     return tuple(axis.name for axis in MESH if axis.keeps_weights)
+
+
+def token_axes() -> tuple[str, ...]:
+    """Axes that split the tokens of a sequence: devices along them have equal shares of each sequence, in order."""
+    return DIMS["T"].activation_axes
 
 
 def suggested_axes() -> tuple[str, ...]:

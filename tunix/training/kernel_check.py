@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.models.attention import attend, seen_in_row
+from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import data_shards
@@ -60,11 +61,11 @@ def _compare(cfg: Config, layout: Layout, name: str, num_rows: int) -> dict[str,
     q = numbers(0, "BTNH", model.num_heads) * jnp.asarray(model.head_dim**-0.5, layout.compute)
     k, v = (numbers(seed, "BTKH", model.num_kv_heads) for seed in (1, 2))
     d_out = numbers(3, "BTNH", model.num_heads)
-    segments = spread(jnp.arange(LENGTH)[None] // DOCUMENT, "BT")
+    segments = spread(jnp.arange(LENGTH)[None] // DOCUMENT, "BS")
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
         def attended(q, k, v):
-            return attend(q, k, v, seen_in_row(segments, WINDOW), layout, kernel)
+            return attend(q, k, v, seen_in_row(segments, WINDOW), layout, kernel, choose_exchange())
 
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))
         return [out, *pull_back(d_out.astype(dtype))]

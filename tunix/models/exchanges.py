@@ -1,0 +1,63 @@
+"""Exchanges of attention: how a query meets the keys of its sequence that rest on other devices.
+
+Outside attention each device has a share of the tokens of a sequence, with all heads of its part of the model. Inside
+it a query needs the keys of all earlier tokens. An exchange is a function that runs inside a `shard_map`, on one
+device's arrays: (kernel, q [B, T, N, H], k and v [B, T, K, H], seen) -> [B, T, N, H], where T are the tokens of this
+device, and `seen` is the rule for the whole sequence.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from tunix.sharding.dims import token_axes
+
+Exchange = Callable[..., jax.Array]
+
+
+def choose_exchange() -> str:
+    """Return the key of `EXCHANGES` for the mesh in use."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return "none" if math.prod(sizes[axis] for axis in token_axes()) == 1 else "ulysses"
+
+
+def keep_here(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
+    """Run the kernel on what this device has: every key of its sequences, for its heads."""
+    return kernel(q, k, v, seen)
+
+
+def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
+    """Give each device all tokens of some heads, run the kernel there, and give the tokens back (arXiv:2309.14509).
+
+    Four heads of a sequence on two devices; a cell is the part of a head that a device has:
+
+                 tokens 0-3    tokens 4-7               tokens 0-7
+        head 0   device 0      device 1                 device 0
+        head 1   device 0      device 1    all-to-all   device 0
+        head 2   device 0      device 1   ---------->   device 1
+        head 3   device 0      device 1   <----------   device 1
+
+    The kernel sees whole sequences, so every kernel works, with documents and windows. The devices must divide the
+    query heads. Key/value heads that they do not divide are repeated until they do: each device then gets those that
+    its query heads need, and no byte more.
+    """
+    axes = token_axes()
+    num_devices = jax.lax.axis_size(axes)
+    repeats = num_devices // math.gcd(num_devices, k.shape[2])
+
+    def whole_sequences(x: jax.Array) -> jax.Array:
+        swapped = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
+        return checkpoint_name(swapped, "exchange")
+
+    k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+    out = kernel(*map(whole_sequences, (q, k, v)), seen)
+    back = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
+    return checkpoint_name(back(out), "exchange")
+
+
+EXCHANGES: dict[str, Exchange] = {"none": keep_here, "ulysses": swap_tokens_for_heads}
