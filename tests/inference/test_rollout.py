@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 320, length).tolist() for length in (5, 20, 3, 9)]
 STOP = tuple(range(0, 320, 16))  # most answers end early, at different lengths; some do not
 HOW = Sampling(40, temperature=1.3, stop=STOP)
-MESHES = ("[[1],[fsdp]]", "[[8],[fsdp]]", "[[4,2],[fsdp,tp]]")
+MESHES = ("[[1],[fsdp]]", "[[8],[fsdp]]", "[[4,2],[fsdp,tp]]", "[[2,2,2],[fsdp,cp,tp]]")
 WORDS = ["model.num_layers=2", "model.global_every=2", "distributed.allow_idle_devices=true"]
 
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tunix.sharding.dims import Equation
+from tunix.sharding.dims import Equation, axis_names
 from tunix.sharding.mesh_shape import check_divides, parse, resolve
 
-DIMS = {"D": 64, "F": 128, "N": 8, "K": 2, "V": 256, "H": 8}
+DIMS = {"D": 64, "F": 128, "N": 8, "K": 2, "V": 256, "H": 8, "T": 36, "n": 8}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,13 @@ def test_resolve(shape, devices, sizes):
             128,
             "model.embed_dim=64 is not divisible by mesh axis fsdp=128 (nearest fsdp: 16, 32 or 64)",
         ),
+        (  # both axes split the width of weights at rest
+            ((32, 4), ("fsdp", "cp")),
+            128,
+            "model.embed_dim=64 is not divisible by mesh axes fsdp=32 x cp=4 = 128 (nearest fsdp x cp: 16, 32 or 64)",
+        ),
+        (((8,), ("cp",)), 8, "training.seq_len=36 is not divisible by mesh axis cp=8 (nearest cp: 6, 9 or 12)"),
+        (((8,), ("cp",)), 8, 'legal here: [[4,2],["cp","tp"]], [[4,2],["cp","fsdp"]]'),
     ],
 )
 def test_resolve_refuses(shape, devices, message):
@@ -76,7 +83,7 @@ def test_idle_devices_only_when_asked_for():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([[4, 2], ["fsdp", "foo"]], "unknown axis 'foo'; axes are dp, fsdp, tp"),
+        ([[4, 2], ["fsdp", "foo"]], f"unknown axis 'foo'; axes are {', '.join(axis_names())}"),
         ([[4, 2], ["fsdp", "tpp"]], "did you mean tp?"),
         ([[4, 2], ["fsdp", "fsdp"]], "axis fsdp is named twice"),
         ([[4], ["fsdp", "tp"]], "1 sizes for 2 axes"),
@@ -96,7 +103,7 @@ def test_parse_refuses(value, message):
 
 def test_key_value_heads_that_neither_divide_nor_are_divided():
     with pytest.raises(ValueError, match="model.num_kv_heads=6"):
-        check_divides(DIMS | {"N": 12, "K": 6}, {"dp": 1, "fsdp": 1, "tp": 4})
+        check_divides(DIMS | {"N": 12, "K": 6}, dict.fromkeys(axis_names(), 1) | {"tp": 4})
 
 
 def test_equation():

@@ -15,16 +15,8 @@ from dataclasses import dataclass
 from tunix.config import DeviceKind
 from tunix.costs.hlo import Collective
 from tunix.costs.timeline import UNKNOWN, Timeline
-from tunix.costs.transfers import Transfer, seconds
+from tunix.costs.transfers import BUS_FACTORS, Transfer, seconds
 
-# Bytes that each of n devices in a group sends for one byte of the array, with a ring algorithm.
-BUS_FACTORS = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1.0,
-}
 # Parts of JAX's name stack that JAX adds by itself; only the names that our source gave are shown.
 NO_SCOPE = re.compile(r"while|body|closed_call|checkpoint|cond|branch_\d+_fun|rematted_computation|.*->.*|")
 

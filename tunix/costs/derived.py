@@ -19,10 +19,11 @@ from tunix.costs.transfers import (
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.models.kernels import choose_kernel
-from tunix.models.remat import computes_products_again
+from tunix.models.remat import computes_again
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
+from tunix.sharding.mesh_shape import token_shards
 from tunix.training.chunks import chunk_positions
 from tunix.training.program import Program, abstract_batch, assemble, choose_sync
 from tunix.training.state import Weight, describe
@@ -67,7 +68,7 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
         _state_bytes(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, program, mesh)},
         list_transfers(program, mesh, microbatches),
         flops,
-        flops + computes_products_again(training.remat) * forward_flops,
+        flops + computes_again(training.remat, "product") * forward_flops,
         batch.num_tokens,
     )
 
@@ -125,7 +126,8 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
     """
     training = cfg.training
     inside = inside_bytes(cfg, program.layout, mesh, training.seq_len)
-    positions = chunk_positions(training.loss_chunk_size, training.sequences_per_shard, training.seq_len)
+    own_tokens = shard_shape((training.seq_len,), program.layout.activation("T"), mesh)[0]
+    positions = chunk_positions(training.loss_chunk_size, training.sequences_per_shard, own_tokens)
     words = shard_shape((cfg.model.vocab_size,), program.layout.activation("V"), mesh)[0]
     logits = 1.75 * positions * words * 4  # float32, and part of their gradient
     return round(training.sequences_per_shard * (_residual_bytes(program, mesh) + max(inside, logits)))
@@ -135,12 +137,14 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     """Bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
     model, item = cfg.model, jnp.dtype(layout.compute).itemsize
     local = {letter: shard_shape((size,), layout.activation(letter), mesh)[0] for letter, size in model.dims.items()}
+    tokens = shard_shape((length,), layout.activation("T"), mesh)[0]
     heads, head_dim = local["N"], local["H"]
     keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
     mlp = (3 if model.mlp.kind == "gated" else 2) * local["F"]
-    inside = 2 * length * item * (6 * local["D"] + 2 * (heads + keys) * head_dim + mlp)
+    copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
+    inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)
     if choose_kernel(model.attention, head_dim, layout.compute).name == "xla":  # also where a mesh has no devices
-        inside += heads * min(length, QUERY_BLOCK) * length * (4 + item)
+        inside += local["n"] * min(length, QUERY_BLOCK) * length * (4 + item)
     return inside
 
 

@@ -104,9 +104,12 @@ def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
 
 def _parse(line: str, match: re.Match, times: int) -> Collective:
     arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"])]
+    if match["start"] and match["kind"] != "all-reduce":
+        # The type of a -start is (operands, results), and may end with numbers without dimensions that only XLA needs.
+        arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"]) if dims]
     sizes, group = [size for _, size in arrays], _group(line)
-    if match["start"] and match["kind"] in ("all-gather", "reduce-scatter"):
-        # The type of a -start is the pair (operands, results); the larger half is the whole array.
+    if match["start"] and match["kind"] != "all-reduce":
+        # The larger half is the whole array.
         num_bytes = max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))
     else:
         # The result of a reduce-scatter is one device's part, so the whole array is as many times larger.

@@ -21,6 +21,7 @@ from tunix.costs.rollout_sizes import (
 )
 from tunix.costs.transfers import gathered_dtype, shard_bytes, shard_shape
 from tunix.models.flops import forward_flops_per_token
+from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.program import Program
 
@@ -83,6 +84,7 @@ def rollout_costs(
     Prompts have at most `longest_prompt` tokens. `device_bytes` is the memory of a device, if it is known: it decides
     in which form quantized weights are used.
     """
+    mesh = whole_sequences(mesh)
     shards = data_shards(mesh.shape)
     count, copies = spread_prompts(num_prompts, answers_per_prompt, shards)
     prompts, rows = count * copies // shards, count * answers_per_prompt // shards

@@ -9,24 +9,33 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DeviceKind
-from tunix.models.remat import computes_products_again
-from tunix.sharding.dims import Equation, axis_names
+from tunix.models.exchanges import repeats_of
+from tunix.models.remat import computes_again
+from tunix.sharding.dims import Equation, axis_names, token_axes
 from tunix.sharding.layout import Layout
+from tunix.sharding.mesh_shape import token_shards
 from tunix.training.program import Program
 from tunix.training.state import Weight
 
-TRAVERSALS = {  # of a ring (Patarasuk and Yuan 2009)
-    "all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "collective-permute": 1,
-}  # fmt: skip
+# Bytes that each of n devices in a group sends for one byte of the array, with a ring algorithm (Patarasuk and Yuan
+# 2009). The array is the whole one that a group gathers, reduces or scatters; of an all-to-all and of a permute it is
+# the array of one device.
+BUS_FACTORS = {
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+}
 
 
 @dataclass(frozen=True)
 class Transfer:
     """All collectives of one kind and purpose in one step, over some mesh axes."""
 
-    kind: str  # of TRAVERSALS
+    kind: str  # of BUS_FACTORS
     axes: tuple[str, ...]
-    num_bytes: int  # in one step: of the whole arrays that a group gathers, reduces or scatters
+    num_bytes: int  # in one step: of the arrays that BUS_FACTORS counts
     overlaps: bool = True  # arithmetic goes on meanwhile; false where the next product waits for the result
 
 
@@ -42,13 +51,14 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
     neighbours = max(1, math.gcd(stride * size, per_node) // stride)  # where groups and nodes overlap least
     crosses = neighbours < size
     speed = min(kind.link_gb_per_s, neighbours * kind.network_gb_per_s) if crosses else kind.link_gb_per_s
-    return TRAVERSALS[transfer.kind] * transfer.num_bytes * (size - 1) / size / (speed * 1e9)
+    return BUS_FACTORS[transfer.kind](size) * transfer.num_bytes / (speed * 1e9)
 
 
 def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
     """Return the collectives of one step; the mesh must be the one in use."""
     of_weights = _weight_transfers(program, mesh, num_microbatches)
-    return [*of_weights, *_activation_transfers(program, mesh, num_microbatches)]
+    sums = _activation_transfers(program, mesh, num_microbatches)
+    return [*of_weights, *sums, *_attention_transfers(program, mesh, num_microbatches)]
 
 
 def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -86,7 +96,7 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     """
     cfg, layout = program.cfg, program.layout
     sizes = cfg.dims | {"B": cfg.training.batch_shape(mesh.shape).num_rows}
-    forward_passes = 1 + computes_products_again(cfg.training.remat)
+    forward_passes = 1 + computes_again(cfg.training.remat, "product")
     products: list[tuple[Equation, int]] = []  # with the times that each runs for a sequence
     for weight in jax.tree.leaves(program.arch.weights):
         equation = weight.equation.dequantized()
@@ -100,6 +110,32 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
             shape = shard_shape([sizes[letter] for letter in equation.y], layout.activation(equation.y), mesh)
             num_bytes = math.prod(shape) * jnp.dtype(layout.compute).itemsize
             yield Transfer("all-reduce", axes, num_microbatches * times * num_bytes, overlaps=False)
+
+
+def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
+    """What devices that share sequences send one another in attention, and the segment ids, spread once."""
+    cfg, axes = program.cfg, token_axes()
+    if token_shards(mesh.shape) == 1:
+        return
+    rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
+    segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
+    yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False)
+    # Forward, once more where they are not kept, and backward the same in the other direction.
+    times = (2 + computes_again(cfg.training.remat, "exchange")) * cfg.model.num_layers * num_microbatches
+    for num_bytes in exchanged_bytes(program, mesh):
+        yield Transfer("all-to-all", axes, times * num_bytes, overlaps=False)
+
+
+def exchanged_bytes(program: Program, mesh: Mesh | AbstractMesh) -> list[int]:
+    """Bytes of the queries, keys, values and results of a layer that one device exchanges, for one microbatch."""
+    cfg, layout = program.cfg, program.layout
+    rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
+    shape = rows, tokens, cfg.model.num_heads, cfg.model.head_dim
+    own_rows, own_tokens, queries, head_dim = shard_shape(shape, layout.activation("BTNH"), mesh)
+    keys = layout.num_own_kv_heads(shard_shape((cfg.model.num_kv_heads,), layout.activation("K"), mesh)[0])
+    keys *= repeats_of(keys, token_shards(mesh.shape))
+    head = own_rows * own_tokens * head_dim * jnp.dtype(layout.compute).itemsize
+    return [queries * head, keys * head, keys * head, queries * head]
 
 
 def gathered_dtype(weight: Weight, layout: Layout) -> str:

@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import Job
-from tunix.costs.communication import BUS_FACTORS
 from tunix.costs.devices import find_kind
-from tunix.costs.transfers import Transfer, seconds
+from tunix.costs.transfers import BUS_FACTORS, Transfer, seconds
 from tunix.doctor.findings import Finding, Status
 from tunix.doctor.machine import find_existing
 from tunix.processes import peers
 from tunix.processes.shared_disk import find_blind
+from tunix.sharding.dims import token_axes
 
 SKEW_S = 1.0  # clocks may differ by so many seconds
 SLOW = 1.5  # a process is slow if it takes this many times the median
@@ -30,6 +30,7 @@ SECONDS = 2.0  # one measurement is repeated for about so long
 COLLECTIVES: dict[str, Callable] = {
     "all-reduce": lambda x, axis: jax.lax.psum(x, axis),
     "all-gather": lambda x, axis: jax.lax.all_gather(x, axis, axis=1, tiled=True),
+    "all-to-all": lambda x, axis: jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=1, tiled=True),
 }
 
 
@@ -113,14 +114,18 @@ def measure_links(mesh: Mesh, per_node: int) -> Iterator[Link]:
     """Measure the links along each mesh axis of more than one device; all groups of an axis communicate at once."""
     for axis in reversed(mesh.axis_names):  # the last axis has the fastest links
         for collective in COLLECTIVES:
-            if mesh.shape[axis] > 1:
+            # Attention exchanges heads and tokens over the axes that split tokens, and over no other.
+            is_used = collective != "all-to-all" or axis in token_axes()
+            if mesh.shape[axis] > 1 and is_used:
                 yield _measure(mesh, axis, collective, per_node)
 
 
 def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
     size, everywhere = mesh.shape[axis], PartitionSpec(mesh.axis_names)
-    share = PAYLOAD_MIB.get(jax.default_backend(), 64) * 2**20 // 4 // (size if collective == "all-gather" else 1)
-    num_bytes = 4 * share * (size if collective == "all-gather" else 1)
+    share = PAYLOAD_MIB.get(jax.default_backend(), 64) * 2**20 // 4 // size
+    num_bytes = 4 * share * size
+    if collective != "all-gather":  # each device has an array of this size, not a part of it
+        share *= size
     x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, everywhere))()
     run_collective = jax.jit(
         jax.shard_map(

@@ -27,7 +27,7 @@ from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.run.stores import copies_in, read_json, read_state
 from tunix.sharding.arrays import rows_to_global
 from tunix.sharding.layout import STRATEGIES, Layout
-from tunix.sharding.mesh import device_mesh
+from tunix.sharding.mesh import device_mesh, whole_sequences
 from tunix.sharding.mesh_shape import ONE_DEVICE, unsplit_dims
 from tunix.tokenizer.vocabulary import Vocabulary, load_vocabulary, read_backend
 from tunix.training.state import Architecture, abstract_params, describe
@@ -106,9 +106,10 @@ def load_pretrained(
     """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape`, and over fsdp between uses
-    if the `strategy` says so. Without a mesh, it is one device; of several processes, which all call this, fsdp over
-    all of their devices. `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it
-    has trained.
+    if the `strategy` says so. Axes of `mesh_shape` that split the tokens of a sequence split sequences instead: a text
+    is of any length, and grows by one token at a time. Without a mesh, it is one device; of several processes, which
+    all call this, fsdp over all of their devices. `weights` names a copy of the parameters that the run has kept, like
+    `ema`, or those that it has trained.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
@@ -118,7 +119,7 @@ def load_pretrained(
     if mesh_shape is None:
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
     cfg = architecture.trained_model(folder, mesh_shape)
-    mesh = device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True)
+    mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32")
     with jax.set_mesh(mesh):

@@ -34,8 +34,9 @@ from tunix.costs.rollout_sizes import (
 from tunix.inference.cache import Cache, decode, grow, prefill, repeat_rows, take_rows
 from tunix.inference.drawing import Drawn, Sampling, draw
 from tunix.inference.gathered import Gathered, gather
-from tunix.sharding.arrays import abstract_results, bytes_per_device, rows_to_global
+from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out, rows_to_global
 from tunix.sharding.layout import activation_spec
+from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
 
@@ -67,12 +68,13 @@ class Rows(NamedTuple):
 class Sampler:
     """Draws answers with the parameters that it is called with, laid out as `arch` has them at rest.
 
-    The mesh must be the one in use (`jax.set_mesh`). With several processes each calls it with the same arguments and
-    gets all answers.
+    With several processes each calls it with the same arguments and gets all answers. Where axes of `mesh` split the
+    tokens of a sequence, the parameters are laid out anew for each rollout: one token after the other has nothing to
+    split (`whole_sequences`).
     """
 
     def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
-        self.context_length, self.mesh = context_length, mesh
+        self.context_length, self.mesh = context_length, whole_sequences(mesh)
         self.begin = jax.jit(partial(begin, arch), static_argnames=("how", "repeats", "num_slots"))
         self.stretch = jax.jit(partial(stretch, arch), static_argnames="how", donate_argnames="rows")
         self.grow = jax.jit(grow, static_argnums=1)
@@ -88,7 +90,9 @@ class Sampler:
 
     def gather(self, params: Any) -> Gathered:
         """Return the parameters for several calls of `rollout`, gathered once."""
-        return self.gathering(params, as_matrices=self._as_matrices(params))
+        with jax.set_mesh(self.mesh):
+            params = lay_out(params, self.mesh)
+            return self.gathering(params, as_matrices=self._as_matrices(params))
 
     def rollout(
         self,
@@ -118,7 +122,8 @@ class Sampler:
             wave.sort()  # waves depend on the lengths; within a wave rows are in order
             wanted = [index * answers_per_prompt + n for index in wave for n in range(answers_per_prompt)]
             asked = [prompts[index] for index in wave]
-            drawn = self._answer(weights, asked, [first_row + n for n in wanted], how, jax.random.key(seed))
+            with jax.set_mesh(self.mesh):
+                drawn = self._answer(weights, asked, [first_row + n for n in wanted], how, jax.random.key(seed))
             answers |= dict(zip(wanted, drawn, strict=True))
         return [answers[n] for n in range(len(answers))]
 
@@ -140,12 +145,14 @@ class Sampler:
         def of_rows(*shape):
             return jax.ShapeDtypeStruct(shape, "int32", sharding=NamedSharding(self.mesh, activation_spec("B")))
 
-        as_matrices = self._as_matrices(params)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        inputs = of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows), key
-        weights, after = abstract_results(self.mesh, first_token, params, *inputs)
-        scalars = [jax.ShapeDtypeStruct((), "int32")] * 3
-        return self.stretch.lower(weights, after, key, *scalars, how=how).compile()
+        with jax.set_mesh(self.mesh):
+            params = lay_out(params, self.mesh)
+            as_matrices = self._as_matrices(params)
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            inputs = of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows), key
+            weights, after = abstract_results(self.mesh, first_token, params, *inputs)
+            scalars = [jax.ShapeDtypeStruct((), "int32")] * 3
+            return self.stretch.lower(weights, after, key, *scalars, how=how).compile()
 
     def _check(self, prompts: Sequence[list[int]], how: Sampling) -> None:
         longest = max(map(len, prompts))

@@ -62,7 +62,7 @@ def attend(
     """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
     Scores and softmax are float32. `kernel` is a key of `config.model.KERNELS` or a dotted path; `exchange` is a key of
-    `EXCHANGES`. The places and segments of `seen` are those of whole sequences, on every device that has a part of them.
+    `EXCHANGES`. Places and segments of `seen` are those of whole sequences, on every device that has a part of them.
     """
     of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", "BTKH", "BS"))
     of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])

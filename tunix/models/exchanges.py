@@ -16,14 +16,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix.sharding.dims import token_axes
+from tunix.sharding.mesh_shape import token_shards
 
 Exchange = Callable[..., jax.Array]
 
 
 def choose_exchange() -> str:
     """Return the key of `EXCHANGES` for the mesh in use."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return "none" if math.prod(sizes[axis] for axis in token_axes()) == 1 else "ulysses"
+    return "none" if token_shards(jax.sharding.get_abstract_mesh().shape) == 1 else "ulysses"
+
+
+def repeats_of(num_kv_heads: int, num_devices: int) -> int:
+    """Return how often each key/value head is repeated so that the devices divide the heads."""
+    return num_devices // math.gcd(num_devices, num_kv_heads)
 
 
 def keep_here(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
@@ -47,8 +52,7 @@ def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array,
     its query heads need, and no byte more.
     """
     axes = token_axes()
-    num_devices = jax.lax.axis_size(axes)
-    repeats = num_devices // math.gcd(num_devices, k.shape[2])
+    repeats = repeats_of(k.shape[2], jax.lax.axis_size(axes))
 
     def whole_sequences(x: jax.Array) -> jax.Array:
         swapped = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)

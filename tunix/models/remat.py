@@ -30,6 +30,6 @@ def keep_policy(name: str) -> Callable[..., bool]:
     return jax.checkpoint_policies.save_only_these_names(*REMAT[name])
 
 
-def computes_products_again(name: str) -> bool:
-    """Return whether the backward pass runs the matrix products of the forward pass once more."""
-    return "product" not in REMAT[name]
+def computes_again(name: str, value: str) -> bool:
+    """Return whether, under a policy, the backward pass computes the values of this name once more."""
+    return value not in REMAT[name]

@@ -55,6 +55,18 @@ def abstract_results(mesh: Mesh, function: Callable, *arguments: Any) -> Any:
     return jax.tree.map(place, jax.eval_shape(function, *arguments))
 
 
+def lay_out(tree: Any, mesh: Mesh) -> Any:
+    """Return arrays, or shapes of arrays, on another mesh of the same devices, with the specs that they have."""
+
+    def move(leaf: Any) -> Any:
+        sharding = NamedSharding(mesh, leaf.sharding.spec)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return leaf if leaf.sharding.mesh == mesh else jax.device_put(leaf, sharding)
+
+    return jax.tree.map(move, tree)
+
+
 def bytes_per_device(tree: object) -> int:
     """Return the bytes that one device has of a tree of arrays or shapes; of a leaf without a sharding, all."""
 

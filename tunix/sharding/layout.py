@@ -131,6 +131,10 @@ class Layout:
         own = jax.lax.axis_index(axis) * num_local_queries // queries_per_head
         return jax.lax.dynamic_slice_in_dim(heads, own, 1, axis=2)
 
+    def num_own_kv_heads(self, num_heads: int) -> int:
+        """Return how many of the `num_heads` key/value heads on a device serve its query heads."""
+        return 1 if "K" in self.unsplit else num_heads
+
     def use_dtype(self, equation: Equation) -> str:
         """Return the dtype of a weight in use: float32 for vectors (norm scales, biases), else the compute dtype."""
         return "float32" if equation.is_vector else self.compute

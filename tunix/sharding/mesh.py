@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tunix.base.errors import UserError
-from tunix.sharding.dims import axis_names, data_axes
-from tunix.sharding.mesh_shape import MeshShape, resolve
+from tunix.sharding.dims import axis_names, data_axes, keeping_axes, token_axes
+from tunix.sharding.mesh_shape import MeshShape, resolve, token_shards
 
 MAX_ROWS = 16  # of a table in the start report; longer ones are cut off
 
@@ -35,12 +36,37 @@ def device_mesh(
     return jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(names), devices=used)
 
 
+def whole_sequences(mesh: Mesh | AbstractMesh) -> Any:
+    """Return a mesh of the same devices on which each device has whole sequences: for one token after the other.
+
+    The devices of the axes that split tokens join the first axis that keeps weights. Where these axes are neighbours
+    in the table, weights at rest stay on their devices: eight parts over fsdp=2 x cp=4 are those over fsdp=8.
+    """
+    if token_shards(mesh.shape) == 1:
+        return mesh
+    names, inner, outer = mesh.axis_names, token_axes(), keeping_axes()[0]
+    sizes = dict(mesh.shape) | dict.fromkeys(inner, 1) | {outer: mesh.shape[outer] * token_shards(mesh.shape)}
+    shape = tuple(sizes[axis] for axis in names)
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_sizes=shape)
+    order = [axis for axis in names if axis not in inner]
+    place = order.index(outer) + 1
+    order[place:place] = inner
+    devices = mesh.devices.transpose([names.index(axis) for axis in order]).reshape(shape)
+    return Mesh(devices, names, axis_types=mesh.axis_types)
+
+
 def device_table(mesh: Mesh) -> list[list[str]]:
-    """Rows of device ids, the process in brackets: a row for each data shard, a column for each place in a shard."""
+    """Rows of device ids, the process in brackets: a row for each data shard, a column for each place in a shard.
+
+    Of the axes that make the columns, those of size 1 are left out; the last stays where all are of size 1.
+    """
     shard_axes = data_axes()
-    place_axes = tuple(axis for axis in mesh.axis_names if axis not in shard_axes)
+    inside = tuple(axis for axis in mesh.axis_names if axis not in shard_axes)
+    place_axes = tuple(axis for axis in inside if mesh.shape[axis] > 1) or inside[-1:]
     shards, places = (list(np.ndindex(*(mesh.shape[axis] for axis in axes))) for axes in (shard_axes, place_axes))
-    order = [mesh.axis_names.index(axis) for axis in shard_axes + place_axes]
+    left_out = tuple(axis for axis in inside if axis not in place_axes)
+    order = [mesh.axis_names.index(axis) for axis in shard_axes + place_axes + left_out]
     grid = mesh.devices.transpose(order).reshape(len(shards), len(places))
     columns = [", ".join(f"{axis}={n}" for axis, n in zip(place_axes, place, strict=True)) for place in places]
     table = [[", ".join(shard_axes), *columns]]

@@ -8,7 +8,7 @@ from contextlib import suppress
 import yaml
 
 from tunix.base.errors import UserError
-from tunix.sharding.dims import DIMS, Dim, Whole, axis_names, data_axes, keeping_axes, suggested_axes
+from tunix.sharding.dims import DIMS, Dim, Whole, axis_names, data_axes, keeping_axes, suggested_axes, token_axes
 
 TYPE_HINT = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
 Shape = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and axis names
@@ -135,6 +135,11 @@ def _uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple
 def data_shards(sizes: Mapping[str, int]) -> int:
     """Return the number of parts that the batch is split into."""
     return math.prod(sizes[axis] for axis in data_axes())
+
+
+def token_shards(sizes: Mapping[str, int]) -> int:
+    """Return the number of parts that the tokens of a sequence are split into."""
+    return math.prod(sizes[axis] for axis in token_axes())
 
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:

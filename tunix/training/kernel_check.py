@@ -14,7 +14,7 @@ from tunix.models.attention import attend, seen_in_row
 from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.mesh_shape import data_shards, token_shards
 
 LENGTH, DOCUMENT, WINDOW = 512, 200, 160  # tokens of a row, of each of its documents, of the window
 # Largest difference that rounding explains, relative to the largest number: eight times the spacing of the dtype's
@@ -34,7 +34,7 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     name = choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute).name
     if not cfg.training.check_attention or name == "xla":
         return None
-    differences = jax.jit(lambda: _compare(cfg, layout, name, data_shards(mesh.shape)))()
+    differences = jax.jit(lambda: _compare(cfg, layout, name, data_shards(mesh.shape), token_shards(mesh.shape)))()
     largest, of_what = max((float(value), label) for label, value in differences.items())
     limit, kind = LIMITS[layout.compute], mesh.devices.flat[0].device_kind
     if largest > limit:
@@ -46,12 +46,16 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     return f"{name} attention agrees with the plain kernel within {largest:.2%} on {kind}"
 
 
-def _compare(cfg: Config, layout: Layout, name: str, num_rows: int) -> dict[str, jax.Array]:
-    """Return for outputs and gradients the largest difference, relative to the largest number of the plain kernel."""
+def _compare(cfg: Config, layout: Layout, name: str, num_rows: int, num_parts: int) -> dict[str, jax.Array]:
+    """Return for outputs and gradients the largest difference, relative to the largest number of the plain kernel.
+
+    There are `num_rows` sequences, each on `num_parts` devices.
+    """
     model = cfg.model
+    length = -(-LENGTH // num_parts) * num_parts
 
     def numbers(seed: int, letters: str, heads: int) -> jax.Array:
-        row = jax.random.normal(jax.random.key(seed), (1, LENGTH, heads, model.head_dim), layout.compute)
+        row = jax.random.normal(jax.random.key(seed), (1, length, heads, model.head_dim), layout.compute)
         return spread(row, letters)
 
     def spread(row: jax.Array, letters: str) -> jax.Array:
@@ -61,7 +65,7 @@ def _compare(cfg: Config, layout: Layout, name: str, num_rows: int) -> dict[str,
     q = numbers(0, "BTNH", model.num_heads) * jnp.asarray(model.head_dim**-0.5, layout.compute)
     k, v = (numbers(seed, "BTKH", model.num_kv_heads) for seed in (1, 2))
     d_out = numbers(3, "BTNH", model.num_heads)
-    segments = spread(jnp.arange(LENGTH)[None] // DOCUMENT, "BS")
+    segments = spread(jnp.arange(length)[None] // DOCUMENT, "BS")
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
         def attended(q, k, v):
