@@ -17,7 +17,7 @@ from support.harness import ROOT, RUN, metrics
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.run.stores import copies_in
+from tunix.run.stores import parts_in
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import format_mesh_shape
 
@@ -204,7 +204,7 @@ def test_a_new_sink_gets_every_line(run):
 
 
 def test_a_new_copy_of_the_parameters_is_in_checkpoints(run):
-    assert copies_in(run / "checkpoints" / "3") == ["first"]
+    assert parts_in(run / "checkpoints" / "3")["copies"] == ["first"]
 
 
 def test_what_no_table_has_is_refused():

@@ -140,7 +140,7 @@ def concerns_one_point(code: int) -> bool:
         from tunix.processes import stopping
 
         return not stopping.stopped_by_signal()
-    return code == exits.NOT_FINITE
+    return code == exits.DIVERGED
 
 
 def launch(job: compose.Job) -> int:

@@ -4,14 +4,14 @@ import logging
 import math
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from tunix.base.errors import UserError
+from tunix.base.errors import Finished, UserError
 from tunix.cli import compose
 from tunix.cli.intent import remark_on_tiny
 from tunix.config import Config
@@ -28,7 +28,8 @@ from tunix.rl.feeds import FEEDS, Feed, Measure
 from tunix.run import logs, run_folder
 from tunix.run.checkpoint import Checkpoints
 from tunix.run.compile_cache import count_reads, keep_programs
-from tunix.run.endings import Moment, find_ending
+from tunix.run.endings import REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
+from tunix.run.improvement import Improvement
 from tunix.run.lock import hold_lock
 from tunix.run.metrics import Metrics, StepLog, peak_memory_gib
 from tunix.run.start_report import start_report
@@ -108,8 +109,8 @@ def run(job: compose.Job) -> Result:
         folder, shared = run_folder.open_folder(job)
         store = open_store(folder / "checkpoints", cfg.checkpoint, shared)
         with hold_lock(folder), Checkpoints(store) as checkpoints:
-            state, start, is_new = first_state(job, checkpoints, program, mesh, corpus, feed)
-            last = end_of_run(cfg, corpus, sizes, start)
+            state, start, improvement, is_new = first_state(job, checkpoints, program, mesh, corpus, feed)
+            last = end_of_run(cfg, corpus, sizes, start, improvement)
             run_folder.write_record(job, folder, shared, waiting_log)
             run_folder.keep_files(cfg, corpus.vocabulary, folder)
             log.info("writing to %s", folder)
@@ -123,10 +124,10 @@ def run(job: compose.Job) -> Result:
                 train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), training.compiler_options)
                 metrics.text("config", compose.to_yaml(cfg), start.step)
                 metrics.text("report", report, start.step)
-                steps = StepLog(metrics, sizes, peak_tflops(mesh.devices.flat[0].device_kind))
+                steps = StepLog(metrics, sizes, peak_tflops(mesh.devices.flat[0].device_kind), source.samples)
                 evaluation: dict[str, Any] = {}
                 if is_new and cfg.checkpoint.save_first:
-                    checkpoints.save(state, start, cfg, corpus.tokenizer, None)
+                    checkpoints.save(state, start, improvement, cfg, corpus.tokenizer, None)
 
                 # The loop. While a step runs on the devices, the next batch travels to them and the numbers of the step
                 # before are written. After a step: trace, read, ask the reasons to end, evaluate, save. An evaluation
@@ -154,20 +155,27 @@ def run(job: compose.Job) -> Result:
                     evaluate_now = due(cfg.evaluation.every_steps, step, last)
                     if save_now or evaluate_now:
                         steps.finish()
-                    elapsed_s = time.monotonic() - begun
-                    ending = find_ending(Moment(cfg, folder, step, steps.last, evaluation, elapsed_s, source))
+                    now = Moment(cfg, folder, step, steps.last, improvement, time.monotonic() - begun, source)
+                    ending = find_ending(now, REASONS)
                     if ending and not ending.saves:
                         raise ending
                     if evaluate_now and held_out and not ending:
                         evaluation = evaluate(held_out, state, step, metrics, watchdog)
+                        improvement = improvement.after(held_out.cost(evaluation), cfg.evaluation)
+                        ending = find_ending(replace(now, improvement=improvement), REASONS_OF_EVALUATIONS)
                     if save_now or ending:
                         steps.finish()
                         cost = held_out.cost(evaluation) if held_out and evaluation.get("step") == step else None
                         with watchdog.phase("saving"):
-                            checkpoints.save(state, source.after(step), cfg, corpus.tokenizer, cost)
+                            checkpoints.save(state, source.after(step), improvement, cfg, corpus.tokenizer, cost)
                             if ending:
                                 checkpoints.finish()
-                                raise ending
+                    if isinstance(ending, Finished):
+                        log.info("%s", ending)
+                        last = step
+                        break
+                    if ending:
+                        raise ending
                     if save_now or evaluate_now:
                         steps.restart_clock()
 
@@ -185,26 +193,35 @@ def run(job: compose.Job) -> Result:
 
 def first_state(
     job: compose.Job, checkpoints: Checkpoints, program: Program, mesh: Mesh, corpus: AnyCorpus, feed: Feed
-) -> tuple[State, Position, bool]:
-    """Return the state to start from: of a checkpoint if the run is resumed and has one, else new (True) at step 0."""
+) -> tuple[State, Position, Improvement, bool]:
+    """Return the state to start from: of a checkpoint if the run is resumed and has one, else new (True) at step 0.
+
+    With it come its position in the data, and how its held-out loss went.
+    """
     fresh = Position(0, 0, feed.samples.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
     if job.config.resume:
         restored = checkpoints.restore(job.resume_step, program.abstract, job.config, fresh)
         if restored:
-            state, position = restored
+            state, position, improvement = restored
             log.info("resumed at step %d, sample %d", position.step, position.next_sample)
-            return program.add_copies(state), position, False
+            return program.complete(state), position, improvement, False
         log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.store.folder)
-    return program.new_state(job.config.seed, load_init_from(program, mesh)), fresh, True
+    return program.new_state(job.config.seed, load_init_from(program, mesh)), fresh, Improvement(), True
 
 
-def end_of_run(cfg: Config, corpus: AnyCorpus, sizes: Sizes, start: Position) -> int:
+def end_of_run(cfg: Config, corpus: AnyCorpus, sizes: Sizes, start: Position, improvement: Improvement) -> int:
     """Return the last step of a run that goes on from `start`; without a change of batch that is `total_steps`."""
+    if improvement.is_over(cfg.evaluation):
+        log.warning(
+            "nothing is left to train after step %d: evaluation.patience=%s ended the run; raise it to go on",
+            start.step, cfg.evaluation.patience,
+        )  # fmt: skip
+        return start.step
     cycle, num_tokens = sizes.cycle, sizes.batch.num_tokens
     assert sizes.total_steps is not None
-    limit = last_step(cfg.training, cycle, num_tokens, corpus.num_samples, start.step, start.next_sample)
+    limit = last_step(cfg.training, cycle, num_tokens, corpus.num_samples, start)
     last = limit or sizes.total_steps
-    if start.next_sample * cycle.steps != start.step * cycle.samples:
+    if start.num_samples * cycle.steps != start.step * cycle.samples:
         log.warning(
             "steps so far were not all of %d sequences: sample %d comes after step %d; the last step is %d, not %d",
             sizes.batch.num_sequences, start.next_sample, start.step, last, sizes.total_steps,

@@ -181,10 +181,10 @@ def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
     data_bytes = tokens.read_bytes()
     tokens.write_bytes(data_bytes[:-10])
     with pytest.raises(UserError, match=r"cannot read the tokens in .*train.tokens.npy: .*; the folder was changed"):
-        list(data.iterate(0, 60))
+        list(data.iterate(range(0, 60 * data.batch_size, data.batch_size)))
     tokens.unlink()
     with pytest.raises(UserError, match=r"cannot read the tokens in .*train.tokens.npy: No such file or directory"):
-        list(data.iterate(0, 60))
+        list(data.iterate(range(0, 60 * data.batch_size, data.batch_size)))
 
 
 def test_mistakes_end_with_code_2_and_one_line(tmp_path):

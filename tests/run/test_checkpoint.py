@@ -22,7 +22,7 @@ from tunix.config import Export
 from tunix.data.corpus import load_corpus
 from tunix.data.tokenize import find_units
 from tunix.export import export
-from tunix.run.stores import copies_in, read_state
+from tunix.run.stores import parts_in, read_state
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 
@@ -343,5 +343,5 @@ def test_a_moving_average_may_begin_and_end_with_a_resume(run):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), average(folder, 4), expected)
     assert "the checkpoint has no ema of the parameters" in (folder / "train.log").read_text()
     run(f"resume={folder}", "training.max_steps=5", "training.ema_decay=null")
-    assert copies_in(folder / "checkpoints" / "5") == []
+    assert parts_in(folder / "checkpoints" / "5")["copies"] == []
     assert "ema is not wanted any more: it is dropped" in (folder / "train.log").read_text()

@@ -12,7 +12,7 @@ from support.harness import ROOT, RUN, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
-from tunix.base.errors import NotFinite, UserError
+from tunix.base.errors import Diverged, UserError
 from tunix.cli.compose import compose
 from tunix.data.batches import TrainBatches
 from tunix.run import lock
@@ -180,7 +180,7 @@ def test_a_bad_batch_is_skipped_and_counted(words, monkeypatch):
 def test_too_many_bad_batches_stop_the_run_and_name_the_samples(words, monkeypatch):
     poison(monkeypatch, 8, 10**6)
     with pytest.raises(
-        NotFinite,
+        Diverged,
         match=r"not finite in 2 steps in a row .*; step 4 had samples 12 to 15. The parameters are those of step 2",
     ):
         tunix.train([*words, "training.max_skipped_steps=1", "hydra.run.dir=bad"])

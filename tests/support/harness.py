@@ -81,7 +81,7 @@ def _initial(built: training.Program) -> Any:
     """Initial state on the host. It is the same on every mesh (a test of its own holds that), so it is made once."""
     cfg = built.cfg
     model = cfg.model.model_dump(exclude={"mesh_shape"})
-    key = repr((model, cfg.optimizer, cfg.training.dtypes["param"], cfg.training.ema_decay, cfg.seed))
+    key = repr((model, cfg.optimizer, cfg.training.dtypes["param"], cfg.training.ema_decay, built.guard, cfg.seed))
     if key not in _initial_states:
         _initial_states[key] = jax.tree.map(np.asarray, built.new_state(cfg.seed))
     return _initial_states[key]

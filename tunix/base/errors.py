@@ -29,13 +29,20 @@ class Stopped(Ending):
     code, is_failure, saves = 75, False, True
 
 
+class Finished(Ending):
+    """The run has come to its end before its last step, as the config asked (`evaluation.patience`)."""
+
+    code, is_failure, saves = 0, False, True
+
+
 class PeerLost(Ending):
     """Another process of the run did not come, has died or hangs."""
 
     code = 76
 
 
-class NotFinite(Ending):
-    """Loss or gradients were not finite more often than `training.max_skipped_steps` allows."""
+class Diverged(Ending):
+    """Steps had to be skipped more often than the config allows: not finite (`training.max_skipped_steps`), or spikes
+    (`training.max_spikes`)."""
 
     code = 77

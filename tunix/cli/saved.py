@@ -20,6 +20,12 @@ ADDED: dict[str, Any] = {
     "training.hard_stop": None,
     "training.compile_cache_gib": 4.0,
     "model.unrotated_every": None,
+    "training.skip_steps": [],
+    "training.spike_deviations": None,
+    "training.spike_window": 128,
+    "training.max_spikes": 5,
+    "evaluation.patience": None,
+    "evaluation.min_improvement": 0.0,
     "evaluation.num_prompts": 256,
     "evaluation.num_samples": 1,
 }

@@ -14,7 +14,7 @@ from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.task import AnyTask, Dpo, Grpo, Task
-from tunix.config.training import Training
+from tunix.config.training import Training, read_steps
 from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import read_dims
@@ -134,6 +134,14 @@ class Config(Section):
                 "answers; set model.lora.dropout=0"
             )
         cycle = task.steps_per_rollout * task.passes_per_rollout
+        for text in self.training.skip_steps:
+            skipped = read_steps(text)
+            if (skipped[0] - 1) % cycle or skipped[-1] % cycle:
+                first, last = (skipped[0] - 1) // cycle * cycle + 1, -(-skipped[-1] // cycle) * cycle
+                raise ValueError(
+                    f"training.skip_steps={text} is not made of whole rollouts, each of which serves {cycle} steps "
+                    f"(task.steps_per_rollout x task.passes_per_rollout); nearest: {first}:{last}"
+                )
         for key, steps in (
             ("checkpoint.save_every_steps", self.checkpoint.save_every_steps),
             ("training.max_steps", self.training.max_steps),

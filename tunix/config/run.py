@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tunix.base.dotted import entry_of
-from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Share, Temperature
+from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
 from tunix.config.decoding import Sampling
 from tunix.sinks import SINKS, try_out
 
@@ -36,6 +36,11 @@ class Evaluation(Section):
 
     every_steps: Count | None
     """Steps between evaluations; null evaluates only at the end."""
+    patience: Count | None
+    """Evaluations in a row that do not lower the held-out loss before the run ends, with everything saved; null never
+    ends it."""
+    min_improvement: PositiveOrZero
+    """Least decrease of the held-out loss that counts for evaluation.patience."""
     num_sequences: Count
     """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer."""
     sample_tokens: CountOrZero

@@ -1,9 +1,10 @@
 """The step, its batch and its precision; the length of the run."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tunix.base.errors import UserError
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
@@ -19,6 +20,26 @@ REMAT = {
     "attention": ("attention",),
     "full": (),
 }
+
+
+def read_steps(text: str) -> range:
+    """Return the steps of `1200:1250`, both ends included, or of `1200`.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    first, _, last = text.partition(":")
+    if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
+        raise ValueError("expected a step, or a range of steps FIRST:LAST that includes both")
+    return range(int(first), int(last or first) + 1)
+
+
+def _check_steps(text: str) -> str:
+    read_steps(text)
+    return text
+
+
+Steps = Annotated[str, AfterValidator(_check_steps)]
 
 
 class BatchShape(NamedTuple):
@@ -82,6 +103,9 @@ class Training(Section):
     hard_stop: Count | None
     """Step after which the run saves, stops and exits with 75. The schedule is still that of the whole run, and resume
     goes on with it."""
+    skip_steps: tuple[Steps, ...]
+    """Steps whose data are left out: [1200:1250,1300]. Step 1200 takes the samples that step 1251 would have taken, and
+    those behind them follow. For the data of a spike, together with resume=RUN_DIR/checkpoints/STEP."""
     max_grad_norm: Positive | None
     """Gradients are scaled down to this global norm; null does not clip."""
     ema_decay: Share | None
@@ -100,6 +124,13 @@ class Training(Section):
     max_skipped_steps: CountOrZero
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops with exit code
     77."""
+    spike_deviations: Positive | None
+    """A step whose loss or gradient norm lies more than so many standard deviations above the mean of the last
+    training.spike_window steps is a spike: its update is skipped (6). null skips none."""
+    spike_window: Annotated[Count, Field(ge=4)]
+    """Steps that a spike is compared with; until half of them are there, no step is a spike."""
+    max_spikes: CountOrZero
+    """Spikes in a row, each skipped, before the run stops with exit code 77."""
     profile_communication: Flag
     """Trace the steps of `profile` and write into the run's folder what its collectives take."""
     compile_cache_gib: PositiveOrZero
@@ -174,4 +205,11 @@ class Training(Section):
             raise ValueError(
                 "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"
             )
+        ranges = [read_steps(text) for text in self.skip_steps]
+        for before, after in pairwise(ranges):
+            if after[0] <= before[-1]:
+                raise ValueError(
+                    f"training.skip_steps={','.join(self.skip_steps)}: the range from {after[0]} begins before the one "
+                    f"to {before[-1]} ends; write them in order"
+                )
         return self

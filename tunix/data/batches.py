@@ -1,8 +1,7 @@
 """Batches in an order that only the seed and the sample number decide, and the sources that give them to the loop."""
 
 import time
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -11,7 +10,9 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.config.task import Cycle
 from tunix.data.batch import Batch, Example, stack_examples
+from tunix.data.course import Course
 from tunix.data.packing import Sequences
 from tunix.data.position import Position
 from tunix.data.samples import Samples
@@ -40,15 +41,27 @@ class TrainBatches(Samples):
         microbatches = range(first_sample, first_sample + self.batch_size, self.shape.num_rows)
         return stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
 
-    def iterate(self, first_sample: int, num_steps: int) -> Generator[Batch]:
-        """Global batches of `num_steps` steps from `first_sample` on, read ahead; any start costs the same."""
-        if num_steps == 0:
+    def iterate(self, first_samples: Sequence[int]) -> Generator[Batch]:
+        """Global batches that start at these samples, read ahead; any start costs the same."""
+        if not first_samples:
             return
-        last = first_sample + num_steps * self.batch_size
-        steps = grain.MapDataset.range(first_sample, last, self.batch_size).map(self.read)
+        steps = grain.MapDataset.range(len(first_samples)).map(lambda number: self.read(first_samples[number]))
         options = grain.ReadOptions(self.cfg.loading.read_threads, self.cfg.loading.prefetch_batches)
         for batch in steps.to_iter_dataset(options):
             yield to_global(batch, self.mesh)
+
+
+class FirstSamples(Sequence[int]):
+    """The first sample of each of some steps of a course: computed when asked for, as a run may have millions."""
+
+    def __init__(self, course: Course, steps: range):
+        self.course, self.steps = course, steps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.course.samples(self.steps[number]).start
 
 
 class BatchSource(Protocol):
@@ -70,6 +83,9 @@ class BatchSource(Protocol):
     def after(self, step: int) -> Position:
         """Return the position in the data after `step`, which a checkpoint of that step keeps."""
 
+    def samples(self, step: int) -> range:
+        """Return the samples that `step` learns from; of a rollout, all of its prompts."""
+
     def can_stop(self, step: int) -> bool:
         """Return whether a run that is saved after `step` goes on with the same batches."""
 
@@ -85,7 +101,8 @@ class ReadAhead:
 
     def __init__(self, data: TrainBatches, start: Position, last: int):
         self.data, self.start, self.step = data, start, start.step
-        self.batches = data.iterate(start.next_sample, last - start.step)
+        self.course = Course(start, Cycle(data.batch_size, 1), data.cfg.training.skip_steps)
+        self.batches = data.iterate(FirstSamples(self.course, range(start.step + 1, last + 1)))
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         begun = time.perf_counter()
@@ -94,13 +111,14 @@ class ReadAhead:
         self.step += 1
         position = self.after(self.step)
         by_source = {f"tokens_{name}": count for name, count in position.source_tokens.items()}
-        tokens = position.next_sample * self.data.shape.seq_len
+        tokens = position.num_samples * self.data.shape.seq_len
         return batch, {"tokens": tokens, **by_source, "data_wait_s": wait_s}
 
     def after(self, step: int) -> Position:
-        next_sample = self.start.next_sample + (step - self.start.step) * self.data.batch_size
-        source_tokens = self.data.source_tokens(next_sample)
-        return replace(self.start, step=step, next_sample=next_sample, source_tokens=source_tokens)
+        return self.data.position_after(step, self.start, self.course)
+
+    def samples(self, step: int) -> range:
+        return self.course.samples(step)
 
     def can_stop(self, step: int) -> bool:
         return True

@@ -12,3 +12,9 @@ class Position:
     data: str  # fingerprint of that data
     tokenizer: str  # digest
     source_tokens: dict[str, int] = field(default_factory=dict)  # of a mixture: tokens of each source so far
+    left_out: list[list[int]] = field(default_factory=list)  # samples [first, end) that no step took
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the steps so far took."""
+        return self.next_sample - sum(end - first for first, end in self.left_out)

@@ -1,14 +1,18 @@
 """Endless shuffled sequence of samples, in an order that only the seed and the number of a sample decide."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grain
+import numpy as np
 
 from tunix.config import Config
 from tunix.config.data import Mixture
+from tunix.data.course import Course
 from tunix.data.mixture import SampleOrder, SamplePart, read_stages, stage_table
+from tunix.data.position import Position
 
 
 class Samples:
@@ -45,10 +49,20 @@ class Samples:
         num_samples = num_steps * self.batch_size
         return stage_table(self.order, self.mixture, self.parts, num_samples, self.batch_size, self.tokens_per_sample)
 
-    def source_tokens(self, next_sample: int) -> dict[str, int]:
-        """Tokens of each source of a mixture in the samples before `next_sample`, padding included; they add up to the
-        run's."""
+    def position_after(self, step: int, start: Position, course: Course) -> Position:
+        """Return the position after `step` of a course that began at `start`."""
+        next_sample, left_out = course.next_sample(step), course.left_out(step)
+        source_tokens = self.source_tokens(next_sample, left_out)
+        return replace(start, step=step, next_sample=next_sample, source_tokens=source_tokens, left_out=left_out)
+
+    def source_tokens(self, next_sample: int, left_out: Sequence[Sequence[int]] = ()) -> dict[str, int]:
+        """Tokens of each source of a mixture in the samples before `next_sample`, padding included.
+
+        The samples [first, end) that were left out do not count; the numbers add up to the tokens of the run.
+        """
         if self.mixture is None:
             return {}
-        counts = self.order.count_by_part(next_sample)
-        return {name: count * self.tokens_per_sample for name, count in zip(self.parts, counts, strict=True)}
+        counts = np.asarray(self.order.count_by_part(next_sample))
+        for first, end in left_out:
+            counts = counts - np.asarray(self.order.count_by_part(end)) + np.asarray(self.order.count_by_part(first))
+        return {name: int(count) * self.tokens_per_sample for name, count in zip(self.parts, counts, strict=True)}

@@ -24,7 +24,7 @@ from tunix.models.lora import merge
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.run_folder import FILES, TOKENIZER
-from tunix.run.stores import copies_in, read_json, read_state
+from tunix.run.stores import parts_in, read_json, read_state
 from tunix.sharding.arrays import rows_to_global
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh, whole_sequences
@@ -166,7 +166,7 @@ def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weig
     """Parameters of a checkpoint: the trained ones, or one of the copies that the run has kept of them."""
     if weights == "trained":
         return read_state(checkpoint, {"params": abstract})["params"]
-    names = ["trained", *copies_in(checkpoint)]
+    names = ["trained", *parts_in(checkpoint)["copies"]]
     if weights not in names:
         raise UserError(
             f"weights={weights}: {checkpoint} has weights={', '.join(names)}; training.ema_decay keeps an average"

@@ -20,7 +20,7 @@ from tunix.launch.nodes import Node
 from tunix.processes import exits
 
 # Exit codes from the best to the worst; every other code is worse than these.
-SEVERITY = (0, exits.STOPPED, exits.PEER, exits.NOT_FINITE, exits.USER_ERROR)
+SEVERITY = (0, exits.STOPPED, exits.PEER, exits.DIVERGED, exits.USER_ERROR)
 LAST_WORDS_S = 2.0  # after a process died, seconds in which the others may notice it themselves and log the reason
 TAIL_LINES = 20
 # Signals that the launcher passes on to every process. Ctrl-C (SIGINT) is passed on as SIGTERM.

@@ -18,7 +18,7 @@ from tunix.launch import submission
 from tunix.processes import exits
 
 JOB, CONTAINER = "workers", "trainer"
-FOR_GOOD = [exits.USER_ERROR, exits.NOT_FINITE]  # exit codes after which starting again would fail the same way
+FOR_GOOD = [exits.USER_ERROR, exits.DIVERGED]  # exit codes after which starting again would fail the same way
 INDEX = "batch.kubernetes.io/job-completion-index"
 NAME_LENGTH = 40  # a host name has at most 63 characters; this leaves room for "-workers-0-15"
 

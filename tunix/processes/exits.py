@@ -6,10 +6,10 @@ import signal
 import sys
 from collections.abc import Callable
 
-from tunix.base.errors import Ending, NotFinite, PeerLost, Stopped, UserError
+from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
 
 # Anything else but 0 is a bug.
-USER_ERROR, STOPPED, PEER, NOT_FINITE = UserError.code, Stopped.code, PeerLost.code, NotFinite.code
+USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.code, Diverged.code
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 

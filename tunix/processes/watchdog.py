@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 PUBLISH_S = 5.0
 JOIN_S = 10.0  # the thread may be waiting for a coordinator that has stopped
-OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.NOT_FINITE)  # codes of a peer that this process ends with too
+OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.DIVERGED)  # codes of a peer that this process ends with too
 
 
 class Watchdog:

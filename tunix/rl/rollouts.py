@@ -8,10 +8,8 @@ A rollout asks P prompts for G answers each, and serves `steps_per_rollout` step
     batch          [A, B, T]: an answer a row, with its advantage
 """
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +21,7 @@ from tunix.config import Config
 from tunix.config.task import Grpo
 from tunix.data.batch import Batch, Example
 from tunix.data.batches import Numbers
+from tunix.data.course import Course
 from tunix.data.position import Position
 from tunix.data.samples import Samples
 from tunix.rl.advantages import ADVANTAGES, has_signal
@@ -53,10 +52,11 @@ class Rollouts:
     ):
         """`reference` is None where task.kl_coefficient is 0; `file` gets the answers, if there is one."""
         assert isinstance(cfg.task, Grpo)
-        self.cfg, self.task, self.samples, self.asker, self.mesh = cfg, cfg.task, samples, asker, mesh
+        self.cfg, self.task, self.prompts, self.asker, self.mesh = cfg, cfg.task, samples, asker, mesh
         self.reference, self.start, self.step, self.file = reference, start, start.step, file
         self.shape = cfg.training.batch_shape(mesh.shape)
         self.cycle = cfg.task.cycle(self.shape.num_sequences)
+        self.course = Course(start, self.cycle, cfg.training.skip_steps)
         self.rows = local_rows(mesh, self.shape.num_rows)  # of B, those of this process
         self.batches: list[Batch] = []  # of the newest rollout
 
@@ -68,16 +68,16 @@ class Rollouts:
             self.batches, numbers = self._roll_out(state["params"])
         self.step += 1
         tokens = self.shape.num_tokens
-        before = self.start.next_sample * tokens * self.cycle.steps // self.cycle.samples
+        before = self.start.num_samples * tokens * self.cycle.steps // self.cycle.samples
         numbers = {"tokens": before + (self.step - self.start.step) * tokens, "data_wait_s": 0.0} | numbers
         return self.batches[place % self.task.steps_per_rollout], numbers
 
     def after(self, step: int) -> Position:
         """Return the position after `step`; within a rollout, the one after all of it."""
-        rollouts = math.ceil((step - self.start.step) / self.cycle.steps)
-        next_sample = self.start.next_sample + rollouts * self.cycle.samples
-        source_tokens = self.samples.source_tokens(next_sample)
-        return replace(self.start, step=step, next_sample=next_sample, source_tokens=source_tokens)
+        return self.prompts.position_after(step, self.start, self.course)
+
+    def samples(self, step: int) -> range:
+        return self.course.samples(step)
 
     def can_stop(self, step: int) -> bool:
         """Return True at the end of a rollout: the answers of one that is under way are not saved."""
@@ -90,8 +90,8 @@ class Rollouts:
     def _roll_out(self, params: Any) -> tuple[list[Batch], Numbers]:
         """Draw and score answers; return a batch for each step of one pass, and numbers of all answers."""
         begun = time.perf_counter()
-        first = self.after(self.step).next_sample
-        prompts = [self.samples[first + n] for n in range(self.cycle.samples)]
+        samples = self.course.samples(self.step + 1)
+        first, prompts = samples.start, [self.prompts[number] for number in samples]
         data_wait_s = time.perf_counter() - begun
         seed = derive_seed(self.cfg.seed, "rollout", first)
         asked = self.asker.ask(params, prompts, self.cfg.sampling, self.task.group_size, seed)

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import asdict, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -10,6 +11,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.data.position import Position
 from tunix.run.compatible import check_same
+from tunix.run.improvement import Improvement
 from tunix.run.stores import Store, move_newer
 from tunix.training.state import State
 
@@ -37,10 +39,20 @@ class Checkpoints:
             self.store.close()
 
     def save(
-        self, state: State, position: Position, config: Config, tokenizer: Tokenizer, held_out_loss: float | None
+        self,
+        state: State,
+        position: Position,
+        improvement: Improvement,
+        config: Config,
+        tokenizer: Tokenizer,
+        held_out_loss: float | None,
     ) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
-        about = {"position": asdict(position), "config": config.model_dump(mode="json", by_alias=True)}
+        about = {
+            "position": asdict(position),
+            "improvement": asdict(improvement),
+            "config": config.model_dump(mode="json", by_alias=True),
+        }
         metrics = None if held_out_loss is None else {"held_out_loss": held_out_loss}
         self.store.save(position.step, state, about, json.loads(tokenizer.to_str()), metrics)
 
@@ -50,11 +62,11 @@ class Checkpoints:
 
     def restore(
         self, step: int | None, abstract: State, config: Config, now: Position
-    ) -> tuple[State, Position] | None:
+    ) -> tuple[State, Position, Improvement] | None:
         """State and position at `step`, or at the newest step that can be read; None if nothing was saved yet.
 
-        Newer checkpoints are put aside, so that the run can write its own. A copy of the parameters that the checkpoint
-        does not have is left out of the state.
+        Newer checkpoints are put aside, so that the run can write its own. A copy of the parameters, or a window of
+        spikes, that the checkpoint does not have is left out of the state.
 
         Args:
             now: names the tokenizer and the data that the run has loaded.
@@ -72,7 +84,7 @@ class Checkpoints:
                 about = self.store.about(candidate)
                 position = Position(**about["position"])
                 check_same(config, about["config"], position, now)
-                state = self.store.restore(candidate, _without_absent_copies(abstract, about["copies"]))
+                state = self.store.restore(candidate, _without_absent_parts(abstract, about["parts"]))
             except UserError:
                 raise
             except Exception as error:
@@ -84,16 +96,22 @@ class Checkpoints:
                 log.error("CHECKPOINT OF STEP %d IS DAMAGED, taking the one before: %s", candidate, reason)
                 continue
             move_newer(self.store, [newer for newer in steps if newer > candidate])
-            for name in sorted(set(about["copies"]) - set(abstract.get("copies", {}))):
+            for name in sorted(set(about["parts"]["copies"]) - set(abstract.get("copies", {}))):
                 log.warning("the checkpoint's copy of the parameters %s is not wanted any more: it is dropped", name)
-            return state, replace(position, data=now.data)
+            # Checkpoints of version 0.1.0 do not say how the held-out loss went.
+            return state, replace(position, data=now.data), Improvement(**about.get("improvement", {}))
         if steps:
             raise UserError(f"resume: all checkpoints in {folder} are damaged ({listed})")
         return None
 
 
-def _without_absent_copies(abstract: State, present: list[str]) -> State:
-    """The state to read from a checkpoint that has the copies `present`."""
-    rest = {name: part for name, part in abstract.items() if name != "copies"}
-    copies = {name: tree for name, tree in abstract.get("copies", {}).items() if name in present}
-    return rest | ({"copies": copies} if copies else {})
+def _without_absent_parts(abstract: State, present: dict[str, Any]) -> State:
+    """The state to read from a checkpoint that has these `parts_in` it."""
+    wanted = dict(abstract)
+    copies = {name: tree for name, tree in wanted.pop("copies", {}).items() if name in present["copies"]}
+    spikes = wanted.pop("spikes", None)
+    if copies:
+        wanted["copies"] = copies
+    if spikes and spikes["loss"].size == present["spike_window"]:
+        wanted["spikes"] = spikes
+    return wanted

@@ -7,6 +7,7 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.cli.saved import upgrade
 from tunix.config import Config
+from tunix.config.training import read_steps
 from tunix.config.values import flat
 from tunix.data.position import Position
 
@@ -30,7 +31,9 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
     Raises:
         UserError: the checkpoint belongs to another model, tokenizer or corpus.
     """
-    _check_config(flat(upgrade(copy.deepcopy(saved))), flat(config.model_dump(mode="json", by_alias=True)))
+    old = upgrade(copy.deepcopy(saved))
+    _check_config(flat(old), flat(config.model_dump(mode="json", by_alias=True)))
+    _check_left_out(config, old["training"]["skip_steps"], position)
     _check_data(config, position, now)
 
 
@@ -43,6 +46,19 @@ def _check_config(old: dict[str, Any], new: dict[str, Any]) -> None:
             raise UserError(
                 f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; "
                 "leave it as it was or start a new run"
+            )
+
+
+def _check_left_out(config: Config, before: list[str], position: Position) -> None:
+    """Raise `UserError` for steps to leave out from whose data the checkpoint has learnt already."""
+    for text in config.training.skip_steps:
+        steps = read_steps(text)
+        if steps[0] <= position.step and text not in before:
+            rest = f", or training.skip_steps=[{position.step + 1}:{steps[-1]}]" if steps[-1] > position.step else ""
+            raise UserError(
+                f"resume: training.skip_steps={text} begins before step {position.step + 1}, with which the run goes "
+                f"on: the checkpoint has learnt from these data; take one from before step {steps[0]} "
+                f"(resume=RUN_DIR/checkpoints/STEP){rest}"
             )
 
 

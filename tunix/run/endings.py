@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunix.base.errors import Ending, NotFinite, Stopped
+from tunix.base.errors import Diverged, Ending, Finished, Stopped
 from tunix.config import Config
 from tunix.data.batches import BatchSource
 from tunix.processes import stopping
+from tunix.run.improvement import Improvement
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Moment:
     folder: Path  # of the run
     step: int
     record: dict[str, Any]  # the newest line of metrics.jsonl from training; a running step has none yet
-    evaluation: dict[str, Any]  # the newest held-out line
+    improvement: Improvement  # of the held-out loss, up to the newest evaluation
     elapsed_s: float  # since the program began
     source: BatchSource
 
@@ -53,18 +54,48 @@ def not_finite(now: Moment) -> Ending | None:
     if skipped <= allowed:
         return None
     step = now.record["step"]
-    first, end = now.source.after(step - 1).next_sample, now.source.after(step).next_sample
-    return NotFinite(
+    samples = now.source.samples(step)
+    return Diverged(
         f"loss or gradients were not finite in {skipped} steps in a row (training.max_skipped_steps={allowed}); "
-        f"step {step} had samples {first} to {end - 1}. The parameters are those of step {step - skipped}"
+        f"step {step} had samples {samples.start} to {samples.stop - 1}. The parameters are those of step "
+        f"{step - skipped}"
     )
 
 
-# Every process asks every reason after every step, in this order, and must get the same answer as the others.
-REASONS: list[Callable[[Moment], Ending | None]] = [time_limit, hard_stop, asked_to_stop, not_finite]
+def spikes(now: Moment) -> Ending | None:
+    """Give up after too many spikes in a row, and say how to go on without their data."""
+    row, allowed = now.record.get("spikes", 0), now.cfg.training.max_spikes
+    if row <= allowed:
+        return None
+    step = now.record["step"]
+    steps = f"[{','.join([*now.cfg.training.skip_steps, f'{step - row + 1}:{step}'])}]"
+    return Diverged(
+        f"{row} spikes in a row (training.max_spikes={allowed}), to step {step}: their updates were skipped. "
+        f"resume={now.folder} training.skip_steps={steps} goes on without their data"
+    )
 
 
-def find_ending(now: Moment) -> Ending | None:
+def no_improvement(now: Moment) -> Ending | None:
+    """End the run when the held-out loss has not become lower for `evaluation.patience` evaluations.
+
+    Within a rollout it goes on: the answers that are under way are not saved.
+    """
+    cfg = now.cfg.evaluation
+    if not now.improvement.is_over(cfg) or not now.source.can_stop(now.step):
+        return None
+    return Finished(
+        f"evaluation.patience={cfg.patience}: the held-out loss did not fall below {now.improvement.best:.4f} in "
+        f"{now.improvement.without} evaluations; the run ends after step {now.step}"
+    )
+
+
+# Every process asks every reason, in this order, and must get the same answer as the others: after every step the
+# first ones, after every evaluation the second ones.
+REASONS: list[Callable[[Moment], Ending | None]] = [time_limit, hard_stop, asked_to_stop, not_finite, spikes]
+REASONS_OF_EVALUATIONS: list[Callable[[Moment], Ending | None]] = [no_improvement]
+
+
+def find_ending(now: Moment, reasons: list[Callable[[Moment], Ending | None]]) -> Ending | None:
     """Return the reason to end the run after this step, None to go on. A failure wins over a stop that saves."""
-    endings = [ending for reason in REASONS if (ending := reason(now)) is not None]
+    endings = [ending for reason in reasons if (ending := reason(now)) is not None]
     return min(endings, key=lambda ending: ending.saves, default=None)

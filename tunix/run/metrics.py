@@ -1,8 +1,9 @@
 """Numbers of a run: the line of each step, and the sinks that it goes to."""
 
+import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,11 @@ import jax
 from tunix.processes import peers
 from tunix.sinks import Sink, Start, find_sink
 from tunix.training.sizes import Sizes
+from tunix.training.spikes import WATCHED
 
+log = logging.getLogger(__name__)
+
+COUNTERS = ("skipped", "spikes", "spikes_total")  # whole numbers among the scalars of a step
 ALWAYS = ("terminal",)  # sinks that every run has, named or not
 
 
@@ -59,8 +64,9 @@ class StartedStep:
 class StepLog:
     """Writes the line of each step while the next one runs: no step waits for its own numbers."""
 
-    def __init__(self, metrics: Metrics, sizes: Sizes, peak_tflops: float | None):
-        self.metrics, self.sizes, self.peak_tflops = metrics, sizes, peak_tflops
+    def __init__(self, metrics: Metrics, sizes: Sizes, peak_tflops: float | None, samples: Callable[[int], range]):
+        """`samples` gives the samples of a step: those of a step that changed nothing are named in the log."""
+        self.metrics, self.sizes, self.peak_tflops, self.samples = metrics, sizes, peak_tflops, samples
         self.pending: StartedStep | None = None
         self.last: dict[str, Any] = {}  # the newest line
         self.clock = time.perf_counter()
@@ -88,6 +94,8 @@ class StepLog:
         now = time.perf_counter()
         step_time_s, self.clock = now - self.clock, now
         self.last = step_record(started, values, step_time_s, self.sizes, self.peak_tflops)
+        if remark := remark_on_skipped(self.last, self.samples(started.step)):
+            log.warning("%s", remark)
         self.metrics.write(self.last)
 
 
@@ -100,7 +108,7 @@ def step_record(
     return {
         "step": started.step,
         **{name: value if math.isfinite(value) else None for name, value in values.items()},
-        "skipped": int(values["skipped"]),
+        **{name: int(values[name]) for name in COUNTERS if name in values},
         **started.numbers,
         "tokens_per_s": speed,
         "tokens_per_s_per_device": speed / sizes.num_devices,
@@ -109,6 +117,18 @@ def step_record(
         "mfu": tflops / peak_tflops if peak_tflops else None,
         "peak_memory_gib": peak_memory_gib(),
     }
+
+
+def remark_on_skipped(record: dict[str, Any], samples: range) -> str:
+    """Return why the step of this line changed no weight, and its samples; empty where it did."""
+    if record["skipped"]:
+        why = "loss or gradients are not finite"
+    elif record.get("spikes"):
+        far = [f"{name} {record[name]:.4g} is {record[f'{name}_deviations']:.3g}" for name in WATCHED]
+        why = f"a spike: {', '.join(far)} standard deviations above the steps before"
+    else:
+        return ""
+    return f"step {record['step']} changed no weight: {why}; its samples are {samples.start} to {samples.stop - 1}"
 
 
 def peak_memory_gib() -> float | None:

@@ -11,6 +11,7 @@ from tunix.cli.architecture import unlike_its_family
 from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.config.task import Grpo
+from tunix.config.training import read_steps
 from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout
 from tunix.data.prompts import AnyCorpus
@@ -63,6 +64,15 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         rows["vocabulary"] = (
             f"{cfg.model.vocab_size:,} rows of embedding, of which no token reaches {idle:,}: the tokenizer has "
             f"{num_tokens or cfg.tokenizer.vocab_size:,} tokens; model.vocab_size=auto gives as many rows as tokens"
+        )
+    if skipped := [read_steps(text) for text in training.skip_steps]:
+        ranges = ", ".join(f"{steps[0]:,} to {steps[-1]:,}" for steps in skipped)
+        rows["left out"] = f"data of {sum(map(len, skipped)):,} steps: {ranges}"
+    if program.guard:
+        rows["spikes"] = (
+            f"loss or gradient norm more than {program.guard.deviations:g} standard deviations above the mean of the "
+            f"last {program.guard.window} steps: the update is skipped; more than {training.max_spikes} in "
+            "a row end the run"
         )
     if copies := program.abstract.get("copies", {}):
         rows["copies"] = (

@@ -50,9 +50,16 @@ def read_json(checkpoint: Path, item: str, processes: Any = ALL_PROCESSES) -> di
         return reader.restore(checkpoint / item, args=ocp.args.JsonRestore())
 
 
-def copies_in(checkpoint: Path) -> list[str]:
-    """Names of the copies of the parameters that a checkpoint has (`training.copies`)."""
-    return sorted(ocp.PyTreeCheckpointHandler().metadata(checkpoint / "state").tree.get("copies", {}))
+def parts_in(checkpoint: Path) -> dict[str, Any]:
+    """Parts of the state that not every checkpoint has.
+
+    Returns:
+        `copies`: names of the copies of the parameters (`training.copies`); `spike_window`: steps in the window of
+        spikes (`training.spikes`), 0 without one.
+    """
+    state = ocp.PyTreeCheckpointHandler().metadata(checkpoint / "state").tree
+    window = state["spikes"]["loss"].shape[0] if "spikes" in state else 0
+    return {"copies": sorted(state.get("copies", {})), "spike_window": window}
 
 
 class Store(Protocol):
@@ -154,9 +161,9 @@ class SharedStore:
             note_verified(checkpoint, mark)
 
     def about(self, step: int) -> dict[str, Any]:
-        """The item `run`, and the names of the checkpoint's `copies`."""
+        """The item `run`, and the `parts` of the state that not every checkpoint has."""
         checkpoint = self.folder / str(step)
-        return read_json(checkpoint, "run", self.processes) | {"copies": copies_in(checkpoint)}
+        return read_json(checkpoint, "run", self.processes) | {"parts": parts_in(checkpoint)}
 
     def restore(self, step: int, abstract: State) -> State:
         """The arrays of the checkpoint that `abstract` names."""

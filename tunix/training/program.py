@@ -20,6 +20,7 @@ from tunix.sharding.mesh_shape import data_shards, unsplit_dims
 from tunix.training.copies import Update, make_updates, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
+from tunix.training.spikes import SpikeGuard, make_guard
 from tunix.training.state import Architecture, State, abstract_state, describe, new_state, optimizer_view
 from tunix.training.step import make_train_step
 
@@ -66,6 +67,7 @@ class Program:
     loss_fn: LossFn
     sync_every: int  # microbatches between two reductions of gradients
     copies: dict[str, Update]  # of the parameters, that the state carries
+    guard: SpikeGuard | None
     abstract: State  # shapes, dtypes and shardings of the state
 
     def new_state(self, seed: int, given: dict[str, Any] | None = None) -> State:
@@ -75,7 +77,7 @@ class Program:
         arrays are donated.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, list(self.copies))
+        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, list(self.copies), self.guard)
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
 
     def try_out_loss(self, mesh: Mesh) -> None:
@@ -85,8 +87,15 @@ class Program:
         rows = jax.eval_shape(lambda batch: {name: leaf[0] for name, leaf in batch.items()}, batch)
         try_out_loss(self.cfg, self.loss_fn, self.arch.module, self.abstract["params"], rows)
 
-    def add_copies(self, state: State) -> State:
-        """The state with those copies of the parameters that it lacks; they start from its parameters of now."""
+    def complete(self, state: State) -> State:
+        """The state of a checkpoint with the parts that it lacks, because the config asks for them only now.
+
+        Copies of the parameters start from its parameters, and the window of spikes starts empty.
+        """
+        if self.guard and "spikes" not in state:
+            log.warning("the checkpoint has no window of %d steps for spikes: it starts empty", self.guard.window)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract["spikes"])
+            state = state | jax.jit(self.guard.start, out_shardings={"spikes": shardings})()
         absent = sorted(self.copies.keys() - state.get("copies", {}).keys())
         if not absent:
             return state
@@ -110,6 +119,7 @@ class Program:
             self.layout,
             self.sync_every,
             self.copies,
+            self.guard,
         )
 
 
@@ -125,7 +135,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)  # a kernel that does not fit is refused here
     arch = describe(cfg.model, layout, training.remat)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
-    copies = make_updates(training)
-    abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies)), mesh)
+    copies, guard = make_updates(training), make_guard(training)
+    abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies), guard), mesh)
     sync_every = choose_sync(training, mesh)
-    return Program(cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), sync_every, copies, abstract)
+    return Program(cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), sync_every, copies, guard, abstract)

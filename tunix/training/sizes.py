@@ -1,6 +1,7 @@
 """The numbers that follow from config and mesh: batch, tokens, steps."""
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -8,6 +9,8 @@ from jax.sharding import Mesh
 from tunix.config import Config, Training
 from tunix.config.task import Cycle
 from tunix.config.training import BatchShape
+from tunix.data.course import Course
+from tunix.data.position import Position
 from tunix.models.flops import flops_per_token
 from tunix.training.state import Architecture
 
@@ -35,7 +38,7 @@ def derive_sizes(cfg: Config, mesh: Mesh, arch: Architecture, num_samples: int |
     return Sizes(
         batch,
         cycle,
-        last_step(training, cycle, batch.num_tokens, num_samples),
+        last_step(training, cycle, batch.num_tokens, num_samples, Position(0, 0, "", "")),
         flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len),
         mesh.size,
     )
@@ -46,19 +49,23 @@ def last_step(
     cycle: Cycle,
     tokens_per_step: int,
     num_samples: int | None,
-    step: int = 0,
-    next_sample: int = 0,
+    start: Position,
 ) -> int | None:
-    """The step at which the first limit is reached, going on from `step` with `cycle`; it ends a cycle.
+    """The step at which the first limit is reached, going on from `start` with `cycle`; it ends a cycle.
 
     None: only the data will tell, and their `num_samples` are not known.
     """
-    samples = []
+    limits = []
     if training.max_tokens is not None:
-        samples.append(training.max_tokens * cycle.samples // (tokens_per_step * cycle.steps))
+        samples = training.max_tokens * cycle.samples // (tokens_per_step * cycle.steps)
+        limits.append(start.step + (samples - start.num_samples) // cycle.samples * cycle.steps)
     if training.num_epochs is not None and num_samples is not None:
-        samples.append(math.floor(training.num_epochs * num_samples))
-    limits = [max(1, step + (limit - next_sample) // cycle.samples * cycle.steps) for limit in samples]
+        # Samples that are left out belong to their epoch: they bring its end nearer.
+        end, course = math.floor(training.num_epochs * num_samples), Course(start, cycle, training.skip_steps)
+        most = max(0, (end - start.next_sample) // cycle.samples)
+        steps = range(start.step, start.step + most * cycle.steps + 1, cycle.steps)
+        limits.append(steps[bisect_right(steps, end, key=course.next_sample) - 1])
+    limits = [max(1, limit) for limit in limits]
     if training.max_steps is not None:
         limits.append(training.max_steps)
-    return max(step, min(limits)) if limits else None
+    return max(start.step, min(limits)) if limits else None

@@ -20,9 +20,11 @@ from tunix.sharding.arrays import abstract_results
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 from tunix.training.copies import start_copies
+from tunix.training.spikes import SpikeGuard
 
 # params, opt_state: trees of arrays; copies: such trees by name (copies.py), absent where there are none;
-# step: optimizer steps taken; skipped: steps in a row, to now, that were not finite
+# spikes: the window of the guard (spikes.py), absent without a guard; step: optimizer steps taken;
+# skipped: steps in a row, to now, that were not finite
 State = dict[str, Any]
 
 
@@ -110,6 +112,7 @@ def new_state(
     layout: Layout,
     optimizer: optax.GradientTransformation,
     copies: list[str],
+    guard: SpikeGuard | None,
     seed: jax.Array | int,
     given: dict[str, Any] | None = None,
 ) -> State:
@@ -123,7 +126,7 @@ def new_state(
     trained = optimizer_view(arch.trained(params), arch, layout)
     zero = jnp.zeros((), jnp.int32)
     state = {"params": params, "opt_state": optimizer.init(trained), "step": zero, "skipped": zero}
-    return state | start_copies(copies, trained)
+    return state | start_copies(copies, trained) | (guard.start() if guard else {})
 
 
 def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> dict[str, Any]:

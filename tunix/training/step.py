@@ -1,6 +1,7 @@
 """The train step: gradients of A microbatches, one division by the weight of the loss, one update. Pure."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from tunix.sharding.layout import Layout
 from tunix.training.copies import Update, update_copies
 from tunix.training.optim import Schedule
 from tunix.training.scores import LossFn, Sums, add_sums, report_sums
+from tunix.training.spikes import SpikeGuard
 from tunix.training.state import Architecture, State, Weight, optimizer_view
 
 
@@ -23,14 +25,16 @@ def make_train_step(
     layout: Layout,
     sync_every: int,
     copy_updates: dict[str, Update],
+    guard: SpikeGuard | None = None,
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """Return a function (state, batch) -> (state, metrics), to be compiled with the state donated.
 
     Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
     sums of the loss divided by its weight.
 
-    A step whose loss or gradient is not finite changes nothing but its counters. Gradients are reduced over the
-    data shards after every `sync_every` microbatches; until then each device adds up its own part in float32.
+    A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
+    guard. Gradients are reduced over the data shards after every `sync_every` microbatches; until then each device adds
+    up its own part in float32.
     """
     gradients = make_gradients(arch, loss_fn, layout, sync_every)
 
@@ -51,20 +55,20 @@ def make_train_step(
             direction, opt_state = update(grads, state["opt_state"], params)
             rate = schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
+            reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
+            is_good, watched = finite, dict[str, Any]()
+            if guard:
+                spike, watched, numbers = guard.check(state["spikes"], reported, finite)
+                is_good, reported = finite & ~spike, reported | numbers
             copies = update_copies(copy_updates, state.get("copies", {}), params)
             new = {"params": params, "opt_state": opt_state, **copies}
             old = {name: state[name] for name in new} | {"params": trained}
-            kept = jax.tree.map(lambda n, o: jnp.where(finite, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
+            kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
-        metrics = {
-            **report_sums(sums, weight),
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
-            "skipped": skipped,
-        }
         kept["params"] = arch.merge(kept["params"], state["params"])
-        return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
+        new_state = {**kept, **watched, "step": state["step"] + 1, "skipped": skipped}
+        return new_state, {**reported, "learning_rate": rate, "skipped": skipped}
 
     return train_step
 

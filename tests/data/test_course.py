@@ -1,0 +1,74 @@
+"""Samples of each step where some are left out: the rule counted out by hand, from any step on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.config.task import Cycle
+from tunix.config.training import read_steps
+from tunix.data.course import Course
+from tunix.data.position import Position
+from tunix.training.sizes import last_step
+
+
+def by_hand(skip_steps: list[str], samples: int, num_steps: int) -> tuple[list[int], list[int]]:
+    """First sample of each step, and the samples that are left out."""
+    firsts, left_out, next_sample = [], [], 0
+    for step in range(1, num_steps + 1):
+        for text in skip_steps:
+            if read_steps(text)[0] == step:
+                count = len(read_steps(text)) * samples
+                left_out += range(next_sample, next_sample + count)
+                next_sample += count
+        firsts.append(next_sample)
+        next_sample += samples
+    return firsts, left_out
+
+
+@given(
+    bounds=st.lists(st.integers(1, 40), max_size=6, unique=True), samples=st.integers(1, 5), start=st.integers(0, 40)
+)
+def test_a_course_is_the_one_counted_by_hand_and_goes_on_from_any_step(bounds, samples, start):
+    bounds = sorted(bounds)
+    skip_steps = [f"{a}:{b}" for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
+    firsts, left_out = by_hand(skip_steps, samples, 60)
+    whole = Course(Position(0, 0, "", ""), Cycle(samples, 1), skip_steps)
+    saved = Position(start, whole.next_sample(start), "", "", left_out=whole.left_out(start))
+    for course in (whole, Course(saved, Cycle(samples, 1), skip_steps)):
+        steps = range(course.start.step + 1, 61)
+        assert [course.samples(step).start for step in steps] == firsts[course.start.step :]
+        assert [n for first, end in course.left_out(60) for n in range(first, end)] == left_out
+    assert saved.num_samples == start * samples
+
+
+def test_a_rollout_is_left_out_as_one():
+    course = Course(Position(0, 0, "", ""), Cycle(8, 2), ["5:6"])
+    assert [course.samples(step).start for step in range(1, 9)] == [0, 0, 8, 8, 24, 24, 32, 32]
+    assert course.left_out(4) == []
+    assert course.left_out(5) == [[16, 24]]
+
+
+def test_samples_that_are_left_out_bring_the_end_of_an_epoch_nearer():
+    keys = ["training.max_steps=null", "training.num_epochs=2", "training.skip_steps=[3:4,30]"]
+    training = compose(keys).config.training
+    assert last_step(training, Cycle(4, 1), 100, 30, Position(0, 0, "", "")) == 13  # of 15 times 4 samples
+    assert last_step(training, Cycle(4, 1), 100, 30, Position(5, 28, "", "", left_out=[[8, 16]])) == 13
+    training = compose(
+        ["training.max_steps=null", "training.max_tokens=1000", "training.skip_steps=[3:4]"]
+    ).config.training
+    assert last_step(training, Cycle(4, 1), 100, 30, Position(5, 28, "", "", left_out=[[8, 16]])) == 10
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[0:3]", r"training.skip_steps.0=0:3: expected a step, or a range of steps FIRST:LAST"),
+        ("[9:8]", r"training.skip_steps.0=9:8: expected a step"),
+        ("[5:9,7]", r"training.skip_steps=5:9,7: the range from 7 begins before the one to 9 ends"),
+    ],
+)
+def test_ranges_that_mean_nothing_are_refused(value, message):
+    with pytest.raises(UserError, match=message):
+        compose([f"training.skip_steps={value}"])

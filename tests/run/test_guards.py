@@ -1,0 +1,92 @@
+"""Guards of a whole run: spikes are named, their data are left out by one key, and a run ends when it learns no more."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.harness import RUN, metrics
+
+import tunix
+from tunix.base.errors import Diverged, UserError
+from tunix.data.batches import TrainBatches
+from tunix.run.stores import parts_in, read_json
+
+SMALLEST = [
+    *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "model.num_layers=1",
+    "model.global_every=1", "training.micro_batch_size=2", "evaluation.every_steps=null",
+]  # fmt: skip
+
+
+@pytest.fixture
+def garbage(monkeypatch):
+    """Samples 32 to 35, those of step 9, have a target that no other sample has."""
+    read = TrainBatches.read
+
+    def spoiled(self, first_sample):
+        batch = read(self, first_sample)
+        return batch | {"targets": batch["targets"] * 0 + 319} if first_sample == 32 else batch
+
+    monkeypatch.setattr(TrainBatches, "read", spoiled)
+
+
+@pytest.fixture
+def words(tmp_path, corpus, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*SMALLEST, "data=text", f"data.paths=['{corpus}']", "hydra.run.dir=run"]
+
+
+def numbers(folder: Path) -> list[dict]:
+    """Lines of training without what depends on time."""
+    return [
+        {name: line[name] for name in ("step", "loss", "grad_norm", "tokens", *(n for n in line if "spikes" in n or "deviations" in n))}
+        for line in metrics(folder)
+    ]  # fmt: skip
+
+
+def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
+    guard = ["training.spike_deviations=25", "training.spike_window=4"]
+    run = tunix.train([*words, *guard, "training.max_steps=10", "checkpoint.save_every_steps=8"]).folder
+    assert [line["spikes"] for line in numbers(run)] == [0] * 8 + [1, 0]
+    assert [line["loss_deviations"] is None for line in numbers(run)][:4] == [True, True, False, False]
+    log = (run / "train.log").read_text()
+    assert "step 9 changed no weight: a spike: loss " in log
+    assert "standard deviations above the steps before; its samples are 32 to 35" in log
+    assert parts_in(run / "checkpoints" / "8")["spike_window"] == 4
+
+    shutil.copytree(run, "again", symlinks=True)  # the window is in the checkpoint: a resumed run has the same digits
+    shutil.rmtree("again/checkpoints/10")
+    tunix.train(["resume=again"])
+    assert numbers(Path("again"))[10:] == numbers(run)[8:]
+
+    shutil.copytree(run, "strict", symlinks=True)
+    with pytest.raises(
+        Diverged, match=r"1 spikes in a row \(training.max_spikes=0\), to step 9: .*training.skip_steps=\[9:9\] goes on"
+    ):
+        tunix.train(["resume=strict/checkpoints/8", "training.max_spikes=0", "training.max_steps=12"])
+
+    with pytest.raises(
+        UserError, match=r"training.skip_steps=9:12 begins before step 11.*before step 9 .*skip_steps=\[11:12\]"
+    ):
+        tunix.train([f"resume={run}", "training.skip_steps=[9:12]", "training.max_steps=12"])
+    tunix.train([f"resume={run}/checkpoints/8", "training.skip_steps=[9:9]"])
+    again = numbers(run)[10:]
+    assert [line["spikes"] for line in again] == [0, 0]
+    assert [line["tokens"] for line in again] == [9 * 128, 10 * 128]  # what was left out does not count
+    position = read_json((run / "checkpoints" / "10").absolute(), "run")["position"]
+    assert (position["next_sample"], position["left_out"]) == (44, [[32, 36]])
+    assert "data of 1 steps: 9 to 9" in (run / "train.log").read_text()
+
+
+def test_a_run_ends_when_the_held_out_loss_stays(words):
+    keys = ["evaluation.every_steps=1", "evaluation.patience=2", "evaluation.min_improvement=100"]
+    result = tunix.train([*words, *keys])
+    assert (result.train["step"], result.held_out["step"]) == (3, 3)
+    assert "evaluation.patience=2: the held-out loss did not fall below " in (result.folder / "train.log").read_text()
+    saved = read_json((result.folder / "checkpoints" / "3").absolute(), "run")["improvement"]
+    assert saved == {"best": metrics(result.folder, "held_out")[0]["loss"], "without": 2}
+    again = tunix.train([f"resume={result.folder}"])
+    assert again.train == {}
+    assert "nothing is left to train after step 3: evaluation.patience=2" in (result.folder / "train.log").read_text()
+    assert tunix.train([f"resume={result.folder}", "evaluation.patience=3"]).train["step"] == 4
+    assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["split"] == "held_out"
