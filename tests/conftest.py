@@ -7,6 +7,8 @@ from support.devices import xla_flags
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# The processes that tests start share the compiled code of tunix: without it each one compiles all files again.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # empty: not set
 
 import random
 from pathlib import Path

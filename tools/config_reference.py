@@ -7,6 +7,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from tunix.base.dotted import Choices
+from tunix.base.section import read_descriptions
 from tunix.cli.compose import compose
 from tunix.cli.keys import list_sections, tag, tag_key
 from tunix.config import Config, Section
@@ -75,7 +76,7 @@ def _table(kind: type[Section], prefix: str, values: Section | None) -> str:
     rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
     for name, field in kind.model_fields.items():
         if not list_sections(field.annotation):
-            meaning = " ".join((field.description or "").split())
+            meaning = read_descriptions(kind).get(name, "")
             shown = f"`{_shown(getattr(values, name))}`".replace(FUNCTION, "MODULE:NAME") if values else ""
             rows.append(f"| `{prefix}{field.alias or name}` | {_takes_field(field)} | {shown} | {meaning} |")
     return "\n".join(rows) + "\n"

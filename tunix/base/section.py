@@ -1,6 +1,11 @@
 """Section of a config, and the types of its values."""
 
+import ast
+import inspect
 import re
+import textwrap
+from functools import cache
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -38,9 +43,29 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     def __str__(self) -> str:
         """The values as a user types them: `{kind:gated,activation:silu}`."""
         values = self.model_dump(mode="json", by_alias=True)
         return "{" + ",".join(f"{name}:{'null' if value is None else value}" for name, value in values.items()) + "}"
+
+
+@cache
+def read_descriptions(section: type[Section]) -> dict[str, str]:
+    """Return the description of every key of a section: the string below the key in the source, on one line.
+
+    pydantic can read them when it makes the class (`use_attribute_docstrings`). But it then parses the source of every
+    section whenever a program starts, a tenth of a second or two, and only help and the reference page need them.
+    """
+    descriptions: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if not issubclass(kind, Section):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(tree, ast.ClassDef)
+        for key, below in pairwise(tree.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
+                assert isinstance(key.target, ast.Name)
+                descriptions[key.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return descriptions

@@ -37,8 +37,8 @@ def run_command(section: type[S], work: Callable[[S], None]) -> int:
     words, name = sys.argv[1:], section.__name__.lower()
     if "--help" in words or "-h" in words:
         print(f"python -m tunix.{name} key=value ...\n\n{section.__doc__}\n")
-        for key, field in list_keys(section):
-            print(f"  {key:24} {' '.join((field.description or '').split())}")
+        for key, description in list_keys(section):
+            print(f"  {key:24} {description}")
         return 0
     fields = section.model_fields
     joins = [word for word in words if word.startswith(JOINING)]

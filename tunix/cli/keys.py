@@ -7,18 +7,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tunix.base.section import read_descriptions
 from tunix.config import Config, Section
 
 
-def list_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key as users type it, with its pydantic field; for a union, the keys of each variant in turn."""
+def list_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key as users type it, with its description; for a union, the keys of each variant in turn."""
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
         kinds = list_sections(field.annotation)
         for kind in kinds:
             yield from list_keys(kind, f"{key}.")
         if not kinds:
-            yield key, field
+            yield key, read_descriptions(section).get(name, "")
 
 
 def list_sections(annotation: Any) -> list[type[Section]]:

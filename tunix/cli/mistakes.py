@@ -58,9 +58,9 @@ def explain_errors(root: type[Section] = Config) -> Iterator[None]:
         raise UserError(f"cannot read {override}: {lines[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
         key = str(error.full_key)
-        fields = dict(reversed([*list_keys(root)]))  # reversed: where several variants have a key, the first wins
-        known = key if key in fields else f"data.{key.rpartition('.')[2]}"  # data.parts.NAME.KEY of a mixture
-        description = fields[known].description
+        descriptions = dict(reversed([*list_keys(root)]))  # reversed: where several variants have a key, the first wins
+        known = key if key in descriptions else f"data.{key.rpartition('.')[2]}"  # data.parts.NAME.KEY of a mixture
+        description = descriptions[known]
         raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
     except (HydraException, OmegaConfBaseException) as error:
         cause: Any = error.__cause__

@@ -8,7 +8,7 @@ from jax.sharding import AbstractDevice
 from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config.model import KERNELS
-from tunix.models.flash import BLOCKS, blocks_of
+from tunix.models.flash_blocks import BLOCKS, blocks_of
 
 DTYPES = ("bfloat16", "float16")  # of the products of flash and cuDNN; float32 would be rounded to fewer bits
 MAX_HEAD_DIM = 256

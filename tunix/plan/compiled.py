@@ -32,7 +32,7 @@ from tunix.config import Config, DeviceKind
 from tunix.costs.hlo import Collective, read_collectives
 from tunix.costs.schedule import Speeds, StepTime, walk
 from tunix.costs.transfers import Transfer, seconds
-from tunix.models.flash import blocks_for, blocks_of, computed_pairs
+from tunix.models.flash_blocks import blocks_for, blocks_of, computed_pairs
 from tunix.plan.topology import Cluster
 from tunix.training.program import abstract_batch, assemble, build_mesh
 

@@ -18,6 +18,16 @@ MAX_DIFF = 1 << 20  # characters of the difference to the commit that are kept
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)  # in names of variables
 
 
+def _list_packages() -> dict[str, str]:
+    """Return the version of every installed package by its name."""
+    packages: dict[str, str] = {}
+    for each in metadata.distributions():
+        fields = each.metadata  # read once: each use of `metadata` and of `version` parses the package's file again
+        if fields and fields["Name"]:
+            packages[fields["Name"]] = fields["Version"]
+    return packages
+
+
 def describe_environment() -> dict[str, Any]:
     """The environment of this process, as environment.json keeps it."""
 
@@ -36,7 +46,7 @@ def describe_environment() -> dict[str, Any]:
         "git_commit": git("rev-parse", "HEAD"),
         "git_changes": (git("status", "--porcelain") or "").splitlines(),
         "git_diff": (git("diff", "HEAD") or "")[:MAX_DIFF],
-        "packages": {each.metadata["Name"]: each.version for each in metadata.distributions() if each.metadata["Name"]},
+        "packages": _list_packages(),
         "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],
         "processes": jax.process_count(),
         "variables": {
