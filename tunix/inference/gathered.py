@@ -3,7 +3,12 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
+from tunix.models.kernels import product_of_few_rows
+from tunix.models.layers import Einsum, Embedding
+from tunix.models.products import WEIGHTS
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer
 from tunix.sharding.layout import Layout
@@ -25,7 +30,11 @@ class Gathered(NamedTuple):
 
     def module(self, arch: Architecture) -> Transformer:
         """Return the model, whose stacks hold one layer: others go to `run_blocks` as its `layers`."""
-        return arch.module(self.others | {name: trees[0] for name, trees in self.layers.items()})
+        module = arch.module(self.others | {name: trees[0] for name, trees in self.layers.items()})
+        parts: list[Einsum | Embedding] = [*_einsums(module), module.embedding]
+        for part in parts:
+            part.product = product_of_few_rows()
+        return module
 
 
 def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
@@ -35,9 +44,24 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
         whole = jax.tree.map(lambda p, weight: model.layout.gather(p, weight.equation), params, arch.weights)
         if as_matrices and model.cfg.lora.quantize_base:
             whole = _as_matrices(whole, arch.weights, model.cfg.lora.quantize_base, model.layout)
-    names = [stack.name for stack in model.stacks]
-    others = {name: tree for name, tree in whole.items() if name not in names}
-    return Gathered(others, {name: _apart(whole[name]) for name in names})
+        blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}
+        layers = {name: [_lay(block, tree) for tree in _apart(whole[name])] for name, block in blocks.items()}
+    return Gathered({name: tree for name, tree in whole.items() if name not in blocks}, layers)
+
+
+def _lay(block: nnx.GraphDef, tree: Tree) -> Tree:
+    """Return the parameters of a layer, with the weights of its products as `product_of_few_rows` takes them."""
+    module = nnx.merge(block, tree)
+    for part in _einsums(module):
+        wanted = WEIGHTS[product_of_few_rows()](part.equation)
+        part.w.set_value(jnp.transpose(part.w[...], [part.equation.w.index(letter) for letter in wanted.w]))
+    return nnx.to_pure_dict(nnx.state(module))
+
+
+def _einsums(module: nnx.Module) -> list[Einsum]:
+    """Return the products of a module; those whose weights are codes are left out, as they lie as they rest."""
+    parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, Einsum)]
+    return [part for part in parts if jnp.issubdtype(part.w.dtype, jnp.floating)]
 
 
 def _apart(stack: Tree) -> list[Tree]:

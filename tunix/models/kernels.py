@@ -75,3 +75,11 @@ def _sixteen_bits(kernel: str, head_dim: int, dtype: str) -> str | None:
 
 
 CHECKS = {"flash": _flash_lacks, "cudnn": _cudnn_lacks}
+
+FEW_ROWS = {"cpu": "few_rows"}  # by platform, the key of `PRODUCTS` for few rows of x; elsewhere it is "plain"
+
+
+def product_of_few_rows() -> str:
+    """Return the key of `PRODUCTS` that is fastest for few rows of x, on the devices of the mesh in use."""
+    device = mesh_device()
+    return "plain" if device is None else FEW_ROWS.get(device.platform, "plain")

@@ -42,10 +42,13 @@ class Einsum(nnx.Module):
 
     `Einsum("attention.q", "BTD,DNH->BTNH", ...)` maps [B, T, D] to [B, T, N, H] with a weight [D, N, H], normal with
     variance 1 / fan-in, and adds a bias [N, H] if `model.biases` names the projection.
+
+    `product` is a key of `PRODUCTS`. Where it is not "plain", the weight is gathered already, and its dimensions stand
+    in the order that `WEIGHTS` has for this kind.
     """
 
     def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.equation, self.layout = Equation(equation), layout
+        self.equation, self.layout, self.product = Equation(equation), layout, "plain"
         fan_in = math.prod(cfg.dims[letter] for letter in self.equation.summed)
         shape = [cfg.dims[letter] for letter in self.equation.w]
         weight = jax.random.normal(rngs.params(), shape, layout.param) * fan_in**-0.5
@@ -63,11 +66,13 @@ class Einsum(nnx.Module):
 
     def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """`key` draws what dropout leaves out, and is None outside of training."""
-        y = self.bias(product(self.equation, x, self._gathered(), self.layout))
+        y = self.bias(product(self.equation, x, self._gathered(), self.layout, self.product))
         return y if self.lora is None else y + self.lora(x, key)
 
     def _gathered(self) -> jax.Array:
         """The weight as the product takes it: gathered, and a matrix again if it rests quantized."""
+        if self.product != "plain":
+            return self.w[...]
         if self.qtype is None:
             return self.layout.gather(self.w[...], self.equation)
         if jnp.issubdtype(self.w.dtype, jnp.floating):  # whoever gathers weights for many tokens makes matrices too
@@ -149,7 +154,7 @@ class Embedding(nnx.Module):
     """Token vectors [V, D]; with a tied head used at both ends of the decoder."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.equation, self.layout = Equation("BTD,VD->BTV"), layout
+        self.equation, self.layout, self.product = Equation("BTD,VD->BTV"), layout, "plain"
         self.scale = cfg.embed_dim**0.5 if cfg.scaled_embedding else 1.0
         table = jax.random.normal(rngs.params(), (cfg.vocab_size, cfg.embed_dim), layout.param) * cfg.embed_dim**-0.5
         self.table = nnx.Param(table, equation=self.equation)
@@ -165,7 +170,7 @@ class Embedding(nnx.Module):
 
     def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""
-        return product(self.equation, x, table, self.layout).astype(jnp.float32)
+        return product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
 
 
 class LearnedPositions(nnx.Module):

@@ -182,6 +182,11 @@ class Equation:
         """Return the product that gives the gradient of x out of the gradient of y: `y,w->x`."""
         return Equation(f"{self.y},{self.w}->{self.x}")
 
+    def summed_last(self) -> "Equation":
+        """Return the same product of a weight whose summed dimensions stand last: `BTD,NHD->BTNH`."""
+        others = "".join(letter for letter in self.w if letter not in self.summed)
+        return Equation(f"{self.x},{others}{self.summed}->{self.y}")
+
     @property
     def is_stacked(self) -> bool:
         """True where the weight holds all layers."""

@@ -1,0 +1,58 @@
+"""Kinds of matrix products: each gives what the equation says, and the mesh's devices choose one."""
+
+import jax
+import numpy as np
+import pytest
+from support.harness import SMALL
+
+from tunix.cli.compose import compose
+from tunix.models.kernels import product_of_few_rows
+from tunix.models.products import FEW_ROWS, PRODUCTS, WEIGHTS, product
+from tunix.sharding.dims import Equation
+from tunix.training.program import build_layout, build_mesh
+
+SIZES = {"T": 1, "D": 8, "N": 4, "H": 6, "V": 10}
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_every_kind_multiplies_as_its_equation_says(kind):
+    """On both sides of the number of rows from which a kind may differ; heads and words are split over tp."""
+    cfg = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,tp]]"]).config
+    mesh = build_mesh(cfg)
+    layout = build_layout(cfg, mesh)
+    with jax.set_mesh(mesh):
+        for text in ("BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,VD->BTV"):
+            equation = Equation(text)
+            for rows in (4, 2 * FEW_ROWS):
+                x, w = (
+                    np.random.default_rng(0).normal(size=[(SIZES | {"B": rows})[letter] for letter in letters])
+                    for letters in (equation.x, equation.w)
+                )
+                laid = np.einsum(f"{equation.w}->{WEIGHTS[kind](equation).w}", w)
+                given = jax.device_put(x.astype("float32"), jax.NamedSharding(mesh, layout.activation(equation.x)))
+                place = layout.in_use(WEIGHTS[kind](equation))
+                weight = jax.device_put(laid.astype("float32"), jax.NamedSharding(mesh, jax.P(*place.partitions)))
+                y = jax.jit(lambda x, w, equation=equation: product(equation, x, w, layout, kind))(given, weight)
+                assert jax.typeof(y).sharding.spec == layout.activation(equation.y)
+                np.testing.assert_allclose(y, np.einsum(text, x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_only_cpus_turn_weights_for_few_rows():
+    kinds = {}
+    for platform in ("cpu", "gpu"):
+        device = jax.sharding.AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+            kinds[platform] = product_of_few_rows()
+    assert kinds == {"cpu": "few_rows", "gpu": "plain"}
+
+
+def test_the_weight_comes_first_where_rows_are_few():
+    """XLA's CPU backend copies the second factor of a product: that must be the small one."""
+    equation, mesh = Equation("BTD,DF->BTF"), jax.make_mesh((1,), ("x",))
+    with jax.set_mesh(mesh):
+        inputs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 1, 64), (256, 64)))
+        multiply = jax.jit(lambda x, w: PRODUCTS["few_rows"](equation, x, w, jax.P(None, None, None)))
+        compiled = multiply.lower(*inputs).compile().as_text()
+    dots = [line for line in compiled.splitlines() if " dot(" in line]
+    assert dots
+    assert all("f32[256,16]" in line.split(" dot(")[0] for line in dots), dots
