@@ -21,7 +21,7 @@ MISTAKES = [
     ("model=gemma3_2b", "model=gemma3_2b: conf/model has no such file; choose from adder, gemma3_12b, gemma3_1b, gemma3_270m"),
     ("model=gemma3_1bb", "did you mean gemma3_1b?"),
     ("experiment=quick_test", "write +experiment="),
-    ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are dp, fsdp, tp"),
+    ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are pp, dp, fsdp, tp"),
     ("model.mesh_shape=[[4,2],[fsdp,fsdp]]", "axis fsdp is named twice"),
     ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
     ("model.sliding_window=null", "model.sliding_window must be given with model.global_every=6"),
@@ -187,7 +187,7 @@ def test_a_folder_of_ones_own(fresh, tmp_path):
 
 
 def test_batch_keys_agree():
-    base, four = ["model.mesh_shape=[[4],[fsdp]]"], {"dp": 1, "fsdp": 4, "tp": 1}
+    base, four = ["model.mesh_shape=[[4],[fsdp]]"], {"pp": 1, "dp": 1, "fsdp": 4, "tp": 1}
     for words in (
         "training.gradient_accumulation_steps=3",
         "training.global_batch_size=192",

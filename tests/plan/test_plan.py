@@ -38,8 +38,9 @@ MICROBATCHES = 4
         ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
         ("[[2,2,2],[dp,fsdp,tp]]", []),
         ("[[4,2],[fsdp,tp]]", ["training.remat=none"]),
+        ("[[2,2,2],[pp,fsdp,tp]]", ["model.num_layers=4", "model.global_every=2"]),
     ],
-    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "remat"],
+    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "remat", "stages"],
 )
 def test_derived_is_what_is_compiled(mesh, more):
     """State in bytes, exactly; gathered and reduced bytes to 2 %."""
@@ -52,7 +53,7 @@ def test_derived_is_what_is_compiled(mesh, more):
     assert held + given == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
     found = [c for c in read_collectives(compiled.as_text()) if c.group_size > 1]
     sizes = dict(step.mesh.shape)
-    for kinds in (("all-gather",), ("all-reduce", "reduce-scatter")):
+    for kinds in (("all-gather",), ("all-reduce", "reduce-scatter"), ("collective-permute",)):
         moved = sum(c.num_bytes * c.times for c in found if c.kind in kinds)
         derived = sum(t.num_bytes for t in costs.transfers if t.kind in kinds and any(sizes[a] > 1 for a in t.axes))
         assert derived == pytest.approx(moved, rel=0.02), kinds

@@ -185,8 +185,8 @@ class Model(Section):
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
     mesh_shape: MeshShape
-    """Device mesh: `[[sizes], [axis names]]` of the axes dp, fsdp, cp, tp in any order, one -1 to fill; or `auto`, all
-    devices on fsdp."""
+    """Device mesh: `[[sizes], [axis names]]` of the axes pp, dp, fsdp, cp, tp in any order, one -1 to fill; or `auto`,
+    all devices on fsdp."""
 
     _matches = field_validator("biases")(_match_projections)
 

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tunix.base.errors import UserError
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.mesh_shape import data_shards, nearest, num_stages
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -65,6 +65,28 @@ class BatchShape(NamedTuple):
         return tuple(sizes[letter] for letter in dims)
 
 
+class PipelineShape(NamedTuple):
+    """The way of a microbatch through the stages of the layers: in parts, one after the other."""
+
+    num_stages: int  # S
+    num_parts: int  # P, over all data shards; each has sequences of every data shard
+
+    @property
+    def num_ticks(self) -> int:
+        """Times that each stage computes; the first part leaves the last stage after S of them."""
+        return self.num_parts + self.num_stages - 1
+
+    @property
+    def runs_again(self) -> bool:
+        """True where the backward pass runs the forward pass of a stage again: of a tick only its rows are kept."""
+        return self.num_stages > 1
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ticks in which a stage computes nothing that is used."""
+        return (self.num_stages - 1) / self.num_ticks
+
+
 class Training(Section):
     """The step: batch, precision, sharding strategy, length of the run."""
 
@@ -82,6 +104,10 @@ class Training(Section):
     """Microbatches between gradient reductions within a step; divides the accumulation. The result stays, memory
     grows, traffic falls. auto is once a step where that costs no memory: where no axis splits the gradients, as on dp
     alone; else once a microbatch."""
+    pipeline_microbatches: Count | Literal["auto"]
+    """Parts in which the sequences of a microbatch stream through the stages of the pp axis: a multiple of the stages,
+    which divides micro_batch_size x stages. More parts leave stages idle for less time; auto is one sequence of each
+    shard at a time, the most there can be."""
     sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
     """ZeRO stage 3, 2, 1 or 0 on the fsdp axis."""
     mixed_precision: Literal["bf16", "fp32"]
@@ -193,7 +219,35 @@ class Training(Section):
                 f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "
                 f"microbatches of a step; it may be {', '.join(map(str, legal))}"
             )
+        self.pipeline(mesh_sizes)
         return BatchShape(num_microbatches, num_rows, self.seq_len)
+
+    def pipeline(self, mesh_sizes: Mapping[str, int]) -> PipelineShape:
+        """The pipeline on a mesh of these sizes; one stage has all sequences of a microbatch as one part.
+
+        Raises:
+            UserError: parts that are no multiple of the stages or do not divide the sequences, with those that do.
+        """
+        stages, rows = num_stages(mesh_sizes), self.sequences_per_shard
+        if stages == 1:
+            return PipelineShape(1, 1)
+        parts = stages * rows if self.pipeline_microbatches == "auto" else self.pipeline_microbatches
+        if parts % stages or rows % (parts // stages):
+            legal = [stages * n for n in range(1, rows + 1) if rows % n == 0]
+            raise UserError(
+                f"training.pipeline_microbatches={parts} does not fit {stages} stages with "
+                f"training.micro_batch_size={rows}: it must be a multiple of {stages} that divides {stages * rows}; "
+                f"nearest: {' or '.join(map(str, nearest(legal, parts)))}, or auto"
+            )
+        return PipelineShape(stages, parts)
+
+    def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
+        """Parts that wait at each stage of the pipeline; None: as many as a device has sequences."""
+        return (
+            None
+            if self.pipeline_microbatches == "auto"
+            else self.pipeline(mesh_sizes).num_parts // num_stages(mesh_sizes)
+        )
 
     @model_validator(mode="after")
     def _check(self) -> "Training":

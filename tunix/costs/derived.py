@@ -13,6 +13,7 @@ from tunix.costs.transfers import (
     Transfer,
     gathered_dtype,
     list_transfers,
+    part_rows,
     shard_bytes,
     shard_shape,
 )
@@ -26,11 +27,16 @@ from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import token_shards
 from tunix.training.chunks import chunk_positions
 from tunix.training.program import Program, abstract_batch, assemble, choose_sync
-from tunix.training.state import Weight, describe
+from tunix.training.state import Weight, abstract_params, describe
 
 MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
 # Keys of the section training that say how many sequences there are.
-BATCH_KEYS = {"micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens"}
+BATCH_KEYS = {
+    "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens",
+    "pipeline_microbatches",
+}  # fmt: skip
+QUEUES = 3  # of the rows of a microbatch: what enters the stages, what leaves them, and one of their gradients
+ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto"}
 
 
 @dataclass(frozen=True)
@@ -60,22 +66,38 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     """Return the costs of a step of an assembled program on the mesh in use."""
     training, batch = cfg.training, cfg.training.batch_shape(mesh.shape)
     microbatches = batch.num_microbatches
-    program = replace(program, sync_every=choose_sync(training, mesh))  # `program` may be that of another micro batch
+    # `program` may be that of another micro batch.
+    program = replace(program, cfg=cfg, sync_every=choose_sync(training, mesh))
     arch, share = program.arch, batch.num_tokens / mesh.size
     flops = flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len) * share
     forward_flops = forward_flops_per_token(cfg.model, arch.num_parameters, training.seq_len) * share
+    all_flops = flops + computes_again(training.remat, "product") * forward_flops
     return Costs(
         _state_bytes(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, program, mesh)},
         list_transfers(program, mesh, microbatches),
         flops,
-        flops + computes_again(training.remat, "product") * forward_flops,
+        all_flops + _pipeline_flops(cfg, mesh, all_flops, forward_flops, share),
         batch.num_tokens,
     )
 
 
+def _pipeline_flops(
+    cfg: Config, mesh: Mesh | AbstractMesh, flops: float, forward_flops: float, num_tokens: float
+) -> float:
+    """Return the FLOPs that stages add on one device: the bubble, and the forward pass of the stages once more.
+
+    `flops` are those without stages, of `num_tokens` tokens. The logits are outside of the stages.
+    """
+    pipeline = cfg.training.pipeline(mesh.shape)
+    logits = 2.0 * cfg.model.vocab_size * cfg.model.embed_dim * num_tokens  # forward; three times in all
+    again = pipeline.runs_again * (forward_flops - logits)
+    in_blocks = flops - 3 * logits + again
+    return again + in_blocks * (pipeline.num_ticks / pipeline.num_parts - 1)
+
+
 def assemble_once(cfg: Config, sizes: dict[str, int]) -> tuple[Program, AbstractMesh]:
     """Return the program of one sequence per shard, and its mesh; the newest one is kept."""
-    smallest = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
+    smallest = cfg.model_copy(update={"training": cfg.training.model_copy(update=ONE_SEQUENCE)})
     return _program(smallest.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in axis_names()))
 
 
@@ -96,9 +118,12 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
     in_blocks, weights = layout.gathers_in_blocks(sync_every), jax.tree.leaves(arch.weights)
     # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
     weights += [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not weight.equation.is_stacked]
+    pipeline = program.cfg.training.pipeline(mesh.shape)
     gathered = 0.0
     for weight in weights:
-        share = 2 / program.cfg.model.num_layers if in_blocks and weight.equation.is_stacked else 1.0
+        share = (
+            2 * pipeline.num_stages / program.cfg.model.num_layers if in_blocks and weight.equation.is_stacked else 1.0
+        )
         gathered += share * _gathered_bytes(weight, layout, mesh)
     unreduced, reduced = 0, 0  # gradients before and after their sum over devices
     for weight in jax.tree.leaves(arch.trained_weights):
@@ -111,6 +136,8 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
     accumulated = 0  # beside the sum of all microbatches, the gradients of one
     if num_microbatches > 1 and (in_blocks or sync_every > 1):
         accumulated = reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
+    if pipeline.num_stages > 1:  # autodiff adds up the gradients of the ticks before the microbatch has them
+        accumulated += reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
     return {
         "weights": bytes_per_device(program.abstract["params"]),
         "optimizer": bytes_per_device([program.abstract["opt_state"], program.abstract.get("copies", {})]),
@@ -122,7 +149,8 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
 def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> int:
     """Bytes of activations: what the forward pass keeps of each sequence, and one layer's inside or a chunk's logits.
 
-    The second part is an estimate.
+    The second part is an estimate. On stages the forward pass keeps of each tick the rows that a stage takes; a part of
+    the batch at a time has in one stage what it has without stages.
     """
     training = cfg.training
     inside = inside_bytes(cfg, program.layout, mesh, training.seq_len)
@@ -130,7 +158,15 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
     positions = chunk_positions(training.loss_chunk_size, training.sequences_per_shard, own_tokens)
     words = shard_shape((cfg.model.vocab_size,), program.layout.activation("V"), mesh)[0]
     logits = 1.75 * positions * words * 4  # float32, and part of their gradient
-    return round(training.sequences_per_shard * (_residual_bytes(program, mesh) + max(inside, logits)))
+    residual, pipeline = _residual_bytes(program, mesh), training.pipeline(mesh.shape)
+    if pipeline.num_stages == 1:
+        return round(training.sequences_per_shard * (residual + max(inside, logits)))
+    stream = own_tokens * cfg.model.embed_dim * jnp.dtype(program.layout.compute).itemsize
+    row = stream + 4 * (own_tokens + training.seq_len)  # with its positions and segments
+    of_stage = part_rows(cfg, mesh) * (residual / pipeline.num_stages + inside)
+    of_ticks = part_rows(cfg, mesh) * pipeline.num_ticks * row
+    of_batch = training.sequences_per_shard * (QUEUES * row + logits)
+    return round(of_ticks + max(of_stage, of_batch))
 
 
 def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
@@ -152,7 +188,10 @@ _known_residual_bytes: dict[tuple[str | int, ...], int] = {}  # a plan asks for 
 
 
 def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
-    """Bytes that `training.remat` keeps of a sequence for the backward pass, on one device, as JAX traces it."""
+    """Bytes that `training.remat` keeps of a sequence for the backward pass, on one device, as JAX traces it.
+
+    On stages, those of the same program without stages, whose axis then splits the batch alone.
+    """
     cfg = program.cfg
     config = cfg.model.model_dump_json(exclude={"mesh_shape"}), cfg.training.model_dump_json(exclude=BATCH_KEYS)
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
@@ -161,7 +200,8 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
         return _known_residual_bytes[key]
     # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
     plain = cfg.model.model_copy(update={"attention": "xla"})
-    arch = describe(plain, program.layout, cfg.training.remat)
+    layout = program.layout.with_all_layers()
+    arch = describe(plain, layout, cfg.training.remat)
 
     def residuals(params, batch):
         rows, seed = {name: leaf[0] for name, leaf in batch.items()}, jnp.zeros((), jnp.int32)
@@ -177,7 +217,7 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     values = {"micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None}
     marked = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
     batch = abstract_batch(marked, mesh)  # type: ignore[arg-type]
-    leaves = jax.tree.leaves(jax.eval_shape(residuals, program.abstract["params"], batch))
+    leaves = jax.tree.leaves(jax.eval_shape(residuals, abstract_params(arch, mesh, layout), batch))
     grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
     _known_residual_bytes[key] = bytes_per_device(grown) // prime
     return _known_residual_bytes[key]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from tunix.config import DeviceKind
+from tunix.config import Config, DeviceKind
 from tunix.models.exchanges import repeats_of
 from tunix.models.remat import computes_again
 from tunix.sharding.dims import Equation, axis_names, token_axes
@@ -58,27 +58,34 @@ def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches
     """Return the collectives of one step; the mesh must be the one in use."""
     of_weights = _weight_transfers(program, mesh, num_microbatches)
     sums = _activation_transfers(program, mesh, num_microbatches)
-    return [*of_weights, *sums, *_attention_transfers(program, mesh, num_microbatches)]
+    of_attention = _attention_transfers(program, mesh, num_microbatches)
+    return [*of_weights, *sums, *of_attention, *_stage_transfers(program, mesh, num_microbatches)]
 
 
 def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
-    """Weights gathered before they are used, and their gradients reduced after."""
+    """Weights gathered before they are used, and their gradients reduced after.
+
+    Blocks on stages gather in every tick, and once more where the backward pass runs a stage again.
+    """
     layout, strategy = program.layout, program.layout.strategy
     sync_every = program.sync_every
     reductions, in_blocks = num_microbatches // sync_every, layout.gathers_in_blocks(sync_every)
+    pipeline = program.cfg.training.pipeline(mesh.shape)
+    gathers_of_block = (2 + pipeline.runs_again) * pipeline.num_ticks
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
         equation = weight.equation
         in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
         if gathered_over and strategy.params:
-            times = 2 * num_microbatches if in_blocks and equation.is_stacked else 1
+            times = gathers_of_block * num_microbatches if in_blocks and equation.is_stacked else 1
             size = shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh)
             yield Transfer("all-gather", gathered_over, times * size)
         elif gathered_over and strategy.optimizer and trained:  # the updated weights
             yield Transfer("all-gather", gathered_over, shard_bytes(weight, in_use, layout.param, mesh))
         if not trained:
             continue
-        size = reductions * shard_bytes(weight, in_use, layout.reduce, mesh)
+        times = pipeline.num_ticks if in_blocks and equation.is_stacked else 1
+        size = reductions * times * shard_bytes(weight, in_use, layout.reduce, mesh)
         summed_over = layout.gradient_axes(equation)
         if gathered_over and strategy.gradients:
             yield Transfer("reduce-scatter", gathered_over, size)
@@ -96,20 +103,43 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     """
     cfg, layout = program.cfg, program.layout
     sizes = cfg.dims | {"B": cfg.training.batch_shape(mesh.shape).num_rows}
-    forward_passes = 1 + computes_again(cfg.training.remat, "product")
-    products: list[tuple[Equation, int]] = []  # with the times that each runs for a sequence
+    pipeline = cfg.training.pipeline(mesh.shape)
+    forward_passes = 1 + computes_again(cfg.training.remat, "product") + pipeline.runs_again
+    products: list[tuple[Equation, float]] = []  # with the times that each runs for a sequence
     for weight in jax.tree.leaves(program.arch.weights):
         equation = weight.equation.dequantized()
         if equation.is_stacked and not equation.is_vector and not equation.is_scales:
-            products.append((equation, forward_passes * cfg.model.num_layers))
-            products.append((equation.transposed(), cfg.model.num_layers))
+            layers = cfg.model.num_layers * pipeline.num_ticks / pipeline.num_parts
+            products.append((equation, forward_passes * layers))
+            products.append((equation.transposed(), layers))
     table = program.arch.weights["embedding"]["table"].equation
     products.append((table.transposed(), 2))
     for equation, times in products:
         if axes := layout.product_axes(equation):
             shape = shard_shape([sizes[letter] for letter in equation.y], layout.activation(equation.y), mesh)
             num_bytes = math.prod(shape) * jnp.dtype(layout.compute).itemsize
-            yield Transfer("all-reduce", axes, num_microbatches * times * num_bytes, overlaps=False)
+            yield Transfer("all-reduce", axes, round(num_microbatches * times * num_bytes), overlaps=False)
+
+
+def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
+    """Rows that each tick sends to the next stage, places of the queue to the one before, and their gradients back."""
+    cfg, layout = program.cfg, program.layout
+    pipeline = cfg.training.pipeline(mesh.shape)
+    if pipeline.num_stages == 1:
+        return
+    rows, tokens = part_rows(cfg, mesh), cfg.training.seq_len
+    own_tokens = tokens // token_shards(mesh.shape)
+    stream = rows * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+    beside = rows * (own_tokens + tokens) * 4  # positions, and segments of whole sequences; they have no gradient
+    ticks = num_microbatches * pipeline.num_ticks
+    for overlaps in (False, True):  # the next stage waits for the rows; the queue has time until its place comes
+        yield Transfer("collective-permute", layout.stage_axes, ticks * (2 * stream + beside), overlaps)
+
+
+def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
+    """Return the sequences of one part of a microbatch on one device, while it is on a stage."""
+    pipeline = cfg.training.pipeline(mesh.shape)
+    return cfg.training.sequences_per_shard * pipeline.num_stages // pipeline.num_parts
 
 
 def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -121,9 +151,11 @@ def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microb
     segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False)
     # Forward, once more where they are not kept, and backward the same in the other direction.
-    times = (2 + computes_again(cfg.training.remat, "exchange")) * cfg.model.num_layers * num_microbatches
+    pipeline = cfg.training.pipeline(mesh.shape)
+    passes = 2 + computes_again(cfg.training.remat, "exchange") + pipeline.runs_again
+    times = passes * cfg.model.num_layers * num_microbatches * pipeline.num_ticks / pipeline.num_parts
     for num_bytes in exchanged_bytes(program, mesh):
-        yield Transfer("all-to-all", axes, times * num_bytes, overlaps=False)
+        yield Transfer("all-to-all", axes, round(times * num_bytes), overlaps=False)
 
 
 def exchanged_bytes(program: Program, mesh: Mesh | AbstractMesh) -> list[int]:

@@ -27,7 +27,7 @@ def prefill(
     positions = jnp.maximum(times - first[:, None], 0)
     segments = (times >= first[:, None]).astype(jnp.int32)
 
-    def mix_of(layer: Layer) -> Mix:
+    def mix_of(layer: Layer, _: None) -> Mix:
         def mix(q, k, v):
             out = attend(q, k, v, seen_in_row(segments, layer.window), model.layout, model.cfg.attention)
             return out, (_placed(k, layer.window), _placed(v, layer.window))
@@ -42,7 +42,7 @@ def decode(
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, V] after one more token [B] int32 at `time` (scalar) of rows begun at `first` [B], and the cache."""
 
-    def mix_of(layer: Layer) -> Mix:
+    def mix_of(layer: Layer, _: None) -> Mix:
         def mix(q, k, v):
             slots, size = cache[layer.number], cache[layer.number][0].shape[1]
             keys, values = (

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import reshard
 
 from tunix.models.kernels import product_of_few_rows
 from tunix.models.layers import Einsum, Embedding
@@ -12,7 +13,7 @@ from tunix.models.products import WEIGHTS
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer
 from tunix.sharding.layout import Layout
-from tunix.training.state import Architecture
+from tunix.training.state import Architecture, Weight
 
 Tree = dict[str, Any]
 
@@ -38,10 +39,19 @@ class Gathered(NamedTuple):
 
 
 def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
-    """Return the parameters gathered; with `as_matrices` quantized weights are matrices again."""
+    """Return the parameters gathered; with `as_matrices` quantized weights are matrices again.
+
+    Every device gets all layers, also of parameters that rest on stages.
+    """
     model = arch.module(params)
+
+    def gather_one(parameter: jax.Array, weight: Weight) -> jax.Array:
+        spec = model.layout.at_rest(weight.equation)
+        laid_out = parameter if jax.typeof(parameter).sharding.spec == spec else reshard(parameter, spec)
+        return model.layout.gather(laid_out, weight.equation)
+
     with jax.named_scope("gather"):
-        whole = jax.tree.map(lambda p, weight: model.layout.gather(p, weight.equation), params, arch.weights)
+        whole = jax.tree.map(gather_one, params, arch.weights)
         if as_matrices and model.cfg.lora.quantize_base:
             whole = _as_matrices(whole, arch.weights, model.cfg.lora.quantize_base, model.layout)
         blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}

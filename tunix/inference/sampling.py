@@ -68,19 +68,20 @@ class Rows(NamedTuple):
 class Sampler:
     """Draws answers with the parameters that it is called with, laid out as `arch` has them at rest.
 
-    With several processes each calls it with the same arguments and gets all answers. Where axes of `mesh` split the
-    tokens of a sequence, the parameters are laid out anew for each rollout: one token after the other has nothing to
-    split (`whole_sequences`).
+    With several processes each calls it with the same arguments and gets all answers. One token after the other has
+    nothing to split among devices that share a sequence, and stages would wait for one another. So the parameters are
+    laid out anew for each rollout: on whole sequences (`whole_sequences`), and with all layers on each device, where
+    the axis of the stages splits the rows alone.
     """
 
     def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
         self.context_length, self.mesh = context_length, whole_sequences(mesh)
+        self.arch = arch = arch.with_all_layers()
         self.begin = jax.jit(partial(begin, arch), static_argnames=("how", "repeats", "num_slots"))
         self.stretch = jax.jit(partial(stretch, arch), static_argnames="how", donate_argnames="rows")
         self.grow = jax.jit(grow, static_argnums=1)
         self.take = jax.jit(take_rows)
         self.gathering = jax.jit(partial(gather, arch), static_argnames="as_matrices")
-        self.arch = arch
 
     def __call__(
         self, params: Any, prompts: Sequence[list[int]], how: Sampling, seed: int = 0, first_row: int = 0

@@ -19,6 +19,7 @@ from tunix.base.dotted import import_object
 from tunix.config.model import KERNELS
 from tunix.models.exchanges import EXCHANGES
 from tunix.sharding.layout import Layout
+from tunix.sharding.stages import stage_shard_map
 
 QUERY_BLOCK = 512  # the plain kernel has the scores of at most this many queries at one time
 
@@ -68,12 +69,13 @@ def attend(
     of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])
     kernel_function = import_object(KERNELS.get(kernel, kernel))
 
-    @partial(jax.shard_map, in_specs=(of_queries, of_keys, of_keys, of_seen), out_specs=of_queries)
     def on_each_device(q, k, v, seen):
         k, v = (layout.own_kv_heads(x, q.shape[2]) for x in (k, v))
         return EXCHANGES[exchange](kernel_function, q, k, v, seen)
 
-    return on_each_device(q, k, v, seen._replace(window=jnp.asarray(seen.window, jnp.int32)))
+    in_specs = (of_queries, of_keys, of_keys, of_seen)
+    mapped = stage_shard_map(on_each_device, in_specs, of_queries, layout.stages_around)
+    return mapped(q, k, v, seen._replace(window=jnp.asarray(seen.window, jnp.int32)))
 
 
 # A kernel is a function of one device's arrays: (q [B, T, N, H], k and v [B, S, K, H], seen) -> [B, T, N, H]. It gives

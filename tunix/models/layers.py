@@ -80,7 +80,9 @@ class Einsum(nnx.Module):
         of_codes, of_scales = self.equation.quantized()
         codes, scales = self.layout.gather(self.w[...], of_codes), self.layout.gather(self.w_scale[...], of_scales)
         spec = self.layout.in_use(of_codes)
-        return dequantize(codes, scales, self.equation, self.qtype, self.layout.compute, spec)
+        return dequantize(
+            codes, scales, self.equation, self.qtype, self.layout.compute, spec, self.layout.stages_around
+        )
 
 
 class LowRank(nnx.Module):

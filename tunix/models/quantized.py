@@ -16,6 +16,7 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.sharding.dims import Equation, codes_per_byte, weights_per_scale
 from tunix.sharding.layout import Layout
+from tunix.sharding.stages import stage_shard_map
 
 STORED = {"int8": ("int8", "bfloat16"), "nf4": ("uint8", "bfloat16")}  # dtypes of codes and scales
 
@@ -57,14 +58,23 @@ def stacked_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model,
 
 
 def dequantize(
-    codes: jax.Array, scales: jax.Array, equation: Equation, qtype: str, dtype: str, spec: PartitionSpec
+    codes: jax.Array,
+    scales: jax.Array,
+    equation: Equation,
+    qtype: str,
+    dtype: str,
+    spec: PartitionSpec,
+    stage_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """The weight in `dtype`. `spec` is where the weight lives, complete along D; codes and scales live there too."""
+    """The weight in `dtype`. `spec` is where the weight lives, complete along D; codes and scales live there too.
+
+    `stage_axes` are those of the stages around this place (`Layout.stages_around`).
+    """
     axis, qwix = equation.w.index("D"), _qwix()
 
     @jax.custom_vjp  # the matrix is used like a gathered weight, and codes and scales have no gradient
     def weight(codes, scales):
-        return jax.shard_map(local, in_specs=(spec, spec), out_specs=spec)(codes, scales)
+        return stage_shard_map(local, (spec, spec), spec, stage_axes)(codes, scales)
 
     def local(codes, scales):
         if codes_per_byte(qtype) == 2:

@@ -14,6 +14,7 @@ from tunix.config import Model
 from tunix.models.attention import attend, seen_in_row
 from tunix.models.exchanges import choose_exchange
 from tunix.models.layers import NORMS, Einsum, Embedding, LearnedPositions, unchanged
+from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, layer_rope
 from tunix.models.remat import keep_policy
 from tunix.sharding.layout import Layout
@@ -108,14 +109,29 @@ class Layer(NamedTuple):
     rope: Rope | None  # None with learned positions
 
 
-class Transformer(nnx.Module):
-    """Tokens to logits. The blocks are runs of equal ones, so a program is as long for 80 layers as for 8."""
+class Rows(NamedTuple):
+    """Arrays [B, ...] that a block takes of sequences. In a pipeline they travel from stage to stage together."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, remat: str = "none"):
-        self.cfg, self.layout, self.remat = cfg, layout, remat
+    x: jax.Array  # [B, T, D], the residual stream; a block changes it and nothing else
+    positions: jax.Array  # [B, T] int32
+    beside: Any  # what the mix needs of the sequences: a tree of arrays, or None
+
+
+class Transformer(nnx.Module):
+    """Tokens to logits. The blocks are runs of equal ones, so a program is as long for 80 layers as for 8.
+
+    `remat` is a policy of `REMAT`. `parts_per_stage` matters where the layout splits the layers into stages: it is the
+    number of parts of a batch that wait at each stage (see `run_stages`).
+    """
+
+    def __init__(
+        self, cfg: Model, layout: Layout, rngs: nnx.Rngs, remat: str = "none", parts_per_stage: int | None = None
+    ):
+        self.cfg, self.layout, self.remat, self.parts_per_stage = cfg, layout, remat, parts_per_stage
+        self.block_layout = layout.inside_stage()
         self.embedding = Embedding(cfg, layout, rngs)
         self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
-        self.blocks = _stacked(lambda rngs: Block(cfg, layout, rngs), cfg.num_layers, rngs)
+        self.blocks = _stacked(lambda rngs: Block(cfg, self.block_layout, rngs), cfg.num_layers, rngs)
         self.final_norm = NORMS[cfg.norm]("BTD", cfg, layout)
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
 
@@ -147,11 +163,11 @@ class Transformer(nnx.Module):
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))  # of whole sequences: once, not in each layer
         exchange = choose_exchange()
 
-        def mix_of(layer: Layer) -> Mix:
+        def mix_of(layer: Layer, segment_ids: jax.Array) -> Mix:
             seen = seen_in_row(segment_ids, layer.window)
-            return lambda q, k, v: (attend(q, k, v, seen, self.layout, self.cfg.attention, exchange), None)
+            return lambda q, k, v: (attend(q, k, v, seen, self.block_layout, self.cfg.attention, exchange), None)
 
-        x, _, sums = self.run_blocks(tables, tokens, positions, mix_of, tokens.shape[1], seed)
+        x, _, sums = self.run_blocks(tables, tokens, positions, mix_of, tokens.shape[1], seed, beside=segment_ids)
         return x, sums
 
     def run_blocks(
@@ -159,15 +175,18 @@ class Transformer(nnx.Module):
         tables,
         tokens,
         positions,
-        mix_of: Callable[[Layer], Mix],
+        mix_of: Callable[[Layer, Any], Mix],
         length: int,
         seed=None,
         layers: dict[str, list[dict[str, Any]]] | None = None,
+        beside: Any = None,
     ) -> tuple[jax.Array, list, Sums]:
         """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the sums of all blocks.
 
-        `mix_of(layer)` gives the mix of a layer, in sequences that grow to `length` tokens. Each stack is a scan over
-        its layers: one piece of program, in which a layer is data, and what its mixes keep has a first dimension L.
+        `mix_of(layer, beside)` gives the mix of a layer, in sequences that grow to `length` tokens; `beside` is a tree
+        of arrays [B, ...], and a mix gets those of its own rows. Each stack is a scan over its layers: one piece of
+        program, in which a layer is data, and what its mixes keep has a first dimension L. Where the layout splits the
+        layers into stages, mixes keep nothing.
 
         `layers` gives, by the name of a stack, the parameters of each of its layers as a tree of their own. Then each
         layer is a piece of program of its own, its number and its window are Python's, and what is kept is a list with
@@ -178,40 +197,55 @@ class Transformer(nnx.Module):
             x = x if self.positions is None else self.positions(x, positions)
         kept: list = []
         sums: Sums = {}
+        rows = Rows(x, positions, beside)
         with jax.named_scope("blocks"):
             for stack in self.stacks:
                 apart = None if layers is None else layers[stack.name]
-                x, kept_here, sums_here = self._run_stack(stack, x, positions, mix_of, length, seed, apart)
+                rows, kept_here, sums_here = self._run_stack(stack, rows, mix_of, length, seed, apart)
                 kept += kept_here if layers else [kept_here]
                 for name, value in sums_here.items():
                     sums[name] = sums.get(name, 0) + value
         with jax.named_scope("final_norm"):
-            return self.final_norm(x), kept, sums
+            return self.final_norm(rows.x), kept, sums
 
-    def _run_stack(self, stack: Stack, x, positions, mix_of, length, seed, apart) -> tuple[jax.Array, Any, Sums]:
+    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart) -> tuple[Rows, Any, Sums]:
         graphdef, params = nnx.split(getattr(self, stack.name))
         numbers = list(stack.layers)
         windows = [self.cfg.windows(length)[number] for number in numbers]
         rope = layer_rope(self.cfg, stack.layers) if self.cfg.positions == "rope" else None
 
-        def one_layer(x, each):
+        def one_layer(rows, each, part=None):
             params, layer = each
             key = None if seed is None else jax.random.fold_in(jax.random.key(seed), layer.number)
-            x, kept, sums = nnx.merge(graphdef, params)(x, positions, layer.rope, mix_of(layer), key)
-            return x, (kept, sums)
+            if key is not None and part is not None:
+                key = jax.random.fold_in(key, part)
+            mix = mix_of(layer, rows.beside)
+            x, kept, sums = nnx.merge(graphdef, params)(rows.x, rows.positions, layer.rope, mix, key)
+            return rows._replace(x=x), (kept, sums)
+
+        def scan_layers(layers, rows, part=None):
+            layer = jax.checkpoint(partial(one_layer, part=part), policy=keep_policy(self.remat), prevent_cse=False)
+            rows, (kept, sums) = jax.lax.scan(layer, rows, layers)
+            return rows, kept, {name: jnp.sum(value) for name, value in sums.items()}
 
         if apart is None:
-            one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
-            layers = Layer(jnp.asarray(numbers), jnp.asarray(windows), rope)
-            x, (kept, sums) = jax.lax.scan(one_layer, x, (params, layers))
-            return x, kept, {name: jnp.sum(value) for name, value in sums.items()}
+            layers = params, Layer(jnp.asarray(numbers), jnp.asarray(windows), rope)
+            if not self.layout.stage_axes:
+                return scan_layers(layers, rows)
+
+            def run(layers, rows, part):
+                rows, _, sums = scan_layers(layers, rows, part)
+                return rows, sums
+
+            rows, sums = run_stages(run, layers, rows, self.layout, self.parts_per_stage)
+            return rows, None, sums
         results = []
         for place, (number, window) in enumerate(zip(numbers, windows, strict=True)):
             rotations = jax.tree.map(lambda of_all, place=place: of_all[place], rope)
-            x, result = one_layer(x, (apart[place], Layer(number, window, rotations)))
+            rows, result = one_layer(rows, (apart[place], Layer(number, window, rotations)))
             results.append(result)
         all_kept, all_sums = zip(*results, strict=True)
-        return x, list(all_kept), jax.tree.map(lambda *values: sum(values), *all_sums)
+        return rows, list(all_kept), jax.tree.map(lambda *values: sum(values), *all_sums)
 
     def logits(self, tables, x) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""

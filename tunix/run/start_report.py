@@ -14,6 +14,7 @@ from tunix.config.task import Grpo
 from tunix.config.training import read_steps
 from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout
+from tunix.costs.transfers import part_rows
 from tunix.data.prompts import AnyCorpus
 from tunix.models.kernels import choose_kernel
 from tunix.processes import peers
@@ -51,6 +52,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
         f"{shards} data shard(s) x {training.sequences_per_shard}; " + _reductions(program),
+        **_describe_pipeline(cfg, mesh),
         "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
         "length": _length(cfg, sizes),
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
@@ -104,6 +106,18 @@ def _attention(cfg: Config) -> str:
     """Return the attention kernel in words, and why it was chosen."""
     choice = choose_kernel(cfg.model.attention, cfg.model.head_dim, cfg.training.dtypes["compute"])
     return f"{choice.name} attention" + (f" ({choice.reason})" if cfg.model.attention == "auto" else "")
+
+
+def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
+    """Return the pipeline in words, and nothing where the layers are not split into stages."""
+    pipeline = cfg.training.pipeline(mesh.shape)
+    if pipeline.num_stages == 1:
+        return {}
+    layers, rows = cfg.model.num_layers // pipeline.num_stages, part_rows(cfg, mesh)
+    return {
+        "pipeline": f"{pipeline.num_stages} stages of {layers} layers; a microbatch is {pipeline.num_parts} parts of "
+        f"{rows} sequence(s) of each shard, in {pipeline.num_ticks} ticks, of which a stage idles {pipeline.bubble:.0%}"
+    }
 
 
 def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:

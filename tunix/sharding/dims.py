@@ -23,6 +23,7 @@ class Axis:
 
 # Outermost first: neighbours on the last axis are neighbours in the machine.
 MESH = (
+    Axis("pp", splits_batch=True),  # around the blocks; inside of them it splits the layers (LAYERS, below)
     Axis("dp", splits_batch=True),
     Axis("fsdp", splits_batch=True, keeps_weights=True, suggested=True),
     Axis("cp", keeps_weights=True),
@@ -85,7 +86,7 @@ DIMS = {
         Dim("V", "vocabulary",       "tp",    "tp", key="model.vocab_size", may_stay_whole=Whole.ALWAYS),
         Dim("P", "context",          None,    None, key="model.context_length"),
         Dim("S", "keys"),  # that a query may see: the slots of a cache, or all tokens of its sequence
-        Dim("L", "layers",           None,    None, key="model.num_layers"),
+        Dim("L", "layers",           "pp",    None, key="model.num_layers"),
         # Inside attention each device has whole sequences, so the axis of the tokens splits heads there.
         Dim("n", "query heads in attention", None, ("tp", "cp"), key="model.num_heads"),
         # Other small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.

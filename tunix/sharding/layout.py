@@ -18,13 +18,13 @@ The backward pass of `gather` is `sum_gradient`. So the place of `gather` decide
 once in each microbatch; before all microbatches, once in a step, which costs memory and saves traffic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import DIMS, Equation, axis_names
+from tunix.sharding.dims import DIMS, LAYERS, Equation, axis_names
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ STRATEGIES = {
 }
 
 
-def activation_spec(letters: str, unsplit: frozenset[str] = frozenset()) -> PartitionSpec:
-    """Return where an array of these dimensions lives; every device keeps the dimensions in `unsplit` whole."""
-    return _spec([() if letter in unsplit else DIMS[letter].activation_axes for letter in letters])
+def activation_spec(letters: str) -> PartitionSpec:
+    """Return where an array of these dimensions lives outside of the blocks, if axes divide all of them."""
+    return _spec([DIMS[letter].activation_axes for letter in letters])
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,30 @@ class Layout:
     param: str
     compute: str
     reduce: str
+    in_stage: bool = False  # inside of a stage, where the axes that split the layers split nothing else
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the layers into stages; none where every device keeps all layers."""
+        return () if LAYERS in self.unsplit else DIMS[LAYERS].weight_axes
+
+    @property
+    def stages_around(self) -> tuple[str, ...]:
+        """Mesh axes of the stages, inside of one; none elsewhere."""
+        return self.stage_axes if self.in_stage else ()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the sequences here, outermost first."""
+        return self._activation_axes("B")
+
+    def inside_stage(self) -> "Layout":
+        """Return the layout inside of the blocks: the same one where the layers are not split into stages."""
+        return replace(self, in_stage=bool(self.stage_axes))
+
+    def with_all_layers(self) -> "Layout":
+        """Return the layout in which every device keeps all layers: then axes of stages split the batch alone."""
+        return replace(self, unsplit=self.unsplit | {LAYERS})
 
     def at_rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
         """Return where a weight lives between uses.
@@ -83,7 +107,7 @@ class Layout:
 
     def activation(self, letters: str) -> PartitionSpec:
         """Return where an activation of these dimensions lives."""
-        return activation_spec(letters, self.unsplit)
+        return _spec([self._activation_axes(letter) for letter in letters])
 
     def gather(self, weight: jax.Array, equation: Equation) -> jax.Array:
         """Return the weight as a matrix product takes it; a weight that is gathered already passes as it is.
@@ -165,7 +189,9 @@ class Layout:
         return _ordered({axis for letter, axes in in_use if letter in equation.summed for axis in axes})
 
     def _activation_axes(self, letter: str) -> tuple[str, ...]:
-        return () if letter in self.unsplit else DIMS[letter].activation_axes
+        if letter in self.unsplit:
+            return ()
+        return tuple(axis for axis in DIMS[letter].activation_axes if axis not in self.stages_around)
 
     def _axes_at_rest(self, equation: Equation) -> list[tuple[str, ...]]:
         """Axes of each dimension of the weight between uses. Vectors are too small to be worth a gather.

@@ -8,7 +8,17 @@ from contextlib import suppress
 import yaml
 
 from tunix.base.errors import UserError
-from tunix.sharding.dims import DIMS, Dim, Whole, axis_names, data_axes, keeping_axes, suggested_axes, token_axes
+from tunix.sharding.dims import (
+    DIMS,
+    LAYERS,
+    Dim,
+    Whole,
+    axis_names,
+    data_axes,
+    keeping_axes,
+    suggested_axes,
+    token_axes,
+)
 
 TYPE_HINT = '[[sizes], [axis names]] like [[4,2],["fsdp","tp"]], or auto'
 Shape = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and axis names
@@ -107,7 +117,7 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
         if dim.may_stay_whole is Whole.ALWAYS or is_divisor:
             continue
         legal = [n for n in range(1, num_entries + 1) if num_entries % n == 0]
-        near = sorted(sorted(legal, key=lambda n: abs(math.log(n / size)))[:3])
+        near = nearest(legal, size)
         together = " x ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {size}" if len(axes) > 1 else "")
         raise UserError(
             f"{dim.key}={num_entries} is not divisible by mesh ax{'e' if len(axes) > 1 else 'i'}s {together} "
@@ -142,6 +152,11 @@ def token_shards(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in token_axes())
 
 
+def num_stages(sizes: Mapping[str, int]) -> int:
+    """Return the number of stages that the layers are split into."""
+    return math.prod(sizes[axis] for axis in DIMS[LAYERS].weight_axes)
+
+
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:
     """Yield every way to spread the devices over the mesh axes; `check_divides` tells which of them a model allows."""
     names = axis_names()
@@ -170,6 +185,11 @@ def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]
     best = sorted(legal, key=distance)[:3]
     shapes = [format_mesh_shape(sizes, [axis for axis in axes if axis in named or sizes[axis] > 1]) for sizes in best]
     return f"legal here: {_or(shapes)}"
+
+
+def nearest(legal: Iterable[int], wanted: int) -> list[int]:
+    """Return the three of these numbers that are nearest to one, by their ratio, in order."""
+    return sorted(sorted(legal, key=lambda number: abs(math.log(number / wanted)))[:3])
 
 
 def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from tunix.models.kernels import choose_kernel
 from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import data_shards, unsplit_dims
+from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
 from tunix.training.copies import Update, make_updates, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
@@ -26,11 +26,10 @@ from tunix.training.step import make_train_step
 
 
 def build_layout(cfg: Config, mesh: Mesh) -> Layout:
-    return Layout(
-        STRATEGIES[cfg.training.sharding_strategy],
-        unsplit=frozenset(unsplit_dims(cfg.dims, mesh.shape)),
-        **cfg.training.dtypes,
-    )
+    strategy, dtypes = STRATEGIES[cfg.training.sharding_strategy], cfg.training.dtypes
+    unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
+    layout = Layout(strategy, unsplit, dtypes["param"], dtypes["compute"], dtypes["reduce"])
+    return layout if num_stages(mesh.shape) > 1 else layout.with_all_layers()
 
 
 def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -133,7 +132,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     training = cfg.training
     layout = build_layout(cfg, mesh)
     choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)  # a kernel that does not fit is refused here
-    arch = describe(cfg.model, layout, training.remat)
+    arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies, guard = make_updates(training), make_guard(training)
     abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies), guard), mesh)

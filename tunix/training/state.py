@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, reshard
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
 from tunix.base.errors import UserError
 from tunix.config import Model
@@ -49,6 +49,12 @@ class Architecture:
     graphdef: nnx.GraphDef
     weights: dict[str, Any]  # tree of Weight
     is_trained: dict[str, Any]  # tree of bool: false where a parameter is frozen
+    model: Model
+    layout: Layout
+
+    def with_all_layers(self) -> "Architecture":
+        """Return the architecture of programs without stages: those that draw answers, one token after the other."""
+        return describe(self.model, self.layout.with_all_layers()) if self.layout.stage_axes else self
 
     def module(self, params: dict[str, Any]) -> Transformer:
         return nnx.merge(self.graphdef, params)
@@ -83,9 +89,10 @@ def count(weights: dict[str, Any]) -> int:
     return sum(weight.size for weight in jax.tree.leaves(weights))
 
 
-def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
-    """Split the model on shapes only: no array is made."""
-    graphdef, variables = nnx.split(nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat)))
+def describe(cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: int | None = None) -> Architecture:
+    """Split the model on shapes only: no array is made. See `Transformer` for the arguments."""
+    model = nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat, parts_per_stage))
+    graphdef, variables = nnx.split(model)
 
     def weight(variable: nnx.Variable) -> Weight:
         equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
@@ -103,7 +110,7 @@ def describe(cfg: Model, layout: Layout, remat: str = "none") -> Architecture:
         return not cfg.lora.rank or ".lora." in name or also
 
     weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
-    return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights))
+    return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights), cfg, layout)
 
 
 def new_state(
@@ -142,7 +149,7 @@ def abstract_state(make: Callable[[int], State], mesh: Mesh) -> State:
     return abstract_results(mesh, make, 0)
 
 
-def abstract_params(arch: Architecture, mesh: Mesh, layout: Layout) -> dict[str, Any]:
+def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh, layout: Layout) -> dict[str, Any]:
     """Shapes, dtypes and shardings of the parameters at rest."""
 
     def abstract(weight: Weight) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,72 @@
+"""Layers on stages: the same numbers as on one device, and what does not fit the stages is refused."""
+
+import jax
+import numpy as np
+import pytest
+from support.harness import batch, program
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+
+# Four layers, of which every second one is global: the windows travel with the layers. Low-rank updates beside weights
+# that are trained too.
+LAYERS = ["model.num_layers=4", "model.global_every=2", "model.lora.rank=2", "model.lora.train_also=."]
+IDLE = "distributed.allow_idle_devices=true"
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, float]]:
+    return program("model.mesh_shape=[[1],[fsdp]]", IDLE, *LAYERS, "training.micro_batch_size=16").run(batch())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "more"),
+    [
+        ("[[2,2,2],[pp,fsdp,tp]]", 2, ["training.micro_batch_size=2", "training.remat=none"]),
+        ("[[4,2],[pp,dp]]", 1, ["training.micro_batch_size=2", "training.pipeline_microbatches=4",
+                                "training.sharding_strategy=shard_grad_op"]),
+    ],
+    ids=["gathered in blocks", "gathered once"],
+)  # fmt: skip
+def test_stages_leave_the_result_unchanged(mesh, microbatches, more, reference):
+    step = program(f"model.mesh_shape={mesh}", f"training.gradient_accumulation_steps={microbatches}", *LAYERS, *more)
+    for ours, theirs in zip(step.run(batch(microbatches=microbatches)), reference, strict=True):
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+    query = step.state["params"]["blocks"]["attention"]["q"]["w"]
+    assert query.shape[0] == 4, "a checkpoint has the layers in one array, whatever splits them"
+    assert query.sharding.spec[0] == "pp"
+    assert query.addressable_shards[0].data.shape[0] == 4 // step.mesh.shape["pp"]
+
+
+def test_quantized_layers_on_stages_are_traced():
+    """Codes become matrices inside of a stage."""
+    step = program("model.mesh_shape=[[2,4],[pp,fsdp]]", *LAYERS[:3], "model.lora.quantize_base=nf4")
+    with jax.set_mesh(step.mesh):
+        rows = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch().items()}
+        jax.eval_shape(step.step, step.state, rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.num_layers=26", "model.mesh_shape=[[4,2],[pp,fsdp]]"],
+         r"model.num_layers=26 is not divisible by mesh axis pp=4 \(nearest pp: 1, 2 or 13\)"),
+        (["model.num_layers=4", "model.mesh_shape=[[4,2],[pp,fsdp]]", "training.pipeline_microbatches=2"],
+         r"pipeline_microbatches=2 does not fit 4 stages .* nearest: 4, or auto"),
+        (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.micro_batch_size=6",
+          "training.pipeline_microbatches=8"],
+         r"must be a multiple of 2 that divides 12; nearest: 4 or 6 or 12, or auto"),
+    ],
+    ids=["layers", "fewer parts than stages", "sequences"],
+)  # fmt: skip
+def test_what_does_not_fit_the_stages(words, message):
+    with pytest.raises(UserError, match=message):
+        program(*words)
+
+
+@pytest.mark.parametrize(("given", "parts", "ticks"), [("auto", 12, 13), ("4", 4, 5)])
+def test_ticks_and_bubble(given, parts, ticks):
+    training = compose(["training.micro_batch_size=6", f"training.pipeline_microbatches={given}"]).config.training
+    pipeline = training.pipeline({"pp": 2, "fsdp": 4})
+    assert (pipeline.num_parts, pipeline.num_ticks, pipeline.bubble) == (parts, ticks, 1 / ticks)

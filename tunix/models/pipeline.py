@@ -1,0 +1,135 @@
+"""Blocks on stages: parts of a batch stream through them, one stage a tick (GPipe, Huang et al., arXiv:1811.06965).
+
+Each of S stages has L / S layers, and computes P parts of the batch one after the other. JAX differentiates the loop,
+so the backward pass runs the ticks in the other direction.
+
+    tick        0    1    2    3    4    5    6          P = 4 parts, S = 4 stages, P + S - 1 = 7 ticks
+    stage 0    p0   p1   p2   p3    .    .    .
+    stage 1     .   p0   p1   p2   p3    .    .          a dot is a tick in which a stage computes what nobody uses;
+    stage 2     .    .   p0   p1   p2   p3    .          the share of such ticks, (S - 1) / (P + S - 1), is the bubble
+    stage 3     .    .    .   p0   p1   p2   p3
+
+Outside of the blocks the axis of the stages splits the batch, so no stage waits for the embedding or the loss. The
+parts lie in a queue that is split over the stages (as in MaxText). In a tick stage 0 takes the part at one place of its
+queue. This place then moves on: each stage gets what the next stage had there, and the last stage puts in the part
+that it has finished. So a tick sends two things, computed rows to the next stage and a place of the queue to the stage
+before, and nothing is gathered.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
+
+from tunix.sharding.layout import Layout
+
+# (layers, rows, number of the part) -> (rows, sums): some layers, whose arrays have a first dimension, on some rows.
+RunLayers = Callable[[Any, Any, Any], tuple[Any, dict[str, jax.Array]]]
+
+
+def run_stages(
+    run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per_stage: int | None
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Return what `run` returns for all layers, arrays [L, ...], and all rows, arrays [B, ...], by stages.
+
+    The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. Sums
+    are added up over stages and parts.
+    """
+    lanes = Lanes(layout)
+    num_stages = lanes.num_stages
+    queue = jax.tree.map(lambda x: lanes.fold(x, parts_per_stage), rows)
+    layers = jax.tree.map(lanes.split_layers, layers)
+    num_places = jax.tree.leaves(queue)[0].shape[1]
+    num_parts = num_places * num_stages
+    stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
+
+    def at_stage(number, ours, others):
+        def choose(a, b):
+            return jnp.where(stages.reshape(-1, *[1] * (a.ndim - 1)) == number, a, b)
+
+        return jax.tree.map(choose, ours, others)
+
+    # Of each tick only the rows that a stage takes are kept for the backward pass.
+    run_all = jax.vmap(jax.checkpoint(run, prevent_cse=False))
+
+    def tick(carry, now):
+        queue, came = carry
+        place = now % num_places
+        waiting = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False), queue)
+        out, sums = run_all(layers, at_stage(0, waiting, came), now - stages)
+        put = at_stage(num_stages - 1, out, lanes.send(waiting, -1))
+        queue = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, axis=1), queue, put)
+        return (queue, lanes.send(out, 1)), sums
+
+    ticks = jnp.arange(num_parts + num_stages - 1)
+    start = queue, jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), queue)
+    (queue, _), sums = jax.lax.scan(tick, start, ticks)
+    part = ticks[:, None] - stages
+    is_used = (part >= 0) & (part < num_parts)
+    sums = {name: jnp.sum(jnp.where(is_used, each, 0)) for name, each in sums.items()}
+    # The results begin at the place of tick S - 1.
+    return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), sums
+
+
+class Lanes:
+    """Places of rows and layers in a pipeline, on the mesh in use.
+
+    Rows [B, ...] of a batch are split over the axes of the stages, and then over the other axes of the batch. In the
+    pipeline they are [S, places, rows, ...], in which each device has the rows that it had, and nothing is sent.
+    """
+
+    def __init__(self, layout: Layout):
+        sizes = get_abstract_mesh().shape
+        self.stage_axes = layout.stage_axes
+        batch = layout.batch_axes
+        assert batch[: len(self.stage_axes)] == self.stage_axes, "stages are the outermost axes of the batch"
+        self.row_axes = batch[len(self.stage_axes) :]
+        self.num_stages = _product(sizes, self.stage_axes)
+        self.num_shards = _product(sizes, self.row_axes)
+
+    def fold(self, x: jax.Array, places: int | None) -> jax.Array:
+        """[B, ...] -> [S, places, rows, ...]"""
+        num_local = x.shape[0] // (self.num_stages * self.num_shards)
+        places = places or num_local
+        rest = jax.typeof(x).sharding.spec[1:]
+        x = x.reshape(
+            self.num_stages, self.num_shards, places, num_local // places, *x.shape[1:],
+            out_sharding=PartitionSpec(self.stage_axes, self.row_axes, None, None, *rest),
+        ).swapaxes(1, 2)  # fmt: skip
+        spec = PartitionSpec(self.stage_axes, None, self.row_axes, *rest)
+        return x.reshape(self.num_stages, places, -1, *x.shape[4:], out_sharding=spec)
+
+    def unfold(self, x: jax.Array) -> jax.Array:
+        """[S, places, rows, ...] -> [B, ...]"""
+        rest = jax.typeof(x).sharding.spec[3:]
+        x = x.reshape(
+            self.num_stages, x.shape[1], self.num_shards, -1, *x.shape[3:],
+            out_sharding=PartitionSpec(self.stage_axes, None, self.row_axes, None, *rest),
+        ).swapaxes(1, 2)  # fmt: skip
+        return x.reshape(-1, *x.shape[4:], out_sharding=PartitionSpec((*self.stage_axes, *self.row_axes), *rest))
+
+    def split_layers(self, x: jax.Array) -> jax.Array:
+        """[L, ...] -> [S, L / S, ...]"""
+        spec = jax.typeof(x).sharding.spec
+        x = reshard(x, PartitionSpec(self.stage_axes, *spec.partitions[1:], reduced=spec.reduced))
+        split = PartitionSpec(self.stage_axes, None, *spec.partitions[1:], reduced=spec.reduced)
+        return x.reshape(self.num_stages, -1, *x.shape[1:], out_sharding=split)
+
+    def send(self, rows: Any, by: int) -> Any:
+        """Send rows [S, ...] to the stage that is `by` further on; those of the last stage go to the first."""
+        pairs = [(stage, (stage + by) % self.num_stages) for stage in range(self.num_stages)]
+
+        def one(x: jax.Array) -> jax.Array:
+            spec = jax.typeof(x).sharding.spec
+            sent = jax.shard_map(lambda x: jax.lax.ppermute(x, self.stage_axes, pairs), in_specs=spec, out_specs=spec)
+            return sent(x)
+
+        with jax.named_scope("send"):
+            return jax.tree.map(one, rows)
+
+
+def _product(sizes: Any, axes: tuple[str, ...]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
