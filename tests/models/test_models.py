@@ -24,12 +24,14 @@ SIZES = {
     "qwen2_5_3b": 3_085_938_688, "qwen2_5_7b": 7_615_616_512, "qwen2_5_14b": 14_770_033_664,
     "qwen2_5_32b": 32_763_876_352, "qwen2_5_72b": 72_706_203_648, "mistral_7b": 7_248_023_552,
     "smollm3_3b": 3_075_098_624, "olmo3_7b": 7_298_011_136, "olmo3_32b": 32_233_522_176, "phi3_mini": 3_821_079_552,
-    "phi4_14b": 14_659_507_200, "seed_oss_36b": 36_151_104_512,
+    "phi4_14b": 14_659_507_200, "seed_oss_36b": 36_151_104_512, "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560, "olmoe_7b_a1b": 6_919_161_856, "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
 }  # fmt: skip
 
 
 def test_every_size_is_counted():
-    own = {"tiny", "adder", "pretrained"}
+    own = {"tiny", "tiny_moe", "adder", "pretrained"}
     assert {path.stem for path in (CONF / "model").glob("*.yaml")} - own == set(SIZES)
 
 

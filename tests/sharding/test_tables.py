@@ -28,7 +28,12 @@ def test_no_axis_is_named_outside_the_tables(path):
 
 def test_every_key_of_the_table_sets_its_dimension():
     cfg = program().cfg
-    assert all((letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in "ce")
+    of_experts = {letter for letter, dim in DIMS.items() if dim.key.startswith("model.mlp.")}
+    assert of_experts == set("UXYG")
+    assert not of_experts & cfg.dims.keys()  # a dense model
+    assert all(
+        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"ce", *of_experts}
+    )
     assert cfg.dims["T"] == cfg.training.seq_len
 
 

@@ -55,7 +55,9 @@ class Program:
             step, data, out = self.compile(batch), to_global(batch, self.mesh), []
             for _ in range(steps):
                 self.state, metrics = step(self.state, data)
-                out.append({name: float(value) for name, value in metrics.items()})
+                out.append(
+                    {name: float(value) if value.ndim == 0 else value.tolist() for name, value in metrics.items()}
+                )
         return out
 
 

@@ -10,6 +10,7 @@ from tunix.base.errors import UserError
 from tunix.cli.mistakes import validate
 from tunix.cli.saved import upgrade
 from tunix.config import Model
+from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.values import CONF
 from tunix.hf import config_json, hub
 
@@ -31,12 +32,32 @@ def _fill_from_pretrained(values: dict[Any, Any]) -> None:
 
 def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
     family: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "family" / f"{read['family']}.yaml"))
-    found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read}), resolve=True)
-    for key in sorted(found.keys() - COMMON - {"defaults"}):
+    mlp = {**family["mlp"], **read.get("mlp", {})}
+    found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
+    _fill(model, {key: found[key] for key in found.keys() - COMMON - {"defaults"}}, where)
+
+
+def _fill(model: dict[Any, Any], found: dict[str, Any], where: str) -> None:
+    """Set keys of the model to what was found; those that say how experts are trained may be given.
+
+    Raises:
+        UserError: a key that is given and contradicts what was found.
+    """
+    for key in sorted(found):
         given = model.get(key)
-        if given is not None and given != found[key]:
+        if key == "mlp" and given is not None:
+            values = dict(given)
+            found["mlp"] |= {name: values.pop(name) for name in TRAINING_KEYS if name in values}
+            _fill_mlp(values, found["mlp"], where)
+        elif given is not None and given != found[key]:
             raise UserError(f"model.{key}={given}, but {where} says {found[key]}; leave it out")
         model[key] = found[key]
+
+
+def _fill_mlp(given: dict[Any, Any], found: dict[str, Any], where: str) -> None:
+    for name, value in given.items():
+        if value != found.get(name):
+            raise UserError(f"model.mlp.{name}={value}, but {where} says {found.get(name)}; leave it out")
 
 
 def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> None:
@@ -54,11 +75,8 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
             f"model.init_from={model['init_from']} has low-rank updates beside its matrices; add them first: "
             f"python -m tunix.export checkpoint={folder} output=DIR merge_lora=true, then model.init_from=DIR"
         )
-    for key in sorted(found.keys() - COMMON - {"mesh_shape"}):
-        given = model.get(key)
-        if given is not None and given != found[key]:
-            raise UserError(f"model.{key}={given}, but {folder}/config.yaml says {found[key]}; leave it out")
-        model[key] = found[key]
+    decided = {key: found[key] for key in found.keys() - COMMON - {"mesh_shape"}}
+    _fill(model, decided, f"{folder}/config.yaml")
     if tokenizer["path"] is None:
         tokenizer["path"] = str(folder.resolve() / "tokenizer")
     steps = list_numbers(folder / "checkpoints")
@@ -93,7 +111,13 @@ def unlike_its_family(cfg: Model) -> str:
     other = [
         key
         for key in sorted(Model.model_fields.keys() - COMMON - {"mesh_shape"})
-        if getattr(cfg, key) != getattr(expressed, key)
+        if _architecture(cfg, key) != _architecture(expressed, key)
         and not (key == "global_every" and cfg.windows(cfg.context_length) == expressed.windows(cfg.context_length))
     ]
     return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)
+
+
+def _architecture(model: Model, key: str) -> Any:
+    """Return the value of a key of the model, without what says how experts are trained."""
+    value = getattr(model, key)
+    return value.model_dump(exclude=set(TRAINING_KEYS)) if key == "mlp" else value

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
+from tunix.config.mlp import AnyMlp, ExpertsMlp
 from tunix.config.values import CONF
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
@@ -101,25 +102,6 @@ class Lora(Section):
     _matches = field_validator("targets")(_match_projections)
 
 
-class GatedMlp(Section):
-    """A linear unit gated by its activation (Shazeer 2020, arXiv:2002.05202)."""
-
-    kind: Literal["gated"]
-    """The activation of one product gates another."""
-    activation: Literal["silu", "gelu"]
-    """SiLU, or GELU by its tanh formula."""
-
-
-class PlainMlp(Section):
-    """Two products with an activation between them."""
-
-    kind: Literal["plain"]
-    """One product, the activation, another product."""
-    activation: Literal["silu", "gelu"]
-    """SiLU, or GELU by its tanh formula."""
-
-
-Mlp = Annotated[GatedMlp | PlainMlp, Field(discriminator="kind")]
 RopeScaling = Annotated[RopeUnscaled | RopeLinear | RopeLlama3 | RopeYarn, Field(discriminator="name")]
 
 
@@ -133,7 +115,7 @@ class Model(Section):
     embed_dim: Count
     """Width of the residual stream (D)."""
     mlp_dim: Count
-    """Hidden width of the MLP (F)."""
+    """Hidden width of the MLP (F); with experts, of dense layers alone."""
     num_layers: Count
     """Decoder blocks (L)."""
     num_heads: Count
@@ -168,7 +150,7 @@ class Model(Section):
     """Added to the mean square, or to the variance."""
     qk_norm: Literal["none", "per_head", "all_heads"]
     """Norm of queries and keys: none, of each head, of all heads together."""
-    mlp: Mlp
+    mlp: AnyMlp
     """The part of a block that works on each token alone."""
     biases: Regex | None
     """Regular expression of the projections with a bias, of those that `model.lora.targets` names; null for none."""
@@ -198,6 +180,13 @@ class Model(Section):
             dims["c"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
             dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)
         return dims
+
+    @property
+    def stacks(self) -> dict[str, range]:
+        """Numbers of the layers of each stack of equal blocks, in their order; `dense_blocks` stand before experts."""
+        dense = self.mlp.dense_layers if isinstance(self.mlp, ExpertsMlp) else 0
+        first = {"dense_blocks": range(dense)} if dense else {}
+        return first | {"blocks": range(dense, self.num_layers)}
 
     def windows(self, length: int) -> list[int]:
         """Tokens that each layer attends to in a sequence of `length` tokens."""
@@ -229,9 +218,26 @@ class Model(Section):
         ):
             if needed and getattr(self, key) is None:
                 raise ValueError(f"model.{key} must be given with {why}")
+        if isinstance(self.mlp, ExpertsMlp):
+            self._check_experts(self.mlp)
         quantized = self.lora.quantize_base
         if quantized and not self.lora.rank:
             raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
         if quantized and self.embed_dim % codes_per_byte(quantized):
             raise ValueError(f"model.embed_dim={self.embed_dim} must be even: model.lora.quantize_base={quantized}")
         return self
+
+    def _check_experts(self, mlp: ExpertsMlp) -> None:
+        if mlp.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"model.mlp.dense_layers={mlp.dense_layers} leaves none of model.num_layers={self.num_layers} layers "
+                "to the experts; lower it, or take model.mlp={kind:gated,activation:silu}"
+            )
+        updated = [name for name in PROJECTIONS if name.startswith("mlp.") and re.search(self.lora.targets, name)]
+        if self.lora.rank and updated:
+            raise ValueError(
+                f"model.lora.targets={self.lora.targets} matches {updated[0]}: experts have no low-rank updates; set "
+                "model.lora.targets=attention"
+            )
+        if self.biases is not None and any(re.search(self.biases, name) for name in PROJECTIONS if "mlp." in name):
+            raise ValueError(f"model.biases={self.biases} matches projections of the MLP: experts have no biases")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tunix.config import Config
+from tunix.config.mlp import ExpertsMlp
 from tunix.costs.transfers import (
     Transfer,
     gathered_dtype,
@@ -69,8 +70,8 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     # `program` may be that of another micro batch.
     program = replace(program, cfg=cfg, sync_every=choose_sync(training, mesh))
     arch, share = program.arch, batch.num_tokens / mesh.size
-    flops = flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len) * share
-    forward_flops = forward_flops_per_token(cfg.model, arch.num_parameters, training.seq_len) * share
+    flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, training.seq_len) * share
+    forward_flops = forward_flops_per_token(cfg.model, arch.num_active, training.seq_len) * share
     all_flops = flops + computes_again(training.remat, "product") * forward_flops
     return Costs(
         _state_bytes(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, program, mesh)},
@@ -121,9 +122,8 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
     pipeline = program.cfg.training.pipeline(mesh.shape)
     gathered = 0.0
     for weight in weights:
-        share = (
-            2 * pipeline.num_stages / program.cfg.model.num_layers if in_blocks and weight.equation.is_stacked else 1.0
-        )
+        is_in_blocks = in_blocks and weight.equation.is_stacked
+        share = 2 * pipeline.num_stages / weight.shape[0] if is_in_blocks else 1.0
         gathered += share * _gathered_bytes(weight, layout, mesh)
     unreduced, reduced = 0, 0  # gradients before and after their sum over devices
     for weight in jax.tree.leaves(arch.trained_weights):
@@ -176,7 +176,10 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     tokens = shard_shape((length,), layout.activation("T"), mesh)[0]
     heads, head_dim = local["N"], local["H"]
     keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
-    mlp = (3 if model.mlp.kind == "gated" else 2) * local["F"]
+    mlp = (2 if model.mlp.kind == "plain" else 3) * local["F"]
+    if isinstance(model.mlp, ExpertsMlp):
+        of_experts = model.mlp.experts_per_token * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
+        mlp = max(of_experts, mlp if model.mlp.dense_layers else 0)
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
     inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)
     if choose_kernel(model.attention, head_dim, layout.compute).name == "xla":  # also where a mesh has no devices

@@ -106,7 +106,7 @@ def rollout_costs(
     bytes_read = sum(count * (every_token + cache) for (count, _), cache in zip(stretches, caches, strict=True))
     tokens = prompts * length + rows * max_new_tokens
     model = program.cfg.model
-    flops = forward_flops_per_token(model, program.arch.num_parameters, length + max_new_tokens) * tokens
+    flops = forward_flops_per_token(model, program.arch.num_active, length + max_new_tokens) * tokens
     num_programs = _count_programs(rows, length, max_new_tokens)
     return RolloutCosts(rows, parts, num_programs, bytes_read, flops * shards / mesh.size)
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from tunix.config import Config, DeviceKind
 from tunix.models.exchanges import repeats_of
 from tunix.models.remat import computes_again
-from tunix.sharding.dims import Equation, axis_names, token_axes
+from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import token_shards
 from tunix.training.program import Program
@@ -106,17 +106,22 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     pipeline = cfg.training.pipeline(mesh.shape)
     forward_passes = 1 + computes_again(cfg.training.remat, "product") + pipeline.runs_again
     products: list[tuple[Equation, float]] = []  # with the times that each runs for a sequence
+    of_experts: dict[Equation, float] = {}
     for weight in jax.tree.leaves(program.arch.weights):
-        equation = weight.equation.dequantized()
+        equation, num_layers = weight.equation.dequantized(), weight.shape[0]
         if equation.is_stacked and not equation.is_vector and not equation.is_scales:
-            layers = cfg.model.num_layers * pipeline.num_ticks / pipeline.num_parts
-            products.append((equation, forward_passes * layers))
-            products.append((equation.transposed(), layers))
+            layers = num_layers * pipeline.num_ticks / pipeline.num_parts
+            both = [(equation, forward_passes * layers), (equation.transposed(), layers)]
+            products += [] if EXPERTS in equation.w else both
+            # The sums of experts' products are summed over devices once for each token: not once for each expert, and
+            # not apart for the two products that take it.
+            of_experts |= dict(both) if EXPERTS in equation.w else {}
     table = program.arch.weights["embedding"]["table"].equation
     products.append((table.transposed(), 2))
-    for equation, times in products:
+    for equation, times in (*products, *of_experts.items()):
         if axes := layout.product_axes(equation):
-            shape = shard_shape([sizes[letter] for letter in equation.y], layout.activation(equation.y), mesh)
+            summed = "BTD" if EXPERTS in equation.w else equation.y
+            shape = shard_shape([sizes[letter] for letter in summed], layout.activation(summed), mesh)
             num_bytes = math.prod(shape) * jnp.dtype(layout.compute).itemsize
             yield Transfer("all-reduce", axes, round(num_microbatches * times * num_bytes), overlaps=False)
 

@@ -1,11 +1,13 @@
 """config.json, as Hugging Face writes it for each family, to and from the keys of our model section. Knows no jax."""
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.config.mlp import ExpertsMlp
 from tunix.hf.names import FAMILIES
 
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
@@ -17,12 +19,13 @@ NOT_THE_DECODER = {
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
     "residual_dropout", "original_max_position_embeddings",
+    "router_aux_loss_coef", "output_router_logits",
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
 LAYER_KEYS = {
     "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
-    "no_rope_layer_interval",
+    "no_rope_layer_interval", "mlp_only_layers",
 }  # fmt: skip
 # rope_type -> our name, and its keys: theirs -> (ours, what it means to leave it out).
 SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
@@ -75,6 +78,7 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
         known = ", ".join(family.model_type for family in FAMILIES.values())
         raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}")
     family = FAMILIES[name]
+    raw = {family.synonyms.get(key, key): value for key, value in raw.items()}
     keys = {*family.keys.values(), *family.fixed, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS}
     for key, value in raw.items():
         if key not in keys:
@@ -89,11 +93,33 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
     values = {ours: raw[theirs] for ours, theirs in family.keys.items()}
     try:
         values |= _layers(raw, values["num_layers"])
+        if "mlp.num_experts" in values:
+            values["mlp.dense_layers"] = _dense_layers(raw)
         if ROPE_KEYS & family.absent.keys():
             values |= _rope(raw, values)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
-    return {"family": name} | _derived(values)
+    return {"family": name} | _by_section(_derived(values))
+
+
+def _by_section(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values of keys like `mlp.num_experts` as sections: {"mlp": {"num_experts": 8}}."""
+    sections: dict[str, Any] = {}
+    for key, value in values.items():
+        section, dot, name = key.partition(".")
+        if dot:
+            sections.setdefault(section, {})[name] = value
+        else:
+            sections[key] = value
+    return sections
+
+
+def _dense_layers(raw: dict[str, Any]) -> int:
+    """Return the number of first layers that have one MLP and no experts."""
+    dense = raw.get("mlp_only_layers") or []
+    if sorted(dense) != list(range(len(dense))):
+        raise ValueError(f"mlp_only_layers={dense} is not understood; it must be the first layers: 0, 1, ...")
+    return len(dense)
 
 
 def _derived(values: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +197,9 @@ def write_config(model: Model) -> dict[str, Any]:
     """config.json of a model, in the keys that all versions of transformers read."""
     family = FAMILIES[model.family]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= {theirs: _whole(getattr(model, ours)) for ours, theirs in family.keys.items()}
+    config |= {theirs: _whole(attrgetter(ours)(model)) for ours, theirs in family.keys.items()}
+    if "mlp_only_layers" in family.absent and isinstance(model.mlp, ExpertsMlp):
+        config["mlp_only_layers"] = list(range(model.mlp.dense_layers))
     config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
     if model.positions == "learned":
         return config

@@ -20,11 +20,16 @@ class Name:
         qkv_proj [NH + KH + KH, D], fused = ("NH", "KH", "KH"), fused_dim = 0:   | q | k | v |  are its rows
     """
 
-    tensor: str  # {} is the number of the layer
+    tensor: str  # {} is the number of the layer, a second {} that of the expert
     dims: str
     part: int = 0
     fused: tuple[str, ...] = ()
     fused_dim: int = 0
+
+    @property
+    def numbered(self) -> str:
+        """Dimensions of the weight that are numbers in the tensor's name, by letter: there is a tensor for each."""
+        return "LX"[: self.tensor.count("{}")]
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,12 @@ class Family:
     renamed: tuple[
         tuple[str, str], ...
     ] = ()  # (beginning of a tensor name in other classes and versions, the usual beginning)
+    synonyms: dict[str, str] = field(default_factory=dict)  # key of config.json in other versions -> the usual key
     ignored: tuple[str, ...] = ()  # patterns of the names of tensors that are not weights of the decoder
+
+    def name(self, path: str) -> Name | None:
+        """Return the place of a parameter in the files, or None if it has none; all stacks have the same names."""
+        return self.names.get(path.replace("dense_blocks.", "blocks.", 1))
 
 
 LLAMA_NAMES = {
@@ -107,6 +117,15 @@ def renamed(names: dict[str, Name], **tensors: str) -> dict[str, Name]:
     return {path: name for path, name in names.items() if not re.match(r"blocks\.(pre|post)", path)} | norms
 
 
+def expert_names(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, Name]:
+    """Return the names of a router and of the three matrices of each expert."""
+    parts = {"gate": (gate, "G,D"), "up": (up, "G,D"), "down": (down, "D,G")}
+    return {"blocks.mlp.router.w": Name(f"model.layers.{{}}.{router}.weight", "Y,D")} | {
+        f"blocks.mlp.expert_{part}.w": Name(f"model.layers.{{}}.{expert}.{{}}.{tensor}.weight", dims)
+        for part, (tensor, dims) in parts.items()
+    }
+
+
 def gpt2_names() -> dict[str, Name]:
     """Return the names of GPT-2, which stores matrices transposed, and q, k and v side by side in one tensor."""
 
@@ -140,6 +159,9 @@ def gpt2_names() -> dict[str, Name]:
     }
 
 
+EXPERT_NAMES = expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+EXPERT_KEYS = {"mlp.num_experts": "num_experts", "mlp.experts_per_token": "num_experts_per_tok"}
+EVERY_MLP = {"mlp_dim": "intermediate_size", "mlp.expert_dim": "intermediate_size"}  # no dense layers: one width
 OLMO_NAMES = renamed(
     LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
 ) | qk_norm("NH", "KH")
@@ -255,6 +277,46 @@ FAMILIES = {
         keys=LLAMA_KEYS,
         fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
         absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5},
+    ),
+    "qwen3_moe": Family(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        names=LLAMA_NAMES | qk_norm("H", "H") | EXPERT_NAMES,
+        keys=LLAMA_KEYS | EXPERT_KEYS | {
+            "mlp.expert_dim": "moe_intermediate_size", "mlp.normalized": "norm_topk_prob",
+        },
+        fixed={
+            "hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,),
+            "decoder_sparse_step": (1,),
+        },
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 32768, "head_dim": 128, "norm_topk_prob": False, "mlp_only_layers": None,
+        },
+        synonyms={"num_local_experts": "num_experts"},  # of transformers 5
+    ),
+    "olmoe": Family(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        names=LLAMA_NAMES | qk_norm("NH", "KH") | EXPERT_NAMES,
+        keys=LLAMA_KEYS | EXPERT_KEYS | EVERY_MLP | {"mlp.normalized": "norm_topk_prob"},
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
+    "mixtral": Family(
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        names=LLAMA_NAMES | expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+        keys=LLAMA_KEYS | EXPERT_KEYS | EVERY_MLP | {
+            "mlp.num_experts": "num_local_experts", "sliding_window": "sliding_window",
+        },
+        fixed={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
+        absent=LLAMA_ABSENT | ALL_LOCAL | {
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
     ),
     "gpt2": Family(
         model_type="gpt2",

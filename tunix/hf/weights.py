@@ -1,5 +1,6 @@
 """Weights between safetensors files under Hugging Face's names and sharded arrays, a slice at a time."""
 
+import itertools
 import json
 import math
 import re
@@ -24,7 +25,7 @@ from tunix.models.quantized import stacked_codes
 from tunix.processes import peers
 from tunix.processes.shared_disk import find_blind
 from tunix.sharding.arrays import replicate, replicate_part
-from tunix.sharding.dims import LAYERS, Equation
+from tunix.sharding.dims import EXPERTS, LAYERS, Equation
 from tunix.sharding.layout import Layout
 
 # The way out for a folder of tunix.export whose files are not those of its digests.
@@ -117,7 +118,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
     with TensorFiles(folder, family) as files:
         _check(files, cfg, weights)
 
-        def load(path: str, equation: Equation, dtype: Any, layers: range) -> jax.Array:
+        def load(name: Name, equation: Equation, dtype: Any, layers: range) -> jax.Array:
             """Load some layers of a parameter."""
             sizes = cfg.dims | {LAYERS: len(layers)}
 
@@ -125,7 +126,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
                 ranges = {
                     letter: part.indices(sizes[letter])[:2] for letter, part in zip(equation.w, index, strict=True)
                 }
-                return _read(files, family.names[path], cfg, equation, ranges, layers, dtype)
+                return _read(files, name, cfg, equation, ranges, layers, dtype)
 
             shape = tuple(sizes[letter] for letter in equation.w)
             sharding = NamedSharding(mesh, layout.at_rest(equation))
@@ -133,22 +134,34 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
             return jax.block_until_ready(array)  # the host's copy is gone before the next is made
 
         try:
-            for path, weight in _in_files(weights, family):
-                layers = range(cfg.num_layers)
+            for path, name, weight in _in_files(weights, family):
+                layers = _layers_of(path, cfg)
                 if weight.equation.is_quantized:
                     equation = weight.equation.dequantized()
-                    matrices = (load(path, equation, "float32", layers[n : n + 1]) for n in layers)
+                    matrices = (load(name, equation, "float32", layers[n : n + 1]) for n in range(len(layers)))
                     loaded[path], loaded[f"{path}_scale"] = stacked_codes(matrices, equation, cfg, layout)
                 else:
-                    loaded[path] = load(path, weight.equation, weight.dtype, layers)
+                    loaded[path] = load(name, weight.equation, weight.dtype, layers)
         except SafetensorError as error:
             raise UserError(f"{folder}: {error}") from None
     return jax.tree.map_with_path(lambda path, _: loaded.get(parameter_name(path)), weights)
 
 
-def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Any]]:
+def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Name, Any]]:
     """Return the parameters that have a name in the family's table: all but low-rank updates and scales."""
-    return [(path, weight) for path, weight in named(weights) if path in family.names]
+    all_names = [(path, family.name(path), weight) for path, weight in named(weights)]
+    return [(path, name, weight) for path, name, weight in all_names if name is not None]
+
+
+def _layers_of(path: str, cfg: Model) -> range:
+    """Return the numbers of the layers that a stacked parameter holds; of another parameter, none."""
+    return cfg.stacks.get(path.partition(".")[0], range(0))
+
+
+def _numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
+    """Return the numbers in the names of a parameter's tensors: (), or (layer,), or (layer, expert) of each."""
+    ranges = {LAYERS: _layers_of(path, cfg), EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
+    return list(itertools.product(*(ranges[letter] for letter in name.numbered)))
 
 
 def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
@@ -177,11 +190,10 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
         UserError: a tensor is missing, not needed, of another shape, or not of floats.
     """
     shapes, folder = files.shapes, files.folder
-    names = [files.family.names[path] for path, _ in _in_files(weights, files.family)]
     wanted = {
-        tensor: _shape(name, cfg.dims)
-        for name in names
-        for tensor in map(name.tensor.format, range(cfg.num_layers if "{}" in name.tensor else 1))
+        name.tensor.format(*numbers): _shape(name, cfg.dims)
+        for path, name, _ in _in_files(weights, files.family)
+        for numbers in _numbers(path, name, cfg)
     }
     ignored = [*files.family.ignored, r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
     missing = sorted(wanted.keys() - shapes.keys())
@@ -209,7 +221,7 @@ def _read(
 ) -> np.ndarray:  # fmt: skip
     """Read the part of a parameter in these ranges of its dimensions; of dimension L, only the layers of `layers`.
 
-    The files have one tensor for each layer, with dimensions grouped and in another order than ours:
+    The files have one tensor for each layer (and expert), with dimensions grouped and in another order than ours:
 
         q.w of Llama 3    files: "NH,D" [num_heads * head_dim, embed_dim]    ours: "LDNH"
         a shard           rows of its heads, read as [N, H, D]               copied to [D, N, H] of each layer
@@ -218,7 +230,7 @@ def _read(
     shape = [ranges[letter][1] - ranges[letter][0] for letter in ours]
     where, unpacked = _slices(name, cfg.dims, ranges)
     letters = name.dims.replace(",", "")
-    order = [letters.index(letter) for letter in equation.one_layer().w]
+    order = [letters.index(letter) for letter in ours if letter not in name.numbered]
 
     # Some rows at a time: a transposing copy that stays in the CPU's cache takes a third of the time.
     step = max(1, 64 // math.prod(unpacked[1:-1]))
@@ -229,11 +241,11 @@ def _read(
             target[row : row + step] = source[row : row + step]
 
     read = np.empty(shape, jnp.dtype(dtype))
-    if not equation.is_stacked:
-        fill(read, name.tensor)
-    else:
-        for place, layer in enumerate(layers[slice(*ranges[LAYERS])]):
-            fill(read[place], name.tensor.format(layer))
+    numbers = {LAYERS: layers, EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
+    wanted = [list(enumerate(numbers[letter][slice(*ranges[letter])])) for letter in name.numbered]
+    for each in itertools.product(*wanted):
+        place, which = tuple(at for at, _ in each), tuple(number for _, number in each)
+        fill(read[place], name.tensor.format(*which))
     return read
 
 
@@ -313,36 +325,38 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
     family = FAMILIES[cfg.family]
     pieces_of: dict[str, list[Any]] = {}
     leaves = dict(named(params))
-    for path, weight in named(weights):
-        name = family.names[path]
-        for layer in range(cfg.num_layers) if "{}" in name.tensor else [None]:
-            pieces_of.setdefault(name.tensor.format(layer), []).append((layer, name, leaves[path], weight))
+    for path, name, weight in _in_files(weights, family):
+        layers = _layers_of(path, cfg)
+        for numbers in _numbers(path, name, cfg):
+            place = (numbers[0] - layers.start, *numbers[1:]) if numbers else ()
+            pieces_of.setdefault(name.tensor.format(*numbers), []).append((numbers, place, name, leaves[path], weight))
 
     def maker(parts):
         def make(dtype, is_own):
-            values = [replicate(leaf) if layer is None else replicate_part(leaf, layer) for layer, _, leaf, _ in parts]
+            values = [replicate_part(leaf, *place) if place else replicate(leaf) for _, place, _, leaf, _ in parts]
             if not is_own:
                 return None
             pieces = [
                 _packed(np.asarray(value), name, weight).astype(jnp.dtype(dtype))
-                for value, (_, name, _, weight) in zip(values, parts, strict=True)
+                for value, (_, _, name, _, weight) in zip(values, parts, strict=True)
             ]
-            return np.ascontiguousarray(np.concatenate(pieces, parts[0][1].fused_dim))
+            return np.ascontiguousarray(np.concatenate(pieces, parts[0][2].fused_dim))
 
         return make
 
     for parts in pieces_of.values():
-        parts.sort(key=lambda part: part[1].part)
-    return [(tensor, _shape(parts[0][1], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)]
+        parts.sort(key=lambda part: part[2].part)
+    return [(tensor, _shape(parts[0][2], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)]
 
 
 def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:
-    yield from sorted(pieces_of.items(), key=lambda item: -1 if item[1][0][0] is None else item[1][0][0])
+    """Yield tensors with what they are made of, ordered by layer; those of no layer come first."""
+    yield from sorted(pieces_of.items(), key=lambda item: item[1][0][0][:1])
 
 
 def _packed(value: np.ndarray, name: Name, weight) -> np.ndarray:
-    """Return one layer of a parameter with the dimensions that the files have."""
-    ours = weight.equation.one_layer().w
+    """Return one layer of a parameter (of one expert) with the dimensions that the files have."""
+    ours = "".join(letter for letter in weight.equation.w if letter not in name.numbered)
     letters = name.dims.replace(",", "")
     sizes = dict(zip(ours, value.shape, strict=True))
     shape = [math.prod(sizes[letter] for letter in group) for group in name.dims.split(",")]

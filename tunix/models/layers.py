@@ -12,10 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import PROJECTIONS, Model
+from tunix.models.block_sums import NO_SUMS, BlockSums
 from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
+
+ACTIVATIONS: dict[str, Any] = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
 
 
 class Bias(nnx.Module):
@@ -37,40 +40,29 @@ class Bias(nnx.Module):
         return (x + spread).astype(x.dtype)
 
 
-class Einsum(nnx.Module):
-    """A weight and its product `x,w->y`; the equation declares the weight's shape, sharding and fan-in.
+class Matrix(nnx.Module):
+    """A weight that a product `x,w->y` takes; the equation declares the weight's shape, sharding and fan-in.
 
-    `Einsum("attention.q", "BTD,DNH->BTNH", ...)` maps [B, T, D] to [B, T, N, H] with a weight [D, N, H], normal with
-    variance 1 / fan-in, and adds a bias [N, H] if `model.biases` names the projection.
+    Normal with variance 1 / fan-in. With `qtype` it rests as codes and scales of this kind.
 
     `product` is a key of `PRODUCTS`. Where it is not "plain", the weight is gathered already, and its dimensions stand
     in the order that `WEIGHTS` has for this kind.
     """
 
-    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.equation, self.layout, self.product = Equation(equation), layout, "plain"
+    def __init__(self, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs, qtype: str | None = None):
+        self.equation, self.layout, self.product, self.qtype = Equation(equation), layout, "plain", qtype
         fan_in = math.prod(cfg.dims[letter] for letter in self.equation.summed)
         shape = [cfg.dims[letter] for letter in self.equation.w]
         weight = jax.random.normal(rngs.params(), shape, layout.param) * fan_in**-0.5
-        self.qtype = cfg.lora.quantize_base
         if self.qtype is None:
             self.w = nnx.Param(weight, equation=self.equation)
         else:
             codes, scales = quantize(weight, self.equation.w, self.qtype)
             of_codes, of_scales = self.equation.quantized()
             self.w, self.w_scale = nnx.Param(codes, equation=of_codes), nnx.Param(scales, equation=of_scales)
-        has_bias = cfg.biases is not None and re.search(cfg.biases, name)
-        self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if has_bias else unchanged
-        updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
-        self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
 
-    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """`key` draws what dropout leaves out, and is None outside of training."""
-        y = self.bias(product(self.equation, x, self._gathered(), self.layout, self.product))
-        return y if self.lora is None else y + self.lora(x, key)
-
-    def _gathered(self) -> jax.Array:
-        """The weight as the product takes it: gathered, and a matrix again if it rests quantized."""
+    def gathered(self) -> jax.Array:
+        """Return the weight as the product takes it: gathered, and a matrix again if it rests quantized."""
         if self.product != "plain":
             return self.w[...]
         if self.qtype is None:
@@ -83,6 +75,26 @@ class Einsum(nnx.Module):
         return dequantize(
             codes, scales, self.equation, self.qtype, self.layout.compute, spec, self.layout.stages_around
         )
+
+
+class Einsum(Matrix):
+    """A weight and its product `x,w->y`.
+
+    `Einsum("attention.q", "BTD,DNH->BTNH", ...)` maps [B, T, D] to [B, T, N, H] with a weight [D, N, H], and adds a
+    bias [N, H] if `model.biases` names the projection.
+    """
+
+    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+        super().__init__(equation, cfg, layout, rngs, cfg.lora.quantize_base)
+        has_bias = cfg.biases is not None and re.search(cfg.biases, name)
+        self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if has_bias else unchanged
+        updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
+        self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
+
+    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """`key` draws what dropout leaves out, and is None outside of training."""
+        y = self.bias(product(self.equation, x, self.gathered(), self.layout, self.product))
+        return y if self.lora is None else y + self.lora(x, key)
 
 
 class LowRank(nnx.Module):
@@ -104,6 +116,24 @@ class LowRank(nnx.Module):
         for equation, factor in ((self.first, self.a), (self.second, self.b)):
             x = product(equation, x, self.layout.gather(factor[...], equation), self.layout)
         return x * self.scale
+
+
+class MLP(nnx.Module):
+    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, kind: str, width: str = "F"):
+        """`width` is the letter of the hidden width."""
+        into, out = f"BTD,D{width}->BT{width}", f"BT{width},{width}D->BTD"
+        self.activation = ACTIVATIONS[cfg.mlp.activation]
+        self.gate = Einsum("mlp.gate", into, cfg, layout, rngs) if kind == "gated" else None
+        self.up = Einsum("mlp.up", into, cfg, layout, rngs)
+        self.down = Einsum("mlp.down", out, cfg, layout, rngs)
+
+    def __call__(self, x, key) -> tuple[jax.Array, BlockSums]:
+        """Return [B, T, D], and sums for the loss, of which this kind has none."""
+        up = self.up(x, key)
+        h = self.activation(up) if self.gate is None else self.activation(self.gate(x, key)) * up
+        return self.down(h, key), NO_SUMS
 
 
 def unchanged(x: jax.Array) -> jax.Array:

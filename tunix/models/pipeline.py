@@ -27,12 +27,13 @@ from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 from tunix.sharding.layout import Layout
 
 # (layers, rows, number of the part) -> (rows, sums): some layers, whose arrays have a first dimension, on some rows.
-RunLayers = Callable[[Any, Any, Any], tuple[Any, dict[str, jax.Array]]]
+# The sums are a tree of scalars.
+RunLayers = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def run_stages(
     run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per_stage: int | None
-) -> tuple[Any, dict[str, jax.Array]]:
+) -> tuple[Any, Any]:
     """Return what `run` returns for all layers, arrays [L, ...], and all rows, arrays [B, ...], by stages.
 
     The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. Sums
@@ -69,7 +70,7 @@ def run_stages(
     (queue, _), sums = jax.lax.scan(tick, start, ticks)
     part = ticks[:, None] - stages
     is_used = (part >= 0) & (part < num_parts)
-    sums = {name: jnp.sum(jnp.where(is_used, each, 0)) for name, each in sums.items()}
+    sums = jax.tree.map(lambda each: jnp.sum(jnp.where(is_used, each, 0)), sums)
     # The results begin at the place of tick S - 1.
     return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), sums
 

@@ -55,3 +55,14 @@ WEIGHTS: dict[str, Callable[[Equation], Equation]] = {
     "plain": lambda equation: equation,
     "few_rows": Equation.summed_last,
 }
+
+
+def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str = "xla") -> jax.Array:
+    """Return [R, out] of rows [R, in] sorted by group, weights [X, in, out] and the number of rows of each group [X].
+
+    The arrays are those of one device. `kind` is a key of `GROUPED`.
+    """
+    return checkpoint_name(GROUPED[kind](rows, w, sizes), "product")
+
+
+GROUPED = {"xla": jax.lax.ragged_dot}

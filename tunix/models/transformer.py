@@ -12,16 +12,15 @@ from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.models.attention import attend, seen_in_row
+from tunix.models.block_sums import NO_SUMS, BlockSums, join_layers, join_stacks
 from tunix.models.exchanges import choose_exchange
-from tunix.models.layers import NORMS, Einsum, Embedding, LearnedPositions, unchanged
+from tunix.models.experts import Experts
+from tunix.models.layers import MLP, NORMS, Einsum, Embedding, LearnedPositions, unchanged
 from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, layer_rope
 from tunix.models.remat import keep_policy
 from tunix.sharding.layout import Layout
 
-ACTIVATIONS: dict[str, Any] = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
-
-Sums = dict[str, jax.Array]  # float32 scalars by name: sums over the tokens of a microbatch
 # (q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H], and what the caller keeps of it.
 Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
@@ -55,37 +54,31 @@ class Attention(nnx.Module):
         return self.o(out, key), kept
 
 
-class MLP(nnx.Module):
-    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, T, D] -> [B, T, D]."""
-
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.activation = ACTIVATIONS[cfg.mlp.activation]
-        self.gate = Einsum("mlp.gate", "BTD,DF->BTF", cfg, layout, rngs) if cfg.mlp.kind == "gated" else None
-        self.up = Einsum("mlp.up", "BTD,DF->BTF", cfg, layout, rngs)
-        self.down = Einsum("mlp.down", "BTF,FD->BTD", cfg, layout, rngs)
-
-    def __call__(self, x, key) -> tuple[jax.Array, Sums]:
-        """Return [B, T, D], and sums for the loss, of which this kind has none."""
-        up = self.up(x, key)
-        h = self.activation(up) if self.gate is None else self.activation(self.gate(x, key)) * up
-        return self.down(h, key), {}
+MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
+    "gated": partial(MLP, kind="gated"),
+    "plain": partial(MLP, kind="plain"),
+    "experts": Experts,
+}
 
 
 class Block(nnx.Module):
-    """Attention and MLP around the residual stream, with norms before them, after them, or both."""
+    """Attention and MLP around the residual stream, with norms before them, after them, or both.
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    `mlp` is a key of `MLPS`.
+    """
+
+    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, mlp: str):
         def norm(wanted: bool) -> Any:
             return NORMS[cfg.norm]("BTD", cfg, layout) if wanted else unchanged
 
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
         self.attention = Attention(cfg, layout, rngs)
-        self.mlp = MLP(cfg, layout, rngs)
+        self.mlp = MLPS[mlp](cfg, layout, rngs)
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before), norm(after)
 
-    def __call__(self, x, positions, rope, mix: Mix, key=None) -> tuple[jax.Array, Any, Sums]:
-        """Return [B, T, D], what `mix` keeps, and sums that the loss minimises with its own and reports."""
+    def __call__(self, x, positions, rope, mix: Mix, key=None) -> tuple[jax.Array, Any, BlockSums]:
+        """Return [B, T, D], what `mix` keeps, and numbers for the loss."""
         with jax.named_scope("attention"):
             h, kept = self.attention(self.pre_attention(x), positions, rope, mix, key)
             x = checkpoint_name(x + self.post_attention(h), "residual")
@@ -99,6 +92,7 @@ class Stack(NamedTuple):
 
     name: str  # of the tree in the module
     layers: range  # numbers of its layers in the whole model
+    mlp: str  # key of `MLPS`
 
 
 class Layer(NamedTuple):
@@ -131,14 +125,17 @@ class Transformer(nnx.Module):
         self.block_layout = layout.inside_stage()
         self.embedding = Embedding(cfg, layout, rngs)
         self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
-        self.blocks = _stacked(lambda rngs: Block(cfg, self.block_layout, rngs), cfg.num_layers, rngs)
+        for stack in self.stacks:
+            make = partial(Block, cfg, self.block_layout, mlp=stack.mlp)
+            setattr(self, stack.name, _stacked(lambda rngs, make=make: make(rngs=rngs), len(stack.layers), rngs))
         self.final_norm = NORMS[cfg.norm]("BTD", cfg, layout)
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """The blocks in their order."""
-        return (Stack("blocks", range(self.cfg.num_layers)),)
+        kinds = {"dense_blocks": "gated", "blocks": self.cfg.mlp.kind}
+        return tuple(Stack(name, layers, kinds[name]) for name, layers in self.cfg.stacks.items())
 
     def __call__(self, tokens, positions=None, segment_ids=None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without the last two, each row is one document."""
@@ -150,8 +147,8 @@ class Transformer(nnx.Module):
         table = self.embedding.gathered()
         return table, table if self.head is None else self.head.gathered()
 
-    def hidden(self, tables, tokens, positions=None, segment_ids=None, seed=None) -> tuple[jax.Array, Sums]:
-        """[B, T] int32 -> [B, T, D], the result of the final norm, and the sums of all blocks.
+    def hidden(self, tables, tokens, positions=None, segment_ids=None, seed=None) -> tuple[jax.Array, BlockSums]:
+        """[B, T] int32 -> [B, T, D], the result of the final norm, and the numbers of all blocks.
 
         `seed`, an int32 scalar, seeds the dropout of training.
         """
@@ -180,8 +177,8 @@ class Transformer(nnx.Module):
         seed=None,
         layers: dict[str, list[dict[str, Any]]] | None = None,
         beside: Any = None,
-    ) -> tuple[jax.Array, list, Sums]:
-        """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the sums of all blocks.
+    ) -> tuple[jax.Array, list, BlockSums]:
+        """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the numbers of all blocks.
 
         `mix_of(layer, beside)` gives the mix of a layer, in sequences that grow to `length` tokens; `beside` is a tree
         of arrays [B, ...], and a mix gets those of its own rows. Each stack is a scan over its layers: one piece of
@@ -196,19 +193,18 @@ class Transformer(nnx.Module):
             x = self.embedding.lookup(tables[0], tokens)
             x = x if self.positions is None else self.positions(x, positions)
         kept: list = []
-        sums: Sums = {}
+        sums = NO_SUMS
         rows = Rows(x, positions, beside)
         with jax.named_scope("blocks"):
             for stack in self.stacks:
                 apart = None if layers is None else layers[stack.name]
                 rows, kept_here, sums_here = self._run_stack(stack, rows, mix_of, length, seed, apart)
                 kept += kept_here if layers else [kept_here]
-                for name, value in sums_here.items():
-                    sums[name] = sums.get(name, 0) + value
+                sums = join_stacks(sums, sums_here)
         with jax.named_scope("final_norm"):
             return self.final_norm(rows.x), kept, sums
 
-    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart) -> tuple[Rows, Any, Sums]:
+    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart) -> tuple[Rows, Any, BlockSums]:
         graphdef, params = nnx.split(getattr(self, stack.name))
         numbers = list(stack.layers)
         windows = [self.cfg.windows(length)[number] for number in numbers]
@@ -226,7 +222,7 @@ class Transformer(nnx.Module):
         def scan_layers(layers, rows, part=None):
             layer = jax.checkpoint(partial(one_layer, part=part), policy=keep_policy(self.remat), prevent_cse=False)
             rows, (kept, sums) = jax.lax.scan(layer, rows, layers)
-            return rows, kept, {name: jnp.sum(value) for name, value in sums.items()}
+            return rows, kept, join_layers(sums)
 
         if apart is None:
             layers = params, Layer(jnp.asarray(numbers), jnp.asarray(windows), rope)
@@ -245,7 +241,7 @@ class Transformer(nnx.Module):
             rows, result = one_layer(rows, (apart[place], Layer(number, window, rotations)))
             results.append(result)
         all_kept, all_sums = zip(*results, strict=True)
-        return rows, list(all_kept), jax.tree.map(lambda *values: sum(values), *all_sums)
+        return rows, list(all_kept), join_layers(jax.tree.map(lambda *values: jnp.stack(values), *all_sums))
 
     def logits(self, tables, x) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""

@@ -57,7 +57,7 @@ class StartedStep:
     """A step that was given to the devices, whose numbers are not there yet."""
 
     step: int
-    scalars: dict[str, jax.Array]  # what the step returned
+    scalars: dict[str, jax.Array]  # what the step returned: scalars, and vectors, of which each number is written
     numbers: dict[str, float]  # what the source of its batch gave with it (`BatchSource.next`)
 
 
@@ -90,13 +90,24 @@ class StepLog:
     def _write(self, started: StartedStep | None) -> None:
         if started is None:
             return
-        values = {name: float(value) for name, value in started.scalars.items()}  # waits for the step
+        values = _named_numbers(started.scalars)  # waits for the step
         now = time.perf_counter()
         step_time_s, self.clock = now - self.clock, now
         self.last = step_record(started, values, step_time_s, self.sizes, self.peak_tflops)
         if remark := remark_on_skipped(self.last, self.samples(started.step)):
             log.warning("%s", remark)
         self.metrics.write(self.last)
+
+
+def _named_numbers(scalars: dict[str, jax.Array]) -> dict[str, float]:
+    """Return the numbers by name; number 3 of a vector `expert_load` is `expert_load/3`."""
+    values: dict[str, float] = {}
+    for name, value in scalars.items():
+        if value.ndim == 0:
+            values[name] = float(value)
+        else:
+            values |= {f"{name}/{place}": number for place, number in enumerate(value.tolist())}
+    return values
 
 
 def step_record(

@@ -10,6 +10,7 @@ from tunix.base.tables import as_text
 from tunix.cli.architecture import unlike_its_family
 from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
+from tunix.config.mlp import ExpertsMlp
 from tunix.config.task import Grpo
 from tunix.config.training import read_steps
 from tunix.costs.derived import costs_of
@@ -44,6 +45,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     rows = {
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
         + _attention(cfg),
+        **_experts(cfg, arch),
         **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
         "mesh": f"{format_mesh_shape(mesh.shape, axis_names())} over {mesh.size} x {', '.join(sorted(kinds))}, "
@@ -100,6 +102,19 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     for row in body:
         devices.add_row(*row)
     return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
+
+
+def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
+    """Return a row about experts, if the model has any."""
+    mlp = cfg.model.mlp
+    if not isinstance(mlp, ExpertsMlp):
+        return {}
+    beside = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
+    dense = f"; the first {mlp.dense_layers} layers are dense" if mlp.dense_layers else ""
+    return {
+        "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{beside}"
+        f"{dense}; {arch.num_active:,} parameters compute a token; no token is dropped"
+    }
 
 
 def _attention(cfg: Config) -> str:

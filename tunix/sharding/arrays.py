@@ -84,9 +84,11 @@ def replicate(array: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def replicate_part(array: jax.Array, index: int) -> jax.Array:
-    """Return the part of an array at an index of its first dimension on every device; every process calls this."""
-    return replicate(jax.lax.dynamic_index_in_dim(array, index, keepdims=False))
+def replicate_part(array: jax.Array, *place: int) -> jax.Array:
+    """Return the part of an array at an index of its first dimensions on every device; every process calls this."""
+    for index in place:
+        array = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
+    return replicate(array)
 
 
 def to_main(state: dict[str, Any]) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ everything outside asks them when it needs to know. No other file writes the nam
 import math
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
+from functools import reduce
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ DIMS = {
         Dim("T", "tokens",           None,    "cp", key="training.seq_len"),
         Dim("D", "width",            KEEPING, None, key="model.embed_dim"),
         Dim("F", "MLP width",        "tp",    "tp", key="model.mlp_dim"),
+        Dim("U", "shared expert's width", "tp", "tp", key="model.mlp.shared_dim"),
+        Dim("X", "experts",          None,    None, key="model.mlp.num_experts"),
+        Dim("Y", "router's choices", None,    None, key="model.mlp.num_experts"),  # experts, as a router sees them
+        Dim("G", "expert width",     "tp",    "tp", key="model.mlp.expert_dim"),
         Dim("N", "query heads",      "tp",    "tp", key="model.num_heads"),
         Dim("K", "key/value heads",  "tp",    "tp", key="model.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),
         Dim("H", "head width",       None,    None, key="model.head_dim"),
@@ -96,6 +100,7 @@ DIMS = {
     )
 }  # fmt: skip
 LAYERS = "L"  # blocks are stacked along it
+EXPERTS = "X"  # each has its own weights; a token meets a few of them
 
 
 def axis_names() -> tuple[str, ...]:
@@ -124,12 +129,16 @@ def suggested_axes() -> tuple[str, ...]:
 
 
 def read_dims(section: str, values: object) -> dict[str, int]:
-    """Return the size of each dimension that a key of this config section sets, by letter."""
+    """Return the size of each dimension that a key of this config section sets, by letter.
+
+    A key that is null, or that the chosen kind of a part lacks (a dense model has no experts), sets none.
+    """
     sizes = {}
     for dim in DIMS.values():
-        first, _, key = dim.key.partition(".")
-        if first == section:
-            sizes[dim.letter] = attrgetter(key)(values)
+        first, *path = dim.key.split(".")
+        size = reduce(lambda part, name: getattr(part, name, None), path, values)
+        if first == section and size is not None:
+            sizes[dim.letter] = size
     return sizes
 
 
@@ -178,6 +187,11 @@ class Equation:
     def is_vector(self) -> bool:
         """True where the product sums over nothing: a norm's scale, a bias."""
         return not self.summed
+
+    @property
+    def is_choice(self) -> bool:
+        """True for a bias of the router's scores, which moves its choice and has no gradient."""
+        return self.is_vector and "Y" in self.w
 
     def transposed(self) -> "Equation":
         """Return the product that gives the gradient of x out of the gradient of y: `y,w->x`."""

@@ -159,6 +159,18 @@ class Layout:
         """Return how many of the `num_heads` key/value heads on a device serve its query heads."""
         return 1 if "K" in self.unsplit else num_heads
 
+    def enter_devices(self, weight: jax.Array) -> jax.Array:
+        """Return a gathered weight as a `shard_map` takes it, whose body works on one device's arrays.
+
+        jax 0.10.2 cannot lower the gradient of a `reduced` argument where all these axes have size 1. Such a gradient
+        is no sum over devices, so the type can go.
+        """
+        spec = jax.typeof(weight).sharding.spec
+        sizes = jax.sharding.get_abstract_mesh().shape
+        if spec.reduced and all(sizes[axis] == 1 for axis in spec.reduced):
+            return reshard(weight, PartitionSpec(*spec.partitions))
+        return weight
+
     def use_dtype(self, equation: Equation) -> str:
         """Return the dtype of a weight in use: float32 for vectors (norm scales, biases), else the compute dtype."""
         return "float32" if equation.is_vector else self.compute
@@ -177,7 +189,7 @@ class Layout:
 
     def gradient_axes(self, equation: Equation) -> tuple[str, ...]:
         """Return the mesh axes that a gradient is a sum over: those that split dimensions which the weight lacks."""
-        if equation.is_quantized:
+        if equation.is_quantized or equation.is_choice:
             return ()
         split = {axis for letter in equation.batch for axis in self._activation_axes(letter)}
         # An axis that splits the weight in use has other entries of the weight on each device: nothing to sum.

@@ -16,9 +16,29 @@ from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.policy import POLICY_FIELDS, policy_loss
 from tunix.training.preferences import PAIR_FIELDS, preference_loss, preference_quality
-from tunix.training.scores import Loss, LossFn, Mean, Scores, Sums, sum_over_tokens, token_log_probs
+from tunix.training.scores import (
+    ROUTING,
+    Loss,
+    LossFn,
+    Mean,
+    Scores,
+    Sums,
+    add_block_sums,
+    sum_over_tokens,
+    token_log_probs,
+)
 
-__all__ = ["LOSSES", "Loss", "LossFn", "LossKind", "Mean", "loss_kind", "next_token_loss", "token_log_probs"]
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossFn",
+    "LossKind",
+    "Mean",
+    "add_block_sums",
+    "loss_kind",
+    "next_token_loss",
+    "token_log_probs",
+]
 
 
 class LossKind(NamedTuple):
@@ -42,8 +62,9 @@ def next_token_loss(
         nll, squares = scores.nll * mask, z_loss * (scores.log_z**2 * mask)
         return nll + squares, {"loss": nll, "z_loss": squares}
 
-    objective, sums = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size)
-    return Loss(objective, jnp.sum(batch["loss_mask"]), sums)
+    objective, sums, blocks = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size)
+    added, reported = add_block_sums(blocks, jnp.sum(batch["loss_mask"], 1))
+    return Loss(objective + added, jnp.sum(batch["loss_mask"]), sums | reported)
 
 
 def _text_quality(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
@@ -110,7 +131,8 @@ def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transforme
         loss = jax.eval_shape(lambda params, batch, seed: loss_fn(model(params), batch, seed), params, batch, seed)
         if not isinstance(loss, Loss) or "loss" not in loss.sums:
             raise TypeError("it must return tunix.training.losses.Loss(objective, weight, sums) with sums['loss']")
-        for name, value in {"objective": loss.objective, "weight": loss.weight, **loss.sums}.items():
+        own_sums = {name: value for name, value in loss.sums.items() if name != ROUTING}
+        for name, value in {"objective": loss.objective, "weight": loss.weight, **own_sums}.items():
             for leaf in jax.tree.leaves(value):
                 if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
                     raise TypeError(f"its {name} is {leaf.dtype}{list(leaf.shape)}, not a float scalar")

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tunix.config.task import Grpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
-from tunix.training.scores import Largest, Loss, Mean, score_targets
+from tunix.training.scores import Largest, Loss, Mean, add_block_sums, score_targets
 
 POLICY_FIELDS = {
     **FIELDS,
@@ -58,12 +58,13 @@ def policy_loss(
 
     `temperature` is that of the sampler: the policy that learns is the one that was drawn from.
     """
-    scores, block_sums = score_targets(model, batch, seed, chunk_size, temperature, with_entropy=True)
+    scores, blocks = score_targets(model, batch, seed, chunk_size, temperature, with_entropy=True)
     assert scores.entropy is not None
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
         gains = token_gains(-scores.nll, batch, task)
-        share, weight = divide(mask, task, max_new_tokens)
+        share, row_weights = divide(mask, task, max_new_tokens)
+        added, of_blocks = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
         z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
 
@@ -79,9 +80,9 @@ def policy_loss(
             "mismatch_max": Largest(jnp.max(gains.gap)),
             **({} if gains.kl is None else {"kl": mean(gains.kl)}),
             **({"z_loss": z_part} if z_loss else {}),
-            **block_sums,
+            **of_blocks,
         }
-        return Loss(loss + z_part + sum(block_sums.values()), weight + ALMOST_NOTHING, sums)
+        return Loss(loss + z_part + added, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
 
 
 def token_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
@@ -116,15 +117,18 @@ def token_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
 
 
 def divide(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return the share [B, 1] with which the tokens of each answer count, and the divisor of the step, a scalar."""
-    num_tokens = jnp.sum(mask, axis=1, keepdims=True)  # of each answer
-    num_answers = jnp.sum((num_tokens > 0).astype(jnp.float32))
+    """Return the share [B, 1] with which the tokens of each answer count, and the weight [B] of each answer.
+
+    The sum of the weights is the divisor of the step.
+    """
+    num_tokens = jnp.sum(mask, axis=1)  # of each answer
+    is_answer = (num_tokens > 0).astype(jnp.float32)
     if task.divide_by == "answers":
-        return 1 / jnp.maximum(num_tokens, 1), num_answers
-    whole = jnp.ones_like(num_tokens)
+        return 1 / jnp.maximum(num_tokens, 1)[:, None], is_answer
+    whole = jnp.ones_like(num_tokens)[:, None]
     if task.divide_by == "constant":
-        return whole, num_answers * max_new_tokens
-    return whole, jnp.sum(mask)
+        return whole, is_answer * max_new_tokens
+    return whole, num_tokens
 
 
 def _estimate_kl(difference: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tunix.config.task import Dpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
-from tunix.training.scores import Loss, Sums, token_log_probs
+from tunix.training.scores import ROUTING, Loss, Sums, add_block_sums, token_log_probs
 
 PAIR_FIELDS = {
     **FIELDS,
@@ -39,7 +39,7 @@ def preference_loss(
     model: Transformer, batch: Batch, seed: jax.Array | None = None, *, task: Dpo, chunk_size: int | str
 ) -> Loss:
     """Loss of the pairs of a batch [B, T], summed over pairs; its weight is their number."""
-    of_tokens, block_sums = token_log_probs(model, batch, seed, chunk_size=chunk_size)
+    of_tokens, blocks = token_log_probs(model, batch, seed, chunk_size=chunk_size)
     with jax.named_scope("loss"):
         log_probs = sum_answers(of_tokens * batch["loss_mask"], batch)
         reference = sum_answers(batch["reference_log_probs"], batch)
@@ -56,6 +56,7 @@ def preference_loss(
         def total(of_pairs):
             return jnp.sum(of_pairs * is_pair)
 
+        added, of_blocks = add_block_sums(blocks, jnp.sum(is_pair, 1))
         loss = total(OBJECTIVES[task.objective](margin, task))
         sums: Sums = {
             "loss": loss,
@@ -64,9 +65,9 @@ def preference_loss(
             "margin": total(task.beta * margin),
             "reward_chosen": total(task.beta * gains.chosen),
             "reward_rejected": total(task.beta * gains.rejected),
-            **block_sums,
+            **of_blocks,
         }
-        return Loss(loss + sum(block_sums.values()), jnp.sum(is_pair), sums)
+        return Loss(loss + added, jnp.sum(is_pair), sums)
 
 
 def sum_answers(x: jax.Array, batch: Batch) -> Sides:
@@ -91,4 +92,5 @@ OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo}
 
 def preference_quality(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
     """Means over the pairs of a held-out set, and how many there are."""
-    return {**{name: float(value) / float(weight) for name, value in sums.items()}, "eval_pairs": int(weight)}
+    means = {name: float(value) / float(weight) for name, value in sums.items() if name != ROUTING}
+    return {**means, "eval_pairs": int(weight)}

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from tunix.config import Config, Training
+from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.kernels import choose_kernel
 from tunix.sharding.dims import keeping_axes
@@ -119,6 +120,7 @@ class Program:
             self.sync_every,
             self.copies,
             self.guard,
+            cfg.model.mlp.bias_rate if isinstance(cfg.model.mlp, ExpertsMlp) else None,
         )
 
 

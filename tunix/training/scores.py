@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import reshard
 
 from tunix.data.batch import Batch
+from tunix.models.block_sums import BlockSums, Routing
 from tunix.models.transformer import Transformer
 from tunix.training.chunks import chunk_splitter, join_chunks
 
@@ -26,7 +27,10 @@ class Largest(NamedTuple):
     value: jax.Array
 
 
-Sums = dict[str, Any]  # a scalar, a Mean or a Largest, by the name of the number
+Sums = dict[str, Any]  # a scalar, a Mean, a Largest or a Routing, by the name of the number
+
+
+ROUTING = "routing"  # name of the routing of experts among the sums
 
 
 class Loss(NamedTuple):
@@ -55,16 +59,42 @@ def add_sums(total: Sums, more: Sums) -> Sums:
 
 
 def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
-    """Return the numbers of a step by their names in metrics.jsonl, from the sums of all its microbatches."""
+    """Return the numbers of a step by their names in metrics.jsonl, from the sums of all its microbatches.
+
+    They are scalars; `expert_load` has one number for each expert.
+    """
     numbers = {}
     for name, value in sums.items():
         if isinstance(value, Mean):
             numbers[name] = value.total / value.divisor
         elif isinstance(value, Largest):
             numbers[name] = value.value
+        elif isinstance(value, Routing):
+            numbers |= report_routing(value)
         else:
             numbers[name] = value / weight
     return numbers
+
+
+def report_routing(routing: Routing) -> dict[str, jax.Array]:
+    """Return how even the loads of experts are: 1 is the mean load of an expert in its layer. `load` is [L, X]."""
+    loads = routing.load / jnp.mean(routing.load, 1, keepdims=True)
+    return {
+        "expert_load": jnp.mean(loads, 0),
+        "expert_load_max": jnp.max(loads),
+        "expert_load_min": jnp.min(loads),
+        "router_entropy": jnp.sum(routing.entropy) / jnp.sum(routing.tokens),
+    }
+
+
+def add_block_sums(blocks: BlockSums, row_weights: jax.Array) -> tuple[jax.Array | int, Sums]:
+    """Return what the blocks add to the objective of a loss, and numbers to report.
+
+    A penalty of a sequence is a mean over its tokens. It counts with the weight [B] that the sequence has in the loss,
+    so that the mean over all sequences is the same however they are spread over microbatches.
+    """
+    added = {name: jnp.sum(penalty * row_weights) for name, penalty in blocks.penalties.items()}
+    return sum(added.values()), added | ({} if blocks.routing is None else {ROUTING: blocks.routing})
 
 
 class Scores(NamedTuple):
@@ -82,8 +112,8 @@ TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 def sum_over_tokens(
     model: Transformer, batch: Batch, seed: jax.Array | None, token_loss: TokenLoss, *, chunk_size: int | str
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the sum of a loss over the tokens of a batch, and its sums by name with those of the blocks.
+) -> tuple[jax.Array, dict[str, jax.Array], BlockSums]:
+    """Return the sum of a loss over the tokens of a batch, its sums by name, and the numbers of the blocks.
 
     Logits exist for one chunk of positions at a time, and are computed once. The gradient of a sum is the sum of the
     gradients. So where a backward pass will come, a chunk's gradient is computed with its loss, while its logits exist:
@@ -94,7 +124,7 @@ def sum_over_tokens(
     The gradient of the table [V, D] is added up over the chunks in float32. The sums by name have no gradient.
     """
     tables = model.tables()
-    hidden, block_sums = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
+    hidden, blocks = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
 
     def one_chunk(table, hidden, fields):
         return token_loss(_score_chunk(model, table, hidden, fields["targets"]), fields)
@@ -130,7 +160,7 @@ def sum_over_tokens(
         split = chunk_splitter(hidden, chunk_size)
         fields = {name: split(field) for name, field in batch.items() if field.ndim == 2}
         objective, sums = summed(tables[1], split(hidden), fields)
-    return objective + sum(block_sums.values()), jax.lax.stop_gradient(sums) | block_sums
+    return objective, jax.lax.stop_gradient(sums), blocks
 
 
 def score_targets(
@@ -140,15 +170,15 @@ def score_targets(
     chunk_size: int | str,
     temperature: float = 1.0,
     with_entropy: bool = False,
-) -> tuple[Scores, dict[str, jax.Array]]:
-    """Score the targets of a batch in nats under softmax(logits / temperature), and return the sums of the blocks too.
+) -> tuple[Scores, BlockSums]:
+    """Score the targets of a batch in nats under softmax(logits / temperature), and return the blocks' numbers too.
 
     The caller decides what the gradient of a score is, and does so after this function has returned. So the logits of a
     chunk are computed again in the backward pass. Where the loss of a token depends on the scores of this token alone,
     `sum_over_tokens` computes them once.
     """
     tables = model.tables()
-    hidden, block_sums = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
+    hidden, blocks = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
 
     @jax.checkpoint
     def one_chunk(_, chunk):
@@ -158,7 +188,7 @@ def score_targets(
     with jax.named_scope("loss"):
         split = chunk_splitter(hidden, chunk_size)
         scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"])))[1]
-        return jax.tree.map(lambda x: join_chunks(x, hidden.shape[1]), scores), block_sums
+        return jax.tree.map(lambda x: join_chunks(x, hidden.shape[1]), scores), blocks
 
 
 def _score_chunk(
@@ -193,10 +223,10 @@ def _entropy(logits: jax.Array, log_z: jax.Array) -> jax.Array:
 
 def token_log_probs(
     model: Transformer, batch: Batch, seed: jax.Array | None, *, chunk_size: int | str, temperature: float = 1.0
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Log-probability in nats, [B, T] float32, of each target of a batch under the model, and the sums of its blocks.
+) -> tuple[jax.Array, BlockSums]:
+    """Log-probability in nats, [B, T] float32, of each target of a batch under the model, and its blocks' numbers.
 
-    A loss adds the sums of the blocks (a router's loss is one) to its objective, and reports them.
+    A loss gives the blocks' numbers (a router's loss is one) to `add_block_sums`.
     """
-    scores, block_sums = score_targets(model, batch, seed, chunk_size, temperature)
-    return -scores.nll, block_sums
+    scores, blocks = score_targets(model, batch, seed, chunk_size, temperature)
+    return -scores.nll, blocks

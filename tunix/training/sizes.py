@@ -39,7 +39,7 @@ def derive_sizes(cfg: Config, mesh: Mesh, arch: Architecture, num_samples: int |
         batch,
         cycle,
         last_step(training, cycle, batch.num_tokens, num_samples, Position(0, 0, "", "")),
-        flops_per_token(cfg.model, arch.num_parameters, arch.num_trained, training.seq_len),
+        flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, training.seq_len),
         mesh.size,
     )
 

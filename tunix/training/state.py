@@ -17,7 +17,7 @@ from tunix.config import Model
 from tunix.models.paths import parameter_name
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import abstract_results
-from tunix.sharding.dims import Equation
+from tunix.sharding.dims import EXPERTS, Equation
 from tunix.sharding.layout import Layout
 from tunix.training.copies import start_copies
 from tunix.training.spikes import SpikeGuard
@@ -35,6 +35,7 @@ class Weight:
     equation: Equation
     shape: tuple[int, ...]
     dtype: Any  # at rest
+    used: float = 1.0  # share of it that computes each token: less than 1 of experts
 
     @property
     def size(self) -> int:
@@ -83,10 +84,20 @@ class Architecture:
     def num_trained(self) -> int:
         return count(self.trained_weights)
 
+    @property
+    def num_active(self) -> int:
+        """Parameters that compute each token: of experts, those of as many as a token is sent to."""
+        return count(self.weights, active=True)
 
-def count(weights: dict[str, Any]) -> int:
-    """Parameters in a tree of Weight."""
-    return sum(weight.size for weight in jax.tree.leaves(weights))
+    @property
+    def num_active_trained(self) -> int:
+        """Trained parameters that compute each token."""
+        return count(self.trained_weights, active=True)
+
+
+def count(weights: dict[str, Any], active: bool = False) -> int:
+    """Parameters in a tree of Weight; with `active`, those that compute each token."""
+    return sum(round(weight.size * (weight.used if active else 1)) for weight in jax.tree.leaves(weights))
 
 
 def describe(cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: int | None = None) -> Architecture:
@@ -97,7 +108,8 @@ def describe(cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: i
     def weight(variable: nnx.Variable) -> Weight:
         equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
         dtype = variable.get_value().dtype
-        return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype)
+        used = cfg.mlp.experts_per_token / cfg.mlp.num_experts if EXPERTS in equation.w else 1.0
+        return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype, used)
 
     def is_trained(path, weight: Weight) -> bool:
         name = parameter_name(path)
@@ -107,6 +119,8 @@ def describe(cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: i
                 f"model.lora.train_also={cfg.lora.train_also} trains {name}, of which "
                 f"model.lora.quantize_base={cfg.lora.quantize_base} keeps only codes; leave it to the updates"
             )
+        if weight.equation.is_choice:  # a step moves the router's bias by the experts' loads
+            return False
         return not cfg.lora.rank or ".lora." in name or also
 
     weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))

@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.data.batch import Batch
 from tunix.sharding.layout import Layout
+from tunix.training.balance import move_biases
 from tunix.training.copies import Update, update_copies
 from tunix.training.optim import Schedule
-from tunix.training.scores import LossFn, Sums, add_sums, report_sums
+from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
 from tunix.training.spikes import SpikeGuard
 from tunix.training.state import Architecture, State, Weight, optimizer_view
 
@@ -26,11 +27,12 @@ def make_train_step(
     sync_every: int,
     copy_updates: dict[str, Update],
     guard: SpikeGuard | None = None,
+    bias_rate: float | None = None,
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """Return a function (state, batch) -> (state, metrics), to be compiled with the state donated.
 
     Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
-    sums of the loss divided by its weight.
+    sums of the loss divided by its weight. `bias_rate` is that of routers (balance.py); None where they have no bias.
 
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
     guard. Gradients are reduced over the data shards after every `sync_every` microbatches; until then each device adds
@@ -67,6 +69,10 @@ def make_train_step(
             kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         kept["params"] = arch.merge(kept["params"], state["params"])
+        if bias_rate:
+            kept["params"] = move_biases(
+                kept["params"], arch.weights, sums[ROUTING], jnp.where(is_good, bias_rate, 0.0)
+            )
         new_state = {**kept, **watched, "step": state["step"] + 1, "skipped": skipped}
         return new_state, {**reported, "learning_rate": rate, "skipped": skipped}
 

@@ -81,6 +81,20 @@ CONFIGS = {
         **SIZE, vocab_size=96, num_key_value_heads=2, sliding_window=5, layer_types=EVERY_THIRD[:3],
         max_position_embeddings=64, rope_parameters=OLMO_ROPE,
     ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(  # the first layer is dense
+        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, head_dim=16, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0],
+        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "olmoe": transformers.OlmoeConfig(  # weights of experts that do not add up to 1
+        **SIZE | {"num_hidden_layers": 2, "intermediate_size": 16}, vocab_size=97, num_key_value_heads=2, num_experts=6,
+        num_experts_per_tok=3, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "mixtral": transformers.MixtralConfig(
+        **SIZE | {"num_hidden_layers": 2, "intermediate_size": 16}, vocab_size=96, num_key_value_heads=2, head_dim=16,
+        num_local_experts=4, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),

@@ -1,0 +1,167 @@
+"""Experts: the layer is its definition, and a step with experts is the same on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.harness import Program, batch, program
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.costs.derived import costs_of
+from tunix.models.experts import Experts
+from tunix.training.program import assemble, build_layout, build_mesh
+
+ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
+VALUES = {
+    "kind": "experts", "activation": "silu", "num_experts": 8, "experts_per_token": 2, "expert_dim": 16,
+    "shared_dim": 8, "dense_layers": 1, "scores": "sigmoid", "normalized": "true", "scale": 2.0, "num_groups": 4,
+    "groups_per_token": 2, "balance_loss": 0.01, "z_loss": 0.001, "bias_rate": 0.25,
+}  # fmt: skip
+
+
+def experts(**changed) -> str:
+    """The word that gives a model experts."""
+    return "++model.mlp={" + ", ".join(f"{name}: {value}" for name, value in (VALUES | changed).items()) + "}"
+
+
+# A dense layer and one of experts, with every part: shared expert, groups, biases, both penalties.
+SMALL = ["model.num_layers=2", "model.global_every=1", "model.sliding_window=null", experts()]
+STEPS = 3
+
+
+def trained(*words: str, microbatches: int = 1) -> tuple[Program, list[dict]]:
+    step = program(*SMALL, *words)
+    return step, step.run(batch(sequences=8, microbatches=microbatches), steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Program, list[dict]]:
+    return trained(*ONE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"],
+        ["model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true",
+         "training.gradient_accumulation_steps=2", "training.sync_gradients_every=2"],
+    ],
+    ids=["dp, fsdp, tp", "two microbatches, gathered once"],
+)  # fmt: skip
+def test_same_numbers_on_every_mesh(words, reference):
+    """Penalties are sums over sequences and loads are counts: neither microbatches nor devices change them."""
+    step, lines = trained(*words, microbatches=2 if len(words) > 1 else 1)
+    for found, expected in zip(lines, reference[1], strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    bias = [np.asarray(each.state["params"]["blocks"]["mlp"]["router"]["bias"]) for each in (step, reference[0])]
+    np.testing.assert_array_equal(*bias)
+
+
+def test_numbers_of_a_step(reference):
+    step, lines = reference
+    first = lines[0]
+    assert np.mean(first["expert_load"]) == pytest.approx(1)
+    assert first["expert_load_max"] == max(first["expert_load"])  # one layer has experts
+    assert first["expert_load_min"] == min(first["expert_load"])
+    assert 0.9 * np.log(8) < first["router_entropy"] <= np.log(8)  # new routers have no preference
+    assert first["balance_loss"] == pytest.approx(0.01, rel=0.1)
+    assert first["router_z_loss"] > 0
+    biases = np.asarray(step.state["params"]["blocks"]["mlp"]["router"]["bias"])[0]
+    moves = [0.25 * np.sign(1 - np.array(line["expert_load"])) for line in lines]
+    np.testing.assert_allclose(biases, np.sum(moves, 0))
+    assert lines[-1]["loss"] < first["loss"]
+
+
+def test_active_parameters_are_counted(reference):
+    arch = reference[0].arch
+    inactive = (8 - 2) * 3 * 32 * 16  # of one layer
+    assert arch.num_parameters - arch.num_active == inactive
+    assert arch.num_active - arch.num_active_trained == 8  # biases
+    dense = program(*ONE, *SMALL[:-1]).arch
+    mlp = 2 * 3 * 32 * 64
+    assert arch.num_active == dense.num_parameters - mlp + 3 * 32 * (64 + 2 * 16 + 8) + 32 * 8 + 8
+
+
+def layer(**changed) -> tuple[Experts, dict]:
+    """A layer of experts on one device, and its parameters by name as numpy arrays."""
+    cfg = compose([*ONE, "model.embed_dim=12", "training.mixed_precision=fp32", experts(**changed)]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        made = Experts(cfg.model, build_layout(cfg, mesh), nnx.Rngs(0))
+        if cfg.model.mlp.bias_rate is not None:
+            made.router.bias[...] = jnp.linspace(-0.5, 0.5, 8)
+    return made, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(made)))
+
+
+def defined(params: dict, x: np.ndarray, *, scores, groups, normalized, scale) -> np.ndarray:
+    """The definition, one token at a time: x is [tokens, D]."""
+    silu = lambda z: z / (1 + np.exp(-z))  # noqa: E731
+    mlp = lambda part, x, *at: (silu(x @ part["gate"]["w"][at]) * (x @ part["up"]["w"][at])) @ part["down"]["w"][at]  # noqa: E731
+    out = []
+    for token in x:
+        logits = token @ params["router"]["w"]
+        value = 1 / (1 + np.exp(-logits)) if scores == "sigmoid" else np.exp(logits) / np.exp(logits).sum()
+        rank = value + params["router"].get("bias", 0)
+        if groups:
+            best_two = np.sort(rank.reshape(4, 2)).sum(-1)
+            closed = np.argsort(-best_two)[groups:]
+            rank.reshape(4, 2)[closed] = -np.inf
+        chosen = np.argsort(-rank)[:2]
+        weights = value[chosen] / (value[chosen].sum() if normalized else 1) * scale
+        y = sum(weight * mlp(params, token, expert) for weight, expert in zip(weights, chosen, strict=True))
+        out.append(y + (mlp(params["shared"], token) if "shared" in params else 0))
+    return np.array(out)
+
+
+@pytest.mark.parametrize(
+    ("scores", "groups", "normalized", "more"),
+    [("sigmoid", 2, True, {}), ("softmax", 0, False, {"bias_rate": "null", "shared_dim": "null", "scale": 1.0})],
+)
+def test_a_layer_is_its_definition(scores, groups, normalized, more):
+    grouped = {} if groups else {"num_groups": 1, "groups_per_token": 1}
+    made, params = layer(scores=scores, normalized=str(normalized).lower(), **grouped, **more)
+    x = np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)
+    with jax.set_mesh(made.router.w.get_value().sharding.mesh):
+        y, _ = made(jax.reshard(x, made.layout.activation("BTD")), None)
+    expected = defined(
+        params, x.reshape(-1, 12), scores=scores, groups=groups, normalized=normalized, scale=more.get("scale", 2.0)
+    )
+    np.testing.assert_allclose(np.asarray(y).reshape(-1, 12), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([experts(experts_per_token=9)], "model.mlp.experts_per_token=9 is more than the 4 experts in"),
+        ([experts(experts_per_token=9, num_groups=1, groups_per_token=1)], "model.mlp.experts_per_token=9 is more than model.mlp.num_experts=8; lower it"),
+        ([experts(num_groups=3)], "model.mlp.num_experts=8 is not divisible by model.mlp.num_groups=3"),
+        ([experts(groups_per_token=5)], "model.mlp.groups_per_token=5 is more than model.mlp.num_groups=4"),
+        ([experts(dense_layers=6)], "model.mlp.dense_layers=6 leaves none of model.num_layers=6 layers to the experts"),
+        ([experts(), "model.lora.rank=2"], "model.lora.targets=attention|mlp matches mlp.gate: experts have no low-rank updates"),
+        ([experts(), "model.biases=mlp"], "model.biases=mlp matches projections of the MLP: experts have no biases"),
+        (["++model.mlp.num_experts=8"], "model.mlp"),
+        ([experts(), "model.mesh_shape=[[3],[tp]]", "distributed.allow_idle_devices=true", "model.num_heads=3",
+          "model.num_kv_heads=3", "model.mlp_dim=3", "model.mlp.shared_dim=3"], "model.mlp.expert_dim=16 is not divisible by mesh axis tp=3"),
+    ],
+)  # fmt: skip
+def test_mistakes(words, message):
+    with pytest.raises(UserError) as error:
+        build_mesh(compose(words).config)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_derived_costs_know_experts():
+    """Bytes of all experts, FLOPs of the active ones, one sum over tp for all experts of a token."""
+    cfg = compose([*SMALL, "model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true"]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        built = assemble(cfg, mesh)
+        costs = costs_of(cfg, built, mesh)
+    assert costs.num_bytes["weights"] > 4 * built.arch.num_active / 4
+    dense = 6 * built.arch.num_active * costs.tokens_per_step / mesh.size
+    assert costs.model_flops < 1.2 * dense

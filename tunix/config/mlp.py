@@ -1,0 +1,91 @@
+"""The part of a block that works on each token alone: one MLP, or experts of which a router chooses a few."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
+
+Activation = Literal["silu", "gelu"]
+
+
+class GatedMlp(Section):
+    """A linear unit gated by its activation (Shazeer 2020, arXiv:2002.05202)."""
+
+    kind: Literal["gated"]
+    """The activation of one product gates another."""
+    activation: Activation
+    """SiLU, or GELU by its tanh formula."""
+
+
+class PlainMlp(Section):
+    """Two products with an activation between them."""
+
+    kind: Literal["plain"]
+    """One product, the activation, another product."""
+    activation: Activation
+    """SiLU, or GELU by its tanh formula."""
+
+
+class ExpertsMlp(Section):
+    """A mixture of experts: gated MLPs, of which a router chooses a few for each token (arXiv:1701.06538)."""
+
+    kind: Literal["experts"]
+    """Experts, and a router that chooses among them."""
+    activation: Activation
+    """SiLU, or GELU by its tanh formula; of the shared expert and of dense layers too."""
+    num_experts: Count
+    """Experts of a layer (X)."""
+    experts_per_token: Count
+    """Experts that compute each token."""
+    expert_dim: Count
+    """Hidden width of one expert (G)."""
+    shared_dim: Count | None
+    """Hidden width of a shared expert, which computes every token beside the chosen ones (U); null for none."""
+    dense_layers: CountOrZero
+    """First layers, which have one gated MLP of width mlp_dim and no experts."""
+    scores: Literal["softmax", "sigmoid"]
+    """Scores of the experts, out of the router's logits: softmax over all experts, or a sigmoid of each."""
+    normalized: Flag
+    """Divide the scores of a token's experts by their sum, before the results are added with these weights."""
+    scale: Positive
+    """The weights are multiplied by this."""
+    num_groups: Count
+    """Groups of equal size that the experts are in; 1 for no groups."""
+    groups_per_token: Count
+    """Groups that a token's experts are taken from: those with the largest sum of two scores (arXiv:2412.19437)."""
+    balance_loss: PositiveOrZero
+    """Weight of the loss that balances the experts' loads within each sequence (arXiv:2412.19437, equation 17)."""
+    z_loss: PositiveOrZero
+    """Weight of the square of log(Z), Z the sum of exp(router's logits), per token (arXiv:2202.08906)."""
+    bias_rate: PositiveOrZero | None
+    """Each expert has a bias in the choice, not in the weights; after a step it rises by this where the expert's load
+    was below the mean, and falls by this where it was above (arXiv:2408.15664). null for no bias."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ExpertsMlp":
+        prefix, groups = "model.mlp.", self.num_groups
+        if self.num_experts % groups:
+            raise ValueError(f"{prefix}num_experts={self.num_experts} is not divisible by {prefix}num_groups={groups}")
+        if self.groups_per_token > groups:
+            raise ValueError(
+                f"{prefix}groups_per_token={self.groups_per_token} is more than {prefix}num_groups={groups}"
+            )
+        choices = self.num_experts // groups * self.groups_per_token
+        if self.experts_per_token > choices:
+            where = (
+                f"{prefix}num_experts={self.num_experts}"
+                if groups == 1
+                else (
+                    f"the {choices} experts in {prefix}groups_per_token={self.groups_per_token} of "
+                    f"{prefix}num_groups={groups} groups"
+                )
+            )
+            raise ValueError(f"{prefix}experts_per_token={self.experts_per_token} is more than {where}; lower it")
+        return self
+
+
+# Keys of experts that say how they are trained, and nothing about what the decoder computes.
+TRAINING_KEYS = ("balance_loss", "z_loss")
+
+AnyMlp = Annotated[GatedMlp | PlainMlp | ExpertsMlp, Field(discriminator="kind")]

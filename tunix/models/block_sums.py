@@ -1,0 +1,38 @@
+"""Numbers that blocks give beside their result: what a loss minimises with its own, and how tokens met experts."""
+
+from typing import NamedTuple
+
+import jax
+
+
+class Routing(NamedTuple):
+    """Tokens sent to experts by one layer: float32 counts without a gradient. Of several layers, with an L."""
+
+    load: jax.Array  # [X]: tokens of each expert
+    tokens: jax.Array  # number of tokens
+    entropy: jax.Array  # sum over tokens of the entropy of the router's scores, in nats
+
+
+class BlockSums(NamedTuple):
+    """Numbers of blocks, summed over their tokens and layers."""
+
+    # [B] float32 by name in metrics.jsonl: a mean over the tokens of each sequence. A loss minimises these penalties
+    # with its own, each sequence with the weight that it has in the loss.
+    penalties: dict[str, jax.Array]
+    routing: Routing | None  # None without experts
+
+
+NO_SUMS = BlockSums({}, None)
+
+
+def join_layers(sums: BlockSums) -> BlockSums:
+    """Return the numbers of a stack, whose arrays come with a first dimension L: penalties added up, counts apart."""
+    return sums._replace(penalties={name: value.sum(0) for name, value in sums.penalties.items()})
+
+
+def join_stacks(first: BlockSums, second: BlockSums) -> BlockSums:
+    """Return the numbers of two stacks, of which one at most has experts."""
+    penalties = dict(first.penalties)
+    for name, value in second.penalties.items():
+        penalties[name] = penalties[name] + value if name in penalties else value
+    return BlockSums(penalties, first.routing or second.routing)
