@@ -118,6 +118,8 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     yarn = ["model=qwen3_0_6b", f"++model.rope_scaling={YARN}"]
     sizes = ["model=llama3_1b"], ["model=gemma3_4b"], ["model=gpt2_124m"], yarn
     configs = [compose([*words, "model.lora.rank=2"]).config for words in sizes]
+    biased = ["model.mlp.bias_rate=0.1", "model.mlp.balance_loss=0.1", "model.mlp.z_loss=0.1", "model.mlp.num_groups=2"]
+    with_experts = compose(["model=tiny_moe", *biased]).config
 
     def use() -> None:
         for cfg in configs:
@@ -126,6 +128,10 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
             mesh = build_mesh(cfg)
             with jax.set_mesh(mesh):
                 describe(cfg.model, build_layout(cfg, mesh))
+        mesh = build_mesh(with_experts)
+        with jax.set_mesh(mesh):
+            program = assemble(with_experts, mesh)
+            jax.eval_shape(program.step(10, 10), program.abstract, abstract_batch(with_experts, mesh))
 
     return use
 

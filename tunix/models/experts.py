@@ -12,6 +12,7 @@
 No token is dropped: the rows of a device have room for every choice, however uneven the loads are.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -28,7 +29,10 @@ from tunix.models.products import grouped_product, product
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
-SCORES = {"softmax": partial(jax.nn.softmax, axis=-1), "sigmoid": jax.nn.sigmoid}
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+}
 
 
 class Routes(NamedTuple):

@@ -67,7 +67,7 @@ class Block(nnx.Module):
     `mlp` is a key of `MLPS`.
     """
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, mlp: str):
+    def __init__(self, cfg: Model, layout: Layout, mlp: str, rngs: nnx.Rngs):
         def norm(wanted: bool) -> Any:
             return NORMS[cfg.norm]("BTD", cfg, layout) if wanted else unchanged
 
@@ -126,8 +126,9 @@ class Transformer(nnx.Module):
         self.embedding = Embedding(cfg, layout, rngs)
         self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
         for stack in self.stacks:
-            make = partial(Block, cfg, self.block_layout, mlp=stack.mlp)
-            setattr(self, stack.name, _stacked(lambda rngs, make=make: make(rngs=rngs), len(stack.layers), rngs))
+        for stack in self.stacks:
+            make = partial(Block, cfg, self.block_layout, stack.mlp)
+            setattr(self, stack.name, _stacked(make, len(stack.layers), rngs))
         self.final_norm = NORMS[cfg.norm]("BTD", cfg, layout)
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
 

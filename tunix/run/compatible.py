@@ -7,6 +7,7 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.cli.saved import upgrade
 from tunix.config import Config
+from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.training import read_steps
 from tunix.config.values import flat
 from tunix.data.position import Position
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 # A run and the checkpoint that it goes on from have these keys in common. The mesh, the number of processes, the
 # strategy, the batch and the schedule may change.
 SAME = ("model", "optimizer.name", "training.seq_len", "training.param_dtype", "seed")
-MAY_DIFFER = ("model.mesh_shape", "model.attention")
+MAY_DIFFER = ("model.mesh_shape", "model.attention", *(f"model.mlp.{key}" for key in TRAINING_KEYS))
 
 
 def check_same(config: Config, saved: dict[str, Any], position: Position, now: Position) -> None:
@@ -40,7 +41,8 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
 def _check_config(old: dict[str, Any], new: dict[str, Any]) -> None:
     dtype = "training.param_dtype"  # null means float32
     old, new = old | {dtype: old[dtype] or "float32"}, new | {dtype: new[dtype] or "float32"}
-    for key in sorted(old.keys() | new.keys()):
+    # The kind of a part comes first: its other keys differ for that reason.
+    for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.endswith(".kind"), key)):
         must_agree = any(key == name or key.startswith(f"{name}.") for name in SAME) and key not in MAY_DIFFER
         if must_agree and old.get(key) != new.get(key):
             raise UserError(

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def read_dims(section: str, values: object) -> dict[str, int]:
     sizes = {}
     for dim in DIMS.values():
         first, *path = dim.key.split(".")
-        size = reduce(lambda part, name: getattr(part, name, None), path, values)
+        size: Any = reduce(lambda part, name: getattr(part, name, None), path, values)
         if first == section and size is not None:
             sizes[dim.letter] = size
     return sizes

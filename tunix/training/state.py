@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.config.mlp import ExpertsMlp
 from tunix.models.paths import parameter_name
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import abstract_results
@@ -105,10 +106,12 @@ def describe(cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: i
     model = nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat, parts_per_stage))
     graphdef, variables = nnx.split(model)
 
+    active_share = cfg.mlp.experts_per_token / cfg.mlp.num_experts if isinstance(cfg.mlp, ExpertsMlp) else 1.0
+
     def weight(variable: nnx.Variable) -> Weight:
         equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
         dtype = variable.get_value().dtype
-        used = cfg.mlp.experts_per_token / cfg.mlp.num_experts if EXPERTS in equation.w else 1.0
+        used = active_share if EXPERTS in equation.w else 1.0
         return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype, used)
 
     def is_trained(path, weight: Weight) -> bool:
