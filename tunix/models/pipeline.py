@@ -31,9 +31,7 @@ from tunix.sharding.layout import Layout
 RunLayers = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-def run_stages(
-    run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per_stage: int | None
-) -> tuple[Any, Any]:
+def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per_stage: int | None) -> tuple[Any, Any]:
     """Return what `run` returns for all layers, arrays [L, ...], and all rows, arrays [B, ...], by stages.
 
     The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. Sums

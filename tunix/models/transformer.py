@@ -126,7 +126,6 @@ class Transformer(nnx.Module):
         self.embedding = Embedding(cfg, layout, rngs)
         self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
         for stack in self.stacks:
-        for stack in self.stacks:
             make = partial(Block, cfg, self.block_layout, stack.mlp)
             setattr(self, stack.name, _stacked(make, len(stack.layers), rngs))
         self.final_norm = NORMS[cfg.norm]("BTD", cfg, layout)

@@ -10,6 +10,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from tunix.base.errors import UserError
 from tunix.config import Config, Training
 from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
@@ -134,6 +135,10 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     training = cfg.training
     layout = build_layout(cfg, mesh)
     choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)  # a kernel that does not fit is refused here
+    if layout.stage_axes and isinstance(cfg.model.mlp, ExpertsMlp):
+        raise UserError(
+            f"model.mlp.kind=experts has no pipeline: leave {', '.join(layout.stage_axes)} out of model.mesh_shape"
+        )
     arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies, guard = make_updates(training), make_guard(training)
