@@ -40,6 +40,7 @@ lock:
 	uv pip compile --universal --python-version 3.11 --extra dev pyproject.toml -o requirements.txt
 	uv pip compile --universal --python-version 3.11 --extra hf -c requirements.txt pyproject.toml -o requirements-hf.txt
 	uv pip compile --universal --python-version 3.11 --extra profile -c requirements.txt pyproject.toml -o requirements-profile.txt
+	uv pip compile --universal --python-version 3.11 --extra wandb --extra mlflow -c requirements.txt pyproject.toml -o requirements-sinks.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda12 -c requirements.txt pyproject.toml -o requirements-cuda12.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda13 -c requirements.txt pyproject.toml -o requirements-cuda13.txt
 

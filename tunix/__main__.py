@@ -30,7 +30,18 @@ from tunix.cli.mistakes import explain_errors
 from tunix.config.values import CONF
 from tunix.processes import exits, member
 
-COMMANDS = ("plan", "doctor", "verify", "prepare", "generate", "evaluate", "export", "launch")  # tunix.NAME
+COMMANDS = (
+    "plan",
+    "doctor",
+    "verify",
+    "prepare",
+    "generate",
+    "evaluate",
+    "export",
+    "launch",
+    "compare",
+    "average",
+)  # tunix.NAME
 
 
 def main() -> int:

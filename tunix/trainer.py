@@ -71,8 +71,9 @@ def run(job: compose.Job) -> Result:
     waiting_log = logs.start_logging(remarks, job.config.logging)
     cfg = resolve_auto(job.config)
     # Code that the user brings is called once on made-up input, before anything is written.
-    for section in (cfg.data, cfg.optimizer, cfg.scheduler, cfg.logging):
+    for section in (cfg.data, cfg.optimizer, cfg.scheduler):
         section.try_out()
+    peers.on_main(cfg.logging.try_out, "trying the sinks")
     training = cfg.training
     mesh, feed_kind = build_mesh(cfg), FEEDS[cfg.task.documents]
 

@@ -221,6 +221,13 @@ def untested() -> tuple[str, ...]:
     return (
         "Slurm.show_logs",
         "Logging.every_steps",
+        "Logging.close_timeout_s",
+        "Logging.wandb",
+        "Logging.mlflow",
+        "Logging.webhook",
+        "WandbKeys.",
+        "MlflowKeys.",
+        "WebhookKeys.",
         *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]),
         *([] if find_spec("reasoning_gym") else ["ReasoningGym"]),
     )

@@ -95,4 +95,11 @@ def _add_pairs(values: dict[Any, Any]) -> None:
             source["columns"].setdefault(name, None)
 
 
-CHANGES = (_name_sinks, _split_mlp, _name_biases, _add_sampling, _add_pairs)
+def _add_sinks(values: dict[Any, Any]) -> None:
+    """The keys of sinks outside of the run's folder are new."""
+    default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "logging" / "default.yaml"))
+    for name in ("close_timeout_s", "wandb", "mlflow", "webhook") if "logging" in values else ():
+        values["logging"].setdefault(name, default[name])
+
+
+CHANGES = (_name_sinks, _add_sinks, _split_mlp, _name_biases, _add_sampling, _add_pairs)

@@ -64,6 +64,42 @@ class Evaluation(Section):
         return self
 
 
+class WandbKeys(Section):
+    """Weights & Biases, where logging.sinks names wandb. `wandb login` or WANDB_API_KEY gives the key."""
+
+    mode: Literal["online", "offline"]
+    """offline keeps the run in its folder; `wandb sync` sends it later. The variable WANDB_MODE wins."""
+    project: str | None
+    """Project; null takes project_name."""
+    entity: str | None
+    """User or team; null takes the one of the key."""
+    group: str | None
+    """Group of runs."""
+    tags: tuple[str, ...]
+    """Tags of the run."""
+    artifacts: tuple[str, ...]
+    """Patterns of files in the run's folder that are sent as an artifact at the end: [config.yaml,samples.jsonl]."""
+
+
+class MlflowKeys(Section):
+    """MLflow, where logging.sinks names mlflow."""
+
+    tracking_uri: str | None
+    """Address of the server; null takes the variable MLFLOW_TRACKING_URI."""
+    experiment: str | None
+    """Experiment; null takes project_name."""
+    tags: dict[str, str]
+    """Tags of the run."""
+
+
+class WebhookKeys(Section):
+    """Messages at start, end and failure, where logging.sinks names webhook."""
+
+    url: str | None
+    """Address that takes {"text": "..."}, as Slack's incoming webhooks do; null takes the variable TUNIX_WEBHOOK_URL,
+    which is not saved with the config."""
+
+
 class Logging(Section):
     """Sinks of numbers, texts and pictures, and how often a line is shown."""
 
@@ -74,13 +110,21 @@ class Logging(Section):
     ranks: tuple[CountOrZero, ...] | None
     """Processes whose messages are shown on their terminal; null is all of them. Each has a log file of its own."""
     sinks: tuple[entry_of(SINKS), ...]  # type: ignore[valid-type]
-    """What is written: jsonl is metrics.jsonl, tensorboard its events, `package.module:name` a sink of your own
-    (docs/extending.md). The console is always there."""
+    """What is written: jsonl is metrics.jsonl, tensorboard its events; wandb, mlflow and webhook tell other programs
+    (docs/metrics.md); `package.module:name` is a sink of your own (docs/extending.md). The console is always there."""
+    close_timeout_s: PositiveOrZero
+    """Seconds at the end of a run for sinks that have not sent everything yet."""
+    wandb: WandbKeys
+    """Weights & Biases."""
+    mlflow: MlflowKeys
+    """MLflow."""
+    webhook: WebhookKeys
+    """Messages."""
 
     def try_out(self) -> None:
-        """Raise `UserError` where a sink that a user brings does not work."""
+        """Raise `UserError` where a sink cannot work: a package, a key or an address is missing, or its code fails."""
         for name in self.sinks:
-            try_out(name)
+            try_out(name, self.model_dump(mode="json"))
 
 
 class Profile(Section):

@@ -50,7 +50,7 @@ class SamplesFile:
             )
         for record in records:
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.metrics.text("samples", "\n".join(map(_shorten, records[:SHOWN])), step)
+        self.metrics.table("samples", records, "\n".join(map(_shorten, records[:SHOWN])), step)
 
     def close(self) -> None:
         if self.file is not None:

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from tunix.processes import peers
-from tunix.sinks import Sink, Start, find_sink
+from tunix.sinks import Sink, Start, open_sink
+from tunix.sinks.background import Background
 from tunix.training.sizes import Sizes
 from tunix.training.spikes import WATCHED
 
@@ -26,7 +27,8 @@ class Metrics:
 
     def __init__(self, names: Iterable[str], start: Start):
         chosen = dict.fromkeys((*names, *ALWAYS)) if peers.is_main() else ()
-        self.sinks: list[Sink] = [find_sink(name)(start) for name in chosen]
+        self.sinks: list[Sink] = [open_sink(name, start) for name in chosen]
+        self.close_timeout_s = start.config["logging"]["close_timeout_s"]
 
     def __enter__(self) -> "Metrics":
         return self
@@ -35,6 +37,11 @@ class Metrics:
         with ExitStack() as closing:  # closes all, also when one fails
             for sink in self.sinks:
                 closing.callback(sink.close, error)
+        # All that work in the background end side by side, and share the time.
+        deadline = time.monotonic() + self.close_timeout_s
+        for sink in self.sinks:
+            if isinstance(sink, Background):
+                sink.wait(deadline)
 
     def write(self, record: dict[str, Any], group: str = "train") -> None:
         """Give a record of numbers, with its `step`, to every sink."""
@@ -45,6 +52,14 @@ class Metrics:
         """Give a text of several lines to every sink."""
         for sink in self.sinks:
             sink.text(name, text, step)
+
+    def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
+        """Give rows with the same keys to every sink that has tables, and `text`, which shows them, to the others."""
+        for sink in self.sinks:
+            if hasattr(sink, "table"):
+                sink.table(name, rows, text, step)
+            else:
+                sink.text(name, text, step)
 
     def image(self, name: str, png: bytes, step: int) -> None:
         """Give a picture to every sink."""

@@ -6,16 +6,28 @@ To add one, write its class and add it to `SINKS`. Nothing here imports jax: the
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tunix.base.dotted import blame_user, import_object, is_dotted
+from tunix.sinks.background import Background
 from tunix.sinks.jsonl import Jsonl
+from tunix.sinks.mlflow import Mlflow
 from tunix.sinks.sink import Sink, Start
 from tunix.sinks.tensorboard import TensorBoard
 from tunix.sinks.terminal import Terminal
+from tunix.sinks.wandb import Wandb
+from tunix.sinks.webhook import Webhook
 
-__all__ = ["SINKS", "Sink", "Start", "find_sink", "try_out"]
+__all__ = ["SINKS", "Sink", "Start", "find_sink", "open_sink", "try_out"]
 
-SINKS: dict[str, Callable[[Start], Sink]] = {"jsonl": Jsonl, "tensorboard": TensorBoard, "terminal": Terminal}
+SINKS: dict[str, Callable[[Start], Sink]] = {
+    "jsonl": Jsonl,
+    "tensorboard": TensorBoard,
+    "terminal": Terminal,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "webhook": Webhook,
+}
 
 
 def find_sink(name: str) -> Callable[[Start], Sink]:
@@ -23,9 +35,22 @@ def find_sink(name: str) -> Callable[[Start], Sink]:
     return import_object(name) if is_dotted(name) else SINKS[name]
 
 
-def try_out(name: str) -> None:
-    """Raise `UserError` where the sink of a dotted path cannot take what a run gives it, in a temporary folder."""
+def open_sink(name: str, start: Start) -> Sink:
+    """Return the sink of a row or a dotted path. One that may wait for somebody works in a thread of its own."""
+    make = find_sink(name)
+    if is_dotted(name) or getattr(make, "in_background", False):
+        return Background(name, make, start)
+    return make(start)
+
+
+def try_out(name: str, logging: dict[str, Any]) -> None:
+    """Raise `UserError` where a sink cannot work: a package or a key is missing, or the code of a user fails.
+
+    A sink of a dotted path gets what a run gives it, in a temporary folder. `logging` has the values of that section.
+    """
     if not is_dotted(name):
+        if check := getattr(find_sink(name), "check", None):
+            check(logging)
         return
     with blame_user("logging.sinks", name), tempfile.TemporaryDirectory() as folder:
         sink = find_sink(name)(Start(Path(folder), config={}, step=0, last_step=1))

@@ -1,0 +1,87 @@
+"""Runs side by side, from made-up folders: the numbers are those counted by hand, the page needs no other file."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.harness import ROOT
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.compare.history import list_differences, list_numbers, read_histories, thin
+from tunix.compare.page import make_page, shorten, ticks
+
+
+def write_run(folder: Path, losses: list[float], *words: str, again: int = 0) -> Path:
+    """Write the folder of a run on 2 devices, whose steps take half a second; the last `again` steps ran twice."""
+    folder.mkdir()
+    config = compose(["training.max_steps=5", *words]).config.model_dump(mode="json", by_alias=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [
+        {"step": n, "loss": loss, "tokens": 100 * n, "tokens_per_s": 200.0, "tokens_per_s_per_device": 100.0,
+         "step_time_s": 0.5, "data_wait_s": 0.05, "mfu": None, "peak_memory_gib": 1.5}
+        for n, loss in enumerate(losses, 1)
+    ]  # fmt: skip
+    lines += lines[len(lines) - again :]
+    lines += [{"step": n, "split": "held_out", "loss": losses[n - 1] + 1, "bits_per_byte": 0.5} for n in (2, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path) -> list[Path]:
+    first = write_run(tmp_path / "first", [5.0, 3.0, 4.0, 2.0], "optimizer.learning_rate=0.1", again=2)
+    return [first, write_run(tmp_path / "second", [5.0, 2.0, 1.0, 2.5], "run_name=better", "model.init_from=null")]
+
+
+def test_numbers_and_differences(runs):
+    histories = read_histories(runs)
+    numbers = dict(list_numbers(histories))
+    assert [each.name for each in histories] == ["first", "better"]
+    assert numbers["steps"] == ["4 of 5", "4 of 5"]
+    assert numbers["final loss"] == ["2.0000", "2.5000"]
+    assert numbers["best held out"] == ["3.0000 (step 4)", "3.0000 (step 2)"]
+    assert numbers["devices"] == ["2", "2"]
+    assert numbers["device hours"] == [f"{6 * 0.5 * 2 / 3600:.3g}", f"{4 * 0.5 * 2 / 3600:.3g}"]  # two steps ran again
+    assert "MFU (median)" not in numbers  # no run has it
+    assert [key for key, _ in list_differences(histories)] == ["optimizer.learning_rate"]
+    assert histories[0].curve("tokens", "held_out") == [(200, 4.0), (400, 3.0)]
+    assert histories[1].curve("hours", "train")[-1] == (pytest.approx(2 / 3600), 2.5)
+    assert [each.name for each in read_histories([runs[0], runs[0]])] == [str(runs[0])] * 2
+
+
+def test_the_page_and_the_command(runs, tmp_path):
+    command = [sys.executable, "-m", "tunix.compare", *map(str, runs), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for text in ("numbers", "best held out", "optimizer.learning_rate", "loss by steps", "better"):
+        assert text in done.stdout
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 3
+    assert page.count("<polyline") == 12  # three pictures of two runs, trained and held out
+    assert not re.search(r"(src|href)=|@import|<script", page)  # it needs no other file
+
+
+def test_a_name_of_a_run_is_no_markup(runs):
+    write_run(runs[0].parent / "x<b>", [2.0, 1.0, 1.0, 1.0])
+    assert "<b>" not in make_page(read_histories([runs[0].parent / "x<b>"]))
+
+
+def test_small_parts():
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert ticks(0.13, 0.2) == [0.14, 0.16, 0.18, 0.2]
+    assert ticks(3, 3) == [3]
+    assert [shorten(n) for n in (500, 2500, 4e6)] == ["500", "2.5k", "4M"]
+    assert thin([(float(n), 1.0) for n in range(10)], 5)[:2] == [(0.5, 1.0), (2.5, 1.0)]
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path, runs):
+    with pytest.raises(UserError, match="is no folder of a run: it has no config.yaml"):
+        read_histories([tmp_path])
+    (runs[0] / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="has no line of training in metrics.jsonl"):
+        read_histories(runs)

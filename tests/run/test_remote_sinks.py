@@ -1,0 +1,194 @@
+"""Sinks outside of the run's folder: the real wandb (offline), the real MLflow (a store on disk), a server for messages.
+
+None of them stops or delays a run.
+"""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.harness import RUN, metrics
+
+import tunix
+from tunix.base.errors import Diverged, UserError
+from tunix.cli.compose import compose
+from tunix.sinks import Start, open_sink
+from tunix.sinks.background import Background
+
+SMALLEST = [
+    *RUN, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "model.num_layers=1",
+    "model.global_every=1", "training.micro_batch_size=2", "training.max_steps=2", "checkpoint.save_every_steps=null",
+    "evaluation.every_steps=null", "evaluation.sample_tokens=2", "project_name=demo", "run_name=first",
+]  # fmt: skip
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server that takes messages as Slack does: their texts; and the statuses of its next answers, else 200."""
+    texts, statuses = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status = statuses.pop(0) if statuses else 200
+            if status == 200:
+                texts.append(body["text"])
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("TUNIX_WEBHOOK_URL", f"http://127.0.0.1:{server.server_port}/hook")
+    yield texts, statuses
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def read_wandb(folder: Path) -> list:
+    """Records of an offline run: messages of protobuf in the log format of LevelDB, blocks of 32 KiB behind a header."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("*.wandb")
+    data, found, parts, place = path.read_bytes(), [], b"", 7
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        parts += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # all of a message, or its last part
+            found.append(Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def start_of(folder: Path, *words: str) -> Start:
+    config = compose(["run_name=first", "project_name=demo", *words]).config.model_dump(mode="json")
+    return Start(folder, config, step=0, last_step=9)
+
+
+@pytest.mark.skipif(not (find_spec("wandb") and find_spec("mlflow")), reason="requirements-sinks.txt is not installed")
+def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpus, monkeypatch, server):
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in (
+        ("MLFLOW_ALLOW_FILE_STORE", "true"),
+        ("MLFLOW_DISABLE_TELEMETRY", "true"),
+        ("WANDB_ERROR_REPORTING", "false"),
+    ):
+        monkeypatch.setenv(name, value)
+    store = f"file://{tmp_path}/mlruns"
+    keys = [
+        "logging.sinks=[jsonl,wandb,mlflow,webhook]", f"logging.mlflow.tracking_uri={store}", "+logging.mlflow.tags.team=a",
+        "logging.wandb.mode=offline", "logging.wandb.group=trials", "logging.wandb.tags=[one,two]",
+        "logging.wandb.artifacts=[config.yaml]", "hydra.run.dir=run", "logging.close_timeout_s=60",
+    ]  # fmt: skip
+    run = tunix.train([*SMALLEST, "data=text", f"data.paths=['{corpus}']", *keys]).folder
+    assert "logging.sinks=" not in (run / "train.log").read_text()  # no sink failed
+    ids = json.loads((run / "run_ids.json").read_text())
+    tunix.train([f"resume={run}", "training.max_steps=3"])
+    assert json.loads((run / "run_ids.json").read_text()) == ids
+
+    client = MlflowClient(tracking_uri=store)
+    (found,) = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
+    assert (found.info.run_id, found.info.run_name, found.info.status) == (ids["mlflow"], "first", "FINISHED")
+    assert (found.data.params["model.num_layers"], found.data.tags["team"]) == ("1", "a")
+    losses = {line["step"]: line["loss"] for line in metrics(run)}
+    history = client.get_metric_history(ids["mlflow"], "train/loss")
+    assert {metric.step: metric.value for metric in history} == losses
+    held_out = client.get_metric_history(ids["mlflow"], "held_out/bits_per_byte")
+    assert [metric.step for metric in held_out] == [2, 3]
+    assert {file.path for file in client.list_artifacts(ids["mlflow"])} >= {"config", "report", "sample"}
+
+    first, second = (read_wandb(folder) for folder in sorted((run / "wandb").glob("offline-run-*")))
+    (about,) = [record.run for record in first if record.WhichOneof("record_type") == "run"]
+    assert (about.run_id, about.project, about.run_group, list(about.tags)) == (
+        ids["wandb"],
+        "demo",
+        "trials",
+        ["one", "two"],
+    )
+    assert "model" in {item.key for item in about.config.update}
+    logged = {}
+    for record in first + second:
+        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        if "train/loss" in items:
+            logged[items["_step"]] = items["train/loss"]
+    assert logged == losses
+    kinds = {record.WhichOneof("record_type") for record in first}
+    assert "artifact" in kinds or any(record.request.WhichOneof("request_type") == "log_artifact" for record in first)
+
+    starts, ends = server[0][::2], server[0][1::2]
+    assert starts[0].startswith(f"demo / first starts: steps 0 to 2, {run} on ")
+    assert starts[1].startswith("demo / first goes on: steps 2 to 3")
+    assert ends[0].startswith(f"demo / first is done, step 2, train loss {losses[2]:.4f}, held_out loss ")
+
+
+def test_a_message_says_how_a_run_failed_and_is_sent_again(tmp_path, server, monkeypatch, caplog):
+    monkeypatch.setattr("tunix.sinks.background.DELAYS_S", (0.001,) * 3)
+    texts, statuses = server
+    statuses += [500, 200, 503]  # the second try of each message comes through
+    sink = open_sink("webhook", start_of(tmp_path))
+    sink.write({"step": 4, "loss": 2.5}, "train")
+    sink.close(Diverged("the loss is gone"))
+    sink.wait(time.monotonic() + 60)
+    assert texts[1] == "demo / first FAILED (Diverged: the loss is gone), step 4, train loss 2.5000, after 0:00:00"
+    assert len(texts) == 2
+    assert "logging.sinks=webhook fails: HTTPError: HTTP Error 500" in caplog.text
+    assert "logging.sinks=webhook: 2 failures; 0 calls are lost" in caplog.text
+
+
+class Slow:
+    """A sink that waits for somebody who does not come."""
+
+    came = threading.Event()
+
+    def __init__(self, start):
+        pass
+
+    def write(self, record, group):
+        self.came.wait()
+
+    def close(self, error):
+        pass
+
+
+def test_a_sink_that_hangs_delays_nothing_and_ends_in_time(tmp_path, caplog):
+    sink = Background("slow", Slow, start_of(tmp_path))
+    for step in range(1000):  # the caller goes on although the first call never comes back
+        sink.write({"step": step}, "train")
+    sink.close(None)
+    sink.wait(time.monotonic())
+    assert "logging.sinks=slow: 0 failures; 10" in caplog.text  # 1000 or so calls are lost
+    Slow.came.set()
+    sink.thread.join(60)
+
+
+def test_what_is_missing_is_named_before_the_run(tmp_path, monkeypatch):
+    def refused(*words: str) -> str:
+        with pytest.raises(UserError) as error:
+            compose([f"logging.sinks=[{words[0]}]", *words[1:]]).config.logging.try_out()
+        return str(error.value)
+
+    for name in ("TUNIX_WEBHOOK_URL", "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    assert "webhook needs an address: set the environment variable TUNIX_WEBHOOK_URL" in refused("webhook")
+    assert "begins with ftp://a.; it must be" in refused("webhook", "logging.webhook.url=ftp://a.b")
+    monkeypatch.setattr("tunix.sinks.wandb.find_spec", lambda name: True)
+    assert "there is no key for api.wandb.ai: run `wandb login` once, or set WANDB_API_KEY" in refused("wandb")
+    monkeypatch.setattr("tunix.sinks.wandb.find_spec", lambda name: None)
+    monkeypatch.setattr("tunix.sinks.mlflow.find_spec", lambda name: None)
+    for name in ("wandb", "mlflow"):
+        assert f"needs the package {name}: pip install 'tunix-trainer[{name}]'" in refused(name)

@@ -1,0 +1,172 @@
+"""History of a run, read from its folder: config.yaml and metrics.jsonl."""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tunix.base.errors import UserError
+from tunix.cli.saved import upgrade
+from tunix.config.values import flat
+
+Line = dict[str, Any]  # of metrics.jsonl
+IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a run trains
+AXES = {"step": "steps", "tokens": "tokens", "hours": "hours of steps"}  # of the picture, with their titles
+
+
+@dataclass(frozen=True)
+class History:
+    """A run: its keys and its lines."""
+
+    name: str
+    folder: Path
+    keys: dict[str, Any]  # every key by its dotted name
+    steps: list[Line]  # of training, one for each step; a step that ran twice has the newer line
+    evaluations: list[Line]  # held-out lines, likewise
+    seconds: float  # in steps, also in those that ran twice
+
+    @property
+    def measure(self) -> str:
+        """Number that tells how the run goes: the reward of its answers where it has one, else the loss."""
+        return "reward" if any("reward" in line for line in self.steps) else "loss"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the newest step."""
+        last = self.steps[-1]
+        return round(last["tokens_per_s"] / last["tokens_per_s_per_device"])
+
+    def curve(self, axis: str, split: str) -> list[tuple[float, float]]:
+        """Return the points of `measure` over an axis of `AXES`; `split` is train or held_out."""
+        hours, elapsed = {}, 0.0
+        for line in self.steps:
+            elapsed += line["step_time_s"] / 3600
+            hours[line["step"]] = elapsed
+        tokens = {line["step"]: line["tokens"] for line in self.steps}
+        place: dict[str, Callable[[int], float | None]] = {
+            "step": float,
+            "tokens": tokens.get,
+            "hours": hours.get,
+        }
+        points = []
+        for line in self.steps if split == "train" else self.evaluations:
+            x, y = place[axis](line["step"]), line.get(self.measure)
+            if x is not None and y is not None:
+                points.append((x, y))
+        return points
+
+
+def read_history(folder: Path, name: str | None = None) -> History:
+    """Read a run's folder.
+
+    Raises:
+        UserError: it is no folder of a run, or has no line of training.
+    """
+    config, lines = folder / "config.yaml", folder / "metrics.jsonl"
+    if not config.is_file():
+        raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
+    keys = flat(upgrade(yaml.safe_load(config.read_text())))
+    records = (
+        [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}")] if lines.is_file() else []
+    )
+    steps = [record for record in records if "split" not in record]
+    if not steps:
+        raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
+    held_out = [record for record in records if record.get("split") == "held_out"]
+    seconds = sum(record["step_time_s"] for record in steps)
+    return History(name or folder.resolve().name, folder, keys, _newest(steps), _newest(held_out), seconds)
+
+
+def read_histories(folders: list[Path]) -> list[History]:
+    """Read several runs. Each is called by its run_name or its folder; where two have one name, by its whole path."""
+    found = [read_history(folder) for folder in folders]
+    short = [str(each.keys.get("run_name") or each.name) for each in found]
+    names = [name if short.count(name) == 1 else str(each.folder) for name, each in zip(short, found, strict=True)]
+    return [
+        History(name, each.folder, each.keys, each.steps, each.evaluations, each.seconds)
+        for name, each in zip(names, found, strict=True)
+    ]
+
+
+def list_differences(histories: list[History]) -> list[tuple[str, list[str]]]:
+    """Return the keys that are not the same in all runs, with the value in each run."""
+    rows = []
+    for key in sorted(set().union(*(each.keys for each in histories))):
+        values = [_as_text(each.keys[key]) if key in each.keys else "" for each in histories]
+        if key not in IGNORED and len(set(values)) > 1:
+            rows.append((key, values))
+    return rows
+
+
+def list_numbers(histories: list[History]) -> list[tuple[str, list[str]]]:
+    """Return the numbers that some run has, each with its title and its text for each run."""
+    rows = [(title, [_find(each, number) for each in histories]) for title, number in NUMBERS.items()]
+    return [(title, values) for title, values in rows if any(values)]
+
+
+def thin(curve: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return at most `most` points: means of neighbours where there are more."""
+    size = -(-len(curve) // most)
+    if size <= 1:
+        return curve
+    groups = [curve[first : first + size] for first in range(0, len(curve), size)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def _find(history: History, number: Callable[[History], str]) -> str:
+    """Text of a number; empty where the run does not have it."""
+    try:
+        return number(history)
+    except (KeyError, IndexError, ValueError, TypeError, statistics.StatisticsError):
+        return ""
+
+
+def _best(history: History) -> str:
+    lines = [line for line in history.evaluations if line.get(history.measure) is not None]
+    better = max if history.measure == "reward" else min
+    best = better(lines, key=lambda line: line[history.measure])
+    return f"{best[history.measure]:.4f} (step {best['step']:,})"
+
+
+def _median(history: History, key: str) -> float:
+    """Median of a number over all steps but the first, which warms up."""
+    lines = history.steps[1:] or history.steps
+    return statistics.median(line[key] for line in lines if line[key] is not None)
+
+
+# Each gives the text of one run; it may fail where the run does not have the number.
+NUMBERS: dict[str, Callable[[History], str]] = {
+    "steps": lambda run: (
+        f"{run.steps[-1]['step']:,} of {int(run.keys['training.max_steps']):,}"
+        if run.keys.get("training.max_steps")
+        else f"{run.steps[-1]['step']:,}"
+    ),
+    "tokens": lambda run: f"{run.steps[-1]['tokens']:,}",
+    "final loss": lambda run: f"{run.steps[-1]['loss']:.4f}",
+    "final reward": lambda run: f"{run.steps[-1]['reward']:.4f}",
+    "final held-out loss": lambda run: f"{run.evaluations[-1]['loss']:.4f}",
+    "final held-out reward": lambda run: f"{run.evaluations[-1]['reward']:.4f}",
+    "best held out": _best,
+    "final bits per byte": lambda run: f"{run.evaluations[-1]['bits_per_byte']:.4f}",
+    "tokens/s (median)": lambda run: f"{_median(run, 'tokens_per_s'):,.0f}",
+    "tokens/s of a device": lambda run: f"{_median(run, 'tokens_per_s_per_device'):,.0f}",
+    "MFU (median)": lambda run: f"{_median(run, 'mfu'):.1%}",
+    "waiting for data": lambda run: f"{sum(line['data_wait_s'] for line in run.steps) / run.seconds:.1%}",
+    "peak memory of a device": lambda run: f"{max(line['peak_memory_gib'] for line in run.steps):.2f} GiB",
+    "devices": lambda run: f"{run.num_devices:,}",
+    "hours of steps": lambda run: f"{run.seconds / 3600:.3g}",
+    "device hours": lambda run: f"{run.seconds / 3600 * run.num_devices:.3g}",
+}
+
+
+def _newest(lines: list[Line]) -> list[Line]:
+    """Lines by step, of each step the last one."""
+    return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
+
+
+def _as_text(value: Any) -> str:
+    return "null" if value is None else json.dumps(value) if isinstance(value, list | bool) else str(value)
