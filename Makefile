@@ -1,11 +1,11 @@
-# make train · make test · make lint · make bench · make faults · make docs · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
+# make train · make test · make lint · make bench · make faults · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
 PYTHON ?= python3
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements-%.txt)
 BIN := .venv/bin
 
-.PHONY: train test lint bench faults docs parity lock clean
+.PHONY: train test lint bench faults docs site parity lock clean
 train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
@@ -25,6 +25,11 @@ faults: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m tools.config_reference
 
+# The pages, the tutorial and the API as a site in build/site; every link is checked.
+site: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-site.txt
+	$(BIN)/python -m mkdocs build --strict
+
 # The tiny models of tests/models/parity and what transformers says of them; with a Python that has torch and transformers.
 parity:
 	$(or $(TRANSFORMERS_PYTHON),$(PYTHON)) tests/models/parity/make.py
@@ -39,6 +44,7 @@ parity:
 lock:
 	uv pip compile --universal --python-version 3.11 --extra dev pyproject.toml -o requirements.txt
 	uv pip compile --universal --python-version 3.11 --extra hf -c requirements.txt pyproject.toml -o requirements-hf.txt
+	uv pip compile --universal --python-version 3.11 --extra site -c requirements.txt pyproject.toml -o requirements-site.txt
 	uv pip compile --universal --python-version 3.11 --extra profile -c requirements.txt pyproject.toml -o requirements-profile.txt
 	uv pip compile --universal --python-version 3.11 --extra wandb --extra mlflow -c requirements.txt pyproject.toml -o requirements-sinks.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda12 -c requirements.txt pyproject.toml -o requirements-cuda12.txt

@@ -51,6 +51,6 @@ def empty_example(seq_len: int, fields: Mapping[str, Field] = FIELDS) -> Example
 
 
 def stack_examples(microbatches: Sequence[Sequence[Example]]) -> Example:
-    """Join [A][B] examples of [T] to arrays of [A, B, T]."""
+    """Join A lists of B examples, each of `[T]`, to arrays of `[A, B, T]`."""
     names = microbatches[0][0]
     return {name: np.stack([np.stack([example[name] for example in rows]) for rows in microbatches]) for name in names}

@@ -93,7 +93,8 @@ def load_vocabulary(
     """Read the tokenizer of a file, of a folder, or of a repository on the hub.
 
     Args:
-        bos, eos: the first and last token of a document; None takes those that the files name.
+        bos: the first token of a document; None takes the one that the files name.
+        eos: the last token of a document, likewise.
         chat_template: a Jinja file, or the name of one of the tokenizer's templates; None takes the tokenizer's own.
 
     Raises:
