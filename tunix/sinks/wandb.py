@@ -75,7 +75,7 @@ class Wandb:
         import wandb
 
         columns = [key for key, value in rows[0].items() if not isinstance(value, list)]
-        table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
+        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in rows])
         self.run.log({name: table}, step=step)
 
     def close(self, error: BaseException | None) -> None:
