@@ -22,7 +22,7 @@ from tunix.plan.compiled import find_backend
 from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, rank
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
-from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes
+from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
 
 MICROBATCHES = 4
 
@@ -39,21 +39,24 @@ MICROBATCHES = 4
         ("[[2,2,2],[dp,fsdp,tp]]", []),
         ("[[4,2],[fsdp,tp]]", ["training.remat=none"]),
         ("[[2,2,2],[pp,fsdp,tp]]", ["model.num_layers=4", "model.global_every=2"]),
+        ("[[2,4],[fsdp,cp]]", []),
+        ("[[2,2,2],[fsdp,cp,tp]]", ["training.remat=none"]),
     ],
-    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "remat", "stages"],
+    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "remat", "stages", "cp", "cp and tp"],
 )
 def test_derived_is_what_is_compiled(mesh, more):
-    """State in bytes, exactly; gathered and reduced bytes to 2 %."""
+    """State in bytes, exactly; gathered, reduced and exchanged bytes to 2 %."""
     step = program(f"model.mesh_shape={mesh}", f"training.gradient_accumulation_steps={MICROBATCHES}", *more)
     rows = batch(MICROBATCHES * data_shards(step.mesh.shape), MICROBATCHES)
     compiled = step.compile(rows)
     costs = derive(step.cfg, explicit_sizes(step.cfg.model.mesh_shape))
-    given = sum(leaf.nbytes for leaf in rows.values()) // data_shards(step.mesh.shape) + 8  # the batch, two counters
+    parts = data_shards(step.mesh.shape) * token_shards(step.mesh.shape)
+    given = sum(leaf.nbytes for leaf in rows.values()) // parts + 8  # the batch, two counters
     held = costs.num_bytes["weights"] + costs.num_bytes["optimizer"]
     assert held + given == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, abs=512)
     found = [c for c in read_collectives(compiled.as_text()) if c.group_size > 1]
     sizes = dict(step.mesh.shape)
-    for kinds in (("all-gather",), ("all-reduce", "reduce-scatter"), ("collective-permute",)):
+    for kinds in (("all-gather",), ("all-reduce", "reduce-scatter"), ("all-to-all", "collective-permute")):
         moved = sum(c.num_bytes * c.times for c in found if c.kind in kinds)
         derived = sum(t.num_bytes for t in costs.transfers if t.kind in kinds and any(sizes[a] > 1 for a in t.axes))
         assert derived == pytest.approx(moved, rel=0.02), kinds

@@ -32,7 +32,7 @@ def test_every_key_of_the_table_sets_its_dimension():
     assert of_experts == set("UXYG")
     assert not of_experts & cfg.dims.keys()  # a dense model
     assert all(
-        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"ce", *of_experts}
+        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"cen", *of_experts}
     )
     assert cfg.dims["T"] == cfg.training.seq_len
 

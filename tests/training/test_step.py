@@ -42,6 +42,16 @@ def test_same_loss_and_gradient_norm_on_every_mesh(mesh, reference):
     assert_same(program(f"model.mesh_shape={mesh}").run(batch(), steps=3), reference)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [("[[8],[cp]]", []), ("[[2,2,2],[fsdp,cp,tp]]", ["model.cp_exchange=ring"])],  # 8 devices do not divide 4 heads
+)
+def test_keys_that_go_round_in_a_ring(mesh, words, reference, monkeypatch):
+    """A device has 4 or 16 tokens, and computes with those 2 at a time: whole blocks and parts of blocks are skipped."""
+    monkeypatch.setattr("tunix.models.ring.MOST_QUERIES", 2)
+    assert_same(program(f"model.mesh_shape={mesh}", *words).run(batch(), steps=3), reference)
+
+
 def test_more_devices_on_tp_than_key_value_heads(reference):
     wide = ["model.num_heads=8", "model.head_dim=4", "model.num_kv_heads=2"]
     expected = program(*ONE, *wide).run(batch())
@@ -64,6 +74,24 @@ def test_accumulation_equals_one_batch_under_a_random_mask(microbatches, sync, r
     cut = program("model.mesh_shape=[[4],[fsdp]]", "distributed.allow_idle_devices=true", f"training.sync_gradients_every={sync}",
                   f"training.gradient_accumulation_steps={microbatches}")  # fmt: skip
     assert_same(cut.run(batch(microbatches=microbatches), steps=3), reference)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [  # other parts, weights gathered for the step, chunks of the loss that end in the middle of a device's tokens
+            "model.positions=learned", "model.norm=layer", "model.biases=.", "model.qk_norm=none", "model.mlp.kind=plain",
+            "model.tied_head=false", "training.sharding_strategy=shard_grad_op", "training.sync_gradients_every=2",
+            "training.loss_chunk_size=3",
+        ],
+        ["model.lora.rank=2", "model.lora.quantize_base=nf4", "training.remat=none", "training.loss_chunk_size=5"],
+    ],
+    ids=["gpt2", "lora"],
+)  # fmt: skip
+def test_sequences_that_lie_on_several_devices(words):
+    words = [*words, "training.gradient_accumulation_steps=2"]
+    expected = program(*ONE, *words).run(batch(microbatches=2))
+    assert_same(program("model.mesh_shape=[[2,2,2],[dp,fsdp,cp]]", *words).run(batch(microbatches=2)), expected)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "attention"])

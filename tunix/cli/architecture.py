@@ -14,7 +14,7 @@ from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.values import CONF
 from tunix.hf import config_json, hub
 
-COMMON = {"init_from", "lora", "attention"}  # keys in conf/model/family/common.yaml
+COMMON = {"init_from", "lora", "attention", "cp_exchange"}  # keys in conf/model/family/common.yaml
 
 
 def _fill_from_pretrained(values: dict[Any, Any]) -> None:

@@ -20,6 +20,7 @@ ADDED: dict[str, Any] = {
     "training.hard_stop": None,
     "training.compile_cache_gib": 4.0,
     "model.unrotated_every": None,
+    "model.cp_exchange": "auto",
     "training.skip_steps": [],
     "training.spike_deviations": None,
     "training.spike_window": 128,

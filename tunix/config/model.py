@@ -166,6 +166,9 @@ class Model(Section):
     attention: entry_of(KERNELS)  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
+    cp_exchange: Literal["auto", "ulysses", "ring"]
+    """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
+    kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: ulysses where the heads allow it."""
     mesh_shape: MeshShape
     """Device mesh: `[[sizes], [axis names]]` of the axes pp, dp, fsdp, cp, tp in any order, one -1 to fill; or `auto`,
     all devices on fsdp."""
@@ -176,6 +179,8 @@ class Model(Section):
     def dims(self) -> dict[str, int]:
         """Size of each dimension of the weights by its letter (`tunix.sharding.dims.DIMS`)."""
         dims = read_dims("model", self)
+        if self.cp_exchange != "ulysses":
+            del dims["n"]  # a ring splits no heads
         if self.lora.quantize_base is not None:
             dims["c"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
             dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)
@@ -220,6 +225,11 @@ class Model(Section):
                 raise ValueError(f"model.{key} must be given with {why}")
         if isinstance(self.mlp, ExpertsMlp):
             self._check_experts(self.mlp)
+        if self.cp_exchange == "ring" and self.attention not in ("auto", "xla"):
+            raise ValueError(
+                f"model.attention={self.attention}: model.cp_exchange=ring computes blocks by XLA's own operations; "
+                "set model.attention=auto, or model.cp_exchange=ulysses, which runs every kernel"
+            )
         quantized = self.lora.quantize_base
         if quantized and not self.lora.rank:
             raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")

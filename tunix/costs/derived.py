@@ -19,6 +19,7 @@ from tunix.costs.transfers import (
     shard_shape,
 )
 from tunix.models.attention import QUERY_BLOCK
+from tunix.models.exchanges import choose_exchange
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.models.kernels import choose_kernel
 from tunix.models.remat import computes_again
@@ -182,8 +183,10 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         mlp = max(of_experts, mlp if model.mlp.dense_layers else 0)
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
     inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)
-    if choose_kernel(model.attention, head_dim, layout.compute).name == "xla":  # also where a mesh has no devices
-        inside += local["n"] * min(length, QUERY_BLOCK) * length * (4 + item)
+    is_ring = choose_exchange(model, mesh.shape).name == "ring"
+    # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
+    if is_ring or choose_kernel(model.attention, head_dim, layout.compute).name == "xla":
+        inside += heads * min(length, QUERY_BLOCK) * tokens * (4 + item)
     return inside
 
 

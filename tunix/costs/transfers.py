@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
-from tunix.models.exchanges import repeats_of
+from tunix.models.exchanges import choose_exchange, repeats_of
 from tunix.models.remat import computes_again
 from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
 from tunix.sharding.layout import Layout
@@ -155,24 +155,47 @@ def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microb
     rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
     segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False)
-    # Forward, once more where they are not kept, and backward the same in the other direction.
     pipeline = cfg.training.pipeline(mesh.shape)
-    passes = 2 + computes_again(cfg.training.remat, "exchange") + pipeline.runs_again
-    times = passes * cfg.model.num_layers * num_microbatches * pipeline.num_ticks / pipeline.num_parts
-    for num_bytes in exchanged_bytes(program, mesh):
-        yield Transfer("all-to-all", axes, round(times * num_bytes), overlaps=False)
+    layers = num_microbatches * cfg.model.num_layers * pipeline.num_ticks / pipeline.num_parts
+    of_a_layer = TRANSFERS_OF_A_LAYER[choose_exchange(cfg.model, mesh.shape).name]
+    for transfer in of_a_layer(program, mesh, pipeline.runs_again):
+        yield replace(transfer, num_bytes=round(layers * transfer.num_bytes))
 
 
-def exchanged_bytes(program: Program, mesh: Mesh | AbstractMesh) -> list[int]:
-    """Bytes of the queries, keys, values and results of a layer that one device exchanges, for one microbatch."""
+def _swapped(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> Iterator[Transfer]:
+    """Queries, keys, values and results of a layer that devices swap: heads for tokens.
+
+    `runs_again` is true where the backward pass runs a whole stage once more.
+    """
+    numbers, queries, keys = _numbers_of_heads(program, mesh)
+    item = jnp.dtype(program.layout.compute).itemsize
+    keys *= repeats_of(keys, token_shards(mesh.shape))
+    # Forward, once more where they are not kept, and backward the same in the other direction.
+    times = 2 + computes_again(program.cfg.training.remat, "exchange") + runs_again
+    yield Transfer("all-to-all", token_axes(), times * 2 * (queries + keys) * numbers * item, overlaps=False)
+
+
+def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> Iterator[Transfer]:
+    """Keys and values of a layer that go round a ring, and their gradients."""
+    numbers, _, keys = _numbers_of_heads(program, mesh)
+    item, num_devices = jnp.dtype(program.layout.compute).itemsize, token_shards(mesh.shape)
+    # Forward, once more where the results are not kept, and backward; gradients, float32, also go home.
+    rounds = 2 + computes_again(program.cfg.training.remat, "attention") + runs_again
+    num_bytes = rounds * (num_devices - 1) * item + num_devices * 4
+    yield Transfer("collective-permute", token_axes(), 2 * keys * numbers * num_bytes)
+
+
+TRANSFERS_OF_A_LAYER = {"ulysses": _swapped, "ring": _handed_on}  # by the name of an exchange
+
+
+def _numbers_of_heads(program: Program, mesh: Mesh | AbstractMesh) -> tuple[int, int, int]:
+    """Return the numbers in one head on one device, for one microbatch; its query heads; its key/value heads."""
     cfg, layout = program.cfg, program.layout
     rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
     shape = rows, tokens, cfg.model.num_heads, cfg.model.head_dim
     own_rows, own_tokens, queries, head_dim = shard_shape(shape, layout.activation("BTNH"), mesh)
     keys = layout.num_own_kv_heads(shard_shape((cfg.model.num_kv_heads,), layout.activation("K"), mesh)[0])
-    keys *= repeats_of(keys, token_shards(mesh.shape))
-    head = own_rows * own_tokens * head_dim * jnp.dtype(layout.compute).itemsize
-    return [queries * head, keys * head, keys * head, queries * head]
+    return own_rows * own_tokens * head_dim, queries, keys
 
 
 def gathered_dtype(weight: Weight, layout: Layout) -> str:

@@ -7,23 +7,53 @@ device, and `seen` is the rule for the whole sequence.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.sharding.dims import token_axes
+from tunix.base.errors import UserError
+from tunix.config import Model
+from tunix.models.ring import attend_in_ring
+from tunix.sharding.dims import DIMS, token_axes
 from tunix.sharding.mesh_shape import token_shards
 
 Exchange = Callable[..., jax.Array]
 
 
-def choose_exchange() -> str:
-    """Return the key of `EXCHANGES` for the mesh in use."""
-    return "none" if token_shards(jax.sharding.get_abstract_mesh().shape) == 1 else "ulysses"
+class Choice(NamedTuple):
+    """A key of `EXCHANGES`, and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Choice:
+    """Return the exchange of `model.cp_exchange` on a mesh of these sizes, without them on the mesh in use.
+
+    Raises:
+        UserError: `auto` takes a ring, which cannot run the kernel of `model.attention`.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape if sizes is None else sizes
+    if token_shards(sizes) == 1:
+        return Choice("none", "each device has whole sequences")
+    if model.cp_exchange != "auto":
+        return Choice(model.cp_exchange, f"model.cp_exchange={model.cp_exchange}")
+    axes = DIMS["n"].activation_axes
+    num_devices, together = math.prod(sizes[axis] for axis in axes), " x ".join(axes)
+    if model.num_heads % num_devices == 0:
+        # A ring waits for the device with the last tokens, which computes almost twice the mean; heads are alike.
+        return Choice("ulysses", f"{together}={num_devices} divides the {model.num_heads} query heads")
+    if model.attention not in ("auto", "xla"):
+        raise UserError(
+            f"model.attention={model.attention}: {together}={num_devices} does not divide "
+            f"model.num_heads={model.num_heads}, so keys and values go round in a ring, which computes blocks by XLA's "
+            "own operations; set model.attention=auto"
+        )
+    return Choice("ring", f"{together}={num_devices} does not divide the {model.num_heads} query heads")
 
 
 def repeats_of(num_kv_heads: int, num_devices: int) -> int:
@@ -64,4 +94,4 @@ def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array,
     return checkpoint_name(back(out), "exchange")
 
 
-EXCHANGES: dict[str, Exchange] = {"none": keep_here, "ulysses": swap_tokens_for_heads}
+EXCHANGES: dict[str, Exchange] = {"none": keep_here, "ulysses": swap_tokens_for_heads, "ring": attend_in_ring}

@@ -63,10 +63,18 @@ def _ranges(segments: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Arra
     places = jnp.arange(length, dtype=jnp.int32)
     changes = segments[:, 1:] != segments[:, :-1]
     edge = jnp.ones_like(changes[:, :1])
-    begin = jax.lax.cummax(jnp.where(jnp.concatenate([edge, changes], 1), places, 0), axis=1)
     behind = jnp.where(jnp.concatenate([changes, edge], 1), places + 1, length)
     behind = jax.lax.cummin(behind, axis=1, reverse=True)
-    return jnp.maximum(begin, places - window + 1), jnp.minimum(behind, places + window)
+    return first_keys(segments, window), jnp.minimum(behind, places + window)
+
+
+def first_keys(segments: jax.Array, window: jax.Array | int) -> jax.Array:
+    """Return the place of the first key that each query of [B, T] sees: of its segment, one run, or of its window."""
+    places = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    changes = segments[:, 1:] != segments[:, :-1]
+    begins = jnp.concatenate([jnp.ones_like(changes[:, :1]), changes], 1)
+    begin = jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
+    return jnp.maximum(begin, places - window + 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

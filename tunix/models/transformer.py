@@ -158,7 +158,7 @@ class Transformer(nnx.Module):
             segment_ids = jnp.zeros_like(tokens)
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))  # of whole sequences: once, not in each layer
-        exchange = choose_exchange()
+        exchange = choose_exchange(self.cfg).name
 
         def mix_of(layer: Layer, segment_ids: jax.Array) -> Mix:
             seen = seen_in_row(segment_ids, layer.window)

@@ -17,7 +17,12 @@ log = logging.getLogger(__name__)
 # A run and the checkpoint that it goes on from have these keys in common. The mesh, the number of processes, the
 # strategy, the batch and the schedule may change.
 SAME = ("model", "optimizer.name", "training.seq_len", "training.param_dtype", "seed")
-MAY_DIFFER = ("model.mesh_shape", "model.attention", *(f"model.mlp.{key}" for key in TRAINING_KEYS))
+MAY_DIFFER = (
+    "model.mesh_shape",
+    "model.attention",
+    "model.cp_exchange",
+    *(f"model.mlp.{key}" for key in TRAINING_KEYS),
+)
 
 
 def check_same(config: Config, saved: dict[str, Any], position: Position, now: Position) -> None:

@@ -17,6 +17,7 @@ from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout
 from tunix.costs.transfers import part_rows
 from tunix.data.prompts import AnyCorpus
+from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
@@ -120,7 +121,12 @@ def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
 def _attention(cfg: Config) -> str:
     """Return the attention kernel in words, and why it was chosen."""
     choice = choose_kernel(cfg.model.attention, cfg.model.head_dim, cfg.training.dtypes["compute"])
-    return f"{choice.name} attention" + (f" ({choice.reason})" if cfg.model.attention == "auto" else "")
+    text = f"{choice.name} attention" + (f" ({choice.reason})" if cfg.model.attention == "auto" else "")
+    exchange = choose_exchange(cfg.model)
+    if exchange.name == "none":
+        return text
+    why = f" ({exchange.reason})" if cfg.model.cp_exchange == "auto" else ""
+    return f"{'xla attention' if exchange.name == 'ring' else text} by {exchange.name}{why}"
 
 
 def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
