@@ -14,10 +14,11 @@ from support.installs import cuda_plugin, one_at_a_time
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.models.attention import plain, seen_in_row
+from tunix.models.attention import plain
 from tunix.models.flash import flash
 from tunix.models.flash_blocks import BLOCKS, Block, Blocks, computed_pairs
 from tunix.models.kernels import choose_kernel
+from tunix.models.seen import seen_in_row
 from tunix.training.kernel_check import check_attention
 from tunix.training.program import build_layout, build_mesh
 

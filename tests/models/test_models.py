@@ -9,7 +9,8 @@ from support.harness import batch, program
 
 from tunix.cli.compose import compose
 from tunix.config.values import CONF
-from tunix.models.attention import attend, seen_in_row
+from tunix.models.attention import attend
+from tunix.models.seen import seen_in_row
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe
 

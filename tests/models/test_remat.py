@@ -12,7 +12,7 @@ from support.harness import batch, program
 from tunix.base.dotted import import_object
 from tunix.config.model import KERNELS
 from tunix.models import products
-from tunix.models.attention import seen_in_row
+from tunix.models.seen import seen_in_row
 from tunix.training.losses import loss_kind
 
 ONE = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]

@@ -40,9 +40,10 @@ MICROBATCHES = 4
         ("[[4,2],[fsdp,tp]]", ["training.remat=none"]),
         ("[[2,2,2],[pp,fsdp,tp]]", ["model.num_layers=4", "model.global_every=2"]),
         ("[[2,4],[fsdp,cp]]", []),
+        ("[[2,4],[fsdp,cp]]", ["model.cp_exchange=ring"]),
         ("[[2,2,2],[fsdp,cp,tp]]", ["training.remat=none"]),
     ],
-    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "remat", "stages", "cp", "cp and tp"],
+    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "remat", "stages", "cp", "ring", "cp and tp"],
 )
 def test_derived_is_what_is_compiled(mesh, more):
     """State in bytes, exactly; gathered, reduced and exchanged bytes to 2 %."""

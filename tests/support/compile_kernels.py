@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tunix.models.attention import seen_in_row
 from tunix.models.flash import flash
+from tunix.models.seen import seen_in_row
 from tunix.plan.compiled import describe_devices
 from tunix.plan.topology import read_topology
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from tunix.inference.gathered import Gathered
-from tunix.models.attention import Seen, attend, seen_in_row
+from tunix.models.attention import attend
+from tunix.models.seen import Seen, seen_in_row
 from tunix.models.transformer import Layer, Mix, Transformer
 
 Cache = list[tuple[jax.Array, jax.Array]]

@@ -9,7 +9,7 @@ One function serves training, prefill and decoding. They differ only in `Seen`:
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,43 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.base.dotted import import_object
 from tunix.config.model import KERNELS
 from tunix.models.exchanges import EXCHANGES
+from tunix.models.seen import Seen
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 
 QUERY_BLOCK = 512  # the plain kernel has the scores of at most this many queries at one time
-
-
-class Seen(NamedTuple):
-    """Which keys a query sees: those of its segment, at its own place and at the `window - 1` places before it.
-
-    A place is the number of a token in its row. A rule in this form, in place of a mask [T, S], is small, may travel
-    between devices beside the keys that it describes, and lets a kernel skip keys: where a segment is one run of a row,
-    as a document is, query i of equal queries and keys sees exactly the keys first(i) ... i, and `first` never falls.
-    """
-
-    q_places: jax.Array  # [T] int32, the same for all rows
-    k_places: jax.Array  # [S] int32
-    q_segments: jax.Array  # [B, T] int32
-    k_segments: jax.Array  # [B, S] int32
-    window: jax.Array | int  # int32 scalar; data, so that layers with different windows are one program
-
-    def mask(self) -> jax.Array:
-        """Return the rule as a mask, [B, 1, T, S] bool."""
-        distance = self.q_places[:, None] - self.k_places
-        near = (distance >= 0) & (distance < self.window)
-        same = self.q_segments[:, :, None] == self.k_segments[:, None, :]
-        return (near & same)[:, None]
-
-    def queries(self, start: jax.Array, size: int) -> "Seen":
-        """The rule for `size` of the queries, from `start` on."""
-        index = start + jnp.arange(size)
-        return self._replace(q_places=self.q_places[index], q_segments=self.q_segments[:, index])
-
-
-def seen_in_row(segment_ids: jax.Array, window: jax.Array | int) -> Seen:
-    """The rule for the tokens of a row among themselves; `segment_ids` are [B, T] int32."""
-    places = jnp.arange(segment_ids.shape[1])
-    return Seen(places, places, segment_ids, segment_ids, window)
 
 
 def attend(

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.models.ring import attend_in_ring
+from tunix.models.seen import Seen
 from tunix.sharding.dims import DIMS, token_axes
 from tunix.sharding.mesh_shape import token_shards
 
@@ -61,12 +62,12 @@ def repeats_of(num_kv_heads: int, num_devices: int) -> int:
     return num_devices // math.gcd(num_devices, num_kv_heads)
 
 
-def keep_here(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
+def keep_here(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
     """Run the kernel on what this device has: every key of its sequences, for its heads."""
     return kernel(q, k, v, seen)
 
 
-def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
+def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
     """Give each device all tokens of some heads, run the kernel there, and give the tokens back (arXiv:2309.14509).
 
     Four heads of a sequence on two devices; a cell is the part of a head that a device has:

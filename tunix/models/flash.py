@@ -27,7 +27,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+<<<<<<< HEAD
 from tunix.models.flash_blocks import Block, Blocks, blocks_of
+=======
+from tunix.models.seen import first_keys
+>>>>>>> a2c4f82 (A page on parallelism; the rule which keys a query sees has a module of its own)
 
 LOG2_E = math.log2(math.e)  # the chip's fast exponential is 2 ** x
 MASKED = -1e30  # a score. It is finite, because a block may have no key at all for some of its queries
@@ -66,15 +70,6 @@ def _ranges(segments: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Arra
     behind = jnp.where(jnp.concatenate([changes, edge], 1), places + 1, length)
     behind = jax.lax.cummin(behind, axis=1, reverse=True)
     return first_keys(segments, window), jnp.minimum(behind, places + window)
-
-
-def first_keys(segments: jax.Array, window: jax.Array | int) -> jax.Array:
-    """Return the place of the first key that each query of [B, T] sees: of its segment, one run, or of its window."""
-    places = jnp.arange(segments.shape[1], dtype=jnp.int32)
-    changes = segments[:, 1:] != segments[:, :-1]
-    begins = jnp.concatenate([jnp.ones_like(changes[:, :1]), changes], 1)
-    begin = jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
-    return jnp.maximum(begin, places - window + 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

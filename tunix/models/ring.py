@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.models.flash import first_keys
+from tunix.models.seen import Seen, first_keys
 from tunix.sharding.dims import token_axes
 
 MASKED = -1e30  # a score. It is finite, because a block may have no key at all for some of its queries
@@ -45,7 +45,7 @@ class Queries(NamedTuple):
     first: jax.Array  # [B, Q] int32: place of the first key that each sees
 
 
-def attend_in_ring(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
+def attend_in_ring(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
     """Return [B, T, N, H] of this device's queries over the keys of all devices, inside a `shard_map`.
 
     `seen` is the rule for the whole sequence, in which each segment is one run. Blocks are computed by XLA's own

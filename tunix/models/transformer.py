@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import Model
-from tunix.models.attention import attend, seen_in_row
+from tunix.models.attention import attend
 from tunix.models.block_sums import NO_SUMS, BlockSums, join_layers, join_stacks
 from tunix.models.exchanges import choose_exchange
 from tunix.models.experts import Experts
@@ -19,6 +19,7 @@ from tunix.models.layers import MLP, NORMS, Einsum, Embedding, LearnedPositions,
 from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, layer_rope
 from tunix.models.remat import keep_policy
+from tunix.models.seen import seen_in_row
 from tunix.sharding.layout import Layout
 
 # (q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H], and what the caller keeps of it.

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.models.attention import attend, seen_in_row
+from tunix.models.attention import attend
 from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
+from tunix.models.seen import seen_in_row
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import data_shards, token_shards
 

@@ -1,0 +1,48 @@
+"""The rule which keys a query sees: places, segments and a window, in place of a mask."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees: those of its segment, at its own place and at the `window - 1` places before it.
+
+    A place is the number of a token in its row. A rule in this form, in place of a mask [T, S], is small, may travel
+    between devices beside the keys that it describes, and lets a kernel skip keys: where a segment is one run of a row,
+    as a document is, query i of equal queries and keys sees exactly the keys first(i) ... i, and `first` never falls.
+    """
+
+    q_places: jax.Array  # [T] int32, the same for all rows
+    k_places: jax.Array  # [S] int32
+    q_segments: jax.Array  # [B, T] int32
+    k_segments: jax.Array  # [B, S] int32
+    window: jax.Array | int  # int32 scalar; data, so that layers with different windows are one program
+
+    def mask(self) -> jax.Array:
+        """Return the rule as a mask, [B, 1, T, S] bool."""
+        distance = self.q_places[:, None] - self.k_places
+        near = (distance >= 0) & (distance < self.window)
+        same = self.q_segments[:, :, None] == self.k_segments[:, None, :]
+        return (near & same)[:, None]
+
+    def queries(self, start: jax.Array, size: int) -> "Seen":
+        """The rule for `size` of the queries, from `start` on."""
+        index = start + jnp.arange(size)
+        return self._replace(q_places=self.q_places[index], q_segments=self.q_segments[:, index])
+
+
+def seen_in_row(segment_ids: jax.Array, window: jax.Array | int) -> Seen:
+    """The rule for the tokens of a row among themselves; `segment_ids` are [B, T] int32."""
+    places = jnp.arange(segment_ids.shape[1])
+    return Seen(places, places, segment_ids, segment_ids, window)
+
+
+def first_keys(segments: jax.Array, window: jax.Array | int) -> jax.Array:
+    """Return the place of the first key that each query of [B, T] sees: of its segment, one run, or of its window."""
+    places = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    changes = segments[:, 1:] != segments[:, :-1]
+    begins = jnp.concatenate([jnp.ones_like(changes[:, :1]), changes], 1)
+    begin = jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
+    return jnp.maximum(begin, places - window + 1)
