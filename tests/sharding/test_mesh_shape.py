@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
 from tunix.sharding.dims import Equation, axis_names
 from tunix.sharding.mesh_shape import check_divides, parse, resolve
 
@@ -104,6 +106,15 @@ def test_parse_refuses(value, message):
 def test_key_value_heads_that_neither_divide_nor_are_divided():
     with pytest.raises(ValueError, match="model.num_kv_heads=6"):
         check_divides(DIMS | {"N": 12, "K": 6}, dict.fromkeys(axis_names(), 1) | {"tp": 4})
+
+
+def test_only_ulysses_splits_heads_over_the_devices_that_split_tokens():
+    sizes = dict.fromkeys(axis_names(), 1) | {"cp": 8, "tp": 2}
+    check_divides(compose(["model.cp_exchange=auto", "model.embed_dim=64", "model.num_heads=4"]).config.dims, sizes)
+    with pytest.raises(
+        UserError, match=r"num_heads=4 is not divisible by mesh axes tp=2 x cp=8 = 16 \(nearest tp x cp"
+    ):
+        check_divides(compose(["model.cp_exchange=ulysses", "model.num_heads=4"]).config.dims, sizes)
 
 
 def test_equation():

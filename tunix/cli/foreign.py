@@ -111,6 +111,9 @@ KEYS: dict[str, str] = {
     "tensor_parallel_degree": "model.mesh_shape=[[-1,2],[fsdp,tp]]",
     "data_parallel_shard_degree": "model.mesh_shape=[[-1],[fsdp]]",
     "data_parallel_replicate_degree": "model.mesh_shape=[[2,-1],[dp,fsdp]]",
+    "context_parallel_size": "model.mesh_shape=[[-1,2],[fsdp,cp]]",
+    "context_parallel_degree": "model.mesh_shape=[[-1,2],[fsdp,cp]]",
+    "ici_context_parallelism": "model.mesh_shape=[[-1,2],[fsdp,cp]]",
     "ici_fsdp_parallelism": "model.mesh_shape=[[-1],[fsdp]]",
     "ici_tensor_parallelism": "model.mesh_shape=[[-1,2],[fsdp,tp]]",
     # model

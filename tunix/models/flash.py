@@ -27,11 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-<<<<<<< HEAD
 from tunix.models.flash_blocks import Block, Blocks, blocks_of
-=======
 from tunix.models.seen import first_keys
->>>>>>> a2c4f82 (A page on parallelism; the rule which keys a query sees has a module of its own)
 
 LOG2_E = math.log2(math.e)  # the chip's fast exponential is 2 ** x
 MASKED = -1e30  # a score. It is finite, because a block may have no key at all for some of its queries
