@@ -225,6 +225,21 @@ def test_axes_of_a_collective(groups, axes):
 
 
 @pytest.mark.parametrize(
+    ("instruction", "num_bytes"),
+    [
+        ("((bf16[4,8]{1,0}), (bf16[4,8]{1,0})) all-to-all-start(%p)", 64),
+        ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p)", 32),
+        ("(bf16[2]{0}, bf16[8]{0}) all-gather-start(%p)", 16),
+        ("f32[8]{0} all-reduce-start(%p)", 32),
+        ("(bf16[4]{0}, bf16[4]{0}) all-to-all(%p, %q)", 16),  # two results of a synchronous one
+    ],
+)
+def test_an_asynchronous_collective_is_counted_once(instruction, num_bytes):
+    hlo = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %x.1 = {instruction}, replica_groups=[1,8]<=[8]\n}}"
+    assert [each.num_bytes for each in read_collectives(hlo)] == [num_bytes]
+
+
+@pytest.mark.parametrize(
     ("stack", "words"),
     [
         ("jit(f)/while/body/closed_call/jvp(blocks)/while/body/closed_call/mlp/reshard", "blocks/mlp forward"),

@@ -25,7 +25,7 @@ def of(check: str, found) -> list[tuple[str, str]]:
 
 def test_two_processes(tmp_path):
     """Fit: files, clocks and links are looked at; then nothing is left behind."""
-    mesh = "model.mesh_shape=[[2,2],[fsdp,tp]]"
+    mesh = "model.mesh_shape=[[2,2],[fsdp,cp]]"
     with Processes(*SMALL, mesh, "--json", folder=tmp_path, count=2, devices=2, module="tunix.doctor") as processes:
         ends = processes.ends(60)
     assert [end.code for end in ends] == [0, 0], ends[0].stdout + ends[0].stderr
@@ -34,7 +34,8 @@ def test_two_processes(tmp_path):
     assert found["fit"] is True
     assert len(found["hosts"]) == 2
     assert {(link["axis"], link["collective"]) for link in found["links"]} == {
-        (axis, collective) for axis in ("fsdp", "tp") for collective in ("all-reduce", "all-gather")
+        *((axis, collective) for axis in ("fsdp", "cp") for collective in ("all-reduce", "all-gather")),
+        ("cp", "all-to-all"),
     }
     assert all(link["bus_gb_per_s"] > 0 and link["group_size"] == 2 for link in found["links"])
     says = {each["check"]: each["says"] for each in found["findings"]}
