@@ -29,6 +29,7 @@ from tunix.config.values import CONF
 from tunix.data.position import Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
+from tunix.models.exchanges import choose_exchange
 from tunix.processes import exits
 from tunix.processes.identity import find_identity
 from tunix.processes.watchdog import Watchdog
@@ -82,6 +83,7 @@ def choose_meshes(cfg: Config, sequences: int) -> list[dict[str, int]]:
 def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
     try:
         check_divides(cfg.dims, sizes)
+        choose_exchange(cfg.model, sizes)
         cfg.training.model_copy(update=_in_sequences(sequences)).batch_shape(sizes)
     except UserError:
         return False

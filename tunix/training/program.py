@@ -14,6 +14,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Training
 from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
+from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
 from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
@@ -134,7 +135,9 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     """The program of `cfg` for `mesh`, which must be the mesh in use (`jax.set_mesh`)."""
     training = cfg.training
     layout = build_layout(cfg, mesh)
-    choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)  # a kernel that does not fit is refused here
+    # A kernel or an exchange that does not fit is refused here.
+    choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)
+    choose_exchange(cfg.model, mesh.shape)
     if layout.stage_axes and isinstance(cfg.model.mlp, ExpertsMlp):
         raise UserError(
             f"model.mlp.kind=experts has no pipeline: leave {', '.join(layout.stage_axes)} out of model.mesh_shape"
