@@ -179,9 +179,11 @@ def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) ->
     """Keys and values of a layer that go round a ring, and their gradients."""
     numbers, _, keys = _numbers_of_heads(program, mesh)
     item, num_devices = jnp.dtype(program.layout.compute).itemsize, token_shards(mesh.shape)
-    # Forward, once more where the results are not kept, and backward; gradients, float32, also go home.
-    rounds = 2 + computes_again(program.cfg.training.remat, "attention") + runs_again
-    num_bytes = rounds * (num_devices - 1) * item + num_devices * 4
+    # Forward, once more where the results are not kept, and backward. The last two begin with the same transfer, which
+    # XLA makes once. Gradients, float32, also go home.
+    hops = (2 + runs_again) * (num_devices - 1)
+    hops += computes_again(program.cfg.training.remat, "attention") * (num_devices - 2)
+    num_bytes = hops * item + num_devices * 4
     yield Transfer("collective-permute", token_axes(), 2 * keys * numbers * num_bytes)
 
 
