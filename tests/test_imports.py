@@ -11,7 +11,7 @@ from support.harness import ROOT
 ORDER = (
     "base", "sharding", "sources", "optimizers", "sinks", "rewards", "config", "processes", "models", "hf", "tokenizer", "cli", "data", "training", "costs", "run",
     "inference", "rl",  # subjects end here; what follows are commands, and the program
-    "plan", "launch", "doctor", "trainer", "prepare", "verify", "generate", "evaluate", "export", "compare", "__init__", "__main__",
+    "plan", "launch", "doctor", "trainer", "prepare", "verify", "generate", "evaluate", "export", "compare", "average", "__init__", "__main__",
 )  # fmt: skip
 
 

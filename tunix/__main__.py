@@ -41,6 +41,7 @@ COMMANDS = (
     "launch",
     "compare",
     "average",
+    "average",
 )  # tunix.NAME
 
 

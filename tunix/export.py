@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -49,17 +50,29 @@ def export(command: Export) -> str:
     Raises:
         UserError: the output exists, the checkpoint cannot be read, or PEFT has no form for the adapter.
     """
-    output = Path(command.output).expanduser()
+    return write_export(
+        command.output,
+        lambda strategy: load_pretrained(command.checkpoint, weights=command.weights, strategy=strategy),
+        command.dtype,
+        command.shard_gb,
+        merge_lora=command.merge_lora,
+    )
+
+
+def write_export(
+    output_name: str, load: Callable[[str], Pretrained], dtype: str | None, shard_gb: float, *, merge_lora: bool
+) -> str:
+    """Write the folder of the model that `load` returns for a sharding strategy, as `export` does."""
+    output = Path(output_name).expanduser()
     peers.on_main(lambda: _check_output(output), "checking output")
-    strategy = "no_shard" if jax.process_count() == 1 else "full_shard"  # weights that one process cannot hold
-    model = load_pretrained(command.checkpoint, weights=command.weights, strategy=strategy)
-    adapter = model.cfg.lora.rank and not command.merge_lora
-    dtype = command.dtype or ("float32" if adapter else _find_dtype(model.files))
+    model = load("no_shard" if jax.process_count() == 1 else "full_shard")  # weights that one process cannot hold
+    adapter = model.cfg.lora.rank and not merge_lora
+    dtype = dtype or ("float32" if adapter else _find_dtype(model.files))
     write = _write_adapter if adapter else _write_model
     try:
         with ExitStack() as stack:
             folder = _make_folder(output, stack)
-            line = write(model, folder, dtype, command.shard_gb)
+            line = write(model, folder, dtype, shard_gb)
             peers.on_main(lambda: write_digests(folder, list_files(folder)), "writing the digests")
     except OSError as error:
         raise UserError(f"output={output} cannot be written: {error.strerror}") from None

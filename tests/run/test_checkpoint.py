@@ -15,10 +15,11 @@ from conftest import write_corpus
 from support.harness import RUN, metrics
 
 import tunix
+from tunix.average import average
 from tunix.base.errors import Stopped, UserError
 from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
-from tunix.config import Export
+from tunix.config import Average, Export
 from tunix.data.corpus import load_corpus
 from tunix.data.tokenize import find_units
 from tunix.export import export
@@ -305,7 +306,7 @@ def test_resume_latest(run):
     assert [line["step"] for line in metrics(folder)][-1] == 2
 
 
-def average(folder, step: int):
+def moving_average(folder, step: int):
     """The moving average of the parameters in a checkpoint, on the host."""
     return read_state((folder / "checkpoints" / str(step)).absolute(), abstract_copy(folder))["copies"]["ema"]
 
@@ -322,8 +323,8 @@ def test_a_moving_average_goes_on_bit_identically_and_is_exported(run):
     shutil.rmtree(part / "checkpoints" / "6")
     run(f"resume={part}")
     assert losses(part) == losses(whole)
-    expected = average(whole, 6)
-    assert jax.tree.all(jax.tree.map(np.array_equal, average(part, 6), expected))
+    expected = moving_average(whole, 6)
+    assert jax.tree.all(jax.tree.map(np.array_equal, moving_average(part, 6), expected))
     tokens = np.arange(16)[None]
     trained, averaged = (tunix.load_pretrained(part, weights=name)(tokens) for name in ("trained", "ema"))
     assert not np.allclose(trained, averaged, atol=1e-3)
@@ -334,13 +335,43 @@ def test_a_moving_average_goes_on_bit_identically_and_is_exported(run):
             tunix.load_pretrained(source, weights="ema")
 
 
+def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
+    """Of one run, with equal shares; of a run and Hugging Face's files, with others."""
+    run = finished()
+    monkeypatch.chdir(tmp_path)
+
+    def averaged(*words: str):
+        average(read_settings(Average, [*words, "dtype=float32"]))
+        return jax.tree.leaves(tunix.load_pretrained(words[-1].partition("=")[2]).params)
+
+    third, sixth = (jax.tree.leaves(tunix.load_pretrained(run / "checkpoints" / step).params) for step in "36")
+    assert not all(np.array_equal(a, b) for a, b in zip(third, sixth, strict=True))
+    for a, b, mean in zip(third, sixth, averaged(f"checkpoint={run}", "steps=[3,6]", "output=mean"), strict=True):
+        np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-6, atol=1e-7)
+    words = f"checkpoint=[{run}/checkpoints/3,mean]", "shares=[1,2]", "output=again"  # (1 x third + 2 x mean) / 3
+    for a, b, mean in zip(third, sixth, averaged(*words), strict=True):
+        np.testing.assert_allclose(mean, (2 * np.asarray(a) + np.asarray(b)) / 3, rtol=1e-5, atol=1e-6)
+
+    for words, message in (
+        (["steps=[3,5]"], "has no checkpoint of 5; it has 3, 6"),
+        (["steps=[3]"], "an average needs two checkpoints or more, and there is 1"),
+        (["steps=all", "shares=[1]"], "are 1 numbers for 2 checkpoints"),
+        ([], r"give the folder of a run and steps=\[300,400\]"),
+        (["steps=all", "output=again"], "output=again exists already"),
+    ):
+        with pytest.raises(UserError, match=message):
+            average(read_settings(Average, [f"checkpoint={run}", "output=other", *words]))
+
+
 def test_a_moving_average_may_begin_and_end_with_a_resume(run):
     folder = run("training.max_steps=3")
     before = tunix.load_pretrained(folder).params
     run(f"resume={folder}", "training.max_steps=4", "training.ema_decay=0.5", "checkpoint.max_to_keep=9")
     after = tunix.load_pretrained(folder).params
     expected = jax.tree.map(lambda a, p: a + 0.5 * (p - a), before, after)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), average(folder, 4), expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), moving_average(folder, 4), expected
+    )
     assert "the checkpoint has no ema of the parameters" in (folder / "train.log").read_text()
     run(f"resume={folder}", "training.max_steps=5", "training.ema_decay=null")
     assert parts_in(folder / "checkpoints" / "5")["copies"] == []

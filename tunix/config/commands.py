@@ -29,6 +29,25 @@ class Export(Section):
     """Largest size of one safetensors file, in GB."""
 
 
+class Average(Section):
+    """Write the average of the weights of several checkpoints as a Hugging Face directory."""
+
+    checkpoint: str | tuple[str, ...]
+    """A run's folder, whose checkpoints `steps` names; or several runs and Hugging Face directories: [DIR,DIR]."""
+    steps: tuple[Count, ...] | Literal["all"] | None
+    """Of one run: the steps of the checkpoints to average, or all that are kept; null where several are named."""
+    shares: tuple[Positive, ...] | None
+    """Share of each checkpoint in the average, in their order; only the ratios count. null means equal shares."""
+    weights: str
+    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
+    output: str
+    """The folder to write; it must not exist, or be empty."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None
+    """dtype of the written weights; null is the one of the files that the first run began with, else float32."""
+    shard_gb: Positive
+    """Largest size of one safetensors file, in GB."""
+
+
 class Generate(Section):
     """Continue prompts with a trained model, or answer them."""
 

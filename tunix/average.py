@@ -1,0 +1,121 @@
+"""Average the weights of several checkpoints: `python -m tunix.average checkpoint=RUN steps=[...] output=DIR`.
+
+The checkpoints are of one run, or of several runs and Hugging Face directories of one architecture. The result is a
+Hugging Face directory, which every command and `model.init_from` take.
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tunix.base.disk import list_numbers
+from tunix.base.errors import UserError
+from tunix.cli import compose
+from tunix.cli.command import run_command
+from tunix.config import Average
+from tunix.export import write_export
+from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.processes import peers
+
+UNLIKE = {"mesh_shape", "attention", "init_from"}  # keys of the model in which checkpoints may differ
+
+
+def average(command: Average) -> str:
+    """Write the averaged weights; return a line about them.
+
+    Raises:
+        UserError: the keys name fewer than two checkpoints, or checkpoints of different architectures.
+    """
+    sources = list_sources(command)
+    shares = command.shares or (1.0,) * len(sources)
+    if len(shares) != len(sources):
+        raise UserError(
+            f"shares={list(shares)} are {len(shares)} numbers for {len(sources)} checkpoints; give one for each"
+        )
+    line = write_export(
+        command.output,
+        lambda strategy: average_weights(sources, shares, command.weights, strategy),
+        command.dtype,
+        command.shard_gb,
+        merge_lora=True,
+    )
+    return f"{line}; the average of {len(sources)} checkpoints"
+
+
+def list_sources(command: Average) -> list[str]:
+    """Return the checkpoints to average, each as `load_pretrained` takes it.
+
+    Raises:
+        UserError: fewer than two, or a step that is not there.
+    """
+    if isinstance(command.checkpoint, tuple):
+        if command.steps is not None:
+            raise UserError("steps are of one run, but checkpoint names several; write [RUN/checkpoints/STEP,...]")
+        sources = list(command.checkpoint)
+    else:
+        run = compose.find_run(command.checkpoint)
+        if run is None or run[1] is not None or command.steps is None:
+            raise UserError(
+                f"checkpoint={command.checkpoint}: give the folder of a run and steps=[300,400] or steps=all, or "
+                "several checkpoints: checkpoint=[DIR,DIR]"
+            )
+        folder = run[0] / "checkpoints"
+        kept = list_numbers(folder)
+        steps = kept if command.steps == "all" else list(command.steps)
+        if missing := [str(step) for step in steps if step not in kept]:
+            listed = ", ".join(map(str, kept)) or "none"
+            raise UserError(f"steps: {folder} has no checkpoint of {', '.join(missing)}; it has {listed}")
+        sources = [str(folder / str(step)) for step in steps]
+    if len(sources) < 2:
+        raise UserError(f"an average needs two checkpoints or more, and there is {len(sources)}: {', '.join(sources)}")
+    return sources
+
+
+def average_weights(sources: list[str], shares: tuple[float, ...], weights: str, strategy: str) -> Pretrained:
+    """Return the first model with the average of all weights, added up in float32, one checkpoint after the other.
+
+    Raises:
+        UserError: two checkpoints are of different architectures.
+    """
+    # Low-rank updates are added to their matrices first: the average of two products is not the product of averages.
+    first = load_pretrained(sources[0], weights=weights, strategy=strategy).merged()
+    total = _scale(first.params, shares[0] / sum(shares))
+    for source, share in zip(sources[1:], shares[1:], strict=True):
+        model = load_pretrained(source, weights=weights, strategy=strategy).merged()
+        _check_same(first, model, sources[0], source)
+        total = _add(total, model.params, share / sum(shares))
+    return replace(first, params=jax.tree.map(lambda mean, p: mean.astype(p.dtype), total, first.params))
+
+
+@jax.jit
+def _scale(params: Any, share: float) -> Any:
+    return jax.tree.map(lambda p: share * p.astype(jnp.float32), params)
+
+
+@jax.jit
+def _add(total: Any, params: Any, share: float) -> Any:
+    return jax.tree.map(lambda t, p: t + share * p.astype(jnp.float32), total, params)
+
+
+def _check_same(first: Pretrained, other: Pretrained, name: str, other_name: str) -> None:
+    keys, others = (model.cfg.model_dump(exclude=UNLIKE) for model in (first, other))
+    for key, value in keys.items():
+        if others[key] != value:
+            raise UserError(
+                f"checkpoint: model.{key} is {value} in {name}, but {others[key]} in {other_name}; their weights "
+                "have no average"
+            )
+
+
+def main(command: Average) -> None:
+    """Average, and print a line about it."""
+    line = average(command)
+    if peers.is_main():
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(Average, main))
