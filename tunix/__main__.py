@@ -41,7 +41,6 @@ COMMANDS = (
     "launch",
     "compare",
     "average",
-    "average",
 )  # tunix.NAME
 
 
