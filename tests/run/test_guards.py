@@ -88,5 +88,7 @@ def test_a_run_ends_when_the_held_out_loss_stays(words):
     again = tunix.train([f"resume={result.folder}"])
     assert again.train == {}
     assert "nothing is left to train after step 3: evaluation.patience=2" in (result.folder / "train.log").read_text()
-    assert tunix.train([f"resume={result.folder}", "evaluation.patience=3"]).train["step"] == 4
+    more = ["evaluation.patience=3", "training.spike_deviations=9"]  # a guard may begin with a resume
+    assert tunix.train([f"resume={result.folder}", *more]).train["step"] == 4
+    assert "has no window of 128 steps for spikes: it starts empty" in (result.folder / "train.log").read_text()
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["split"] == "held_out"
