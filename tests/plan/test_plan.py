@@ -11,9 +11,10 @@ from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.costs.derived import derive
+from tunix.costs.derived import assemble_once, derive
 from tunix.costs.devices import device_kinds, peak_tflops
 from tunix.costs.hlo import read_collectives
+from tunix.costs.rollout_memory import choose_rows
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
@@ -252,6 +253,9 @@ def test_rollouts_are_counted():
     assert two.rollout.costs.rows == 32
     assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
     assert best("task.rollout_rows=64").rollout.waves == 2
+    program = assemble_once(one.cfg, one.sizes)
+    sizes = None, 80 << 30, one.rollout_memory, 1 << 20
+    assert [choose_rows(one.cfg, *program, device_bytes) for device_bytes in sizes] == [None, 128, 64, 8]
 
 
 def test_a_kind_of_ones_own(run, tmp_path):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import SMALL
+from support.harness import SMALL, batch, program
 
 from tunix.cli.compose import compose
 from tunix.config.task import Grpo
@@ -192,6 +192,33 @@ def test_clipped_gradients_are_those_of_the_formula(ratio, clip):
     np.testing.assert_allclose(gains.ratio, value * MASK, rtol=1e-6)
     outside = np.where(advantage > 0, value > 1.28, value < 0.8)
     np.testing.assert_array_equal(gains.is_clipped, outside * MASK)
+
+
+def test_a_step_in_microbatches_has_the_same_gradient():
+    """Of answers of unequal lengths: a mean of the means of microbatches would be another number."""
+    rows, length, rng = 8, 32, np.random.default_rng(0)
+    given = batch(rows)
+    masks = (np.arange(length) < rng.integers(1, length, (rows, 1))).astype(np.float32)
+    given |= {"loss_mask": masks[None], "advantages": rng.normal(size=(1, rows)).astype(np.float32)}
+    given |= {
+        name: rng.normal(-5, 0.1, (1, rows, length)).astype(np.float32) for name in ("log_probs", "reference_log_probs")
+    }
+    numbers = []
+    for count in (1, 2, 4):
+        words = [f"training.micro_batch_size={rows // count}", "model.num_layers=1"]
+        step = program(
+            *ONE,
+            "task=grpo",
+            "sampling.max_new_tokens=8",
+            "training.global_batch_size=8",
+            "model.global_every=1",
+            *words,
+        )
+        cut = {name: field.reshape(count, rows // count, *field.shape[2:]) for name, field in given.items()}
+        numbers.append(step.run(cut, steps=1)[0])
+    for other in numbers[1:]:
+        for name in ("loss", "grad_norm", "entropy", "mismatch", "ratio_max"):
+            assert other[name] == pytest.approx(numbers[0][name], rel=1e-5), name
 
 
 def test_divisors():

@@ -1,5 +1,6 @@
 """Pairs of answers: TRL's losses, whatever rows the pairs are in; the data of task=dpo, and a run of it."""
 
+import csv
 import json
 import math
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pyarrow.parquet
 import pytest
 from support.harness import ROOT, SMALL, metrics
 
@@ -162,6 +164,27 @@ MISTAKES = [
     (PAIR, ["loading.packing=concat"], "loading.packing=concat cuts pairs of task=dpo in two"),
     (PAIR, ["task.objective=ipo", "task.label_smoothing=0.1"], "task.label_smoothing=0.1 belongs to task.objective=sigmoid"),
 ]  # fmt: skip
+
+
+def test_pairs_of_csv_and_parquet_are_those_of_json(tmp_path):
+    """Also where the answers of a CSV file are turns, written as JSON, and a Parquet file has lists of them."""
+    rows = [{"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}]
+    turns = [{"prompt": TURNS, "chosen": ANSWERS[0], "rejected": ANSWERS[1]}]
+    cells = [{name: json.dumps(value) for name, value in row.items()} for row in turns]
+    for name, table in (("a", rows), ("b", cells)):
+        with (tmp_path / f"{name}.csv").open("w") as file:
+            writer = csv.DictWriter(file, PAIR)
+            writer.writeheader()
+            writer.writerows(table)
+    for name, table in (("a", rows), ("b", turns)):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / f"{name}.parquet")
+    example = read(tmp_path, rows).train["jsonl"][0]
+    for kind in ("csv", "parquet"):
+        for name in ("a", "b"):
+            own = [f"data={kind}", f"data.paths=[{tmp_path}/{name}.{kind}]", "data.columns.prompt=prompt"]
+            ((_, part),) = read(tmp_path, rows, *own).train.items()
+            for field, value in example.items():
+                np.testing.assert_array_equal(part[0][field], value, err_msg=f"{name}.{kind}: {field}")
 
 
 @pytest.mark.parametrize(("row", "words", "message"), MISTAKES)

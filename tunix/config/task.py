@@ -111,8 +111,9 @@ class Grpo(Prompted):
     """Seconds that one reward may take for the answers of a rollout; an answer without a score by then is an error."""
     reward_errors: Literal["zero", "stop"]
     """A reward that fails: counts as 0 and is counted in reward_errors, or ends the run."""
-    rollout_rows: Count | None
-    """Answers that are drawn at one time, over the whole mesh; null draws all of a rollout together."""
+    rollout_rows: Count | Literal["auto"] | None
+    """Answers that are drawn at one time, over the whole mesh. auto draws as many as fit into the memory of a device
+    beside the training state, and all of a rollout where that memory is not known; null draws all of a rollout."""
     samples_every_steps: Count | None
     """Steps between those whose answers are written to samples.jsonl; null writes none."""
 
@@ -125,10 +126,6 @@ class Grpo(Prompted):
         """Prompts of a rollout, and the steps from one rollout to the next."""
         prompts = round(self.oversample * self.num_prompts(num_sequences) * self.steps_per_rollout)
         return Cycle(prompts, self.steps_per_rollout * self.passes_per_rollout)
-
-    def prompts_at_once(self, group_size: int) -> int | None:
-        """Prompts that are answered at one time, with so many answers to each; None for all."""
-        return None if self.rollout_rows is None else max(1, self.rollout_rows // group_size)
 
     def num_prompts(self, num_sequences: int) -> int:
         """Groups that a step of so many sequences is made of.

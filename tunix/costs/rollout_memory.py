@@ -17,13 +17,17 @@ from tunix.costs.rollout_sizes import (
     fit_as_matrices,
     next_look,
     pad_prompt,
+    prompts_at_once,
     spread_prompts,
 )
 from tunix.costs.transfers import gathered_dtype, shard_bytes, shard_shape
 from tunix.models.flops import forward_flops_per_token
+from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.program import Program
+
+USABLE = 0.9  # share of a device's memory: the rest is for what is not derived
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,47 @@ def plan_rollout(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, devic
     task = cfg.task
     assert isinstance(task, Grpo)
     cycle = task.cycle(cfg.training.batch_shape(mesh.shape).num_sequences)
-    longest = cfg.training.seq_len - cfg.sampling.max_new_tokens
-    at_once = min(cycle.samples, task.prompts_at_once(task.group_size) or cycle.samples)
-    arguments = at_once, task.group_size, longest, cfg.sampling.max_new_tokens
-    costs = rollout_costs(program, mesh, *arguments, device_bytes)
-    return RolloutPlan(cycle.samples, longest, cycle.steps, math.ceil(cycle.samples / at_once), costs)
+    rows = choose_rows(cfg, program, mesh, device_bytes)
+    at_once = min(cycle.samples, prompts_at_once(rows, task.group_size) or cycle.samples)
+    costs = _costs_of_wave(cfg, program, mesh, at_once, device_bytes)
+    return RolloutPlan(cycle.samples, _longest_prompt(cfg), cycle.steps, math.ceil(cycle.samples / at_once), costs)
+
+
+def read_device_bytes() -> int | None:
+    """Return the memory of this process's first device; None where the backend does not count, as on CPUs."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def choose_rows(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int | None:
+    """Return the answers of a run with task=grpo that are drawn at one time, over the whole mesh; None for all.
+
+    task.rollout_rows=auto takes all prompts of a rollout, or a half, a quarter, ... of them, so that their answers fit
+    into `device_bytes` beside the training state. The answers to one prompt are the least.
+    """
+    task = cfg.task
+    assert isinstance(task, Grpo)
+    if task.rollout_rows != "auto":
+        return task.rollout_rows
+    if device_bytes is None:
+        return None
+    free = USABLE * device_bytes - bytes_per_device(program.abstract)
+    count = task.cycle(cfg.training.batch_shape(mesh.shape).num_sequences).samples
+    while count > 1 and _costs_of_wave(cfg, program, mesh, count, device_bytes).memory > free:
+        count = math.ceil(count / 2)
+    return count * task.group_size
+
+
+def _longest_prompt(cfg: Config) -> int:
+    return cfg.training.seq_len - cfg.sampling.max_new_tokens
+
+
+def _costs_of_wave(
+    cfg: Config, program: Program, mesh: Mesh | AbstractMesh, num_prompts: int, device_bytes: int | None
+) -> RolloutCosts:
+    """Return the costs of the answers to so many prompts of a run, drawn at one time."""
+    assert isinstance(cfg.task, Grpo)
+    arguments = num_prompts, cfg.task.group_size, _longest_prompt(cfg), cfg.sampling.max_new_tokens
+    return rollout_costs(program, mesh, *arguments, device_bytes)
 
 
 def rollout_costs(

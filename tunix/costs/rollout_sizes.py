@@ -29,6 +29,11 @@ def pad_prompts(num_prompts: int) -> int:
     return power * 3 // 4 if power >= 4 and num_prompts <= power * 3 // 4 else power
 
 
+def prompts_at_once(rows_at_once: int | None, answers_per_prompt: int) -> int | None:
+    """Return the prompts that are answered at one time, where so many answers are drawn; None for all."""
+    return None if rows_at_once is None else max(1, rows_at_once // answers_per_prompt)
+
+
 def spread_prompts(num_prompts: int, answers_per_prompt: int, num_shards: int) -> tuple[int, int]:
     """Return the number that so many prompts are filled up to, and how often each is computed.
 

@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from tunix.config import Config
 from tunix.config import Sampling as SamplingKeys
 from tunix.config.task import Grpo
+from tunix.costs.rollout_memory import choose_rows, read_device_bytes
+from tunix.costs.rollout_sizes import prompts_at_once
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.sampling import Answer, Sampler
@@ -66,8 +68,11 @@ class Asker:
     def __init__(
         self, cfg: Config, corpus: PromptCorpus, program: Program, mesh: Mesh, scorer: Scorer, watchdog: Watchdog
     ):
+        """Several processes must agree on the answers at one time: the device with the least memory decides."""
         assert isinstance(cfg.task, Grpo)
         self.task, self.vocabulary, self.scorer, self.watchdog = cfg.task, corpus.vocabulary, scorer, watchdog
+        known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
+        self.rows_at_once = choose_rows(cfg, program, mesh, None if None in known else min(known))
         self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = chat_stop_ids(corpus.vocabulary, cfg.sampling.stop, folder)
@@ -82,7 +87,7 @@ class Asker:
             how,
             seed,
             answers_per_prompt=group_size,
-            prompts_at_once=self.task.prompts_at_once(group_size),
+            prompts_at_once=prompts_at_once(self.rows_at_once, group_size),
         )
         rollout_s = time.perf_counter() - begun
         texts = self.vocabulary.backend.decode_batch([answer.text_tokens for answer in answers])

@@ -8,6 +8,7 @@ A rollout asks P prompts for G answers each, and serves `steps_per_rollout` step
     batch          [A, B, T]: an answer a row, with its advantage
 """
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,11 @@ from tunix.data.samples import Samples
 from tunix.rl.advantages import ADVANTAGES, has_signal
 from tunix.rl.answer_rows import place_answers
 from tunix.rl.asking import Asked, Asker, derive_seed
+from tunix.rl.reward_trend import RewardTrend
 from tunix.rl.samples_file import SamplesFile
 from tunix.sharding.arrays import local_rows, to_global
+
+log = logging.getLogger(__name__)
 
 # (parameters of the policy, batch) -> log-probabilities [A, B, T] under the reference
 Reference = Callable[[Any, Batch], jax.Array]
@@ -58,6 +62,7 @@ class Rollouts:
         self.cycle = cfg.task.cycle(self.shape.num_sequences)
         self.course = Course(start, self.cycle, cfg.training.skip_steps)
         self.rows = local_rows(mesh, self.shape.num_rows)  # of B, those of this process
+        self.trend = RewardTrend(self.cycle.steps)
         self.batches: list[Batch] = []  # of the newest rollout
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
@@ -116,6 +121,8 @@ class Rollouts:
             "rollout_tokens_per_s": num_tokens / asked.rollout_s,
             "reward_s": asked.scores.seconds,
         }
+        if warning := self.trend.add(numbers["reward"]):
+            log.warning("step %d: %s", self.step + 1, warning)
         return batches, numbers
 
     def _make_batch(self, params: Any, asked: Asked, rewards: np.ndarray, groups: np.ndarray) -> tuple[Batch, Any]:

@@ -14,7 +14,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.config.task import Grpo
 from tunix.config.training import read_steps
 from tunix.costs.derived import costs_of
-from tunix.costs.rollout_memory import plan_rollout
+from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
 from tunix.costs.transfers import part_rows
 from tunix.data.prompts import AnyCorpus
 from tunix.models.exchanges import choose_exchange
@@ -144,14 +144,14 @@ def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
 def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:
     """Return the numbers of a rollout, and its memory beside the training state, which a step does not need then."""
     cfg = program.cfg
-    device_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    rollout = plan_rollout(cfg, program, mesh, device_bytes)
+    rollout = plan_rollout(cfg, program, mesh, read_device_bytes())
     costs = rollout.costs
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
     return {
         "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.longest_prompt:,} tokens "
         f"x {task.group_size} answers of at most {cfg.sampling.max_new_tokens:,}, for {rollout.steps} step(s); "
-        f"{costs.rows:,} answers at a time on a device",
+        f"{costs.rows:,} answers at a time on a device"
+        + (f", in {rollout.waves} waves (task.rollout_rows={task.rollout_rows})" if rollout.waves > 1 else ""),
         "bytes of a rollout": f"{costs.memory / 2**30:.3f} GiB beside weights and {cfg.optimizer.name} = {parts}; at "
         f"most {costs.num_programs} compiled programs",
     }
