@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 KEPT = Path(__file__).parents[1] / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
-LONGEST = "test_the_default_job_learns"  # a minute and a half
+LONGEST = "test_the_default_job_learns"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

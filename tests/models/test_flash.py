@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import ROOT, batch, cli, program
+from support.harness import ROOT, batch, cli, cli_here, program
 from support.installs import cuda_plugin, one_at_a_time
 
 from tunix.base.errors import UserError
@@ -114,7 +114,7 @@ def test_kernels_are_refused_where_they_are_not_exact(name, kind, head_dim, dtyp
 
 
 def test_a_run_says_which_kernel_computes_and_refuses_one_that_does_not_run(tmp_path):
-    done = cli("dry_run=true", cwd=tmp_path)
+    done = cli_here("dry_run=true", cwd=tmp_path)
     assert "xla attention (flash has block sizes for H100, H200, A100, B200, L40S, not for cpu)" in done.stdout
     refused = cli("dry_run=true", "model.attention=cudnn", cwd=tmp_path)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

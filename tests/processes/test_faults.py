@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.harness import PAIR, cli, metrics
+from support.harness import PAIR, cli_here, metrics
 from support.processes import Processes
 
 import tunix
@@ -119,7 +119,7 @@ def test_asked_to_stop(rank, number, words, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
     if number == signal.SIGUSR1:
         length = f"training.max_steps={last + 3}"
-        assert cli("resume=run", length, cwd=tmp_path, devices=2).returncode == 0
+        assert cli_here("resume=run", length, cwd=tmp_path, devices=2).returncode == 0
         monkeypatch.chdir(tmp_path)
         tunix.train([*words, length, "hydra.run.dir=whole", "distributed.allow_idle_devices=true"])
         losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "whole")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.harness import PAIR, ROOT, cli, metrics
+from support.harness import PAIR, ROOT, cli_here, metrics
 from support.processes import End, Processes
 
 import tunix
@@ -71,7 +71,7 @@ def test_four_processes_go_on_for_one_and_one_for_four(words, by_one, tmp_path):
     assert losses(tmp_path / "run")[6:] == pytest.approx(expected[3:], rel=1e-5)
 
     assert "process_id: null" in (tmp_path / "run" / "config.yaml").read_text()
-    one = cli("resume=run", "training.max_steps=8", cwd=tmp_path, devices=4)
+    one = cli_here("resume=run", "training.max_steps=8", "distributed.allow_idle_devices=true", cwd=tmp_path)
     assert one.returncode == 0, one.stderr
     assert "resumed at step 6, sample 24" in one.stdout
     assert [line["step"] for line in metrics(tmp_path / "run")[9:]] == [7, 8]
@@ -139,10 +139,10 @@ def test_elastic(words, tmp_path):
         ends = run.ends()
         assert [end.code for end in ends] == [2] * 3
         assert all("training.global_batch_size=4 is not divisible by 3" in end.stderr for end in ends)
-    done = cli("resume=run", "training.max_steps=6", cwd=tmp_path, devices=1)
+    one = ["model.mesh_shape=[[1],[dp]]", "distributed.allow_idle_devices=true"]
+    done = cli_here("resume=run", "training.max_steps=6", *one, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    mine = ["model.mesh_shape=[[1],[dp]]", "distributed.allow_idle_devices=true", f"hydra.run.dir={tmp_path}/whole"]
-    tunix.train([*words, "training.max_steps=6", *mine])
+    tunix.train([*words, "training.max_steps=6", *one, f"hydra.run.dir={tmp_path}/whole"])
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
@@ -204,7 +204,7 @@ def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
     ]  # fmt: skip
     (tmp_path / "one").mkdir()
     (tmp_path / "counting.py").write_text(COUNTING.format(root=str(ROOT)))
-    done = cli(*tuning, cwd=tmp_path / "one", devices=2)
+    done = cli_here(*tuning, cwd=tmp_path / "one", devices=2)
     assert done.returncode == 0, done.stderr
     with Processes(*tuning, folder=tmp_path, count=2, script=str(tmp_path / "counting.py")) as run:
         ends = run.ends()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from support.harness import ROOT, cli, metrics
+from support.harness import ROOT, cli, cli_here, metrics
 from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
 
@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_pat
     words = [word for word in TASK if not word.startswith("task.rewards")]
     words += [WIDE, "task.rewards=[support.own_reward:striking]", "training.max_steps=4", "hydra.run.dir=run"]
     codes = [cli(*words, cwd=tmp_path).returncode]
-    codes += [cli("resume=run", cwd=tmp_path).returncode for _ in range(2)]
+    codes += [cli("resume=run", cwd=tmp_path).returncode, cli_here("resume=run", cwd=tmp_path).returncode]
     assert codes == [-signal.SIGKILL, 75, 0]
     expected = {line["step"]: line for line in metrics(wide)[:4]}
     lines = metrics(tmp_path / "run")

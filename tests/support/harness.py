@@ -1,9 +1,14 @@
 """A model small enough to compile in seconds, and the pieces of a run around it, as `tunix.trainer.run` puts them together."""
 
+import contextlib
+import io
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +17,10 @@ import jax
 import numpy as np
 from support.devices import xla_flags
 
+from tunix.__main__ import main
 from tunix.cli.compose import compose
 from tunix.config import Config
+from tunix.processes import exits
 from tunix.sharding.arrays import to_global
 from tunix.training import program as training
 from tunix.training.state import Architecture
@@ -114,6 +121,42 @@ def cli(
         [sys.executable, str(ROOT / "run_training.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=timeout,
         env={**os.environ, "XLA_FLAGS": xla_flags(devices, optimized=optimized)}, check=False,
     )  # fmt: skip
+
+
+def cli_here(*words: str, cwd: Path, devices: int | None = None) -> subprocess.CompletedProcess:
+    """`cli` by the same program inside this process: a process of its own takes seconds to import everything.
+
+    Not for a training that ends with another code than 0: it shuts logging down, pytest's too.
+    With `devices` the run takes so many of this process's eight, on axis fsdp.
+    """
+    if devices:
+        words = (*words, f"model.mesh_shape=[[{devices}],[fsdp]]", "distributed.allow_idle_devices=true")
+    out, err = io.StringIO(), io.StringIO()
+    with state_of_process(), contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        sys.argv = [str(ROOT / "run_training.py"), *words]
+        try:
+            code = main()
+        except SystemExit as end:  # where Hydra ends the process, after --help
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def state_of_process() -> Iterator[None]:
+    """Put back what a program that has its process for itself changes: arguments, signal handlers, logging."""
+    argv, unraisable, raises = sys.argv, sys.unraisablehook, logging.raiseExceptions
+    signals = {number: signal.getsignal(number) for number in exits.STOP_SIGNALS}
+    loggers = [(logger, logger.level, logger.handlers[:]) for logger in (logging.root, logging.getLogger("tunix"))]
+    logging.root.handlers.clear()  # a run closes those that it finds, and they are pytest's
+    try:
+        yield
+    finally:
+        sys.argv, sys.unraisablehook, logging.raiseExceptions = argv, unraisable, raises
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+        for logger, level, handlers in loggers:
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
 
 
 def metrics(folder: Path, split: str | None = None) -> list[dict[str, Any]]:
