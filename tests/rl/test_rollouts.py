@@ -187,9 +187,9 @@ def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_pat
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
     words = [word for word in TASK if not word.startswith("task.rewards")]
     words += [WIDE, "task.rewards=[support.own_reward:striking]", "training.max_steps=4", "hydra.run.dir=run"]
-    codes = [cli(*words, cwd=tmp_path).returncode]
-    codes += [cli("resume=run", cwd=tmp_path).returncode, cli_here("resume=run", cwd=tmp_path).returncode]
-    assert codes == [-signal.SIGKILL, 75, 0]
+    codes = [cli(*words, cwd=tmp_path).returncode, cli("resume=run", cwd=tmp_path).returncode]
+    assert codes == [-signal.SIGKILL, 75]
+    assert cli_here("resume=run", cwd=tmp_path).returncode == 0  # nothing strikes it any more
     expected = {line["step"]: line for line in metrics(wide)[:4]}
     lines = metrics(tmp_path / "run")
     assert {line["step"] for line in lines} == {1, 2, 3, 4}
