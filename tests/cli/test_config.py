@@ -188,7 +188,7 @@ def test_a_folder_of_ones_own(fresh, tmp_path):
 
 
 def test_batch_keys_agree():
-    base, four = ["model.mesh_shape=[[4],[fsdp]]"], {"pp": 1, "dp": 1, "fsdp": 4, "tp": 1}
+    base, four = ["model.mesh_shape=[[4],[fsdp]]"], {"pp": 1, "dp": 1, "fsdp": 4, "ep": 1, "tp": 1}
     for words in (
         "training.gradient_accumulation_steps=3",
         "training.global_batch_size=192",

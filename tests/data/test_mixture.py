@@ -66,7 +66,7 @@ def batches(tmp_path, *words):
 
     cfg = compose([*SMALL, *mixture(tmp_path, *words)]).config
     corpus = load_corpus(cfg)
-    mesh = SimpleNamespace(shape={"pp": 1, "dp": 1, "fsdp": 4, "tp": 1})
+    mesh = SimpleNamespace(shape={"pp": 1, "dp": 1, "fsdp": 4, "ep": 1, "tp": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)))
         return corpus, TrainBatches(corpus.train, cfg, mesh)

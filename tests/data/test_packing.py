@@ -117,7 +117,7 @@ def test_best_fit_on_the_default_corpus():
 
 def batches(packed, cfg, rows=None) -> TrainBatches:
     """Batches as one of several processes reads them: `rows` of each microbatch."""
-    mesh = SimpleNamespace(shape={"pp": 1, "dp": 1, "fsdp": 4, "tp": 1})
+    mesh = SimpleNamespace(shape={"pp": 1, "dp": 1, "fsdp": 4, "ep": 1, "tp": 1})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)) if rows is None else rows(n))
         return TrainBatches({"it": packed}, cfg, mesh)

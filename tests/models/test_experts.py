@@ -44,15 +44,18 @@ def reference() -> tuple[Program, list[dict]]:
 @pytest.mark.parametrize(
     "words",
     [
-        ["model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"],
+        ["model.mesh_shape=[[2,2,2],[fsdp,ep,tp]]"],
+        ["model.mesh_shape=[[2,4],[dp,ep]]", "training.sharding_strategy=shard_grad_op"],
+        ["model.mesh_shape=[[2,2],[ep,cp]]", "distributed.allow_idle_devices=true",
+         "training.gradient_accumulation_steps=2"],
         ["model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true",
          "training.gradient_accumulation_steps=2", "training.sync_gradients_every=2"],
     ],
-    ids=["dp, fsdp, tp", "two microbatches, gathered once"],
+    ids=["fsdp, ep, tp", "dp, ep, gathered once", "ep, cp, two microbatches", "fsdp, tp, two microbatches at once"],
 )  # fmt: skip
 def test_same_numbers_on_every_mesh(words, reference):
     """Penalties are sums over sequences and loads are counts: neither microbatches nor devices change them."""
-    step, lines = trained(*words, microbatches=2 if len(words) > 1 else 1)
+    step, lines = trained(*words, microbatches=1 + any("accumulation_steps=2" in word for word in words))
     for found, expected in zip(lines, reference[1], strict=True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -144,6 +147,8 @@ def test_a_layer_is_its_definition(scores, groups, normalized, more):
         ([experts(), "model.lora.rank=2"], "model.lora.targets=attention|mlp matches mlp.gate: experts have no low-rank updates"),
         ([experts(), "model.biases=mlp"], "model.biases=mlp matches projections of the MLP: experts have no biases"),
         (["++model.mlp.num_experts=8"], "model.mlp"),
+        (["model.mesh_shape=[[8],[ep]]"], "mesh axis ep=8 splits experts, of which this model has none; leave ep out of model.mesh_shape"),
+        ([experts(num_experts=12), "model.mesh_shape=[[8],[ep]]"], "model.mlp.num_experts=12 is not divisible by mesh axis ep=8 (nearest ep: "),
         ([experts(), "model.mesh_shape=[[3],[tp]]", "distributed.allow_idle_devices=true", "model.num_heads=3",
           "model.num_kv_heads=3", "model.mlp_dim=3", "model.mlp.shared_dim=3"], "model.mlp.expert_dim=16 is not divisible by mesh axis tp=3"),
     ],

@@ -170,8 +170,8 @@ class Model(Section):
     """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
     kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: ulysses where the heads allow it."""
     mesh_shape: MeshShape
-    """Device mesh: `[[sizes], [axis names]]` of the axes pp, dp, fsdp, cp, tp in any order, one -1 to fill; or `auto`,
-    all devices on fsdp."""
+    """Device mesh: `[[sizes], [axis names]]` of the axes pp, dp, fsdp, ep, cp, tp in any order, one -1 to fill; or
+    `auto`, all devices on fsdp."""
 
     _matches = field_validator("biases")(_match_projections)
 

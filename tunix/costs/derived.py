@@ -179,7 +179,9 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
     mlp = (2 if model.mlp.kind == "plain" else 3) * local["F"]
     if isinstance(model.mlp, ExpertsMlp):
-        of_experts = model.mlp.experts_per_token * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
+        # Rows of the tokens of all devices that the exchange brings together, whose experts may all be here.
+        num_rows = model.mlp.experts_per_token * math.prod(mesh.shape[axis] for axis in layout.expert_axes)
+        of_experts = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
         mlp = max(of_experts, mlp if model.mlp.dense_layers else 0)
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
     inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
+from tunix.config.mlp import ExpertsMlp
 from tunix.models.exchanges import choose_exchange, repeats_of
 from tunix.models.remat import computes_again
 from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
@@ -59,7 +60,8 @@ def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches
     of_weights = _weight_transfers(program, mesh, num_microbatches)
     sums = _activation_transfers(program, mesh, num_microbatches)
     of_attention = _attention_transfers(program, mesh, num_microbatches)
-    return [*of_weights, *sums, *of_attention, *_stage_transfers(program, mesh, num_microbatches)]
+    of_experts = _expert_transfers(program, mesh, num_microbatches)
+    return [*of_weights, *sums, *of_attention, *of_experts, *_stage_transfers(program, mesh, num_microbatches)]
 
 
 def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -188,6 +190,24 @@ def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) ->
 
 
 TRANSFERS_OF_A_LAYER = {"ulysses": _swapped, "ring": _handed_on}  # by the name of an exchange
+
+
+def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
+    """Tokens that devices with different experts gather, and sums of results that they scatter, both ways."""
+    cfg, layout = program.cfg, program.layout
+    axes, mlp = layout.expert_axes, cfg.model.mlp
+    num_devices = math.prod(mesh.shape[axis] for axis in axes)
+    if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
+        return
+    shape = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len, cfg.model.embed_dim
+    own = math.prod(shard_shape(shape[:2], layout.activation("BT"), mesh)) * num_devices  # tokens of a group
+    times = len(cfg.model.stacks["blocks"]) * num_microbatches
+    token = cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+    choice = mlp.experts_per_token * 4  # bytes of the numbers of a token's experts, and of their weights
+    # The results are not computed again in the backward pass: nothing needs them there.
+    gathers = (1 + computes_again(cfg.training.remat, "product")) * (token + 2 * choice) + token
+    yield Transfer("all-gather", axes, times * own * gathers, overlaps=False)
+    yield Transfer("reduce-scatter", axes, times * own * (2 * token + choice), overlaps=False)
 
 
 def _numbers_of_heads(program: Program, mesh: Mesh | AbstractMesh) -> tuple[int, int, int]:

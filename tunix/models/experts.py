@@ -2,10 +2,11 @@
 
     x [B, T, D] --- router ---> k experts of each token, and their weights, [B, T, k]
         |
-        |   on each device, n = its tokens:
-        |   n * k rows, sorted by expert      | expert 0 | expert 1 | expert 2 ...
+        |   an exchange brings tokens to the devices that have their experts; there, with n tokens:
+        |   n * k rows, sorted by expert      | expert 0 | expert 1 | ... | of other devices
         |   grouped products                  each expert's weights meet its rows
         |   rows in their old order           n tokens, k results each: added up with the weights
+        |   the exchange brings the sums back
         v
     y [B, T, D]
 
@@ -123,27 +124,60 @@ class Experts(nnx.Module):
 
     def _compute(self, x: jax.Array, routes: Routes) -> jax.Array:
         """Return the sum over each token's experts of weight x result, [B, T, D]."""
+        layout, of_tokens = self.layout, self.layout.activation("BT")
         parts = (self.expert_gate, self.expert_up, self.expert_down)
-        weights = [self.layout.enter_devices(part.gathered()) for part in parts]
-        num_experts, split_width = weights[0].shape[0], self.layout.product_axes(self.expert_down.equation)
-        of_tokens = self.layout.activation("BT")
+        weights = [layout.enter_devices(part.gathered()) for part in parts]
         specs = [jax.typeof(weight).sharding.spec for weight in weights]
+        split_width = layout.product_axes(self.expert_down.equation)
 
         @partial(jax.shard_map, in_specs=(of_tokens, of_tokens, of_tokens, specs), out_specs=of_tokens)
         def on_each_device(x, experts, shares, weights):
-            gate, up, down = weights
-            num_choices = experts.shape[-1]
             # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
-            x = jax.lax.pcast(x, split_width, to="varying")
-            rows = jnp.repeat(x.reshape(-1, x.shape[-1]), num_choices, axis=0)
-            order = jnp.argsort(experts.reshape(-1))
-            sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
-            rows = rows.at[order].get(unique_indices=True)
-            hidden = self.activation(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
-            results = grouped_product(hidden, down, sizes)
-            results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
-            results = results.reshape(*experts.shape, -1)
-            y = jnp.einsum("BTkD,BTk->BTD", results, shares.astype(results.dtype))
-            return jax.lax.psum(y, split_width).astype(x.dtype)
+            tokens = jax.lax.pcast(x, split_width, to="varying")
+            tokens, experts, shares = (each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares))
+            own_results = partial(self._own_results, weights)
+            y = EXCHANGES["gather"](tokens, experts, shares, layout.expert_axes, own_results)
+            return jax.lax.psum(y, split_width).astype(x.dtype).reshape(x.shape)
 
         return checkpoint_name(on_each_device(x, *routes, weights), "product")
+
+    def _own_results(
+        self, weights: list[jax.Array], tokens: jax.Array, experts: jax.Array, shares: jax.Array
+    ) -> jax.Array:
+        """Return what this device's experts add to each token, [n, D], of tokens [n, D].
+
+        `experts` and `shares` are [n, k]: the numbers of experts, of this device and of others, and their weights.
+        """
+        gate, up, down = weights
+        num_experts = len(gate)
+        choices = experts.reshape(-1) - jax.lax.axis_index(self.layout.expert_axes) * num_experts  # from the first own
+        group = jnp.where((choices >= 0) & (choices < num_experts), choices, num_experts)  # the last is other devices'
+        order = jnp.argsort(group)
+        sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+        is_own = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]  # in the sorted order; products leave others open
+        rows = jnp.repeat(tokens, experts.shape[1], axis=0).at[order].get(unique_indices=True)
+        rows = jnp.where(is_own, rows, 0)
+        hidden = self.activation(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
+        results = jnp.where(is_own, grouped_product(hidden, down, sizes), 0)
+        results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
+        return jnp.einsum("nkD,nk->nD", results.reshape(*experts.shape, -1), shares.astype(results.dtype))
+
+
+# (tokens [n, D], experts [n, k], shares [n, k], axes that split the experts, results of own experts) -> [n, D]
+Exchange = Callable[[jax.Array, jax.Array, jax.Array, tuple[str, ...], Callable], jax.Array]
+
+
+def exchange_by_gather(tokens, experts, shares, axes, own_results) -> jax.Array:
+    """Gather the tokens of all devices along the axes, compute own experts, and give each device its tokens' sums.
+
+        device 0, experts 0 1   tokens a b   gather   a b c d -> what experts 0 and 1 add   reduce-scatter   sums of a b
+        device 1, experts 2 3   tokens c d   ----->   a b c d -> what experts 2 and 3 add   ------------->   sums of c d
+
+    It runs on every platform. Each token travels to every device along the axes, whether its experts are there or not:
+    with as many experts for a token as devices, that is no more than to send a row to each expert.
+    """
+    tokens, experts, shares = (jax.lax.all_gather(each, axes, tiled=True) for each in (tokens, experts, shares))
+    return jax.lax.psum_scatter(own_results(tokens, experts, shares), axes, scatter_dimension=0, tiled=True)
+
+
+EXCHANGES: dict[str, Exchange] = {"gather": exchange_by_gather}

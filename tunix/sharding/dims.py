@@ -20,6 +20,7 @@ class Axis:
     splits_batch: bool = False  # each coordinate has its own sequences, so a gradient is a sum over the axis
     keeps_weights: bool = False  # weights rest split over it, and are gathered before a product uses them
     suggested: bool = False  # messages propose meshes with this axis even to a user who did not name it
+    needs: str = ""  # letter of a dimension without which the axis has no purpose
 
 
 # Outermost first: neighbours on the last axis are neighbours in the machine.
@@ -27,6 +28,7 @@ MESH = (
     Axis("pp", splits_batch=True),  # around the blocks; inside of them it splits the layers (LAYERS, below)
     Axis("dp", splits_batch=True),
     Axis("fsdp", splits_batch=True, keeps_weights=True, suggested=True),
+    Axis("ep", splits_batch=True, keeps_weights=True, needs="X"),
     Axis("cp", keeps_weights=True),
     Axis("tp", suggested=True),
 )
@@ -82,7 +84,7 @@ DIMS = {
         Dim("D", "width",            KEEPING, None, key="model.embed_dim"),
         Dim("F", "MLP width",        "tp",    "tp", key="model.mlp_dim"),
         Dim("U", "shared expert's width", "tp", "tp", key="model.mlp.shared_dim"),
-        Dim("X", "experts",          None,    None, key="model.mlp.num_experts"),
+        Dim("X", "experts",          "ep",    "ep", key="model.mlp.num_experts"),
         Dim("Y", "router's choices", None,    None, key="model.mlp.num_experts"),  # experts, as a router sees them
         Dim("G", "expert width",     "tp",    "tp", key="model.mlp.expert_dim"),
         Dim("N", "query heads",      "tp",    "tp", key="model.num_heads"),
@@ -122,6 +124,11 @@ def keeping_axes() -> tuple[str, ...]:
 def token_axes() -> tuple[str, ...]:
     """Axes that split the tokens of a sequence: devices along them have equal shares of each sequence, in order."""
     return DIMS["T"].activation_axes
+
+
+def needed_dims() -> dict[str, str]:
+    """Return the letter of the dimension that each axis needs, by axis; axes that need none are left out."""
+    return {axis.name: axis.needs for axis in MESH if axis.needs}
 
 
 def suggested_axes() -> tuple[str, ...]:

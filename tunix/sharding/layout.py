@@ -24,7 +24,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import DIMS, LAYERS, Equation, axis_names
+from tunix.sharding.dims import DIMS, EXPERTS, LAYERS, Equation, axis_names
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,11 @@ class Layout:
     def num_own_kv_heads(self, num_heads: int) -> int:
         """Return how many of the `num_heads` key/value heads on a device serve its query heads."""
         return 1 if "K" in self.unsplit else num_heads
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the experts: devices along them have different experts, and different sequences."""
+        return self._weight_axes(EXPERTS)
 
     def enter_devices(self, weight: jax.Array) -> jax.Array:
         """Return a gathered weight as a `shard_map` takes it, whose body works on one device's arrays.

@@ -16,6 +16,7 @@ from tunix.sharding.dims import (
     axis_names,
     data_axes,
     keeping_axes,
+    needed_dims,
     suggested_axes,
     token_axes,
 )
@@ -111,6 +112,12 @@ def resolve(
 
 def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
     """Raise `UserError`, naming the key and the sizes that would do, where mesh axes do not divide a dimension."""
+    for axis, letter in needed_dims().items():
+        if letter not in dims and sizes[axis] > 1:
+            raise UserError(
+                f"mesh axis {axis}={sizes[axis]} splits {DIMS[letter].name}, of which this model has none; leave "
+                f"{axis} out of model.mesh_shape"
+            )
     for dim, axes in _uneven(dims, sizes):
         num_entries, size = dims[dim.letter], math.prod(sizes[axis] for axis in axes)
         is_divisor = dim.may_stay_whole is Whole.AS_DIVISOR and size % num_entries == 0
