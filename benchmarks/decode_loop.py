@@ -1,0 +1,62 @@
+"""Bytes that a GPU moves for a token of a rollout, beside the least: compiled for a GPU that need not be there.
+
+`python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024]`, with JAX's CUDA plugin installed
+(requirements-cuda12.txt). The program is the loop of `inference.sampling.stretch` for one H100. Its bytes are counted
+in its compiled text as the costs of a step are: what each instruction reads and writes, once. The least is weights and
+cache read once, and logits written once and read twice.
+"""
+
+import os
+import re
+import sys
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+ANSWERS = 8  # to each prompt
+
+
+def main(words: list[str]) -> None:
+    import jax
+
+    from tunix.cli.compose import compose
+    from tunix.costs.rollout_memory import rollout_costs
+    from tunix.costs.schedule import Speeds, walk
+    from tunix.inference.drawing import Sampling
+    from tunix.inference.sampling import Sampler
+    from tunix.plan.compiled import describe_devices
+    from tunix.plan.topology import read_topology
+    from tunix.training.program import assemble, build_mesh
+
+    given = {"model": "gemma3_1b", "rows": "256", "slots": "1024"} | dict(word.split("=") for word in words)
+    rows, slots = int(given["rows"]), int(given["slots"])
+    cfg = compose([f"model={given['model']}", "tokenizer.path=x.json", "model.mesh_shape=[[1],[fsdp]]"]).config
+    mesh = build_mesh(cfg, describe_devices(read_topology("h100:1")))
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        sampler = Sampler(program.arch, slots, mesh)
+        params = program.abstract["params"]
+        compiled = sampler.compile_stretch(params, rows // ANSWERS, ANSWERS, slots, Sampling(slots // 2))
+    hlo = compiled.as_text() or ""
+    # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
+    counting = Speeds(float("inf"), float("inf"), 1.0, lambda collective: 0.0)
+    moved = walk(_body_of_loop(hlo), [], counting).compute_s
+    parts = rollout_costs(program, mesh, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
+    kept = {"weights": parts["gathered weights"], "keys and values": parts["cache"]}
+    kept["logits"] = 3 * 4 * rows * cfg.model.vocab_size  # written once; read for their largest and for their weights
+    least = sum(kept.values())
+    each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in kept.items())
+    what = f"{given['model']}, {rows} rows, {slots} slots"
+    print(f"{what}: a token moves {moved / 1e9:.2f} GB; the least is {least / 1e9:.2f}: {each}")
+
+
+def _body_of_loop(hlo: str) -> str:
+    """Return the program whose first computation is the body of the loop over tokens, which ENTRY runs."""
+    entry = hlo[hlo.index("\nENTRY ") :]
+    body = re.search(r" while\(.*body=%?([\w.\-]+)", entry)
+    assert body, "the program has no loop"
+    hlo = hlo.replace("\nENTRY ", "\n")
+    return re.sub(rf"\n(%?{re.escape(body[1])} \()", r"\nENTRY \1", hlo)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
