@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tunix.base.errors import UserError
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
-from tunix.sharding.mesh_shape import data_shards, nearest, num_stages
+from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, token_shards
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -65,26 +65,39 @@ class BatchShape(NamedTuple):
         return tuple(sizes[letter] for letter in dims)
 
 
-class PipelineShape(NamedTuple):
-    """The way of a microbatch through the stages of the layers: in parts, one after the other."""
+PIPELINE_SCHEDULES = ("gpipe", "1f1b")  # each has a function in `GRADIENTS` of training/program.py
 
+
+class PipelineShape(NamedTuple):
+    """The way of a step through the stages of the layers: parts of its microbatches, one after the other."""
+
+    schedule: str  # of PIPELINE_SCHEDULES
     num_stages: int  # S
-    num_parts: int  # P, over all data shards; each has sequences of every data shard
+    num_parts: int  # P, of one microbatch; each has sequences of every data shard
+    num_microbatches: int  # A
 
     @property
     def num_ticks(self) -> int:
-        """Times that each stage computes; the first part leaves the last stage after S of them."""
-        return self.num_parts + self.num_stages - 1
+        """Times that each stage computes forward, and as often backward, in a step."""
+        fill = self.num_stages - 1  # ticks until the last stage has its first part
+        if self.schedule == "1f1b":  # the parts of all microbatches follow one another
+            return self.num_microbatches * self.num_parts + fill
+        return self.num_microbatches * (self.num_parts + fill)
+
+    @property
+    def ticks_per_part(self) -> float:
+        """Ticks for each part of the step: 1 without a bubble."""
+        return self.num_ticks / (self.num_microbatches * self.num_parts)
 
     @property
     def runs_again(self) -> bool:
-        """True where the backward pass runs the forward pass of a stage again: of a tick only its rows are kept."""
+        """True where the backward pass runs the forward pass of a stage again: only the rows that it took are kept."""
         return self.num_stages > 1
 
     @property
     def bubble(self) -> float:
         """Share of the ticks in which a stage computes nothing that is used."""
-        return (self.num_stages - 1) / self.num_ticks
+        return 1 - 1 / self.ticks_per_part
 
 
 class Training(Section):
@@ -108,6 +121,10 @@ class Training(Section):
     """Parts in which the sequences of a microbatch stream through the stages of the pp axis: a multiple of the stages,
     which divides micro_batch_size x stages. More parts leave stages idle for less time; auto is one sequence of each
     shard at a time, the most there can be."""
+    pipeline_schedule: Literal[("auto", *PIPELINE_SCHEDULES)]  # type: ignore[valid-type]
+    """When stages of the pp axis go forward and backward: gpipe, all parts of a microbatch forward, then all backward;
+    1f1b, backward through a part while others go forward, so that memory does not grow with their number, and stages
+    fill once a step. auto is 1f1b where stages (times cp) divide seq_len, else gpipe."""
     sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
     """ZeRO stage 3, 2, 1 or 0 on the fsdp axis."""
     mixed_precision: Literal["bf16", "fp32"]
@@ -219,18 +236,30 @@ class Training(Section):
                 f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "
                 f"microbatches of a step; it may be {', '.join(map(str, legal))}"
             )
-        self.pipeline(mesh_sizes)
+        self._num_parts(mesh_sizes)
+        self._schedule(mesh_sizes)
         return BatchShape(num_microbatches, num_rows, self.seq_len)
 
     def pipeline(self, mesh_sizes: Mapping[str, int]) -> PipelineShape:
-        """The pipeline on a mesh of these sizes; one stage has all sequences of a microbatch as one part.
+        """The pipeline on a mesh of these sizes; one stage has a microbatch as one part.
 
         Raises:
-            UserError: parts that are no multiple of the stages or do not divide the sequences, with those that do.
+            UserError: see `batch_shape`.
         """
+        microbatches = self.batch_shape(mesh_sizes).num_microbatches
+        parts = self._num_parts(mesh_sizes)
+        return PipelineShape(self._schedule(mesh_sizes), num_stages(mesh_sizes), parts, microbatches)
+
+    def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
+        """Parts of a microbatch that wait at each stage; None: as many as a device has sequences."""
+        if self.pipeline_microbatches == "auto":
+            return None
+        return self._num_parts(mesh_sizes) // num_stages(mesh_sizes)
+
+    def _num_parts(self, mesh_sizes: Mapping[str, int]) -> int:
         stages, rows = num_stages(mesh_sizes), self.sequences_per_shard
         if stages == 1:
-            return PipelineShape(1, 1)
+            return 1
         parts = stages * rows if self.pipeline_microbatches == "auto" else self.pipeline_microbatches
         if parts % stages or rows % (parts // stages):
             legal = [stages * n for n in range(1, rows + 1) if rows % n == 0]
@@ -239,15 +268,20 @@ class Training(Section):
                 f"training.micro_batch_size={rows}: it must be a multiple of {stages} that divides {stages * rows}; "
                 f"nearest: {' or '.join(map(str, nearest(legal, parts)))}, or auto"
             )
-        return PipelineShape(stages, parts)
+        return parts
 
-    def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
-        """Parts that wait at each stage of the pipeline; None: as many as a device has sequences."""
-        return (
-            None
-            if self.pipeline_microbatches == "auto"
-            else self.pipeline(mesh_sizes).num_parts // num_stages(mesh_sizes)
-        )
+    def _schedule(self, mesh_sizes: Mapping[str, int]) -> str:
+        """The schedule; 1F1B splits the tokens of a part over stages and over devices that share sequences."""
+        split = num_stages(mesh_sizes) * token_shards(mesh_sizes)
+        if self.pipeline_schedule == "auto":
+            return "gpipe" if num_stages(mesh_sizes) == 1 or self.seq_len % split else "1f1b"
+        if self.pipeline_schedule == "1f1b" and self.seq_len % split:
+            low = max(1, self.seq_len // split) * split
+            raise UserError(
+                f"training.pipeline_schedule=1f1b splits training.seq_len={self.seq_len} over {split} devices; "
+                f"nearest: {low} or {low + split}, or training.pipeline_schedule=gpipe"
+            )
+        return self.pipeline_schedule
 
     @model_validator(mode="after")
     def _check(self) -> "Training":

@@ -35,7 +35,7 @@ MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
 # Keys of the section training that say how many sequences there are.
 BATCH_KEYS = {
     "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens",
-    "pipeline_microbatches",
+    "pipeline_microbatches", "pipeline_schedule",
 }  # fmt: skip
 QUEUES = 3  # of the rows of a microbatch: what enters the stages, what leaves them, and one of their gradients
 ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto"}
@@ -94,7 +94,7 @@ def _pipeline_flops(
     logits = 2.0 * cfg.model.vocab_size * cfg.model.embed_dim * num_tokens  # forward; three times in all
     again = pipeline.runs_again * (forward_flops - logits)
     in_blocks = flops - 3 * logits + again
-    return again + in_blocks * (pipeline.num_ticks / pipeline.num_parts - 1)
+    return again + in_blocks * (pipeline.ticks_per_part - 1)
 
 
 def assemble_once(cfg: Config, sizes: dict[str, int]) -> tuple[Program, AbstractMesh]:
@@ -135,7 +135,7 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
             unreduced += shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
     accumulated = 0  # beside the sum of all microbatches, the gradients of one
-    if num_microbatches > 1 and (in_blocks or sync_every > 1):
+    if pipeline.schedule == "gpipe" and num_microbatches > 1 and (in_blocks or sync_every > 1):
         accumulated = reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
     if pipeline.num_stages > 1:  # autodiff adds up the gradients of the ticks before the microbatch has them
         accumulated += reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
@@ -165,7 +165,11 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
     stream = own_tokens * cfg.model.embed_dim * jnp.dtype(program.layout.compute).itemsize
     row = stream + 4 * (own_tokens + training.seq_len)  # with its positions and segments
     of_stage = part_rows(cfg, mesh) * (residual / pipeline.num_stages + inside)
-    of_ticks = part_rows(cfg, mesh) * pipeline.num_ticks * row
+    if pipeline.schedule == "1f1b":
+        positions = chunk_positions(training.loss_chunk_size, part_rows(cfg, mesh), own_tokens // pipeline.num_stages)
+        of_loss = part_rows(cfg, mesh) * 1.75 * positions * words * 4
+        return round((2 * pipeline.num_stages + QUEUES) * part_rows(cfg, mesh) * row + max(of_stage, of_loss))
+    of_ticks = part_rows(cfg, mesh) * (pipeline.num_ticks // pipeline.num_microbatches) * row
     of_batch = training.sequences_per_shard * (QUEUES * row + logits)
     return round(of_ticks + max(of_stage, of_batch))
 

@@ -61,7 +61,7 @@ def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches
     sums = _activation_transfers(program, mesh, num_microbatches)
     of_attention = _attention_transfers(program, mesh, num_microbatches)
     of_experts = _expert_transfers(program, mesh, num_microbatches)
-    return [*of_weights, *sums, *of_attention, *of_experts, *_stage_transfers(program, mesh, num_microbatches)]
+    return [*of_weights, *sums, *of_attention, *of_experts, *_stage_transfers(program, mesh)]
 
 
 def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -71,23 +71,23 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     """
     layout, strategy = program.layout, program.layout.strategy
     sync_every = program.sync_every
-    reductions, in_blocks = num_microbatches // sync_every, layout.gathers_in_blocks(sync_every)
-    pipeline = program.cfg.training.pipeline(mesh.shape)
+    pipeline, in_blocks = program.cfg.training.pipeline(mesh.shape), layout.gathers_in_blocks(sync_every)
+    reductions = 1 if pipeline.schedule == "1f1b" else num_microbatches // sync_every
     gathers_of_block = (2 + pipeline.runs_again) * pipeline.num_ticks
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
         equation = weight.equation
         in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
         if gathered_over and strategy.params:
-            times = gathers_of_block * num_microbatches if in_blocks and equation.is_stacked else 1
+            times = gathers_of_block if in_blocks and equation.is_stacked else 1
             size = shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh)
             yield Transfer("all-gather", gathered_over, times * size)
         elif gathered_over and strategy.optimizer and trained:  # the updated weights
             yield Transfer("all-gather", gathered_over, shard_bytes(weight, in_use, layout.param, mesh))
         if not trained:
             continue
-        times = pipeline.num_ticks if in_blocks and equation.is_stacked else 1
-        size = reductions * times * shard_bytes(weight, in_use, layout.reduce, mesh)
+        times = pipeline.num_ticks if in_blocks and equation.is_stacked else reductions
+        size = times * shard_bytes(weight, in_use, layout.reduce, mesh)
         summed_over = layout.gradient_axes(equation)
         if gathered_over and strategy.gradients:
             yield Transfer("reduce-scatter", gathered_over, size)
@@ -112,7 +112,7 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     for weight in jax.tree.leaves(program.arch.weights):
         equation, num_layers = weight.equation.dequantized(), weight.shape[0]
         if equation.is_stacked and not equation.is_vector and not equation.is_scales:
-            layers = num_layers * pipeline.num_ticks / pipeline.num_parts
+            layers = num_layers * pipeline.ticks_per_part
             both = [(equation, forward_passes * layers), (equation.transposed(), layers)]
             products += [] if EXPERTS in equation.w else both
             # The sums of experts' products are summed over devices once for each token: not once for each expert, and
@@ -128,8 +128,8 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
             yield Transfer("all-reduce", axes, round(num_microbatches * times * num_bytes), overlaps=False)
 
 
-def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
-    """Rows that each tick sends to the next stage, places of the queue to the one before, and their gradients back."""
+def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Transfer]:
+    """Rows that stages send one another in each tick, their gradients, and what 1F1B does with all stages together."""
     cfg, layout = program.cfg, program.layout
     pipeline = cfg.training.pipeline(mesh.shape)
     if pipeline.num_stages == 1:
@@ -138,9 +138,15 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatch
     own_tokens = tokens // token_shards(mesh.shape)
     stream = rows * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     beside = rows * (own_tokens + tokens) * 4  # positions, and segments of whole sequences; they have no gradient
-    ticks = num_microbatches * pipeline.num_ticks
-    for overlaps in (False, True):  # the next stage waits for the rows; the queue has time until its place comes
-        yield Transfer("collective-permute", layout.stage_axes, ticks * (2 * stream + beside), overlaps)
+    # The next stage waits for the rows.
+    yield Transfer("collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside), overlaps=False)
+    if pipeline.schedule == "gpipe":  # a place of the queue has time until it is needed
+        yield Transfer("collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside))
+        return
+    # A part comes in and its result goes out, forward; backward the gradients of both.
+    times = pipeline.num_ticks + pipeline.num_microbatches * pipeline.num_parts
+    yield Transfer("all-gather", layout.stage_axes, times * stream + pipeline.num_ticks * beside, overlaps=False)
+    yield Transfer("reduce-scatter", layout.stage_axes, times * stream, overlaps=False)
 
 
 def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
@@ -158,7 +164,7 @@ def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microb
     segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False)
     pipeline = cfg.training.pipeline(mesh.shape)
-    layers = num_microbatches * cfg.model.num_layers * pipeline.num_ticks / pipeline.num_parts
+    layers = num_microbatches * cfg.model.num_layers * pipeline.ticks_per_part
     of_a_layer = TRANSFERS_OF_A_LAYER[choose_exchange(cfg.model, mesh.shape).name]
     for transfer in of_a_layer(program, mesh, pipeline.runs_again):
         yield replace(transfer, num_bytes=round(layers * transfer.num_bytes))

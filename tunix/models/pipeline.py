@@ -45,12 +45,6 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     num_parts = num_places * num_stages
     stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
 
-    def at_stage(number, ours, others):
-        def choose(a, b):
-            return jnp.where(stages.reshape(-1, *[1] * (a.ndim - 1)) == number, a, b)
-
-        return jax.tree.map(choose, ours, others)
-
     # Of each tick only the rows that a stage takes are kept for the backward pass.
     run_all = jax.vmap(jax.checkpoint(run, prevent_cse=False))
 
@@ -58,8 +52,8 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
         queue, came = carry
         place = now % num_places
         waiting = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False), queue)
-        out, sums = run_all(layers, at_stage(0, waiting, came), now - stages)
-        put = at_stage(num_stages - 1, out, lanes.send(waiting, -1))
+        out, sums = run_all(layers, lanes.choose(stages == 0, waiting, came), now - stages)
+        put = lanes.choose(stages == num_stages - 1, out, lanes.send(waiting, -1))
         queue = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, axis=1), queue, put)
         return (queue, lanes.send(out, 1)), sums
 
@@ -89,17 +83,29 @@ class Lanes:
         self.num_stages = _product(sizes, self.stage_axes)
         self.num_shards = _product(sizes, self.row_axes)
 
-    def fold(self, x: jax.Array, places: int | None) -> jax.Array:
-        """[B, ...] -> [S, places, rows, ...]"""
-        num_local = x.shape[0] // (self.num_stages * self.num_shards)
+    def fold(self, x: jax.Array, places: int | None, dim: int = 0) -> jax.Array:
+        """[B, ...] -> [S, places, rows, ...]; with `dim` 1, [A, B, ...] -> [A, S, places, rows, ...]."""
+        num_local = x.shape[dim] // (self.num_stages * self.num_shards)
         places = places or num_local
-        rest = jax.typeof(x).sharding.spec[1:]
+        spec = jax.typeof(x).sharding.spec
+        front, rest = spec[:dim], spec[dim + 1 :]
+        shape, others = x.shape[:dim], x.shape[dim + 1 :]
         x = x.reshape(
-            self.num_stages, self.num_shards, places, num_local // places, *x.shape[1:],
-            out_sharding=PartitionSpec(self.stage_axes, self.row_axes, None, None, *rest),
-        ).swapaxes(1, 2)  # fmt: skip
-        spec = PartitionSpec(self.stage_axes, None, self.row_axes, *rest)
-        return x.reshape(self.num_stages, places, -1, *x.shape[4:], out_sharding=spec)
+            *shape, self.num_stages, self.num_shards, places, num_local // places, *others,
+            out_sharding=PartitionSpec(*front, self.stage_axes, self.row_axes, None, None, *rest),
+        ).swapaxes(dim + 1, dim + 2)  # fmt: skip
+        folded = PartitionSpec(*front, self.stage_axes, None, self.row_axes, *rest)
+        return x.reshape(*shape, self.num_stages, places, -1, *others, out_sharding=folded)
+
+    def list_parts(self, x: jax.Array, places: int | None, layout: Layout) -> jax.Array:
+        """[A, B] or [A, B, T] -> [M, rows, ...]: the parts of all microbatches in the order in which they go in.
+
+        `layout` is that of one part outside of the stages (`Layout.with_tokens_on_stages`).
+        """
+        x = self.fold(x, places, dim=1)
+        spec = layout.activation("BT"[: x.ndim - 3])
+        x = reshard(x, PartitionSpec(None, None, None, *spec))
+        return x.reshape(-1, *x.shape[3:], out_sharding=PartitionSpec(None, *spec))
 
     def unfold(self, x: jax.Array) -> jax.Array:
         """[S, places, rows, ...] -> [B, ...]"""
@@ -114,8 +120,31 @@ class Lanes:
         """[L, ...] -> [S, L / S, ...]"""
         spec = jax.typeof(x).sharding.spec
         x = reshard(x, PartitionSpec(self.stage_axes, *spec.partitions[1:], reduced=spec.reduced))
-        split = PartitionSpec(self.stage_axes, None, *spec.partitions[1:], reduced=spec.reduced)
-        return x.reshape(self.num_stages, -1, *x.shape[1:], out_sharding=split)
+        return x.reshape(self.num_stages, -1, *x.shape[1:], out_sharding=self.spec_of_stages(spec))
+
+    def spec_of_stages(self, spec: PartitionSpec) -> PartitionSpec:
+        """Return the spec of an array [L, ...] as [S, L / S, ...]."""
+        others = spec.partitions[1:]
+        return PartitionSpec(self.stage_axes, None, *others, reduced=spec.reduced, unreduced=spec.unreduced)
+
+    def choose(self, condition: jax.Array, ours: Any, others: Any) -> Any:
+        """Return rows [S, ...]: ours on the stages where the condition [S] holds, the others elsewhere."""
+        return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b), ours, others)
+
+    def on_every_stage(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """[rows, ...] -> [S, rows, ...], the same rows on each stage, which has them laid out as `spec`."""
+        x = reshard(x, spec)
+        return jnp.broadcast_to(x, (self.num_stages, *x.shape), out_sharding=PartitionSpec(self.stage_axes, *spec))
+
+    def from_stage(self, condition: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """[S, rows, T, D] -> [rows, T, D] of the one stage where the condition [S] holds, laid out as `spec`."""
+        return jnp.einsum("S,SBTD->BTD", condition.astype(x.dtype), x, out_sharding=spec)
+
+    def several(self, x: jax.Array, count: int) -> jax.Array:
+        """[S, rows, ...] -> [S, count, rows, ...]"""
+        spec = jax.typeof(x).sharding.spec
+        shape = x.shape[0], count, *x.shape[1:]
+        return jnp.broadcast_to(x[:, None], shape, out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
 
     def send(self, rows: Any, by: int) -> Any:
         """Send rows [S, ...] to the stage that is `by` further on; those of the last stage go to the first."""

@@ -159,14 +159,20 @@ class Transformer(nnx.Module):
             segment_ids = jnp.zeros_like(tokens)
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))  # of whole sequences: once, not in each layer
-        exchange = choose_exchange(self.cfg).name
-
-        def mix_of(layer: Layer, segment_ids: jax.Array) -> Mix:
-            seen = seen_in_row(segment_ids, layer.window)
-            return lambda q, k, v: (attend(q, k, v, seen, self.block_layout, self.cfg.attention, exchange), None)
-
-        x, _, sums = self.run_blocks(tables, tokens, positions, mix_of, tokens.shape[1], seed, beside=segment_ids)
+        length = tokens.shape[1]
+        x, _, sums = self.run_blocks(tables, tokens, positions, self.mix_of_row, length, seed, beside=segment_ids)
         return x, sums
+
+    def mix_of_row(self, layer: Layer, segment_ids: jax.Array) -> Mix:
+        """Return the mix of a layer in training: a token sees tokens of its own row; `segment_ids` are [B, S] int32."""
+        seen, exchange = seen_in_row(segment_ids, layer.window), choose_exchange(self.cfg).name
+        return lambda q, k, v: (attend(q, k, v, seen, self.block_layout, self.cfg.attention, exchange), None)
+
+    def embed(self, tables, tokens, positions) -> jax.Array:
+        """[B, T] int32 -> [B, T, D], what the first block takes."""
+        with jax.named_scope("embed"):
+            x = self.embedding.lookup(tables[0], tokens)
+            return x if self.positions is None else self.positions(x, positions)
 
     def run_blocks(
         self,
@@ -190,12 +196,9 @@ class Transformer(nnx.Module):
         layer is a piece of program of its own, its number and its window are Python's, and what is kept is a list with
         one entry for each layer, of any shapes.
         """
-        with jax.named_scope("embed"):
-            x = self.embedding.lookup(tables[0], tokens)
-            x = x if self.positions is None else self.positions(x, positions)
         kept: list = []
         sums = NO_SUMS
-        rows = Rows(x, positions, beside)
+        rows = Rows(self.embed(tables, tokens, positions), positions, beside)
         with jax.named_scope("blocks"):
             for stack in self.stacks:
                 apart = None if layers is None else layers[stack.name]
@@ -205,41 +208,56 @@ class Transformer(nnx.Module):
         with jax.named_scope("final_norm"):
             return self.final_norm(rows.x), kept, sums
 
-    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart) -> tuple[Rows, Any, BlockSums]:
-        graphdef, params = nnx.split(getattr(self, stack.name))
-        numbers = list(stack.layers)
-        windows = [self.cfg.windows(length)[number] for number in numbers]
+    def layers_of(self, stack: Stack, length: int) -> tuple[Any, Layer]:
+        """Return parameters and values of the layers of a stack, arrays [L, ...], for sequences of `length` tokens."""
+        windows = self.cfg.windows(length)[stack.layers.start : stack.layers.stop]
         rope = layer_rope(self.cfg, stack.layers) if self.cfg.positions == "rope" else None
+        params = nnx.state(getattr(self, stack.name))
+        return params, Layer(jnp.asarray(list(stack.layers)), jnp.asarray(windows), rope)
 
-        def one_layer(rows, each, part=None):
-            params, layer = each
-            key = None if seed is None else jax.random.fold_in(jax.random.key(seed), layer.number)
-            if key is not None and part is not None:
-                key = jax.random.fold_in(key, part)
-            mix = mix_of(layer, rows.beside)
-            x, kept, sums = nnx.merge(graphdef, params)(rows.x, rows.positions, layer.rope, mix, key)
-            return rows._replace(x=x), (kept, sums)
+    def scan_layers(self, stack: Stack, layers, rows: Rows, mix_of, seed, part=None) -> tuple[Rows, Any, BlockSums]:
+        """Run some layers of a stack on some rows, and return rows, what the mixes keep, and the sums of the layers.
 
-        def scan_layers(layers, rows, part=None):
-            layer = jax.checkpoint(partial(one_layer, part=part), policy=keep_policy(self.remat), prevent_cse=False)
-            rows, (kept, sums) = jax.lax.scan(layer, rows, layers)
-            return rows, kept, join_layers(sums)
+        `layers` are those of `layers_of`, or a part of them. `part` is the number of these rows in the batch where they
+        are a part of it: dropout draws by it.
+        """
+        graphdef = nnx.graphdef(getattr(self, stack.name))
 
+        def one_layer(rows, each):
+            return self._one_layer(graphdef, rows, each, mix_of, seed, part)
+
+        one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
+        rows, (kept, sums) = jax.lax.scan(one_layer, rows, layers)
+        return rows, kept, join_layers(sums)
+
+    def _one_layer(self, graphdef, rows: Rows, each, mix_of, seed, part=None) -> tuple[Rows, tuple[Any, BlockSums]]:
+        params, layer = each
+        key = None if seed is None else jax.random.fold_in(jax.random.key(seed), layer.number)
+        if key is not None and part is not None:
+            key = jax.random.fold_in(key, part)
+        mix = mix_of(layer, rows.beside)
+        x, kept, sums = nnx.merge(graphdef, params)(rows.x, rows.positions, layer.rope, mix, key)
+        return rows._replace(x=x), (kept, sums)
+
+    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart) -> tuple[Rows, Any, BlockSums]:
+        layers = self.layers_of(stack, length)
+        if apart is None and not self.layout.stage_axes:
+            return self.scan_layers(stack, layers, rows, mix_of, seed)
         if apart is None:
-            layers = params, Layer(jnp.asarray(numbers), jnp.asarray(windows), rope)
-            if not self.layout.stage_axes:
-                return scan_layers(layers, rows)
 
             def run(layers, rows, part):
-                rows, _, sums = scan_layers(layers, rows, part)
+                rows, _, sums = self.scan_layers(stack, layers, rows, mix_of, seed, part)
                 return rows, sums
 
             rows, sums = run_stages(run, layers, rows, self.layout, self.parts_per_stage)
             return rows, None, sums
+        graphdef, (_, values) = nnx.graphdef(getattr(self, stack.name)), layers
+        windows = self.cfg.windows(length)
         results = []
-        for place, (number, window) in enumerate(zip(numbers, windows, strict=True)):
-            rotations = jax.tree.map(lambda of_all, place=place: of_all[place], rope)
-            rows, result = one_layer(rows, (apart[place], Layer(number, window, rotations)))
+        for place, number in enumerate(stack.layers):
+            rotations = jax.tree.map(lambda of_all, place=place: of_all[place], values.rope)
+            layer = Layer(number, windows[number], rotations)
+            rows, result = self._one_layer(graphdef, rows, (apart[place], layer), mix_of, seed)
             results.append(result)
         all_kept, all_sums = zip(*results, strict=True)
         return rows, list(all_kept), join_layers(jax.tree.map(lambda *values: jnp.stack(values), *all_sums))

@@ -136,8 +136,9 @@ def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
         return {}
     layers, rows = cfg.model.num_layers // pipeline.num_stages, part_rows(cfg, mesh)
     return {
-        "pipeline": f"{pipeline.num_stages} stages of {layers} layers; a microbatch is {pipeline.num_parts} parts of "
-        f"{rows} sequence(s) of each shard, in {pipeline.num_ticks} ticks, of which a stage idles {pipeline.bubble:.0%}"
+        "pipeline": f"{pipeline.schedule}: {pipeline.num_stages} stages of {layers} layers; a microbatch is "
+        f"{pipeline.num_parts} parts of {rows} sequence(s) of each shard; a step is {pipeline.num_ticks} ticks, and a "
+        f"stage idles in {pipeline.bubble:.0%} of them"
     }
 
 

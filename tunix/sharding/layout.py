@@ -64,7 +64,9 @@ class Layout:
     param: str
     compute: str
     reduce: str
-    in_stage: bool = False  # inside of a stage, where the axes that split the layers split nothing else
+    # What the axes of the stages split here: `sequences` of a batch; `layers` inside of a stage, and nothing else; or
+    # `tokens` of sequences, where one part of a batch is at work outside of the stages (1F1B).
+    stages_split: str = "sequences"
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ class Layout:
     @property
     def stages_around(self) -> tuple[str, ...]:
         """Mesh axes of the stages, inside of one; none elsewhere."""
-        return self.stage_axes if self.in_stage else ()
+        return self.stage_axes if self.stages_split == "layers" else ()
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -83,7 +85,11 @@ class Layout:
 
     def inside_stage(self) -> "Layout":
         """Return the layout inside of the blocks: the same one where the layers are not split into stages."""
-        return replace(self, in_stage=bool(self.stage_axes))
+        return replace(self, stages_split="layers")
+
+    def with_tokens_on_stages(self) -> "Layout":
+        """Return the layout outside of the blocks for one part of a batch, whose tokens are split over the stages."""
+        return replace(self, stages_split="tokens")
 
     def with_all_layers(self) -> "Layout":
         """Return the layout in which every device keeps all layers: then axes of stages split the batch alone."""
@@ -208,7 +214,12 @@ class Layout:
     def _activation_axes(self, letter: str) -> tuple[str, ...]:
         if letter in self.unsplit:
             return ()
-        return tuple(axis for axis in DIMS[letter].activation_axes if axis not in self.stages_around)
+        axes = DIMS[letter].activation_axes
+        if self.stages_split == "sequences":
+            return axes
+        others = tuple(axis for axis in axes if axis not in self.stage_axes)
+        # Stages split the share that a device has without them: the tokens of a part are put together over one axis.
+        return (*others, *self.stage_axes) if letter == "T" and self.stages_split == "tokens" else others
 
     def _axes_at_rest(self, equation: Equation) -> list[tuple[str, ...]]:
         """Axes of each dimension of the weight between uses. Vectors are too small to be worth a gather.

@@ -23,9 +23,10 @@ from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
 from tunix.training.copies import Update, make_updates, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
+from tunix.training.pipelined import make_pipelined_gradients
 from tunix.training.spikes import SpikeGuard, make_guard
 from tunix.training.state import Architecture, State, abstract_state, describe, new_state, optimizer_view
-from tunix.training.step import make_train_step
+from tunix.training.step import Gradients, make_gradients, make_train_step
 
 
 def build_layout(cfg: Config, mesh: Mesh) -> Layout:
@@ -46,14 +47,22 @@ def choose_sync(training: Training, mesh: Mesh | AbstractMesh) -> int:
     Where an axis splits the gradients, a reduction once a step needs whole gradients on each device, and weights that
     are gathered for the step. Elsewhere each device has whole gradients anyway.
     """
-    if training.sync_gradients_every != "auto":
-        return training.sync_gradients_every
-    sizes = mesh.shape
-    splits = STRATEGIES[training.sharding_strategy].gradients and any(sizes[axis] > 1 for axis in keeping_axes())
-    if splits or data_shards(sizes) == 1:
-        return 1
-    return training.batch_shape(sizes).num_microbatches
+    sizes, strategy = mesh.shape, STRATEGIES[training.sharding_strategy]
+    num_microbatches = training.batch_shape(sizes).num_microbatches
+    every = training.sync_gradients_every
+    if every == "auto":
+        splits = strategy.gradients and any(sizes[axis] > 1 for axis in keeping_axes())
+        every = 1 if splits or data_shards(sizes) == 1 else num_microbatches
+    if training.pipeline(sizes).schedule == "1f1b" and (every > 1 or strategy.gathered_for == "step"):
+        return num_microbatches  # parts of two microbatches are at work in one tick
+    return every
 
+
+# How the gradients of a step are computed, by the schedule of the pipeline. Without stages it is the first.
+GRADIENTS: dict[str, Callable[[Architecture, LossFn, Layout, int], Gradients]] = {
+    "gpipe": make_gradients,
+    "1f1b": make_pipelined_gradients,
+}
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +76,7 @@ class Program:
     arch: Architecture
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
+    pipeline_schedule: str  # of GRADIENTS
     sync_every: int  # microbatches between two reductions of gradients
     copies: dict[str, Update]  # of the parameters, that the state carries
     guard: SpikeGuard | None
@@ -113,13 +123,13 @@ class Program:
         """The train step of a run of `num_steps`, on which the learning rate depends; to be compiled."""
         cfg = self.cfg
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, num_steps, tokens_per_step)
+        gradients = GRADIENTS[self.pipeline_schedule](self.arch, self.loss_fn, self.layout, self.sync_every)
         return make_train_step(
+            gradients,
             self.arch,
-            self.loss_fn,
             self.optimizer,
             schedule,
             self.layout,
-            self.sync_every,
             self.copies,
             self.guard,
             cfg.model.mlp.bias_rate if isinstance(cfg.model.mlp, ExpertsMlp) else None,
@@ -147,4 +157,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     copies, guard = make_updates(training), make_guard(training)
     abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies), guard), mesh)
     sync_every = choose_sync(training, mesh)
-    return Program(cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), sync_every, copies, guard, abstract)
+    pipeline = training.pipeline(mesh.shape).schedule
+    return Program(
+        cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), pipeline, sync_every, copies, guard, abstract
+    )

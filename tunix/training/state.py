@@ -58,6 +58,10 @@ class Architecture:
         """Return the architecture of programs without stages: those that draw answers, one token after the other."""
         return describe(self.model, self.layout.with_all_layers()) if self.layout.stage_axes else self
 
+    def with_tokens_on_stages(self) -> "Architecture":
+        """Return the architecture of what is outside of the stages in 1F1B; see `Layout.with_tokens_on_stages`."""
+        return describe(self.model, self.layout.with_tokens_on_stages())
+
     def module(self, params: dict[str, Any]) -> Transformer:
         return nnx.merge(self.graphdef, params)
 

@@ -17,14 +17,16 @@ from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
 from tunix.training.spikes import SpikeGuard
 from tunix.training.state import Architecture, State, Weight, optimizer_view
 
+# (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
+Gradients = Callable[[dict, Batch, jax.Array], tuple[dict, jax.Array, Sums]]
+
 
 def make_train_step(
+    gradients: Gradients,
     arch: Architecture,
-    loss_fn: LossFn,
     tx: optax.GradientTransformation,
     schedule: Schedule,
     layout: Layout,
-    sync_every: int,
     copy_updates: dict[str, Update],
     guard: SpikeGuard | None = None,
     bias_rate: float | None = None,
@@ -35,10 +37,8 @@ def make_train_step(
     sums of the loss divided by its weight. `bias_rate` is that of routers (balance.py); None where they have no bias.
 
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
-    guard. Gradients are reduced over the data shards after every `sync_every` microbatches; until then each device adds
-    up its own part in float32.
+    guard. `gradients` is what `make_gradients` returns, or another row of `GRADIENTS` (training/program.py).
     """
-    gradients = make_gradients(arch, loss_fn, layout, sync_every)
 
     def update(grads, opt_state, params):
         # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
@@ -97,9 +97,7 @@ def make_train_step(
 # (`reduced`, `unreduced`) make a forgotten sum an error while tracing.
 
 
-def make_gradients(
-    arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int
-) -> Callable[[dict, Batch, jax.Array], tuple[dict, jax.Array, Sums]]:
+def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int) -> Gradients:
     """Return a function (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 
     Gradients are float32 and summed over devices too; weight and sums are those of `Loss`. The dropout of a microbatch

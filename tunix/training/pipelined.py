@@ -1,0 +1,224 @@
+"""Gradients of a step by 1F1B: the backward pass of a part of the batch begins while other parts go in.
+
+PipeDream's schedule with a flush at the end of the step (Narayanan et al. 2021, arXiv:2006.09503), in one program: all
+stages do the same in a tick. In tick t stage s computes forward what stage 0 took in tick t - s, and goes backward
+through part t - 2 (S - 1) + s. So the last stage goes backward through a part in the tick in which it finishes it:
+
+    tick           0    1    2    3    4    5    6    7    8         S = 3 stages, M = 5 parts
+    stage 0  F    p0   p1   p2   p3   p4
+             B                        p0   p1   p2   p3   p4
+    stage 1  F         p0   p1   p2   p3   p4
+             B                   p0   p1   p2   p3   p4
+    stage 2  F              p0   p1   p2   p3   p4
+             B              p0   p1   p2   p3   p4
+                   |-------| |--------------------| |------|
+                    forward    forward, backward     backward        S - 1, M and S - 1 ticks
+
+A stage keeps the rows that it took until it goes backward through them: of at most 2 S - 1 parts, however many there
+are. GPipe (models/pipeline.py) keeps those of all parts of a microbatch. And the parts of all microbatches of a step
+follow one another here, so the stages fill and empty once a step.
+
+The last stage has one part at a time. Its logits, its loss and the embedding of the part that comes in are the work of
+all stages, which split its tokens.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, reshard
+
+from tunix.models.block_sums import NO_SUMS, BlockSums
+from tunix.models.pipeline import Lanes
+from tunix.models.transformer import Rows, Transformer
+from tunix.sharding.layout import Layout
+from tunix.training.scores import LossFn, add_sums
+from tunix.training.state import Architecture, Weight
+from tunix.training.step import Gradients
+
+
+class AfterBlocks:
+    """A model whose blocks have run: a loss takes their result, [B, T, D], as if the model had computed it."""
+
+    def __init__(self, model: Transformer, x: jax.Array):
+        self.model, self.x = model, x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def hidden(self, *_: Any) -> tuple[jax.Array, BlockSums]:
+        """Return the result of the final norm; blocks on stages have no numbers beside it."""
+        with jax.named_scope("final_norm"):
+            return self.model.final_norm(self.x), NO_SUMS
+
+    def __call__(self, *tokens: Any) -> jax.Array:
+        """Return logits [B, T, V] float32."""
+        tables = self.model.tables()
+        return self.model.logits(tables, self.hidden()[0])
+
+
+def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int) -> Gradients:
+    """Return what `make_gradients` returns: gradients of a step, its weight and its sums.
+
+    Weights outside of the blocks are gathered once, and each device adds up its own part of their gradients until the
+    end of the step. Weights of the blocks are gathered in every tick, or once, as the strategy says.
+    """
+    in_blocks, outer = layout.gathers_in_blocks(sync_every), arch.with_tokens_on_stages()
+
+    def gradients(params, batch, seeds):
+        model, lanes = arch.module(params), Lanes(layout)
+        (stack,) = model.stacks
+        places = Places(lanes, layout, stack.name, in_blocks)
+        with jax.named_scope("gather"):
+            weights = jax.tree.map_with_path(places.gather, params, arch.weights)
+        _, values = model.layers_of(stack, batch["tokens"].shape[2])
+        values = jax.tree.map(lanes.split_layers, values)
+        parts = {name: lanes.list_parts(x, model.parts_per_stage, outer.layout) for name, x in batch.items()}
+        num_stages, num_parts = lanes.num_stages, len(parts["tokens"])
+        stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
+        parts_of_seed = num_parts // len(seeds)
+
+        def module(others):
+            return outer.module(arch.merge(others, weights_outside) | {stack.name: params[stack.name]})
+
+        def embed(others, part):
+            whole = module(others)
+            return whole.embed(whole.tables(), part["tokens"], part["positions"])
+
+        def loss(others, x, part, seed):
+            result = loss_fn(AfterBlocks(module(others), x), part, seed)  # type: ignore[arg-type]
+            return result.objective, (result.weight, result.sums)
+
+        def run_stage(layers, rows, number, seed):
+            rows, _, sums = model.scan_layers(stack, layers, rows, model.mix_of_row, seed, number)
+            assert not jax.tree.leaves(sums), "the config refuses experts on stages"
+            return rows.x
+
+        def run_stages(blocks, x, others_of_rows, part):
+            layers = arch.merge(blocks, weights_of_blocks), values
+            rows = Rows(x, *others_of_rows)
+            number = jnp.clip(part, 0, num_parts - 1)
+            seed = seeds.at[number // parts_of_seed].get(out_sharding=PartitionSpec(lanes.stage_axes))
+            return jax.vmap(run_stage)(layers, rows, number % parts_of_seed, seed)
+
+        def take(number):
+            number = jnp.clip(number, 0, num_parts - 1)
+            return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), parts)
+
+        def enter(others, part):
+            inside = model.block_layout
+            x = lanes.on_every_stage(embed(others, part), inside.activation("BTD"))
+            positions = lanes.on_every_stage(part["positions"], inside.activation("BT"))
+            return Rows(x, positions, lanes.on_every_stage(part["segment_ids"], inside.activation("BS")))
+
+        def tick(carry, now, *, forward: bool, backward: bool):
+            kept, forth, back, grads, (weight, sums) = carry
+            d_blocks, d_others = grads
+            d_last = jnp.zeros_like(back)
+            if forward:
+                rows = lanes.choose(stages == 0, enter(outside, take(now)), forth)
+                place = now % num_kept
+                kept = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 1), kept, rows)
+                y = run_stages(blocks, rows.x, rows[1:], now - stages)
+                forth = lanes.send(rows._replace(x=y), 1)
+            if forward and backward:  # the last stage has finished a part
+                number = now - (num_stages - 1)
+                part, seed = take(number), seeds[number // parts_of_seed]
+                finished = lanes.from_stage(stages == num_stages - 1, y, outer.layout.activation("BTD"))
+                _, vjp, (more_weight, more) = jax.vjp(
+                    lambda others, x: loss(others, x, part, seed), outside, finished, has_aux=True
+                )
+                d_outside, d_finished = vjp(jnp.ones((), jnp.float32))
+                d_others = add(d_others, d_outside)
+                weight, sums = weight + more_weight, add_sums(sums, more)
+                d_last = lanes.on_every_stage(d_finished, model.block_layout.activation("BTD"))
+            if backward:
+                part = now - 2 * (num_stages - 1) + stages
+                place = (part + stages) % num_kept  # of the tick in which the stage took the part
+                rows = jax.tree.map(
+                    lambda x: jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x, place), kept
+                )
+                d_y = lanes.choose(stages == num_stages - 1, d_last, back)
+                # The gradient of a part that is not there is zero: it came from zeros.
+                _, vjp = jax.vjp(lambda blocks, x: run_stages(blocks, x, rows[1:], part), blocks, rows.x)
+                d_more, d_x = vjp(d_y)
+                d_blocks, back = add(d_blocks, d_more), lanes.send(d_x, -1)
+                d_first = lanes.from_stage(stages == 0, d_x, outer.layout.activation("BTD"))
+                first = take(now - 2 * (num_stages - 1))
+                d_others = add(d_others, jax.vjp(lambda others: embed(others, first), outside)[1](d_first)[0])
+            return (kept, forth, back, (d_blocks, d_others), (weight, sums)), None
+
+        weights_of_blocks = jax.tree.map(lanes.split_layers, weights[stack.name])
+        weights_outside = {name: tree for name, tree in weights.items() if name != stack.name}
+        is_trained = dict(arch.is_trained)
+        blocks = keep(weights_of_blocks, is_trained.pop(stack.name))
+        outside = keep(weights_outside, is_trained)
+        nothing = jax.tree.map_with_path(places.zeros, arch.trained_weights)
+        no_blocks = nothing.pop(stack.name)
+
+        num_kept = 2 * num_stages - 1
+        forth = jax.tree.map(jnp.zeros_like, enter(outside, take(0)))
+        kept = jax.tree.map(lambda x: lanes.several(x, num_kept), forth)
+        first, seed = take(0), seeds[0]
+        shapes = jax.eval_shape(lambda: loss(outside, embed(outside, first), first, seed)[1])
+        weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        carry = kept, forth, jnp.zeros_like(forth.x), (no_blocks, nothing), (weight, sums)
+        for begin, end, does in (
+            (0, num_stages - 1, {"forward": True, "backward": False}),
+            (num_stages - 1, num_stages - 1 + num_parts, {"forward": True, "backward": True}),
+            (num_stages - 1 + num_parts, 2 * (num_stages - 1) + num_parts, {"forward": False, "backward": True}),
+        ):
+            carry, _ = jax.lax.scan(partial(tick, **does), carry, jnp.arange(begin, end))
+        *_, (d_blocks, d_others), (weight, sums) = carry
+        with jax.named_scope("reduce"):
+            grads = jax.tree.map_with_path(
+                places.sum_over_devices, d_others | {stack.name: d_blocks}, arch.trained_weights
+            )
+        return grads, weight, sums
+
+    return gradients
+
+
+class Places:
+    """Where parameters and gradients are while the ticks run: those of the blocks as [S, L / S, ...]."""
+
+    def __init__(self, lanes: Lanes, layout: Layout, blocks: str, in_blocks: bool):
+        self.lanes, self.layout, self.blocks, self.in_blocks = lanes, layout, blocks, in_blocks
+
+    def gather(self, path: Any, parameter: jax.Array, weight: Weight) -> jax.Array:
+        """Return a parameter as the ticks take it: at rest where blocks gather it themselves, else gathered."""
+        rests = self.in_blocks and self._is_of_blocks(path)
+        return parameter if rests else self.layout.gather(parameter, weight.equation)
+
+    def zeros(self, path: Any, weight: Weight) -> jax.Array:
+        """Return zeros, float32, to add the gradients of the ticks to."""
+        if not self._is_of_blocks(path):
+            return reshard(jnp.zeros(weight.shape), self.layout.unreduced(weight.equation))
+        spec = self._rest(weight) if self.in_blocks else self.layout.unreduced(weight.equation)
+        shape = self.lanes.num_stages, weight.shape[0] // self.lanes.num_stages, *weight.shape[1:]
+        return reshard(jnp.zeros(shape), self.lanes.spec_of_stages(spec))
+
+    def sum_over_devices(self, path: Any, gradient: jax.Array, weight: Weight) -> jax.Array:
+        """Return a gradient summed over devices, of the shape and layout that the step wants."""
+        if not self._is_of_blocks(path):
+            return self.layout.sum_gradient(gradient, self._rest(weight))
+        if not self.in_blocks:
+            gradient = self.layout.sum_gradient(gradient, self.lanes.spec_of_stages(self._rest(weight)))
+        return gradient.reshape(weight.shape, out_sharding=self._rest(weight))
+
+    def _is_of_blocks(self, path: Any) -> bool:
+        return path[0].key == self.blocks
+
+    def _rest(self, weight: Weight) -> PartitionSpec:
+        return self.layout.at_rest(weight.equation, self.layout.strategy.gradients)
+
+
+def keep(tree: Any, is_trained: Any) -> Any:
+    """Return the tree with None in the place of what is frozen."""
+    return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, is_trained)
+
+
+def add(total: Any, more: Any) -> Any:
+    """Return the sum of two trees of gradients in the dtype of the first."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
