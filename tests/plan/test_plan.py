@@ -39,7 +39,7 @@ MICROBATCHES = 4
         ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
         ("[[2,2,2],[dp,fsdp,tp]]", []),
         ("[[4,2],[fsdp,tp]]", ["training.remat=none"]),
-        ("[[2,2,2],[pp,fsdp,tp]]", ["model.num_layers=4", "model.global_every=2"]),
+        ("[[4,2],[pp,fsdp]]", ["model.num_layers=8", "model.global_every=2"]),
         ("[[2,4],[fsdp,cp]]", []),
         ("[[2,4],[fsdp,cp]]", ["model.cp_exchange=ring"]),
         ("[[2,2,2],[fsdp,cp,tp]]", ["training.remat=none"]),

@@ -7,6 +7,7 @@ from support.harness import batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.sharding.dims import axis_names
 
 # Four layers, of which every second one is global: the windows travel with the layers. Low-rank updates beside weights
 # that are trained too.
@@ -22,11 +23,11 @@ def reference() -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "more"),
     [
-        ("[[2,2,2],[pp,fsdp,tp]]", 2, ["training.micro_batch_size=2", "training.remat=none"]),
-        ("[[4,2],[pp,dp]]", 1, ["training.micro_batch_size=2", "training.pipeline_microbatches=4",
-                                "training.sharding_strategy=shard_grad_op"]),
+        ("[[2,2,2],[pp,fsdp,tp]]", 2, ["training.micro_batch_size=2"]),
+        ("[[4,2],[pp,dp]]", 1, ["training.micro_batch_size=2", "training.pipeline_microbatches=4", "training.remat=none",
+                                "training.pipeline_schedule=gpipe", "training.sharding_strategy=shard_grad_op"]),
     ],
-    ids=["gathered in blocks", "gathered once"],
+    ids=["1f1b, gathered in blocks", "gpipe, gathered once"],
 )  # fmt: skip
 def test_stages_leave_the_result_unchanged(mesh, microbatches, more, reference):
     step = program(f"model.mesh_shape={mesh}", f"training.gradient_accumulation_steps={microbatches}", *LAYERS, *more)
@@ -37,6 +38,19 @@ def test_stages_leave_the_result_unchanged(mesh, microbatches, more, reference):
     assert query.shape[0] == 4, "a checkpoint has the layers in one array, whatever splits them"
     assert query.sharding.spec[0] == "pp"
     assert query.addressable_shards[0].data.shape[0] == 4 // step.mesh.shape["pp"]
+
+
+def test_memory_of_1f1b_does_not_grow_with_parts():
+    """Twice the microbatches are twice the parts; the batch itself is an argument of the step."""
+
+    def temporary(microbatches):
+        words = ["model.mesh_shape=[[2,2,2],[pp,fsdp,tp]]", *LAYERS, "training.micro_batch_size=2"]
+        step = program(*words, f"training.gradient_accumulation_steps={microbatches}")
+        rows = batch(8 * microbatches, microbatches)
+        dealt_out_anew = sum(leaf.nbytes for leaf in rows.values()) // 4  # tokens in the place of sequences
+        return step.compile(rows).memory_analysis().temp_size_in_bytes - dealt_out_anew
+
+    assert temporary(4) <= 1.02 * temporary(2)
 
 
 def test_quantized_layers_on_stages_are_traced():
@@ -57,16 +71,25 @@ def test_quantized_layers_on_stages_are_traced():
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.micro_batch_size=6",
           "training.pipeline_microbatches=8"],
          r"must be a multiple of 2 that divides 12; nearest: 4 or 6 or 12, or auto"),
+        (["model.num_layers=4", "model.mesh_shape=[[4,2],[pp,fsdp]]", "training.seq_len=30",
+          "training.pipeline_schedule=1f1b"],
+         r"1f1b splits training.seq_len=30 over 4 devices; nearest: 28 or 32, or training.pipeline_schedule=gpipe"),
     ],
-    ids=["layers", "fewer parts than stages", "sequences"],
+    ids=["layers", "fewer parts than stages", "sequences", "tokens"],
 )  # fmt: skip
 def test_what_does_not_fit_the_stages(words, message):
     with pytest.raises(UserError, match=message):
         program(*words)
 
 
-@pytest.mark.parametrize(("given", "parts", "ticks"), [("auto", 12, 13), ("4", 4, 5)])
-def test_ticks_and_bubble(given, parts, ticks):
-    training = compose(["training.micro_batch_size=6", f"training.pipeline_microbatches={given}"]).config.training
-    pipeline = training.pipeline({"pp": 2, "fsdp": 4})
-    assert (pipeline.num_parts, pipeline.num_ticks, pipeline.bubble) == (parts, ticks, 1 / ticks)
+@pytest.mark.parametrize(
+    ("schedule", "given", "ticks"), [("gpipe", "auto", 3 * 13), ("1f1b", "auto", 37), ("1f1b", 4, 13), ("gpipe", 4, 15)]
+)
+def test_ticks_and_bubble(schedule, given, ticks):
+    """Of three microbatches on two stages, which 1F1B fills once a step."""
+    words = ["training.micro_batch_size=6", "training.gradient_accumulation_steps=3"]
+    keys = [f"training.pipeline_microbatches={given}", f"training.pipeline_schedule={schedule}"]
+    pipeline = compose([*words, *keys]).config.training.pipeline(dict.fromkeys(axis_names(), 1) | {"pp": 2})
+    assert pipeline.num_ticks == ticks
+    parts = 3 * (12 if given == "auto" else given)
+    assert pipeline.bubble == pytest.approx((ticks - parts) / ticks)

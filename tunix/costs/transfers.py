@@ -15,6 +15,7 @@ from tunix.models.remat import computes_again
 from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import token_shards
+from tunix.training.losses import loss_kind
 from tunix.training.program import Program
 from tunix.training.state import Weight
 
@@ -147,6 +148,10 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Tr
     times = pipeline.num_ticks + pipeline.num_microbatches * pipeline.num_parts
     yield Transfer("all-gather", layout.stage_axes, times * stream + pipeline.num_ticks * beside, overlaps=False)
     yield Transfer("reduce-scatter", layout.stage_axes, times * stream, overlaps=False)
+    # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
+    fields = sum(field.dims == "ABT" for field in loss_kind(cfg).fields.values())
+    batch = pipeline.num_microbatches * cfg.training.sequences_per_shard * own_tokens * 4
+    yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=False)
 
 
 def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
