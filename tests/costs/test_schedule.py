@@ -55,7 +55,13 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
     timeline = walk(
         HLO,
         found,
-        Speeds(flops_per_s=PRODUCT / 1e5, kernel_flops_per_s=1.0, bytes_per_s=1.0, collective_s=lambda _: gather_s),
+        Speeds(
+            flops_per_s=PRODUCT / 1e5,
+            kernel_flops_per_s=1.0,
+            bytes_per_s=1.0,
+            launch_s=0.0,
+            collective_s=lambda _: gather_s,
+        ),
     )
     assert timeline.flops == 5 * PRODUCT
     assert timeline.compute_s == pytest.approx(5 * (MOVED + 1e5))  # the loop's stack is updated in place
@@ -90,7 +96,9 @@ ENTRY %main (which: pred[], x: f32[10]) -> f32[10] {
 def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
     hlo = CONDITIONAL.replace("BRANCHES", written)
     timeline = walk(
-        hlo, [], Speeds(flops_per_s=1.0, kernel_flops_per_s=1.0, bytes_per_s=1.0, collective_s=lambda _: 0.0)
+        hlo,
+        [],
+        Speeds(flops_per_s=1.0, kernel_flops_per_s=1.0, bytes_per_s=1.0, launch_s=0.0, collective_s=lambda _: 0.0),
     )
     assert timeline.compute_s == 2 * (2 * 10 * 4)  # two instructions, each reads and writes ten numbers
 
@@ -107,7 +115,9 @@ ENTRY %main (q: bf16[2,1024,4,64], k: bf16[2,1024,2,64]) -> bf16[2,1024,4,64] {
 
 def test_attention_kernels_have_the_products_of_the_pairs_that_they_compute():
     """Three for each pair, at the speed of kernels."""
-    speeds = Speeds(flops_per_s=1e30, kernel_flops_per_s=10.0, bytes_per_s=1e30, collective_s=lambda _: 0.0)
+    speeds = Speeds(
+        flops_per_s=1e30, kernel_flops_per_s=10.0, bytes_per_s=1e30, launch_s=0.0, collective_s=lambda _: 0.0
+    )
     timeline = walk(KERNEL, [], speeds, pairs_per_row=1000.0)
     assert timeline.flops == 2 * 3 * 2 * 4 * 64 * 1000
     assert timeline.compute_s == pytest.approx(timeline.flops / 10)

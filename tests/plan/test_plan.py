@@ -11,15 +11,18 @@ from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.config import DeviceKind
 from tunix.costs.derived import assemble_once, derive
-from tunix.costs.devices import device_kinds, peak_tflops
+from tunix.costs.devices import device_kinds, on_network, peak_tflops
 from tunix.costs.hlo import read_collectives
+from tunix.costs.links import LINK_SHARE, Group, collective_s
 from tunix.costs.rollout_memory import choose_rows
+from tunix.costs.schedule import StepTime
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.choice import resolve_auto
-from tunix.plan.compiled import find_backend
+from tunix.plan.compiled import Compiled, find_backend
 from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, rank
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
@@ -79,18 +82,55 @@ def test_memory_is_derived_where_there_is_no_cudnn():
     assert 0 < derive(cudnn, sizes).memory < derive(plain, sizes).memory
 
 
-def test_a_ring_is_as_fast_as_its_slowest_link():
+def test_large_collectives_are_as_fast_as_the_slowest_link():
     kind, sizes = device_kinds()["h200"], dict.fromkeys(axis_names(), 1) | {"dp": 2, "fsdp": 4, "tp": 4}
+    link, network = kind.link_gb_per_s * LINK_SHARE, kind.network.nic_gb_per_s * kind.network.share
 
-    def gigabyte(kind_of_transfer: str, *axes: str) -> float:
-        return seconds(Transfer(kind_of_transfer, axes, 10**9), sizes, kind, per_node=8)
+    def gigabyte(kind_of_transfer: str, *axes: str, per_node: int = 8) -> float:
+        whole = seconds(Transfer(kind_of_transfer, axes, 10**12), sizes, kind, per_node)
+        return whole / 1000
 
-    assert gigabyte("all-gather", "tp") == pytest.approx(0.75 / kind.link_gb_per_s)
-    assert gigabyte("all-reduce", "tp") == 2 * gigabyte("all-gather", "tp")
-    assert gigabyte("all-gather", "fsdp") == pytest.approx(0.75 / (2 * kind.network_gb_per_s))  # two in a node
-    assert gigabyte("all-reduce", "dp") == pytest.approx(2 * 0.5 / kind.network_gb_per_s)  # alone in its node
-    of_six = seconds(Transfer("all-gather", ("tp",), 10**9), sizes, kind, per_node=6)  # devices 4 and 5, 6 and 7
-    assert of_six == pytest.approx(0.75 / (2 * kind.network_gb_per_s))
+    assert gigabyte("all-gather", "tp") == pytest.approx(0.75 / link, rel=1e-3)
+    assert gigabyte("all-reduce", "tp") == pytest.approx(2 * 0.75 / link, rel=1e-3)
+    assert gigabyte("all-gather", "fsdp") == pytest.approx(0.75 / (2 * network), rel=1e-3)  # two in a node
+    assert gigabyte("all-reduce", "dp") == pytest.approx(2 * 0.5 / network, rel=1e-3)  # alone in its node
+    of_six = gigabyte("all-gather", "tp", per_node=6)  # devices 4 and 5, 6 and 7
+    assert of_six == pytest.approx(0.75 / (2 * network * 8 / 6), rel=1e-3)  # 8 cards for 6 devices
+
+
+def test_small_collectives_wait_for_their_hops():
+    """Latency as NCCL counts it: of the protocol that is fastest for the size; a tree has fewer hops than a ring."""
+    kind = device_kinds()["h100"]
+    eight, many = Group(8, 8), Group(128, 8)
+
+    def microseconds(name: str, num_bytes: float, group: Group, on: DeviceKind = kind) -> float:
+        return 1e6 * collective_s(name, num_bytes, group, on, 8)
+
+    assert microseconds("all-gather", 0, Group(1, 1)) == 0
+    assert microseconds("all-gather", 0, eight) == pytest.approx(6.6 + 7 * 0.6)
+    assert microseconds("all-gather", 0, many) == pytest.approx(6.6 + (127 - 15) * 0.6 + 15 * 2.7)
+    assert microseconds("all-reduce", 0, many) == pytest.approx(6.8 + 2 * 7 * 0.6 + 2 * 4 * 5.0)  # by tree
+    assert microseconds("all-reduce", 10**10, many) < 2.01 * microseconds("all-gather", 10**10, many)  # by ring
+    split = 1000 * microseconds("all-gather", 10**6, many)
+    assert split > 3 * microseconds("all-gather", 10**9, many)
+    far = on_network(kind, "efa_400")
+    assert microseconds("all-gather", 0, many, far) == pytest.approx(microseconds("all-gather", 0, many) + 15 * 75)
+    assert microseconds("all-gather", 0, eight, far) == microseconds("all-gather", 0, eight)
+    slow = on_network(kind, "tcpx_200")
+    assert microseconds("all-gather", 10**10, many, slow) == pytest.approx(
+        4 * microseconds("all-gather", 10**10, many), rel=0.1
+    )
+    with pytest.raises(UserError, match="plan.network=tcpx: there is no such network; .* did you mean tcpx_200"):
+        on_network(kind, "tcpx")
+
+
+def test_derived_collectives_are_counted():
+    """Each block of each microbatch gathers forward and backward; the bytes are the same."""
+    words = [*SMALL, "model.mesh_shape=[[8],[fsdp]]", "training.gradient_accumulation_steps=2"]
+    costs = derive(compose(words).config, {axis: 8 if axis == "fsdp" else 1 for axis in axis_names()})
+    gathers = [each.count for each in costs.transfers if each.kind == "all-gather"]
+    assert max(gathers) == 2 * 2 * 3
+    assert min(gathers) == 1  # the table
 
 
 def test_peaks_are_those_of_the_kinds():
@@ -145,6 +185,43 @@ def test_a_cluster_that_is_not_there(run):
     assert "32 x 8 H200: derived, compiled and predicted, not measured" in out
     assert out.splitlines()[-1] == 'python run_training.py model=gemma3_27b \'model.mesh_shape=[[64,4],["fsdp","tp"]]\''
     assert jax.device_count() == num_devices
+
+
+def test_meshes_are_compared_on_one_batch(run):
+    """The batch of a mesh of data shards alone; the command carries it."""
+    code, out, _ = run(*SMALL, "plan.topology=h200:2x4", "training.gradient_accumulation_steps=2", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert {each["tokens_per_step"] for each in found["fit"]} == {8 * 2 * 32}
+    assert "training.global_batch_size=16" in found["command"]
+    assert "gradient_accumulation_steps" not in found["command"]
+
+
+def test_compiles_until_the_first_place_is_settled(monkeypatch):
+    """Each compiled mesh turns out to be slower than it was derived: all that may be faster are compiled too."""
+    compiled = []
+
+    def compile_slow(configs, cluster):
+        compiled.extend(cfg.model.mesh_shape for cfg in configs)
+        slow = StepTime(compute_s=1e9)
+        return [Compiled("gpu", 1, 1, [], slow, 0.0) for _ in configs]
+
+    monkeypatch.setattr("tunix.plan.ranking.compile_all", compile_slow)
+    cfg, cluster = compose([*SMALL, "plan.num_compiled=1"]).config, read_topology("h200:8")
+    ranking = rank(cfg, cluster)
+    assert len(compiled) == len(ranking.fit) > 3
+    assert all(each.compiled for each in ranking.fit)
+    compiled.clear()
+    monkeypatch.setattr("tunix.plan.ranking.compile_all", lambda configs, _: [no_time(configs)] * len(configs))
+    ranking = rank(cfg, cluster)
+    derived = [each for each in ranking.fit if not each.compiled]
+    assert derived
+    assert all(each.tokens_per_s <= ranking.fit[0].tokens_per_s for each in derived)
+
+
+def no_time(_) -> Compiled:
+    """A compiled step that takes no time: nothing can be faster."""
+    return Compiled("gpu", 1, 1, [], StepTime(compute_s=1e-12), 0.0)
 
 
 def test_one_compile_is_for_the_fastest():

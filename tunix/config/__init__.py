@@ -7,7 +7,7 @@ string below it; docs/config.md is made from these.
 from pydantic import model_validator
 
 from tunix.base.section import Flag, Section, Seed
-from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate
+from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network
 from tunix.config.data import AnyData, Loading, Tokenizer
 from tunix.config.decoding import Sampling
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
@@ -21,8 +21,8 @@ from tunix.sharding.dims import read_dims
 
 __all__ = [
     "PROJECTIONS", "Average", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export",
-    "Generate", "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Optimizer", "ParameterGroup", "Plan",
-    "Profile", "Sampling", "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training",
+    "Generate", "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Network", "Optimizer", "ParameterGroup",
+    "Plan", "Profile", "Sampling", "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tunix.base.dotted import entry_of
-from tunix.base.section import Count, Flag, Positive, Section, Seed, Share, Temperature
+from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.config.model import MeshShape
 from tunix.config.rewards import RewardTerms
 from tunix.rewards import REWARDS
@@ -154,6 +154,21 @@ class Evaluate(Section):
         return self
 
 
+class Network(Section):
+    """Properties of a kind of network between nodes: one file of conf/command/network."""
+
+    nic_gb_per_s: Positive
+    """One network card, one way, in GB/s."""
+    share: Share
+    """Share of it that carries data."""
+    hop_us: CountOrZero
+    """Microseconds that a hop takes beside those that NCCL counts for InfiniBand."""
+    nics_per_node: Count | None
+    """Cards of a node where the network decides it; null is the number of the kind of device."""
+    source: str
+    """Where the numbers are from."""
+
+
 class DeviceKind(Section):
     """Properties of a kind of device, from its data sheet: one file of conf/command/device."""
 
@@ -167,8 +182,10 @@ class DeviceKind(Section):
     """Its memory's bandwidth, in GB/s."""
     link_gb_per_s: Positive
     """To the other devices of its node, one way, in GB/s: NVLink, or PCIe where there is none."""
-    network_gb_per_s: Positive
-    """To other nodes, one way: one device's share, in GB/s."""
+    nics_per_node: Count
+    """Network cards of a node."""
+    network: Network
+    """To other nodes; in the file, the name of a file of conf/command/network."""
     efficiency: Share
     """Share of the peak that matrix products are assumed to reach."""
     compute_capability: Annotated[str, Field(pattern=r"^\d+\.\d+$")]

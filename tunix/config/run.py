@@ -182,11 +182,15 @@ class Plan(Section):
     topology: str
     """The cluster of tunix.plan, KIND:GPUS for one node or KIND:NODESxGPUS; a kind is a file of conf/command/device, or
     a path to one like it. In a run it only gives the kind, where that of the run's devices is not known."""
+    network: str | None
+    """Network between nodes, a file of conf/command/network like infiniband_400, tcpx_200 or efa_400; null is that of
+    the kind of device."""
     choose_mesh: Flag
     """model.mesh_shape=auto takes the mesh that is predicted to be fastest, not all devices on fsdp."""
     memory_share: Share
     """Share of a device's memory that the program may use: XLA_PYTHON_CLIENT_MEM_FRACTION, by default 0.75."""
     num_compiled: CountOrZero
-    """Meshes to compile, the best by derived costs; 0 compiles none, and all numbers are derived."""
+    """Meshes to compile first, the best by derived costs; more follow until the first place is settled. 0 compiles none,
+    and all numbers are derived."""
     output: str | None
     """Folder for plan.txt, plan.json and plan.png of tunix.plan; null writes none."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from tunix.config import DeviceKind
 from tunix.costs.hlo import Collective
+from tunix.costs.links import BUS_FACTORS
 from tunix.costs.timeline import UNKNOWN, Timeline
-from tunix.costs.transfers import BUS_FACTORS, Transfer, seconds
+from tunix.costs.transfers import Transfer, seconds
 
 # Parts of JAX's name stack that JAX adds by itself; only the names that our source gave are shown.
 NO_SCOPE = re.compile(r"while|body|closed_call|checkpoint|cond|branch_\d+_fun|rematted_computation|.*->.*|")

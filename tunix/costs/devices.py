@@ -1,10 +1,12 @@
-"""Kinds of devices: their peak speed, memory and links, read from conf/command/device."""
+"""Kinds of devices and networks: speed, memory and links, read from conf/command/device and conf/command/network."""
 
 from functools import cache
+from typing import Any
 
 import yaml
 
-from tunix.config import DeviceKind
+from tunix.base.errors import UserError, did_you_mean
+from tunix.config import DeviceKind, Network
 from tunix.config.values import CONF
 
 
@@ -12,7 +14,33 @@ from tunix.config.values import CONF
 def device_kinds() -> dict[str, DeviceKind]:
     """Return the kinds of devices in conf/command/device, keyed by file name."""
     files = sorted((CONF / "command" / "device").glob("*.yaml"))
-    return {file.stem: DeviceKind.model_validate(yaml.safe_load(file.read_text())) for file in files}
+    return {file.stem: read_kind(yaml.safe_load(file.read_text())) for file in files}
+
+
+@cache
+def networks() -> dict[str, Network]:
+    """Return the kinds of networks in conf/command/network, keyed by file name."""
+    files = sorted((CONF / "command" / "network").glob("*.yaml"))
+    return {file.stem: Network.model_validate(yaml.safe_load(file.read_text())) for file in files}
+
+
+def read_kind(values: Any) -> DeviceKind:
+    """Return the kind of a device file's values, in which `network` is a name.
+
+    Raises:
+        ValidationError: a value is missing or wrong.
+    """
+    network = networks().get(str(values.get("network"))) if isinstance(values, dict) else None
+    return DeviceKind.model_validate(values | {"network": network} if network else values)
+
+
+def on_network(kind: DeviceKind, name: str) -> DeviceKind:
+    """Return the kind of device with another network; raises `UserError` for one that is not known."""
+    if name not in networks():
+        hint = did_you_mean(name, list(networks()))
+        raise UserError(f"plan.network={name}: there is no such network; choose from {', '.join(networks())}{hint}")
+    network = networks()[name]
+    return kind.model_copy(update={"network": network, "nics_per_node": network.nics_per_node or kind.nics_per_node})
 
 
 def find_kind(device_kind: str) -> DeviceKind | None:

@@ -64,6 +64,7 @@ class Speeds:
     flops_per_s: float  # of matrix products
     kernel_flops_per_s: float  # of the attention kernels of models/flash.py, which also compute a softmax
     bytes_per_s: float  # of reading and writing the device's memory
+    launch_s: float  # between the end of a kernel and the start of the next
     collective_s: Callable[[Collective], float]  # seconds of one execution
 
 
@@ -118,7 +119,8 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, pairs_per_row:
             batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
             flops, flops_per_s = 2.0 * products * batch * heads * dim * pairs_per_row, speeds.kernel_flops_per_s
         # A kernel computes and reads at the same time: the slower of the two decides ("roofline").
-        return StepTime(max(flops / flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
+        launch_s = 0.0 if instruction.opcode in FREE else speeds.launch_s
+        return StepTime(launch_s + max(flops / flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
 
     @cache
     def run(name: str) -> StepTime:

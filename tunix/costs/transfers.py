@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
 from tunix.config.mlp import ExpertsMlp
+from tunix.costs.links import Group, collective_s
 from tunix.models.exchanges import choose_exchange, repeats_of
 from tunix.models.remat import computes_again
 from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
@@ -19,41 +20,29 @@ from tunix.training.losses import loss_kind
 from tunix.training.program import Program
 from tunix.training.state import Weight
 
-# Bytes that each of n devices in a group sends for one byte of the array, with a ring algorithm (Patarasuk and Yuan
-# 2009). The array is the whole one that a group gathers, reduces or scatters; of an all-to-all and of a permute it is
-# the array of one device.
-BUS_FACTORS = {
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1.0,
-}
-
 
 @dataclass(frozen=True)
 class Transfer:
     """All collectives of one kind and purpose in one step, over some mesh axes."""
 
-    kind: str  # of BUS_FACTORS
+    kind: str  # of links.BUS_FACTORS
     axes: tuple[str, ...]
     num_bytes: int  # in one step: of the arrays that BUS_FACTORS counts
-    overlaps: bool = True  # arithmetic goes on meanwhile; false where the next product waits for the result
+    overlaps: bool = True  # arithmetic goes on meanwhile; false where the next instruction waits for the result
+    count: int = 1  # executions in one step, which have equal shares of the bytes
 
 
 def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_node: int) -> float:
-    """Return the time of a ring over the slowest link of its axes, if nothing else uses it.
+    """Return the time of all executions of a transfer, if nothing else uses the links.
 
-    Neighbours on inner axes are neighbours in a node. A group with several devices in a node has their network shares
-    together.
+    Neighbours on inner axes are neighbours in a node.
     """
     size = math.prod(sizes[axis] for axis in transfer.axes)
     names = axis_names()
     stride = math.prod(sizes[axis] for axis in names[names.index(transfer.axes[-1]) + 1 :])
     neighbours = max(1, math.gcd(stride * size, per_node) // stride)  # where groups and nodes overlap least
-    crosses = neighbours < size
-    speed = min(kind.link_gb_per_s, neighbours * kind.network_gb_per_s) if crosses else kind.link_gb_per_s
-    return BUS_FACTORS[transfer.kind](size) * transfer.num_bytes / (speed * 1e9)
+    group = Group(size, min(neighbours, size))
+    return transfer.count * collective_s(transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node)
 
 
 def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
@@ -79,10 +68,12 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
         equation = weight.equation
         in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
+        blocks = weight.shape[0] // pipeline.num_stages if equation.is_stacked else 1
         if gathered_over and strategy.params:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
             size = shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh)
-            yield Transfer("all-gather", gathered_over, times * size)
+            count = times * blocks if in_blocks else 1
+            yield Transfer("all-gather", gathered_over, times * size, count=count)
         elif gathered_over and strategy.optimizer and trained:  # the updated weights
             yield Transfer("all-gather", gathered_over, shard_bytes(weight, in_use, layout.param, mesh))
         if not trained:
@@ -90,11 +81,13 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         times = pipeline.num_ticks if in_blocks and equation.is_stacked else reductions
         size = times * shard_bytes(weight, in_use, layout.reduce, mesh)
         summed_over = layout.gradient_axes(equation)
+        count = times * blocks if in_blocks else times
         if gathered_over and strategy.gradients:
-            yield Transfer("reduce-scatter", gathered_over, size)
+            yield Transfer("reduce-scatter", gathered_over, size, count=count)
             size //= math.prod(mesh.shape[axis] for axis in gathered_over)
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
-        yield Transfer("all-reduce", summed_over, size)
+        # Compiled programs sum over dp at the end of the backward pass, where nothing is left to do meanwhile.
+        yield Transfer("all-reduce", summed_over, size, overlaps=False, count=count)
 
 
 def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -126,7 +119,8 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
             summed = "BTD" if EXPERTS in equation.w else equation.y
             shape = shard_shape([sizes[letter] for letter in summed], layout.activation(summed), mesh)
             num_bytes = math.prod(shape) * jnp.dtype(layout.compute).itemsize
-            yield Transfer("all-reduce", axes, round(num_microbatches * times * num_bytes), overlaps=False)
+            count = round(num_microbatches * times)
+            yield Transfer("all-reduce", axes, count * num_bytes, overlaps=False, count=count)
 
 
 def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Transfer]:
@@ -140,7 +134,9 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Tr
     stream = rows * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     beside = rows * (own_tokens + tokens) * 4  # positions, and segments of whole sequences; they have no gradient
     # The next stage waits for the rows.
-    yield Transfer("collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside), overlaps=False)
+    yield Transfer(
+        "collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside), False, pipeline.num_ticks
+    )
     if pipeline.schedule == "gpipe":  # a place of the queue has time until it is needed
         yield Transfer("collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside))
         return
@@ -167,12 +163,13 @@ def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microb
         return
     rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
     segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
-    yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False)
+    yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
     pipeline = cfg.training.pipeline(mesh.shape)
     layers = num_microbatches * cfg.model.num_layers * pipeline.ticks_per_part
     of_a_layer = TRANSFERS_OF_A_LAYER[choose_exchange(cfg.model, mesh.shape).name]
     for transfer in of_a_layer(program, mesh, pipeline.runs_again):
-        yield replace(transfer, num_bytes=round(layers * transfer.num_bytes))
+        count = max(1, round(layers * transfer.count))
+        yield replace(transfer, num_bytes=round(layers * transfer.num_bytes), count=count)
 
 
 def _swapped(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> Iterator[Transfer]:
@@ -185,7 +182,8 @@ def _swapped(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> I
     keys *= repeats_of(keys, token_shards(mesh.shape))
     # Forward, once more where they are not kept, and backward the same in the other direction.
     times = 2 + computes_again(program.cfg.training.remat, "exchange") + runs_again
-    yield Transfer("all-to-all", token_axes(), times * 2 * (queries + keys) * numbers * item, overlaps=False)
+    num_bytes = times * 2 * (queries + keys) * numbers * item
+    yield Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=4 * times)
 
 
 def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> Iterator[Transfer]:
@@ -197,7 +195,7 @@ def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) ->
     hops = (2 + runs_again) * (num_devices - 1)
     hops += computes_again(program.cfg.training.remat, "attention") * (num_devices - 2)
     num_bytes = hops * item + num_devices * 4
-    yield Transfer("collective-permute", token_axes(), 2 * keys * numbers * num_bytes)
+    yield Transfer("collective-permute", token_axes(), 2 * keys * numbers * num_bytes, count=2 * (hops + num_devices))
 
 
 TRANSFERS_OF_A_LAYER = {"ulysses": _swapped, "ring": _handed_on}  # by the name of an exchange
@@ -216,9 +214,10 @@ def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     token = cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     choice = mlp.experts_per_token * 4  # bytes of the numbers of a token's experts, and of their weights
     # The results are not computed again in the backward pass: nothing needs them there.
-    gathers = (1 + computes_again(cfg.training.remat, "product")) * (token + 2 * choice) + token
-    yield Transfer("all-gather", axes, times * own * gathers, overlaps=False)
-    yield Transfer("reduce-scatter", axes, times * own * (2 * token + choice), overlaps=False)
+    runs = 1 + computes_again(cfg.training.remat, "product")
+    gathers = runs * (token + 2 * choice) + token
+    yield Transfer("all-gather", axes, times * own * gathers, overlaps=False, count=times * (3 * runs + 1))
+    yield Transfer("reduce-scatter", axes, times * own * (2 * token + choice), overlaps=False, count=3 * times)
 
 
 def _numbers_of_heads(program: Program, mesh: Mesh | AbstractMesh) -> tuple[int, int, int]:

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.base.errors import UserError
 from tunix.cli.compose import Job
 from tunix.costs.devices import find_kind
-from tunix.costs.transfers import BUS_FACTORS, Transfer, seconds
+from tunix.costs.links import BUS_FACTORS
+from tunix.costs.transfers import Transfer, seconds
 from tunix.doctor.findings import Finding, Status
 from tunix.doctor.machine import find_existing
 from tunix.processes import peers

@@ -26,7 +26,7 @@ def main() -> int:
     def work() -> None:
         overrides = compose.add_search_path(args.overrides, args.config_dir)
         cfg = compose.compose(overrides).config
-        cluster = read_topology(cfg.plan.topology)
+        cluster = read_topology(cfg.plan.topology, cfg.plan.network)
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
         show = text.format_json if args.json else text.format_text
         print(show(ranking, cluster, overrides))

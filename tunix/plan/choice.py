@@ -9,8 +9,8 @@ import jax
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.costs.devices import find_kind
-from tunix.plan.ranking import GIB, explain_no_fit, rank, replace_mesh
+from tunix.costs.devices import find_kind, on_network
+from tunix.plan.ranking import GIB, explain_no_fit, fix_batch, rank, replace_mesh
 from tunix.plan.topology import Cluster, read_topology
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, resolve
@@ -30,6 +30,8 @@ def resolve_auto(cfg: Config) -> Config:
     if not chooses_mesh and cfg.training.micro_batch_size != "auto":
         return cfg
     cluster, answer = _cluster(cfg), {}
+    if chooses_mesh:
+        cfg = fix_batch(cfg, cluster.num_devices)
     if peers.is_main():
         try:
             answer = _choose(cfg if chooses_mesh else _resolve_mesh(cfg), cluster)
@@ -66,6 +68,8 @@ def _resolve_mesh(cfg: Config) -> Config:
 def _cluster(cfg: Config) -> Cluster:
     """Describe this run's devices as a cluster. If their kind is not known, the kind of plan.topology replaces it."""
     kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
+    if cfg.plan.network:
+        kind = on_network(kind, cfg.plan.network)
     num_devices = jax.device_count()
     if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
         num_devices = math.prod(cfg.model.mesh_shape[0])  # other devices stay idle, if that is allowed

@@ -18,7 +18,7 @@ from tunix.config.task import Grpo
 from tunix.costs.derived import Costs, assemble_once, derive
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
-from tunix.plan.compiled import Compiled, compile_all
+from tunix.plan.compiled import WORKERS, Compiled, compile_all
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 
@@ -141,15 +141,21 @@ class Ranking:
     too_large: list[Candidate]  # smallest first
     refused: dict[str, str]  # the reason, keyed by mesh
     limit: float  # bytes that a device may use
+    global_batch_size: int | None = None  # sequences on which the meshes are compared, where the config named none
 
 
 def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda line: None) -> Ranking:
     """Rank every mesh of the cluster's devices, or the one that the config names. The best of them are compiled.
 
+    If any is compiled, meshes are compiled until none that is only derived is predicted to be faster than the first.
+    Meshes are compared on one global batch.
+
     `progress` is called with a line of text after each compile.
     """
+    given, cfg = cfg, fix_batch(cfg, cluster.num_devices)
     limit = cluster.kind.memory_gib * GIB * cfg.plan.memory_share
-    candidates, refused = [], {}
+    candidates: list[Candidate] = []
+    refused = {}
     for sizes in _list_meshes(cfg, cluster):
         try:
             check_divides(cfg.dims, sizes)
@@ -157,16 +163,34 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)
     chosen = _pick_to_compile(candidates, cfg.plan.num_compiled, limit)
-    compiled = _compile_candidates(cfg, [candidates[place] for place in chosen], cluster, limit, progress)
-    for place, candidate in zip(chosen, compiled, strict=True):
-        candidates[place] = candidate
+    while chosen:
+        compiled = _compile_candidates(cfg, [candidates[place] for place in chosen], cluster, limit, progress)
+        for place, candidate in zip(chosen, compiled, strict=True):
+            candidates[place] = candidate
+        chosen = _find_faster(candidates, limit)
     fit = [each for each in candidates if each.memory <= limit]
     return Ranking(
         sorted(fit, key=lambda each: (each.compiled is None, -each.tokens_per_s)),
         sorted((each for each in candidates if each.memory > limit), key=lambda each: each.memory),
         refused,
         limit,
+        cfg.training.global_batch_size if cfg is not given else None,
     )
+
+
+def fix_batch(cfg: Config, num_devices: int) -> Config:
+    """Return the config with the global batch, in sequences, that it has where each device is a data shard.
+
+    With a batch that depends on the mesh, meshes would be compared on different steps, and train differently. A config
+    that names its mesh or its global batch, or leaves the micro batch open, is returned as it is.
+    """
+    training = cfg.training
+    is_given = training.global_batch_size is not None or training.global_batch_tokens is not None
+    if is_given or training.micro_batch_size == "auto" or cfg.model.mesh_shape != "auto":
+        return cfg
+    sequences = num_devices * training.micro_batch_size * (training.gradient_accumulation_steps or 1)
+    fixed = training.model_copy(update={"global_batch_size": sequences, "gradient_accumulation_steps": None})
+    return cfg.model_copy(update={"training": fixed})
 
 
 def _list_meshes(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
@@ -241,6 +265,21 @@ def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> l
     smallest = sorted(places, key=lambda place: candidates[place].memory)[:1]
     first = max(1, count - 1)
     return list(dict.fromkeys([*may_fit[:first], *smallest, *may_fit[first:]]))[:count]
+
+
+def _find_faster(candidates: list[Candidate], limit: float) -> list[int]:
+    """Return the places of the next candidates to compile: those predicted faster than the fastest compiled one.
+
+    At most as many as are compiled side by side; none where the first place is settled.
+    """
+    compiled = [each.tokens_per_s for each in candidates if each.compiled and each.memory <= limit]
+    fastest = max(compiled, default=0.0)
+    places = [
+        place
+        for place, each in enumerate(candidates)
+        if each.compiled is None and not each.note and each.memory <= limit and each.tokens_per_s > fastest
+    ]
+    return sorted(places, key=lambda place: -candidates[place].tokens_per_s)[:WORKERS]
 
 
 def _compile_candidates(

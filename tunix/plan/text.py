@@ -26,11 +26,13 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use (plan.memory_share)")
     lines += [f"refused {mesh}: {reason}" for mesh, reason in ranking.refused.items()]
     lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in candidates if each.note]
+    if ranking.global_batch_size:
+        lines.append(f"meshes are compared on one global batch, of {ranking.global_batch_size:,} sequences")
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
             lines += ["", as_text(_traffic_table(ranking.fit[0]), 190)]
-        lines += ["", format_command(overrides, ranking.fit[0])]
+        lines += ["", format_command(overrides, ranking)]
     return "\n".join(lines)
 
 
@@ -76,8 +78,9 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
     kind = cluster.kind
     lines = [
         f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s, the rest at "
-        f"{HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, links at {kind.link_gb_per_s:g} GB/s in a node and "
-        f"{kind.network_gb_per_s:g} GB/s per device between nodes, without latency"
+        f"{HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, collectives as NCCL predicts them, with links of "
+        f"{kind.link_gb_per_s:g} GB/s in a node and {kind.nics_per_node} network cards a node of "
+        f"{kind.network.nic_gb_per_s:g} GB/s"
     ]
     if any(each.rollout for each in candidates):
         lines.append(
@@ -145,7 +148,7 @@ def format_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         "fit": [record(each) for each in ranking.fit],
         "too_large": [record(each) for each in ranking.too_large],
         "refused": ranking.refused,
-        "command": format_command(overrides, ranking.fit[0]) if ranking.fit else None,
+        "command": format_command(overrides, ranking) if ranking.fit else None,
     }
     return json.dumps(values, indent=1)
 
@@ -158,10 +161,14 @@ def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str])
     (folder / "plan.png").write_bytes(draw_plan(ranking, cluster))
 
 
-def format_command(overrides: list[str], best: Candidate) -> str:
+def format_command(overrides: list[str], ranking: Ranking) -> str:
     """Return the command that trains on the best mesh."""
+    best = ranking.fit[0]
     replaced = ("model.mesh_shape=", "mesh_shape=", "training.micro_batch_size=auto", "plan.")
     words = [word for word in overrides if not word.lstrip("+").startswith(replaced)]
     if any(word.lstrip("+") == "training.micro_batch_size=auto" for word in overrides):
         words.append(f"training.micro_batch_size={best.cfg.training.micro_batch_size}")
+    if ranking.global_batch_size:
+        words = [word for word in words if not word.lstrip("+").startswith("training.gradient_accumulation_steps=")]
+        words.append(f"training.global_batch_size={ranking.global_batch_size}")
     return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={format_mesh_shape(best.sizes)}"])

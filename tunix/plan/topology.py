@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import DeviceKind
-from tunix.costs.devices import device_kinds
+from tunix.costs.devices import device_kinds, on_network, read_kind
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,10 @@ class Cluster:
         return f"{self.num_nodes} x {self.per_node} {self.kind.name}"
 
 
-def read_topology(text: str) -> Cluster:
+def read_topology(text: str, network: str | None = None) -> Cluster:
     """Read `h200:8` (devices) or `h200:32x8` (nodes x devices); the kind may be the path of a YAML file.
+
+    `network` names a file of conf/command/network; None is the network of the kind.
 
     Raises:
         UserError: the text has another form, or the kind is not known.
@@ -38,7 +40,8 @@ def read_topology(text: str) -> Cluster:
     if not name or len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
         raise UserError(f"plan.topology={text}: expected KIND:GPUS or KIND:NODESxGPUS like h200:8 or h200:32x8")
     nodes, per_node = map(int, numbers if len(numbers) == 2 else ("1", *numbers))
-    return Cluster(_read_kind(name), nodes, per_node)
+    kind = _read_kind(name)
+    return Cluster(on_network(kind, network) if network else kind, nodes, per_node)
 
 
 def _read_kind(name: str) -> DeviceKind:
@@ -49,7 +52,7 @@ def _read_kind(name: str) -> DeviceKind:
         hint = did_you_mean(name, list(known))
         raise UserError(f"plan.topology: there is no kind {name}; kinds are {', '.join(known)}, or FILE.yaml{hint}")
     try:
-        return DeviceKind.model_validate(yaml.safe_load(path.read_text()))
+        return read_kind(yaml.safe_load(path.read_text()))
     except OSError as error:
         raise UserError(f"plan.topology: {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError):

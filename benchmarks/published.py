@@ -1,0 +1,103 @@
+"""Predicted step times beside published ones: `python -m benchmarks.published`, with JAX's CUDA plugin.
+
+The runs are those of benchmarks/published.yaml. Each is compiled once for its cluster, which takes one to four minutes,
+and its program is kept in .cache/published. Then its time is predicted twice: with the constants of tunix, and with a
+share of the peak (`efficiency`) that is chosen on the other runs alone ("leave one out").
+"""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from tunix.cli.compose import compose
+from tunix.config import Config
+from tunix.costs.derived import derive
+from tunix.costs.hlo import read_collectives
+from tunix.costs.schedule import walk
+from tunix.plan.compiled import _pairs_per_row, _speeds, compile_for, describe_devices
+from tunix.plan.ranking import Candidate
+from tunix.plan.topology import Cluster, read_topology
+from tunix.sharding.mesh_shape import explicit_sizes
+
+CACHE = Path(__file__).parents[1] / ".cache" / "published"
+RUNS = Path(__file__).with_suffix(".yaml")
+SHARES = np.arange(0.58, 0.781, 0.02)  # of the peak, from which one is chosen
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run."""
+
+    name: str
+    family: str
+    topology: str  # as plan.topology
+    network: str  # as plan.network
+    words: list[str]  # keys of training
+    seconds: float  # of a step
+    source: str
+
+    @property
+    def cfg(self) -> Config:
+        return compose(self.words).config
+
+    @property
+    def cluster(self) -> Cluster:
+        return read_topology(self.topology, self.network)
+
+    def hlo(self) -> str:
+        """Return the compiled program of a step, from the cache if it is there."""
+        path = CACHE / f"{self.name}.hlo"
+        if not path.exists():
+            _, hlo = compile_for(self.cfg, self.cluster, describe_devices(self.cluster), timed=False)
+            CACHE.mkdir(parents=True, exist_ok=True)
+            path.write_text(hlo)
+        return path.read_text()
+
+    def predict(self, shares: Iterator[float]) -> list[float]:
+        """Return the predicted seconds of a step for several shares of the peak."""
+        cfg, cluster, hlo = self.cfg, self.cluster, self.hlo()
+        sizes, collectives = explicit_sizes(cfg.model.mesh_shape), read_collectives(hlo)
+        assert sizes is not None
+        times = []
+        for share in shares:
+            kind = cluster.kind.model_copy(update={"efficiency": share})
+            speeds = _speeds(replace(cluster, kind=kind), sizes)
+            times.append(walk(hlo, collectives, speeds, _pairs_per_row(cfg, cluster)).step_s)
+        return times
+
+    def derive(self) -> float:
+        """Return the predicted seconds of a step that is not compiled."""
+        sizes = explicit_sizes(self.cfg.model.mesh_shape)
+        assert sizes is not None
+        return Candidate(sizes, self.cfg, derive(self.cfg, sizes), self.cluster).step_s
+
+
+def main() -> None:
+    runs = [Run(name, **values) for name, values in yaml.safe_load(RUNS.read_text()).items()]
+    published = np.array([run.seconds for run in runs])
+    ours = np.array([run.predict(iter([run.cluster.kind.efficiency]))[0] for run in runs]) / published - 1
+    derived = np.array([run.derive() for run in runs]) / published - 1
+    by_share = np.array([run.predict(iter(SHARES)) for run in runs]) / published[:, None] - 1  # [runs, shares]
+    left_out = []
+    for place in range(len(runs)):
+        others = np.delete(by_share, place, axis=0)
+        best = int(np.abs(np.log1p(others)).mean(0).argmin())
+        left_out.append((SHARES[best], by_share[place, best]))
+    print(
+        "| run | nodes | published s | compiled | left out (share of the peak) | derived |\n|---|---|---|---|---|---|"
+    )
+    for place, run in enumerate(runs):
+        share, error = left_out[place]
+        errors = f"{ours[place]:+.0%} | {error:+.0%} ({share:.2f}) | {derived[place]:+.0%}"
+        print(f"| {run.source} | {run.cluster.num_nodes} | {run.seconds:g} | {errors} |")
+    for name, errors in (("compiled", ours), ("left out", [error for _, error in left_out]), ("derived", derived)):
+        sizes = np.abs(errors)
+        print(f"{name}: median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}")
+
+
+if __name__ == "__main__":
+    main()
