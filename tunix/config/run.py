@@ -190,7 +190,7 @@ class Plan(Section):
     memory_share: Share
     """Share of a device's memory that the program may use: XLA_PYTHON_CLIENT_MEM_FRACTION, by default 0.75."""
     num_compiled: CountOrZero
-    """Meshes to compile first, the best by derived costs; more follow until the first place is settled. 0 compiles none,
-    and all numbers are derived."""
+    """Meshes to compile first, the best by derived costs; more follow until the first place is settled. 0 compiles
+    none, and all numbers are derived."""
     output: str | None
     """Folder for plan.txt, plan.json and plan.png of tunix.plan; null writes none."""
