@@ -215,12 +215,18 @@ def test_accelerate_config(tmp_path):
     assert accelerate.read_config(file).environment == {"JAX_PLATFORMS": "cpu"}
     file.write_text(ONE_MACHINE.replace("gpu_ids: all", "gpu_ids: 2,3"))
     assert accelerate.read_config(file).environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    file.write_text(f"{ONE_MACHINE}\nipex_config: {{}}\n")  # of a plugin that is not used
+    assert accelerate.read_config(file).num_machines == 1
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("fsdp_config: {}", "fsdp_config has no meaning here; remove it"),
+        (
+            "fsdp_config: {fsdp_version: 2}",
+            "fsdp_config has no meaning here; remove it; choose training.sharding_strategy",
+        ),
+        ("distributed_type: FSDP", "set it to MULTI_GPU, and choose training.sharding_strategy"),
         (
             "mixed_precision: bf16",
             "mixed_precision=bf16: input should be 'no' or False; choose training.mixed_precision",

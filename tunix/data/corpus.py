@@ -66,10 +66,15 @@ def load_corpus(cfg: Config) -> Corpus:
     if isinstance(cfg.task, Dpo):
         _report_long_pairs({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
     for name, sequences in train.items():
-        if not 0 < len(sequences) < 2**32:
+        if not len(sequences):
+            raise UserError(
+                f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
+                f"training.seq_len={cfg.training.seq_len}; give more data, or lower training.seq_len"
+            )
+        if len(sequences) >= 2**32:
             raise UserError(
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "
-                f"training.seq_len={cfg.training.seq_len}; 1 to 4,294,967,295 can be shuffled"
+                f"training.seq_len={cfg.training.seq_len}; up to 4,294,967,295 can be shuffled"
             )
     indices = [folder.index for folder in prepared.values()]
     size = sum(index["bytes"] for index in indices)

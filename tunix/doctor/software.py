@@ -81,6 +81,8 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             meant = f"; did you mean {near[0]}?" if near else ""
+            if "TIMEOUT" in name:
+                meant = f"; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait{meant}"
             yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
     for (name, value), effect in COSTLY.items():
         if environment.get(name) == value:

@@ -60,8 +60,13 @@ class Settings(BaseModel):
         return {} if self.gpu_ids in (None, "all") else {"CUDA_VISIBLE_DEVICES": str(self.gpu_ids)}
 
 
-# What to do instead, added to the message for a value that is not accepted.
-INSTEAD = {"mixed_precision": "; choose training.mixed_precision on the command line of the training"}
+# What to do instead, added to the message for a value or a key that is not accepted.
+INSTEAD = {
+    "mixed_precision": "; choose training.mixed_precision on the command line of the training",
+    "distributed_type": "; set it to MULTI_GPU, and choose training.sharding_strategy on the training's command line",
+    "fsdp_config": "; choose training.sharding_strategy on the command line of the training",
+    "deepspeed_config": "; choose training.sharding_strategy on the command line of the training",
+}
 
 
 def read_config(file: Path) -> Settings:
@@ -74,12 +79,15 @@ def read_config(file: Path) -> Settings:
         values: Any = yaml.safe_load(file.read_text())
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise UserError(f"--accelerate_config={file} cannot be read: {str(error).splitlines()[0]}") from None
+    if isinstance(values, dict):  # `accelerate config` writes an empty section for each plugin that is not used
+        values = {key: value for key, value in values.items() if value != {} or key in Settings.model_fields}
     try:
         return Settings.model_validate(values)
     except ValidationError as errors:
         first = errors.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
+        instead = INSTEAD.get(key, "")
         if first["type"] == "extra_forbidden":
-            raise UserError(f"--accelerate_config={file}: {key} has no meaning here; remove it") from None
-        reason = f"{first['msg'][0].lower()}{first['msg'][1:]}{INSTEAD.get(key, '')}"
+            raise UserError(f"--accelerate_config={file}: {key} has no meaning here; remove it{instead}") from None
+        reason = f"{first['msg'][0].lower()}{first['msg'][1:]}{instead}"
         raise UserError(f"--accelerate_config={file}: {key}={first['input']}: {reason}") from None
