@@ -189,11 +189,11 @@ def test_a_cluster_that_is_not_there(run):
 
 def test_meshes_are_compared_on_one_batch(run):
     """The batch of a mesh of data shards alone; the command carries it."""
-    code, out, _ = run(*SMALL, "plan.topology=h200:2x4", "training.gradient_accumulation_steps=2", "--json")
+    code, out, _ = run(*SMALL, "plan.topology=h200:2x2", "training.gradient_accumulation_steps=2", "--json")
     assert code == 0
     found = json.loads(out)
-    assert {each["tokens_per_step"] for each in found["fit"]} == {8 * 2 * 32}
-    assert "training.global_batch_size=16" in found["command"]
+    assert {each["tokens_per_step"] for each in found["fit"]} == {4 * 2 * 32}
+    assert "training.global_batch_size=8" in found["command"]
     assert "gradient_accumulation_steps" not in found["command"]
 
 
@@ -207,7 +207,7 @@ def test_compiles_until_the_first_place_is_settled(monkeypatch):
         return [Compiled("gpu", 1, 1, [], slow, 0.0) for _ in configs]
 
     monkeypatch.setattr("tunix.plan.ranking.compile_all", compile_slow)
-    cfg, cluster = compose([*SMALL, "plan.num_compiled=1"]).config, read_topology("h200:8")
+    cfg, cluster = compose([*SMALL, "plan.num_compiled=1"]).config, read_topology("h200:4")
     ranking = rank(cfg, cluster)
     assert len(compiled) == len(ranking.fit) > 3
     assert all(each.compiled for each in ranking.fit)
