@@ -21,7 +21,7 @@ MISTAKES = [
     ("model=gemma3_2b", "model=gemma3_2b: conf/model has no such file; choose from adder, gemma3_12b, gemma3_1b, gemma3_270m"),
     ("model=gemma3_1bb", "did you mean gemma3_1b?"),
     ("experiment=quick_test", "write +experiment="),
-    ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are pp, dp, fsdp, tp"),
+    ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are pp, dp, fsdp, ep, cp, tp"),
     ("model.mesh_shape=[[4,2],[fsdp,fsdp]]", "axis fsdp is named twice"),
     ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
     ("model.cp_exchange=ring model.attention=flash", "model.attention=flash: model.cp_exchange=ring computes blocks by"),
