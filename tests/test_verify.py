@@ -16,6 +16,9 @@ from tunix.training.program import Program
 TWO = '--meshes=[[[8],["fsdp"]],[[2,2,2],["dp","fsdp","tp"]]]'
 
 
+MIXED = {"fsdp": 2, "cp": 2, "tp": 2}
+
+
 @pytest.fixture
 def words(corpus) -> list[str]:
     return [*RUN, "data=text", f"data.paths=['{corpus}']"]
@@ -70,16 +73,16 @@ def test_numbers_that_are_not_finite_never_agree():
 @pytest.mark.parametrize(
     ("more", "chosen"),
     [
-        ([], [[1, 1, 1], [1, 8, 1], [8, 1, 1], [2, 2, 2]]),  # four heads: no tp=8
-        (["model.num_heads=8"], [[1, 1, 1], [1, 1, 8], [1, 8, 1], [8, 1, 1], [2, 2, 2]]),
-        (["training.global_batch_size=4", "model.mesh_shape=[[2,4],[fsdp,tp]]"], [[1, 1, 1], [2, 2, 2]]),
+        ([], [{}, {"cp": 8}, {"fsdp": 8}, {"dp": 8}, MIXED]),  # four heads: no tp=8
+        (["model.num_heads=8"], [{}, {"tp": 8}, {"cp": 8}, {"fsdp": 8}, {"dp": 8}, MIXED]),
+        (["training.global_batch_size=4", "model.mesh_shape=[[2,4],[fsdp,tp]]"], [{}, {"cp": 8}, MIXED]),
     ],
     ids=["heads", "all", "batch"],
 )
 def test_chosen_meshes(words, more, chosen):
     cfg = compose([*words, *more]).config
     found = verify.choose_meshes(cfg, verify._global_batch(cfg))
-    assert [list(sizes.values()) for sizes in found] == chosen
+    assert [{axis: size for axis, size in sizes.items() if size > 1} for sizes in found] == chosen
 
 
 @pytest.mark.parametrize(
