@@ -175,6 +175,7 @@ def test_what_is_kept(run):
 def test_a_hard_stop_and_chosen_steps(run, finished, monkeypatch):
     """The schedule is that of the whole run: the steps after the stop have the losses of an unbroken run."""
     monkeypatch.setenv("TUNIX_API_KEY", "a secret")
+    monkeypatch.setenv("TUNIX_WEBHOOK_URL", "http://localhost/a secret")
     words = ["checkpoint.save_at_steps=[1]", "checkpoint.max_to_keep=1", "checkpoint.save_every_steps=null"]
     with pytest.raises(Stopped, match="training.hard_stop=2: saved; go on with resume="):
         run("hydra.run.dir=it", "training.hard_stop=2", "logging.level=warning", "checkpoint.keep_best=false", *words)

@@ -52,7 +52,7 @@ def read_digests(file: Path) -> dict[str, Any]:
         well_formed = all(
             isinstance(digest["size"], int) and isinstance(digest["crc32"], list) for digest in record["files"].values()
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{file} cannot be read ({type(error).__name__})") from None
     if not well_formed:
         raise Damaged(f"{file} holds no digests")

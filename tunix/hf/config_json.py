@@ -51,6 +51,7 @@ SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
         },
     ),
 }
+MAX_LAYERS = 10_000  # a number beyond is a damaged file
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -60,7 +61,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: there is no config.json, or it has a key or value that is not understood; the message names it.
     """
-    return understood(read_json(folder / "config.json"), f"{folder}/config.json")
+    where = f"{folder}/config.json"
+    try:
+        return understood(read_json(folder / "config.json"), where)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"{where}: a key has a value of the wrong type ({error})") from None
 
 
 def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -91,6 +96,8 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
     if missing:
         raise UserError(f"{where}: {', '.join(missing)} is missing")
     values = {ours: raw[theirs] for ours, theirs in family.keys.items()}
+    if not isinstance(values["num_layers"], int) or not 0 < values["num_layers"] <= MAX_LAYERS:
+        raise UserError(f"{where}: {family.keys['num_layers']}={values['num_layers']} is no number of layers")
     try:
         values |= _layers(raw, values["num_layers"])
         if "mlp.num_experts" in values:

@@ -86,9 +86,11 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise UserError(f"{folder / INDEX} has no weight_map of tensors and files")
         names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise UserError(f"{folder / INDEX} names {outside[0]}, which is no file of this folder")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing)}, named in {INDEX}")

@@ -21,6 +21,7 @@ from tunix.processes.identity import Identity
 
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
 LATE_S = 5.0  # after an error, seconds that process 0 waits for processes that are still to come, to tell them too
+REPORT: dict[str, type | tuple[type, ...]] = {"process": int, "host": str, "facts": dict, "time": (int, float)}
 
 
 def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> list[str]:
@@ -79,7 +80,7 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
             break
         peer.settimeout(5)
         other = read(peer)
-        if other is None or not about.keys() < other.keys():  # another program, like a port scanner
+        if other is None or not is_report(other):
             peer.close()
             continue
         peers.append(peer)
@@ -159,6 +160,11 @@ def read(peer: socket.socket) -> dict[str, Any] | None:
     try:
         with peer.makefile() as lines:
             message = json.loads(lines.readline(1_000_000))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
+
+
+def is_report(message: dict[str, Any] | None) -> bool:
+    """Return True for the line that a process of a run sends; another program, like a port scanner, sends others."""
+    return message is not None and all(isinstance(message.get(key), kind) for key, kind in REPORT.items())

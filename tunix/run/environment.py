@@ -15,7 +15,7 @@ import jax
 from tunix.processes.versions import versions
 
 MAX_DIFF = 1 << 20  # characters of the difference to the commit that are kept
-SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)  # in names of variables
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)  # in names of variables
 
 
 def _list_packages() -> dict[str, str]:

@@ -83,7 +83,7 @@ class Jsonl(Rows):
                 name, where = f"{unit.name}@{here}", partial(_name_line, unit.path, here)
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     yield Item(name, None, f"is not JSON ({str(error).split(': line')[0]})", where)
                 else:
                     problem = "" if isinstance(row, dict) else "is not a JSON object"

@@ -35,7 +35,7 @@ class ChatTemplate:
         self.special_tokens = special_tokens
         try:
             self.template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise UserError(f"task.chat_template: {error}") from None
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
@@ -44,7 +44,7 @@ class ChatTemplate:
             return self.template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self.special_tokens
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise UserError(f"task.chat_template refuses a conversation: {error}") from None
 
     def segments(self, messages: list[Message]) -> list[tuple[str, bool]]:

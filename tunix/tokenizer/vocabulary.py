@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -104,8 +104,8 @@ def load_vocabulary(
     backend = _read_backend(path, files)
     settings = _read_settings(files)
     template = _choose_template(files, settings, chat_template, "task.chat_template")
-    bos = bos or _token_text(settings.get("bos_token")) or _find_token(backend, (BOS, "<s>"))
-    eos = eos or _token_text(settings.get("eos_token")) or _find_token(backend, (EOS, "</s>", "<|endoftext|>"))
+    bos = bos or _token_text(settings.bos_token) or _find_token(backend, (BOS, "<s>"))
+    eos = eos or _token_text(settings.eos_token) or _find_token(backend, (EOS, "</s>", "<|endoftext|>"))
     if eos is None:
         raise UserError(f"tokenizer.path={path} does not say which token ends a document; set tokenizer.eos_token")
     for key, token in (("bos_token", bos), ("eos_token", eos)):
@@ -127,7 +127,8 @@ def read_chat(folder: Path, chat_template: str | None) -> ChatTemplate:
     template = _choose_template(files, settings, chat_template, "chat_template")
     if template is None:
         raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
-    return ChatTemplate(template, {key: _token_text(settings.get(key)) or "" for key in ("bos_token", "eos_token")})
+    tokens = {"bos_token": settings.bos_token, "eos_token": settings.eos_token}
+    return ChatTemplate(template, {name: _token_text(token) or "" for name, token in tokens.items()})
 
 
 def train_vocabulary(tokenizer: Tokenizer, texts: Iterable[str]) -> Vocabulary:
@@ -238,25 +239,54 @@ def _read_backend(path: str, files: dict[str, Path]) -> Backend:
     raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
 
 
-def _read_settings(files: dict[str, Path]) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json; empty if there is no such file."""
-    return read_json(files["tokenizer_config.json"]) if "tokenizer_config.json" in files else {}
+class Token(BaseModel):
+    """A token with how it is cut out of a text, of which only its text is read."""
+
+    content: str
 
 
-def _token_text(value: Any) -> str | None:
-    """Return the text of a token, which tokenizer_config.json writes as text or as {"content": text, ...}."""
-    return value["content"] if isinstance(value, dict) else value
+class NamedTemplate(BaseModel):
+    """One of several chat templates."""
+
+    name: str
+    template: str
 
 
-def _choose_template(
-    files: dict[str, Path], settings: dict[str, Any], name_or_file: str | None, key: str
-) -> str | None:
+class Settings(BaseModel):
+    """Keys of tokenizer_config.json that are read."""
+
+    bos_token: str | Token | None = None
+    eos_token: str | Token | None = None
+    chat_template: str | list[NamedTemplate] | None = None
+
+
+def _read_settings(files: dict[str, Path]) -> Settings:
+    """Return the content of tokenizer_config.json; without values if there is no such file.
+
+    Raises:
+        UserError: a key has a value of another type.
+    """
+    if "tokenizer_config.json" not in files:
+        return Settings()
+    path = files["tokenizer_config.json"]
+    try:
+        return Settings.model_validate(read_json(path))
+    except ValidationError as error:
+        key = error.errors()[0]["loc"][0]
+        raise UserError(f"{path}: {key} is not understood: it has a value of the wrong type") from None
+
+
+def _token_text(token: str | Token | None) -> str | None:
+    return token.content if isinstance(token, Token) else token
+
+
+def _choose_template(files: dict[str, Path], settings: Settings, name_or_file: str | None, key: str) -> str | None:
     """Return one of the tokenizer's templates by its name, a Jinja text, or that of a file; `key` is for the message.
 
     None gives the tokenizer's default template, or None if it has no template.
     """
-    own = settings.get("chat_template")
-    templates = {each["name"]: each["template"] for each in own} if isinstance(own, list) else {"default": own}
+    own = settings.chat_template
+    templates = {each.name: each.template for each in own} if isinstance(own, list) else {"default": own}
     if "chat_template.jinja" in files:
         templates["default"] = files["chat_template.jinja"].read_text()
     if name_or_file is None or templates.get(name_or_file):

@@ -1,0 +1,200 @@
+"""Bytes from outside are understood, or refused in one line: no other exception, no hang, no file outside of a folder.
+
+`TUNIX_FUZZ=10000 python -m pytest tests/test_outside.py` tries as many inputs of each kind; by default they are few.
+"""
+
+import json
+import os
+import socket
+from contextlib import suppress
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save
+from support.harness import ROOT
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from tunix.base.digests import Damaged, check_files
+from tunix.base.errors import UserError
+from tunix.hf.config_json import read_config
+from tunix.hf.names import FAMILIES
+from tunix.hf.weights import INDEX, TensorFiles, weight_files
+from tunix.processes import rollcall
+from tunix.sources.files import Unit
+from tunix.sources.rows import Jsonl
+from tunix.tokenizer.chat import PLAIN, ChatTemplate
+from tunix.tokenizer.vocabulary import load_vocabulary
+
+NUM_INPUTS = int(os.environ.get("TUNIX_FUZZ", "60"))
+fuzz = settings(
+    max_examples=NUM_INPUTS,
+    deadline=None,
+    derandomize="TUNIX_FUZZ" not in os.environ,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("../x")
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+CONFIGS = [json.loads(path.read_text()) for path in sorted((ROOT / "tests/models/parity").glob("*/config.json"))]
+SEED_TENSORS = save({"a": np.ones((2, 3), np.float32), "model.norm.weight": np.zeros(4, np.float16)})
+SEED_TOKENIZER = Backend(BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")])).to_str()
+
+
+@st.composite
+def damaged(draw, whole: bytes) -> bytes:
+    """Bytes with some changed, left out or put in."""
+    data = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, max(0, len(data) - 1)))
+        kind = draw(st.sampled_from(("change", "cut", "insert")))
+        if kind == "change" and data:
+            data[place] = draw(st.integers(0, 255))
+        elif kind == "cut":
+            del data[place : place + draw(st.integers(1, 30))]
+        else:
+            data[place:place] = draw(st.binary(max_size=12))
+    return bytes(data)
+
+
+@st.composite
+def changed(draw, objects: list[dict]) -> bytes:
+    """A JSON object with keys that are left out, added, or have another value."""
+    value = dict(draw(st.sampled_from(objects)))
+    for _ in range(draw(st.integers(0, 3))):
+        key = draw(st.sampled_from(sorted(value)) | st.text(max_size=6)) if value else "key"
+        if draw(st.booleans()):
+            value[key] = draw(VALUES)
+        else:
+            value.pop(key, None)
+    return json.dumps(value).encode()
+
+
+def outside(strategy):
+    """Try inputs of a strategy: `UserError` in one line is the only error that may come."""
+
+    def decorate(function):
+        @fuzz
+        @given(strategy)
+        def test(folder, data):
+            with suppress(UserError):
+                function(folder, data)
+
+        def run(tmp_path):
+            test(tmp_path)
+
+        run.__doc__ = function.__doc__
+        return run
+
+    return decorate
+
+
+NESTED = st.just(b"[" * 100_000)
+REPORTS = [{"process": 1, "host": "b", "facts": {"the number of processes": 2, "seed": 0}, "time": 0.0}]
+
+
+@outside(changed(REPORTS) | st.binary(max_size=200) | NESTED)
+def test_roll_call(folder, data):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        with suppress(BlockingIOError):
+            theirs.setblocking(False)
+            theirs.sendall(data[:60_000] + b"\n")
+        theirs.shutdown(socket.SHUT_WR)
+        ours.settimeout(1)
+        report = rollcall.read(ours)
+    if rollcall.is_report(report):
+        present = {0: REPORTS[0] | {"process": 0, "ahead_s": 0.0}}
+        assert isinstance(rollcall._find_mistake(present, report), str)
+
+
+@outside(changed(CONFIGS) | damaged(json.dumps(CONFIGS[0]).encode()) | NESTED)
+def test_config_json(folder, data):
+    (folder / "config.json").write_bytes(data)
+    read_config(folder)
+
+
+@outside(
+    changed(
+        [
+            {"weight_map": {"a": "model.safetensors"}},
+            {"weight_map": {"a": "../x"}},
+            {"weight_map": {"a": "/etc/passwd"}},
+        ]
+    )
+    | NESTED
+)
+def test_index(folder, data):
+    (folder / "model.safetensors").write_bytes(SEED_TENSORS)
+    (folder / INDEX).write_bytes(data)
+    assert {path.parent for path in weight_files(folder)} <= {folder}
+
+
+@outside(damaged(SEED_TENSORS))
+def test_safetensors(folder, data):
+    (folder / INDEX).unlink(missing_ok=True)
+    (folder / "model.safetensors").write_bytes(data)
+    with TensorFiles(folder, FAMILIES["llama"]) as files:
+        for name in files.shapes:
+            files.dtype(name)
+
+
+@outside(damaged(SEED_TOKENIZER.encode()) | changed([json.loads(SEED_TOKENIZER)]) | NESTED)
+def test_tokenizer_json(folder, data):
+    (folder / "tokenizer.json").write_bytes(data)
+    load_vocabulary(str(folder), eos="a")
+
+
+SETTINGS = [
+    {"bos_token": "a", "eos_token": {"content": "b"}, "chat_template": [{"name": "default", "template": PLAIN}]}
+]
+
+
+@outside(changed(SETTINGS) | damaged(json.dumps(SETTINGS[0]).encode()) | NESTED)
+def test_tokenizer_config(folder, data):
+    (folder / "tokenizer.json").write_text(SEED_TOKENIZER)
+    (folder / "tokenizer_config.json").write_bytes(data)
+    load_vocabulary(str(folder)).chat.render([{"role": "user", "content": "a"}])
+
+
+PIECES = ("{{", "}}", "{%", "%}", "messages", "for", "endfor", "if", "else", "endif", "message", "in", " ", "1", "/", "0", "[", "]", "(", ")",
+          ".", "__class__", "'a'", "|", "tojson", "loop", "set", "x", "=", "raise_exception", "range", "9" * 9, "-", "*", "break", "join", ",", "~")  # fmt: skip
+
+
+@outside(
+    st.lists(st.sampled_from(PIECES), max_size=30).map(" ".join)
+    | damaged(PLAIN.encode()).map(lambda text: text.decode(errors="replace"))
+)
+def test_chat_template(folder, data):
+    template = ChatTemplate(data, {"bos_token": "<s>", "eos_token": "</s>"})
+    template.segments([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+
+@outside(
+    st.lists(
+        changed([{"text": "a"}, {"messages": [{"role": "user", "content": "a"}]}]) | st.binary(max_size=40), max_size=6
+    ).map(b"\n".join)
+    | NESTED
+)
+def test_jsonl(folder, data):
+    path = folder / "rows.jsonl"
+    path.write_bytes(data)
+    source = Jsonl.model_construct(source="jsonl", paths=(str(path),), extensions=(".jsonl",))
+    for item in source.read(Unit("rows", str(path), 0, len(data), len(data), "")):
+        assert item.problem or isinstance(item.content, dict)
+
+
+DIGESTS = [{"step": 3, "files": {"state": {"size": 3, "crc32": [891568578]}}}]
+
+
+@outside(changed(DIGESTS) | damaged(json.dumps(DIGESTS[0]).encode()) | NESTED)
+def test_digests(folder, data):
+    (folder / "state").write_bytes(b"abc")
+    (folder / "digests.json").write_bytes(data)
+    with suppress(Damaged):
+        check_files([folder / "digests.json"])
