@@ -31,12 +31,13 @@ from tunix.costs.hlo import Collective, read_collectives
 from tunix.costs.timeline import UNKNOWN, measure_devices, read_events
 from tunix.costs.transfers import Transfer, seconds
 from tunix.run.trace import CommunicationTrace
+from tunix.sharding.dims import axis_names
 from tunix.trainer import run
 from tunix.training.program import build_mesh
 
 TRACED = ["training.profile_communication=true", "profile.after_step=2", "profile.steps=2"]
 MESH = "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"
-SIZES = {"dp": 2, "fsdp": 2, "tp": 2}
+SIZES = dict.fromkeys(axis_names(), 1) | {"dp": 2, "fsdp": 2, "tp": 2}
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def attend_alone(q, k, v, segments, window):
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
-        letters = ("BTNH", "BTKH", "BTKH", "BT")
+        letters = ("BTNH", "BTKH", "BTKH", "BS")
         laid_out = [
             jax.device_put(x, layout.activation(dims)) for x, dims in zip((q, k, v, segments), letters, strict=True)
         ]
