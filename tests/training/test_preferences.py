@@ -10,7 +10,9 @@ import numpy as np
 import optax
 import pyarrow.parquet
 import pytest
+from support.harness import PAIR as TWO_PROCESSES
 from support.harness import ROOT, SMALL, metrics
+from support.processes import Processes
 
 import tunix
 from tunix.base.errors import UserError
@@ -233,3 +235,27 @@ def test_a_run_with_low_rank_updates(hf_dir, tmp_path, monkeypatch, caplog):
         name: held_out[name] for name in ("loss", "accuracy")
     }
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.glob("cache/reference/*/*.npy")) == tables
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run(tmp_path):
+    """Each scores and learns the pairs of its own rows; process 0 keeps the reference."""
+    rows = [{"prompt": f"say {n}", "chosen": "yes, this", "rejected": "no"} for n in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        *TWO_PROCESSES, "task=dpo", "data=pairs", f"data.paths=[{tmp_path}/pairs.jsonl]", "training.max_steps=2",
+        "training.seq_len=96", "evaluation.every_steps=null", "tokenizer=bytes", "loading.packing=pad", "checkpoint.save_every_steps=null",
+        "distributed.allow_idle_devices=true",
+    ]  # fmt: skip
+    with Processes(*words, "loading.cache_dir=two", folder=tmp_path, count=2) as run:
+        assert [end.code for end in run.ends()] == [0, 0]
+    tunix.train([*words, f"loading.cache_dir={tmp_path}/one", f"hydra.run.dir={tmp_path}/alone"])
+    one, two = (
+        {path.name: np.load(path) for path in (tmp_path / name).glob("reference/*/*.npy")} for name in ("one", "two")
+    )
+    assert one.keys() == two.keys() != set()
+    for name, table in one.items():
+        np.testing.assert_allclose(two[name], table, rtol=1e-5)
+    for alone, together in zip(metrics(tmp_path / "alone"), metrics(tmp_path / "run"), strict=True):
+        for name in ("loss", "grad_norm", "margin"):
+            assert together[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6)
