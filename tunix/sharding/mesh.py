@@ -59,13 +59,13 @@ def whole_sequences(mesh: Mesh | AbstractMesh) -> Any:
 def device_table(mesh: Mesh) -> list[list[str]]:
     """Rows of device ids, the process in brackets: a row for each data shard, a column for each place in a shard.
 
-    Of the axes that make the columns, those of size 1 are left out; the last stays where all are of size 1.
+    Axes of size 1 are left out; where all axes of the rows, or of the columns, are of size 1, one of them stays.
     """
-    shard_axes = data_axes()
-    inside = tuple(axis for axis in mesh.axis_names if axis not in shard_axes)
+    inside = tuple(axis for axis in mesh.axis_names if axis not in data_axes())
+    shard_axes = tuple(axis for axis in data_axes() if mesh.shape[axis] > 1) or keeping_axes()[:1]
     place_axes = tuple(axis for axis in inside if mesh.shape[axis] > 1) or inside[-1:]
     shards, places = (list(np.ndindex(*(mesh.shape[axis] for axis in axes))) for axes in (shard_axes, place_axes))
-    left_out = tuple(axis for axis in inside if axis not in place_axes)
+    left_out = tuple(axis for axis in mesh.axis_names if axis not in shard_axes + place_axes)
     order = [mesh.axis_names.index(axis) for axis in shard_axes + place_axes + left_out]
     grid = mesh.devices.transpose(order).reshape(len(shards), len(places))
     columns = [", ".join(f"{axis}={n}" for axis, n in zip(place_axes, place, strict=True)) for place in places]
