@@ -21,7 +21,7 @@ from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.dims import DIMS, axis_names
+from tunix.sharding.dims import DIMS
 from tunix.sharding.mesh import MAX_ROWS, device_table
 from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, unsplit_dims
 from tunix.training.optim import phase_steps
@@ -49,7 +49,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         **_experts(cfg, arch),
         **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
-        "mesh": f"{format_mesh_shape(mesh.shape, axis_names())} over {mesh.size} x {', '.join(sorted(kinds))}, "
+        "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)",
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; remat {training.remat}",
