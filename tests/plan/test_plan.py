@@ -285,7 +285,7 @@ def test_a_run_takes_what_plan_would():
     ranking = rank(cfg, read_topology("h200:8"))
     assert ranking.fit[0].sizes == explicit_sizes(ours.model.mesh_shape)
     kept = resolve_auto(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
-    assert explicit_sizes(kept.model.mesh_shape) == {"dp": 4, "fsdp": 1, "tp": 2}
+    assert explicit_sizes(kept.model.mesh_shape) == dict.fromkeys(axis_names(), 1) | {"dp": 4, "tp": 2}
     assert kept.training.micro_batch_size == 16
     untouched = compose(SMALL).config
     assert resolve_auto(untouched) is untouched

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import reshard
 from support.harness import SMALL, batch, program
 
 from tunix.cli.compose import compose
@@ -95,7 +96,7 @@ class World:
         tokens, (first, second) = self.fields["tokens"], self.chosen
 
         def expected(params):
-            shares = jax.nn.softmax(self.model(params)(tokens), -1)
+            shares = reshard(jax.nn.softmax(self.model(params)(tokens), -1), jax.P())
             one, two = (
                 jnp.sum(shares[:, place] * jax.nn.one_hot(chosen, VOCABULARY), -1)
                 for place, chosen in ((len(PROMPT) - 1, first), (len(PROMPT), second))
