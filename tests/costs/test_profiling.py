@@ -187,7 +187,7 @@ def test_kernels_of_a_gpu():
     gather = Collective(
         "all-gather-start.3", "all-gather", "bf16", 10_000, (0, 1, 2, 3), 2, "jit(train_step)/jvp(blocks)/mlp/reshard"
     )
-    kind, sizes = device_kinds()["h200"], {"dp": 1, "fsdp": 4, "tp": 1}
+    kind, sizes = device_kinds()["h200"], dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
     transfer = Transfer("all-gather", ("dp", "fsdp"), 30_000)
     communication = measure(4, 1, found, [gather], sizes, predict([transfer], sizes, kind, 4))
     [row] = communication.rows

@@ -16,6 +16,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.data.batches import TrainBatches
 from tunix.data.mixture import SampleOrder, Stage, split_samples
+from tunix.sharding.dims import axis_names
 
 shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)
 
@@ -66,7 +67,7 @@ def batches(tmp_path, *words):
 
     cfg = compose([*SMALL, *mixture(tmp_path, *words)]).config
     corpus = load_corpus(cfg)
-    mesh = SimpleNamespace(shape={"pp": 1, "dp": 1, "fsdp": 4, "ep": 1, "tp": 1})
+    mesh = SimpleNamespace(shape=dict.fromkeys(axis_names(), 1) | {"fsdp": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)))
         return corpus, TrainBatches(corpus.train, cfg, mesh)
@@ -148,6 +149,6 @@ def test_a_part_without_a_sequence_is_named(tmp_path, cache_dir):
     part = f"{{tiny: {{source: text, held_out_fraction: 0, decode_errors: skip, extensions: [.txt], paths: ['{tmp_path}/nothing']}}}}"
     from tunix.data.corpus import load_corpus
 
-    with pytest.raises(UserError, match="data: tiny has 3 tokens, which make 0 sequences"):
+    with pytest.raises(UserError, match="data: tiny has 3 tokens to train on, too few for one sequence"):
         load_corpus(compose([*SMALL, "data=mixture", f"data.parts={part}", "data.weights={tiny: 1}"]).config)
     assert len(sequences([3], 32, "concat", cache_dir)) == 0

@@ -15,6 +15,7 @@ from tunix.data.batches import TrainBatches, read_held_out
 from tunix.data.corpus import load_corpus
 from tunix.data.packing import Sequences
 from tunix.data.stream import Arrays, Stream
+from tunix.sharding.dims import axis_names
 from tunix.training.program import build_mesh
 
 PACKINGS = ["concat", "best_fit", "pad"]
@@ -117,7 +118,7 @@ def test_best_fit_on_the_default_corpus():
 
 def batches(packed, cfg, rows=None) -> TrainBatches:
     """Batches as one of several processes reads them: `rows` of each microbatch."""
-    mesh = SimpleNamespace(shape={"pp": 1, "dp": 1, "fsdp": 4, "ep": 1, "tp": 1})
+    mesh = SimpleNamespace(shape=dict.fromkeys(axis_names(), 1) | {"fsdp": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)) if rows is None else rows(n))
         return TrainBatches({"it": packed}, cfg, mesh)
