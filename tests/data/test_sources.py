@@ -278,7 +278,7 @@ def test_a_packed_folder_of_mixed_encodings(tmp_path, caplog):
             "a.txt is not UTF-8 (byte 0); data.decode_errors=skip",
         ),
         ({"a.txt": b"alone"}, [], "all 1 documents are held out"),
-        ({"a.txt": b"alone"}, ["data.held_out_fraction=0"], "which make 0 sequences of training.seq_len=16"),
+        ({"a.txt": b"alone"}, ["data.held_out_fraction=0"], "too few for one sequence of training.seq_len=16"),
         ({"a.json": b"{}"}, [], "no file that ends in"),
     ],
 )
