@@ -162,10 +162,10 @@ def blame(error: Exception) -> tuple[int, str]:
 
 def leave(code: int, why: str) -> None:
     """Tell the other processes why, and end this one with `code` without waiting for them. Returns if it is alone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    logging.shutdown()
     if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        logging.shutdown()
         publish(f"failed/{jax.process_index()}", json.dumps({"code": code, "why": why, "host": socket.gethostname()}))
         if is_main():
             time.sleep(
