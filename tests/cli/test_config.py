@@ -11,6 +11,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import add_search_path, compose, to_yaml
 from tunix.cli.keys import list_keys
 from tunix.config.values import CONF
+from tunix.sharding.dims import axis_names
 
 MISTAKES = [
     ("training.micro_batchsize=4", "unknown key training.micro_batchsize; did you mean training.micro_batch_size?"),
@@ -188,7 +189,7 @@ def test_a_folder_of_ones_own(fresh, tmp_path):
 
 
 def test_batch_keys_agree():
-    base, four = ["model.mesh_shape=[[4],[fsdp]]"], {"pp": 1, "dp": 1, "fsdp": 4, "ep": 1, "tp": 1}
+    base, four = ["model.mesh_shape=[[4],[fsdp]]"], dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
     for words in (
         "training.gradient_accumulation_steps=3",
         "training.global_batch_size=192",
