@@ -223,12 +223,13 @@ class Transformer(nnx.Module):
         """
         graphdef = nnx.graphdef(getattr(self, stack.name))
 
-        def one_layer(rows, each):
-            return self._one_layer(graphdef, rows, each, mix_of, seed, part)
+        def one_layer(x, each):  # what a block does not change stays outside: the scan would keep it for each layer
+            after, result = self._one_layer(graphdef, rows._replace(x=x), each, mix_of, seed, part)
+            return after.x, result
 
         one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
-        rows, (kept, sums) = jax.lax.scan(one_layer, rows, layers)
-        return rows, kept, join_layers(sums)
+        x, (kept, sums) = jax.lax.scan(one_layer, rows.x, layers)
+        return rows._replace(x=x), kept, join_layers(sums)
 
     def _one_layer(self, graphdef, rows: Rows, each, mix_of, seed, part=None) -> tuple[Rows, tuple[Any, BlockSums]]:
         params, layer = each
