@@ -44,6 +44,7 @@ def a_run(folder: Path, corpus: Path) -> Callable[[], None]:
         "profile.after_step=1",
         "profile.steps=1",
         "evaluation.sample_tokens=3",
+        "evaluation.every_steps=2",  # and at the end: two numbers to compare
     ]
     words = [
         "data=text",
