@@ -18,8 +18,6 @@ from support.harness import ROOT, RUN, metrics
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.run.stores import parts_in
-from tunix.sharding.dims import axis_names
-from tunix.sharding.mesh_shape import format_mesh_shape
 
 
 class Entry(NamedTuple):
@@ -194,8 +192,7 @@ def test_a_new_loss_reports_its_sums(run):
 def test_a_new_mesh_axis_splits_the_batch(run):
     """tests/sharding/test_tables.py compares the losses on such a mesh with those on one device."""
     log = (run / "train.log").read_text()
-    sizes = {"extra": 4} | dict.fromkeys(axis_names(), 1) | {"fsdp": 2}
-    assert format_mesh_shape(sizes, sizes) in log
+    assert '[[4,2],["extra","fsdp"]] over 8' in log
     assert "8 sequences = 1 microbatch(es) x 8 data shard(s) x 1" in log
 
 

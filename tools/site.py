@@ -49,9 +49,8 @@ def list_modules() -> dict[str, list[str]]:
             continue
         if place.name == "__init__.py" and len(place.parts) > 1 and not path.read_text().strip():
             continue
-        words = ("tunix", *place.with_suffix("").parts)
-        module = ".".join(words).removesuffix(".__init__")
-        pages.setdefault(place.parts[0] if len(place.parts) > 1 else "tunix", []).append(module)
+        page, module = _locate(place)
+        pages.setdefault(page, []).append(module)
     return pages
 
 
@@ -70,6 +69,11 @@ def _convert(text: str, target: str, folder: Path) -> str:
     place = file.relative_to(PACKAGE)
     if file.is_dir():
         return f"[{text}](api/{place}.md)"
-    page = place.parts[0] if len(place.parts) > 1 else "tunix"
-    module = ".".join(("tunix", *place.with_suffix("").parts))
+    page, module = _locate(place)
     return f"[{text}](api/{page}.md#{module})"
+
+
+def _locate(place: Path) -> tuple[str, str]:
+    """Return the page of the API and the name of the module of a file, whose path is relative to the package."""
+    module = ".".join(("tunix", *place.with_suffix("").parts)).removesuffix(".__init__")
+    return place.parts[0] if len(place.parts) > 1 else "tunix", module

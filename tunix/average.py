@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.cli.command import run_command
 from tunix.config import Average
 from tunix.export import write_export
 from tunix.inference.pretrained import Pretrained, load_pretrained
-from tunix.processes import peers
 
 UNLIKE = {"mesh_shape", "attention", "init_from"}  # keys of the model in which checkpoints may differ
 
@@ -62,13 +60,7 @@ def list_sources(command: Average) -> list[str]:
                 f"checkpoint={command.checkpoint}: give the folder of a run and steps=[300,400] or steps=all, or "
                 "several checkpoints: checkpoint=[DIR,DIR]"
             )
-        folder = run[0] / "checkpoints"
-        kept = list_numbers(folder)
-        steps = kept if command.steps == "all" else list(command.steps)
-        if missing := [str(step) for step in steps if step not in kept]:
-            listed = ", ".join(map(str, kept)) or "none"
-            raise UserError(f"steps: {folder} has no checkpoint of {', '.join(missing)}; it has {listed}")
-        sources = [str(folder / str(step)) for step in steps]
+        sources = [folder for _, folder in compose.find_checkpoints(run[0], command.steps, "steps")]
     if len(sources) < 2:
         raise UserError(f"an average needs two checkpoints or more, and there is {len(sources)}: {', '.join(sources)}")
     return sources
@@ -110,12 +102,5 @@ def _check_same(first: Pretrained, other: Pretrained, name: str, other_name: str
             )
 
 
-def main(command: Average) -> None:
-    """Average, and print a line about it."""
-    line = average(command)
-    if peers.is_main():
-        print(line)
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(Average, main))
+    sys.exit(run_command(Average, average))

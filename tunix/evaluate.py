@@ -13,7 +13,6 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
-from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli import command, compose
@@ -93,16 +92,8 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
     if run is None or run[1] is not None:
         what = "is no run of tunix" if run is None else "is one checkpoint"
         raise UserError(f"step={cmd.step}: checkpoint={cmd.checkpoint} {what}; give the folder of a run")
-    folder = run[0] / "checkpoints"
-    kept = list_numbers(folder)
-    choice = tuple(kept) if cmd.step == "all" else cmd.step
-    steps = (choice,) if isinstance(choice, int) else choice
-    if not steps or not set(steps) <= set(kept):
-        missing = ", ".join(str(step) for step in steps if step not in kept) or "any step"
-        raise UserError(
-            f"step={cmd.step}: {folder} has no checkpoint of {missing}; it has {', '.join(map(str, kept)) or 'none'}"
-        )
-    return {step: str(folder / str(step)) for step in steps}
+    choice = (cmd.step,) if isinstance(cmd.step, int) else cmd.step
+    return dict(compose.find_checkpoints(run[0], choice, f"step={cmd.step}"))
 
 
 def _config(cmd: Evaluate) -> Config:

@@ -225,12 +225,5 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-def main(command: Export) -> None:
-    """Export, and print a line about it."""
-    line = export(command)
-    if peers.is_main():
-        print(line)
-
-
 if __name__ == "__main__":
-    sys.exit(run_command(Export, main))
+    sys.exit(run_command(Export, export))

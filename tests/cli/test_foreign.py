@@ -1,6 +1,7 @@
 """Names that people bring from other programs are answered with ours, in words that run."""
 
 import io
+import re
 import sys
 from contextlib import redirect_stdout
 
@@ -13,22 +14,27 @@ from tunix.base.tables import print_table
 from tunix.cli.compose import compose
 from tunix.cli.foreign import FLAGS, KEYS, MISSING, VALUES, find_key
 from tunix.cli.keys import list_keys
+from tunix.config import Config
 
 WORDS = sorted({*KEYS.values(), *(words for values in VALUES.values() for words in values.values())})
 # Words that name something of the reader's own: only their keys are checked.
-OWN_NAMES = ("FOLDER", "NAME", "RUN_DIR", "FILE", "HOST")
+OWN_NAMES = ("FOLDER", "NAME", "RUN_DIR", "FILE", "HOST", "MODULE", "my_", "latest")
+LEGAL = {*(name for name, _ in list_keys()), *Config.model_fields, "mesh_shape", "hydra.run.dir"}
 GRPO = ["training.seq_len=1024", "training.loss_chunk_size=256"]
+
+
+def check_words(words: str) -> None:
+    """Each key exists, and the words compose, those of a task with task=grpo."""
+    assert {*re.findall(r"(?:^| )\+?([a-z0-9_.]+)=", words)} <= LEGAL
+    if not any(name in words for name in OWN_NAMES):
+        task = ["task=grpo"] if words.startswith("task.") else []
+        compose([*task, *(GRPO if re.search("^(task|sampling)", words) else []), *words.split()])
 
 
 @pytest.mark.parametrize("words", WORDS)
 def test_our_words_compose(words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    legal = {name for name, _ in list_keys()} | {"resume", "hydra.run.dir", "project_name", "run_name"}
-    if any(name in words for name in OWN_NAMES):
-        keys = [word.partition("=")[0] for word in words.split()]
-        assert all(key in legal or key in ("data",) for key in keys)
-    else:
-        compose([*(GRPO if "task=grpo" in words or "sampling" in words else []), *words.split()])
+    check_words(words)
 
 
 def test_no_name_of_ours_is_taken_for_another():

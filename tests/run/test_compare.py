@@ -12,7 +12,7 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.compare.history import list_differences, list_numbers, read_histories, thin
+from tunix.compare.history import list_differences, list_results, read_histories, thin
 from tunix.compare.page import make_page, shorten, ticks
 
 
@@ -40,7 +40,7 @@ def runs(tmp_path) -> list[Path]:
 
 def test_numbers_and_differences(runs):
     histories = read_histories(runs)
-    numbers = dict(list_numbers(histories))
+    numbers = dict(list_results(histories))
     assert [each.name for each in histories] == ["first", "better"]
     assert numbers["steps"] == ["4 of 5", "4 of 5"]
     assert numbers["final loss"] == ["2.0000", "2.5000"]

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from support.harness import cli, metrics
 
+from tunix.base.nested import flat
 from tunix.cli.compose import compose
-from tunix.config.values import flat
 
 CONFIGS = ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture")
 NEW_FORM = ("model.mlp", "model.biases", "logging.tensorboard")  # keys that have another form now

@@ -9,7 +9,7 @@ from tunix.cli.command import run_command
 from tunix.cli.compose import compose
 from tunix.config import Evaluate, Export, Generate
 from tunix.evaluate import evaluate
-from tunix.export import main as export
+from tunix.export import export
 from tunix.generate import generate
 from tunix.processes import member
 

@@ -15,11 +15,12 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from tunix.base.errors import UserError, did_you_mean
+from tunix.base.nested import flat
 from tunix.cli import compose
 from tunix.cli.keys import list_keys
 from tunix.cli.mistakes import explain_errors, validate
 from tunix.config import Distributed, Section
-from tunix.config.values import CONF, flat
+from tunix.config.values import CONF
 from tunix.processes import exits, member
 from tunix.processes.versions import versions
 
@@ -27,12 +28,13 @@ S = TypeVar("S", bound=Section)
 JOINING = "distributed."  # begins the words that say which process of several this is
 
 
-def run_command(section: type[S], work: Callable[[S], None]) -> int:
+def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     """Run `work` with the section that `python -m tunix.NAME key=value ...` describes; return the exit code.
 
     An error of the user's gives exit code 2 and one line on stderr. If the section has a key `overrides`, it gets the
     words whose keys are not the section's own: they are keys of training. Words like distributed.num_processes=2, and
-    the environment, make this process one of several, which join before they work.
+    the environment, make this process one of several, which join before they work. What `work` returns is printed, of
+    several processes by process 0.
     """
     words, name = sys.argv[1:], section.__name__.lower()
     if "--help" in words or "-h" in words:
@@ -55,9 +57,9 @@ def run_command(section: type[S], work: Callable[[S], None]) -> int:
     return exits.report_errors(run)
 
 
-def _join_and_work(distributed: Distributed, settings: S, work: Callable[[S], None]) -> None:
+def _join_and_work(distributed: Distributed, settings: S, work: Callable[[S], str | None]) -> None:
     """Join the other processes, if there are any, and work with a watchdog that follows a process that fails."""
-    from tunix.processes import joining, watchdog  # jax starts here, after the settings have passed
+    from tunix.processes import joining, peers, watchdog  # jax starts here, after the settings have passed
 
     name = type(settings).__name__.lower()
     facts = flat({name: settings.model_dump(mode="json")})
@@ -65,7 +67,9 @@ def _join_and_work(distributed: Distributed, settings: S, work: Callable[[S], No
         facts[f"{name}.overrides"] = [word for word in words if not word.startswith(JOINING)]
     joining.start(distributed, versions() | facts)
     with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
-        work(settings)
+        text = work(settings)
+    if text is not None and peers.is_main():
+        print(text)
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:

@@ -7,9 +7,10 @@ the value and the way out (`tunix.cli.mistakes`). Read `compose` first.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -19,13 +20,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
+from tunix.base.nested import flat
 from tunix.cli.architecture import _fill_from_pretrained, fill_from_run
 from tunix.cli.foreign import find_key
 from tunix.cli.mistakes import explain_errors, unknown_key, validate
 from tunix.cli.saved import upgrade
 from tunix.config import Config, Tokenizer
-from tunix.config.values import CONF, flat
+from tunix.config.values import CONF
 
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # keys of `distributed`
 OUTPUTS = Path("outputs")
@@ -176,6 +179,22 @@ def find_run(source: str) -> tuple[Path, int | None] | None:
     path = Path(source)
     is_run = source == "latest" or any((folder / "config.yaml").is_file() for folder in (path, *path.parents[1:2]))
     return _find_resume_point(source, None) if is_run else None
+
+
+def find_checkpoints(run_dir: Path, choice: Sequence[int] | Literal["all"], key: str) -> list[tuple[int, str]]:
+    """Return steps and folders of checkpoints of a run, of `choice` or all that are kept; `key` is for the message.
+
+    Raises:
+        UserError: the run lacks one of them, or has none at all.
+    """
+    folder = run_dir / "checkpoints"
+    kept = list_numbers(folder)
+    steps = kept if choice == "all" else choice
+    missing = [str(step) for step in steps if step not in kept]
+    if missing or not steps:
+        listed = ", ".join(map(str, kept)) or "none"
+        raise UserError(f"{key}: {folder} has no checkpoint of {', '.join(missing) or 'any step'}; it has {listed}")
+    return [(step, str(folder / str(step))) for step in steps]
 
 
 def build(values: dict[Any, Any]) -> Config:

@@ -15,7 +15,7 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.compare.braille import draw_curves
-from tunix.compare.history import AXES, History, list_differences, list_numbers, read_histories, thin
+from tunix.compare.history import AXES, History, list_differences, list_results, read_histories, thin
 from tunix.compare.page import make_page
 from tunix.processes import exits
 
@@ -50,7 +50,7 @@ def main() -> int:
 def show(histories: list[History], axis: str) -> None:
     """Print numbers, keys that differ, and the losses over `axis`."""
     names = [each.name for each in histories]
-    print_table(_table("numbers", names, list_numbers(histories)))
+    print_table(_table("numbers", names, list_results(histories)))
     print()
     if differences := list_differences(histories):
         print_table(_table("keys that differ", names, differences))
@@ -66,7 +66,7 @@ def as_json(histories: list[History]) -> dict:
     """Return the same as values for JSON."""
     return {
         "runs": [{"name": each.name, "folder": str(each.folder)} for each in histories],
-        "numbers": dict(list_numbers(histories)),
+        "numbers": dict(list_results(histories)),
         "differences": dict(list_differences(histories)),
     }
 

@@ -3,15 +3,15 @@
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tunix.base.errors import UserError
+from tunix.base.nested import flat
 from tunix.cli.saved import upgrade
-from tunix.config.values import flat
 
 Line = dict[str, Any]  # of metrics.jsonl
 IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a run trains
@@ -60,8 +60,8 @@ class History:
         return points
 
 
-def read_history(folder: Path, name: str | None = None) -> History:
-    """Read a run's folder.
+def read_history(folder: Path) -> History:
+    """Read a run's folder, whose name is the name of the run.
 
     Raises:
         UserError: it is no folder of a run, or has no line of training.
@@ -78,7 +78,7 @@ def read_history(folder: Path, name: str | None = None) -> History:
         raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
     held_out = [record for record in records if record.get("split") == "held_out"]
     seconds = sum(record["step_time_s"] for record in steps)
-    return History(name or folder.resolve().name, folder, keys, _newest(steps), _newest(held_out), seconds)
+    return History(folder.resolve().name, folder, keys, _newest(steps), _newest(held_out), seconds)
 
 
 def read_histories(folders: list[Path]) -> list[History]:
@@ -86,10 +86,7 @@ def read_histories(folders: list[Path]) -> list[History]:
     found = [read_history(folder) for folder in folders]
     short = [str(each.keys.get("run_name") or each.name) for each in found]
     names = [name if short.count(name) == 1 else str(each.folder) for name, each in zip(short, found, strict=True)]
-    return [
-        History(name, each.folder, each.keys, each.steps, each.evaluations, each.seconds)
-        for name, each in zip(names, found, strict=True)
-    ]
+    return [replace(each, name=name) for name, each in zip(names, found, strict=True)]
 
 
 def list_differences(histories: list[History]) -> list[tuple[str, list[str]]]:
@@ -102,7 +99,7 @@ def list_differences(histories: list[History]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def list_numbers(histories: list[History]) -> list[tuple[str, list[str]]]:
+def list_results(histories: list[History]) -> list[tuple[str, list[str]]]:
     """Return the numbers that some run has, each with its title and its text for each run."""
     rows = [(title, [_find(each, number) for each in histories]) for title, number in NUMBERS.items()]
     return [(title, values) for title, values in rows if any(values)]

@@ -1,9 +1,10 @@
 """A page of HTML about several runs, which needs no other file: tables, and curves as SVG."""
 
+import math
 from collections.abc import Callable
 from html import escape
 
-from tunix.compare.history import AXES, History, list_differences, list_numbers, thin
+from tunix.compare.history import AXES, History, list_differences, list_results, thin
 
 COLOURS = ("#2f6fde", "#d1495b", "#2e933c", "#8f4fbf", "#c77d0a", "#17808c", "#666666")
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460, 300, 56, 16, 34, 12  # of a picture and its margins
@@ -43,7 +44,7 @@ def make_page(histories: list[History]) -> str:
 <h1>{len(histories)} runs</h1>
 <ul>{folders}</ul>
 <h2>Numbers</h2>
-{_table("", names, list_numbers(histories))}
+{_table("", names, list_results(histories))}
 <h2>{measure.capitalize()}</h2>
 <p class="note">Solid: training. Dashed: held out.</p>
 <div class="pictures">{pictures}</div>
@@ -89,21 +90,18 @@ def _draw(histories: list[History], axis: str) -> str:
     for number, ((name, split), curve) in enumerate(curves.items()):
         if curve:
             line = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in curve)
-            parts.append(
-                _polyline(line, COLOURS[number // 2 % len(COLOURS)], f"{name}, {split}: {curve[-1][1]:.4f} at the end")
-            )
+            title = f"{name}, {split.replace('_', ' ')}: {curve[-1][1]:.4f} at the end"
+            parts.append(_polyline(line, COLOURS[number // 2 % len(COLOURS)], title, dashed=split == "held_out"))
     label = f"{measure} by {AXES[axis]}"
     body = "".join(parts)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="{label}">{body}</g></svg>'
 
 
-def _polyline(points: str, colour: str, title: str) -> str:
-    """Return a curve of SVG; that of a held-out set is dashed."""
-    dashes = ' stroke-dasharray="6 4"' if ", held_out: " in title else ""
+def _polyline(points: str, colour: str, title: str, dashed: bool) -> str:
+    """Return a curve of SVG."""
+    dashes = ' stroke-dasharray="6 4"' if dashed else ""
     style = f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"{dashes}'
-    return (
-        f'<polyline points="{points}" {style}><title>{escape(title.replace("held_out", "held out"))}</title></polyline>'
-    )
+    return f'<polyline points="{points}" {style}><title>{escape(title)}</title></polyline>'
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -111,7 +109,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     if high <= low:
         return [low]
     rough = (high - low) / count
-    power = 10.0 ** len(str(int(rough))) / 10 if rough >= 1 else 10.0 ** -_leading_zeros(rough)
+    power = 10.0 ** math.floor(math.log10(rough))
     size = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
     first = -(-low // size)
     return [round(size * n, 12) for n in range(int(first), int(high // size) + 1)]
@@ -123,14 +121,6 @@ def shorten(value: float) -> str:
         if abs(value) >= unit:
             return f"{value / unit:g}{letter}"
     return f"{value:g}"
-
-
-def _leading_zeros(value: float) -> int:
-    """Return n where the value is between 10^-n and 10^(1-n)."""
-    count = 0
-    while value < 1:
-        value, count = 10 * value, count + 1
-    return count
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

@@ -65,7 +65,8 @@ class BatchShape(NamedTuple):
         return tuple(sizes[letter] for letter in dims)
 
 
-PIPELINE_SCHEDULES = ("gpipe", "1f1b")  # each has a function in `GRADIENTS` of training/program.py
+# Each has a function in `GRADIENTS` of training/program.py. Without stages it is the first.
+PIPELINE_SCHEDULES = ("gpipe", "1f1b")
 
 
 class PipelineShape(NamedTuple):
@@ -272,9 +273,12 @@ class Training(Section):
 
     def _schedule(self, mesh_sizes: Mapping[str, int]) -> str:
         """The schedule; 1F1B splits the tokens of a part over stages and over devices that share sequences."""
-        split = num_stages(mesh_sizes) * token_shards(mesh_sizes)
+        stages = num_stages(mesh_sizes)
+        if stages == 1:
+            return PIPELINE_SCHEDULES[0]
+        split = stages * token_shards(mesh_sizes)
         if self.pipeline_schedule == "auto":
-            return "gpipe" if num_stages(mesh_sizes) == 1 or self.seq_len % split else "1f1b"
+            return "gpipe" if self.seq_len % split else "1f1b"
         if self.pipeline_schedule == "1f1b" and self.seq_len % split:
             low = max(1, self.seq_len // split) * split
             raise UserError(

@@ -26,7 +26,7 @@ from tunix.models.remat import computes_again
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import token_shards
+from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.chunks import chunk_positions
 from tunix.training.program import Program, abstract_batch, assemble, choose_sync
 from tunix.training.state import Weight, abstract_params, describe
@@ -184,7 +184,7 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     mlp = (2 if model.mlp.kind == "plain" else 3) * local["F"]
     if isinstance(model.mlp, ExpertsMlp):
         # Rows of the tokens of all devices that the exchange brings together, whose experts may all be here.
-        num_rows = model.mlp.experts_per_token * math.prod(mesh.shape[axis] for axis in layout.expert_axes)
+        num_rows = model.mlp.experts_per_token * count_devices(mesh.shape, layout.expert_axes)
         of_experts = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
         mlp = max(of_experts, mlp if model.mlp.dense_layers else 0)
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more

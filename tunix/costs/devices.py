@@ -13,15 +13,19 @@ from tunix.config.values import CONF
 @cache
 def device_kinds() -> dict[str, DeviceKind]:
     """Return the kinds of devices in conf/command/device, keyed by file name."""
-    files = sorted((CONF / "command" / "device").glob("*.yaml"))
-    return {file.stem: read_kind(yaml.safe_load(file.read_text())) for file in files}
+    return {name: read_kind(values) for name, values in _read_files("device").items()}
 
 
 @cache
 def networks() -> dict[str, Network]:
     """Return the kinds of networks in conf/command/network, keyed by file name."""
-    files = sorted((CONF / "command" / "network").glob("*.yaml"))
-    return {file.stem: Network.model_validate(yaml.safe_load(file.read_text())) for file in files}
+    return {name: Network.model_validate(values) for name, values in _read_files("network").items()}
+
+
+def _read_files(folder: str) -> dict[str, Any]:
+    """Return the values of each file of a folder in conf/command, keyed by file name."""
+    files = sorted((CONF / "command" / folder).glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text()) for file in files}
 
 
 def read_kind(values: Any) -> DeviceKind:

@@ -15,7 +15,7 @@ from tunix.models.exchanges import choose_exchange, repeats_of
 from tunix.models.remat import computes_again
 from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import token_shards
+from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.losses import loss_kind
 from tunix.training.program import Program
 from tunix.training.state import Weight
@@ -37,9 +37,9 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
 
     Neighbours on inner axes are neighbours in a node.
     """
-    size = math.prod(sizes[axis] for axis in transfer.axes)
+    size = count_devices(sizes, transfer.axes)
     names = axis_names()
-    stride = math.prod(sizes[axis] for axis in names[names.index(transfer.axes[-1]) + 1 :])
+    stride = count_devices(sizes, names[names.index(transfer.axes[-1]) + 1 :])
     neighbours = max(1, math.gcd(stride * size, per_node) // stride)  # where groups and nodes overlap least
     group = Group(size, min(neighbours, size))
     return transfer.count * collective_s(transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node)
@@ -84,7 +84,7 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         count = times * blocks if in_blocks else times
         if gathered_over and strategy.gradients:
             yield Transfer("reduce-scatter", gathered_over, size, count=count)
-            size //= math.prod(mesh.shape[axis] for axis in gathered_over)
+            size //= count_devices(mesh.shape, gathered_over)
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
         # Compiled programs sum over dp at the end of the backward pass, where nothing is left to do meanwhile.
         yield Transfer("all-reduce", summed_over, size, overlaps=False, count=count)
@@ -205,7 +205,7 @@ def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     """Tokens that devices with different experts gather, and sums of results that they scatter, both ways."""
     cfg, layout = program.cfg, program.layout
     axes, mlp = layout.expert_axes, cfg.model.mlp
-    num_devices = math.prod(mesh.shape[axis] for axis in axes)
+    num_devices = count_devices(mesh.shape, axes)
     if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
         return
     shape = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len, cfg.model.embed_dim

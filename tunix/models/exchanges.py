@@ -20,7 +20,7 @@ from tunix.config import Model
 from tunix.models.ring import attend_in_ring
 from tunix.models.seen import Seen
 from tunix.sharding.dims import DIMS, token_axes
-from tunix.sharding.mesh_shape import token_shards
+from tunix.sharding.mesh_shape import count_devices, token_shards
 
 Exchange = Callable[..., jax.Array]
 
@@ -44,7 +44,7 @@ def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Cho
     if model.cp_exchange != "auto":
         return Choice(model.cp_exchange, f"model.cp_exchange={model.cp_exchange}")
     axes = DIMS["n"].activation_axes
-    num_devices, together = math.prod(sizes[axis] for axis in axes), " x ".join(axes)
+    num_devices, together = count_devices(sizes, axes), " x ".join(axes)
     if model.num_heads % num_devices == 0:
         # A ring waits for the device with the last tokens, which computes almost twice the mean; heads are alike.
         return Choice("ulysses", f"{together}={num_devices} divides the {model.num_heads} query heads")

@@ -16,7 +16,6 @@ that it has finished. So a tick sends two things, computed rows to the next stag
 before, and nothing is gathered.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
 from tunix.sharding.layout import Layout
+from tunix.sharding.mesh_shape import count_devices
 
 # (layers, rows, number of the part) -> (rows, sums): some layers, whose arrays have a first dimension, on some rows.
 # The sums are a tree of scalars.
@@ -80,8 +80,8 @@ class Lanes:
         batch = layout.batch_axes
         assert batch[: len(self.stage_axes)] == self.stage_axes, "stages are the outermost axes of the batch"
         self.row_axes = batch[len(self.stage_axes) :]
-        self.num_stages = _product(sizes, self.stage_axes)
-        self.num_shards = _product(sizes, self.row_axes)
+        self.num_stages = count_devices(sizes, self.stage_axes)
+        self.num_shards = count_devices(sizes, self.row_axes)
 
     def fold(self, x: jax.Array, places: int | None, dim: int = 0) -> jax.Array:
         """[B, ...] -> [S, places, rows, ...]; with `dim` 1, [A, B, ...] -> [A, S, places, rows, ...]."""
@@ -157,7 +157,3 @@ class Lanes:
 
         with jax.named_scope("send"):
             return jax.tree.map(one, rows)
-
-
-def _product(sizes: Any, axes: tuple[str, ...]) -> int:
-    return math.prod(sizes[axis] for axis in axes)

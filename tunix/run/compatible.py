@@ -5,11 +5,11 @@ import logging
 from typing import Any
 
 from tunix.base.errors import UserError
+from tunix.base.nested import flat
 from tunix.cli.saved import upgrade
 from tunix.config import Config
 from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.training import read_steps
-from tunix.config.values import flat
 from tunix.data.position import Position
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import jax
 from tunix.processes import peers
 from tunix.sinks import Sink, Start, open_sink
 from tunix.sinks.background import Background
+from tunix.sinks.sink import give_table
 from tunix.training.sizes import Sizes
 from tunix.training.spikes import WATCHED
 
@@ -56,10 +57,7 @@ class Metrics:
     def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
         """Give rows with the same keys to every sink that has tables, and `text`, which shows them, to the others."""
         for sink in self.sinks:
-            if hasattr(sink, "table"):
-                sink.table(name, rows, text, step)
-            else:
-                sink.text(name, text, step)
+            give_table(sink, name, rows, text, step)
 
     def image(self, name: str, png: bytes, step: int) -> None:
         """Give a picture to every sink."""

@@ -119,7 +119,7 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
                 f"{axis} out of model.mesh_shape"
             )
     for dim, axes in _uneven(dims, sizes):
-        num_entries, size = dims[dim.letter], math.prod(sizes[axis] for axis in axes)
+        num_entries, size = dims[dim.letter], count_devices(sizes, axes)
         is_divisor = dim.may_stay_whole is Whole.AS_DIVISOR and size % num_entries == 0
         if dim.may_stay_whole is Whole.ALWAYS or is_divisor:
             continue
@@ -145,23 +145,28 @@ def _uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple
     for letter in dims:
         dim = DIMS[letter]
         for axes in dict.fromkeys((dim.weight_axes, dim.activation_axes)):
-            if dims[letter] % math.prod(sizes[axis] for axis in axes):
+            if dims[letter] % count_devices(sizes, axes):
                 yield dim, tuple(axis for axis in axes if sizes[axis] > 1)
+
+
+def count_devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Return the number of devices along some axes of a mesh of these sizes."""
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def data_shards(sizes: Mapping[str, int]) -> int:
     """Return the number of parts that the batch is split into."""
-    return math.prod(sizes[axis] for axis in data_axes())
+    return count_devices(sizes, data_axes())
 
 
 def token_shards(sizes: Mapping[str, int]) -> int:
     """Return the number of parts that the tokens of a sequence are split into."""
-    return math.prod(sizes[axis] for axis in token_axes())
+    return count_devices(sizes, token_axes())
 
 
 def num_stages(sizes: Mapping[str, int]) -> int:
     """Return the number of stages that the layers are split into."""
-    return math.prod(sizes[axis] for axis in DIMS[LAYERS].weight_axes)
+    return count_devices(sizes, DIMS[LAYERS].weight_axes)
 
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:

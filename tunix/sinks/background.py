@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tunix.sinks.sink import Sink, Start
+from tunix.sinks.sink import Sink, Start, give_table
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 100_000  # calls; what comes while so many wait is dropped and counted
@@ -102,9 +102,9 @@ class Background:
 
 
 def _call(sink: Sink, method: str, arguments: tuple) -> bool:
-    """Call a method of the sink. One that has no tables gets the text in their place."""
-    if method == "table" and not hasattr(sink, "table"):
-        name, _, text, step = arguments
-        method, arguments = "text", (name, text, step)
-    getattr(sink, method)(*arguments)
+    """Call a method of the sink, and return True."""
+    if method == "table":
+        give_table(sink, *arguments)
+    else:
+        getattr(sink, method)(*arguments)
     return True

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import Ending, UserError
+from tunix.base.nested import flat
 from tunix.sinks.run_ids import keep_id, read_id
 from tunix.sinks.sink import Start
 
@@ -86,20 +87,9 @@ class Mlflow:
     def _log_parameters(self, config: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_name(key), value[:LONGEST]) for key, value in _flatten(config)]
+        params = [Param(_name(key), str(value)[:LONGEST]) for key, value in flat(config).items()]
         for first in range(0, len(params), BATCH // 10):
             self.client.log_batch(self.run_id, params=params[first : first + BATCH // 10])
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return keys and values of nested dicts: [("model.num_layers", "3"), ...]."""
-    found = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found += _flatten(value, f"{prefix}{key}.")
-        else:
-            found.append((f"{prefix}{key}", str(value)))
-    return found
 
 
 def _name(key: str) -> str:

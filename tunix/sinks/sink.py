@@ -29,3 +29,11 @@ class Sink(Protocol):
 
     def close(self, error: BaseException | None) -> None:
         """End with the run: `error` is the one that ends it, None at its proper end."""
+
+
+def give_table(sink: Sink, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
+    """Give rows with the same keys to a sink that has a method `table`, and `text`, which shows them, to another."""
+    if hasattr(sink, "table"):
+        sink.table(name, rows, text, step)
+    else:
+        sink.text(name, text, step)

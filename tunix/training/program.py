@@ -58,7 +58,7 @@ def choose_sync(training: Training, mesh: Mesh | AbstractMesh) -> int:
     return every
 
 
-# How the gradients of a step are computed, by the schedule of the pipeline. Without stages it is the first.
+# How the gradients of a step are computed, by the schedule of the pipeline.
 GRADIENTS: dict[str, Callable[[Architecture, LossFn, Layout, int], Gradients]] = {
     "gpipe": make_gradients,
     "1f1b": make_pipelined_gradients,
