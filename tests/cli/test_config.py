@@ -48,7 +48,10 @@ MISTAKES = [
     ("model.mesh_shape=[[4],[fsdp]] training.global_batch_tokens=9000", "x 4 data shards x seq_len=128; nearest: 8192 or 16384"),
     ("model.mesh_shape=[[1],[fsdp]] training.gradient_accumulation_steps=6 training.sync_gradients_every=4", "does not divide the 6 microbatches of a step; it may be 1, 2, 3, 6"),
     ("training.max_steps=null", "the run has no end; set one of training.max_steps"),
-    ("training.loss_chunk_size=half", "training.loss_chunk_size=half: expected a whole number"),
+    ("training.loss_chunk_size=half", "training.loss_chunk_size=half: expected a whole number or auto"),
+    ("task=grpo task.rollout_rows=some", "task.rollout_rows=some: expected a whole number, auto or null"),
+    ("distributed.shared_filesystem=maybe", "distributed.shared_filesystem=maybe: expected true or false or auto"),
+    ("model.lora.quantize_base=int9", "expected one of int8, nf4 or null; did you mean int8?"),
     ("scheduler.warmup_steps=5 scheduler.warmup_tokens=5", "scheduler.warmup_steps and scheduler.warmup_tokens are both set"),
     ("scheduler=wsd scheduler.warmup_ratio=0.5 scheduler.decay_ratio=0.8", "scheduler.warmup_ratio=0.5 and scheduler.decay_ratio=0.8 are more than the run together"),
     ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),
@@ -101,6 +104,8 @@ def test_mistakes(words, message, tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         compose(words.split(" "))
     assert message in str(error.value)
+    lines = str(error.value).splitlines()
+    assert len({line.partition("=")[0] for line in lines}) == len(lines)  # a key has one line
 
 
 @pytest.mark.parametrize("shape", ["[[4,1],[fsdp,tp]]", '[[4,1],["fsdp","tp"]]', "'[[4,1],[fsdp,tp]]'"])

@@ -25,9 +25,7 @@ def list_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tup
 def list_sections(annotation: Any) -> list[type[Section]]:
     """Return the section that a field holds, or the members of a union of sections; none for a plain value."""
     annotation = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    kinds = typing.get_args(annotation) if union else (annotation,)
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    return [kind for kind in _list_types(annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def find_variants(section: type[BaseModel] = Config) -> dict[tuple[str, str], type[Section]]:
@@ -47,14 +45,16 @@ def variant_of(values: Mapping[str, Any]) -> type[Section] | None:
     return next(filter(None, members), None)
 
 
-def without_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None]:
-    """Return a path as users type it, and the member of a union that it leads through.
+def without_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None, bool]:
+    """Return a path as users type it, the member of a union that it leads through, and whether null is legal there.
 
-    In the path of an error pydantic puts the tag of a union's member before the member's keys: data, text, paths.
+    In the path of an error pydantic puts the tag of a union's member before the member's keys: data, text, paths. A
+    plain value of several types has the type that was tried behind its key: shared_filesystem, bool.
     """
     parts: list[str] = []
     rest, kinds = list(path), [root]
     member: type[Section] | None = None
+    types_of_value: list[Any] = []
     while rest and kinds:
         if len(kinds) > 1:
             member = {tag(kind): kind for kind in kinds}.get(rest[0])
@@ -68,7 +68,16 @@ def without_tags(path: list[str], root: type[Section] = Config) -> tuple[list[st
             parts.append(rest.pop(0))
             annotation = typing.get_args(annotation)[1]
         kinds = list_sections(annotation)
-    return [*parts, *rest], member
+        types_of_value = _list_types(annotation)
+    if not kinds and len([kind for kind in types_of_value if kind is not type(None)]) > 1:
+        rest = rest[1:]
+    return [*parts, *rest], member, type(None) in types_of_value
+
+
+def _list_types(annotation: Any) -> list[Any]:
+    """Return the members of a union, and what is no union alone."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return list(typing.get_args(annotation)) if union else [annotation]
 
 
 TAGS = ("source", "name", "kind")  # keys that tell the members of a union apart: a member has one of them

@@ -7,7 +7,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -27,13 +27,16 @@ def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
     """Check plain `values` and return the section; `above` is the section's own key, for messages.
 
     Raises:
-        UserError: a line for each error.
+        UserError: a line for each value that is wrong.
     """
     try:
         return section.model_validate(values)
     except ValidationError as errors:
-        lines = (_explain({**error, "loc": (*above, *error["loc"])}) for error in errors.errors())
-        raise UserError("\n".join(dict.fromkeys(lines))) from None
+        by_place: dict[str, list[_Mistake]] = {}
+        for error in errors.errors():
+            mistake = _explain({**error, "loc": (*above, *error["loc"])})
+            by_place.setdefault(mistake.place or mistake.message, []).append(mistake)
+        raise UserError("\n".join(map(_join, by_place.values()))) from None
 
 
 @contextmanager
@@ -96,20 +99,44 @@ EXPECTED = {
     "bool_type": "expected true or false",
     "string_type": "expected text",
     "tuple_type": "expected a list like [a,b]",
+    "model_type": "expected a mapping like {key: value}",
     "too_short": "give at least one",
 }
 
 
-def _explain(error: dict[str, Any]) -> str:
-    """Return one line for one pydantic error: the key, the value, the way out."""
+class _Mistake(NamedTuple):
+    """A pydantic error in words."""
+
+    place: str  # KEY=VALUE; empty where the message names the keys itself
+    message: str
+    hint: str = ""
+    takes_null: bool = False  # null is legal too
+
+
+def _join(mistakes: list[_Mistake]) -> str:
+    """Return one line for the mistakes of one place.
+
+    A value that may be of several types has one for each of them; together they say what is legal.
+    """
+    place, *_ = mistakes[0]
+    legal = list(dict.fromkeys(mistake.message for mistake in mistakes))
+    legal[1:] = [message.removeprefix("expected ").removeprefix("one of ") for message in legal[1:]]
+    if any(mistake.takes_null for mistake in mistakes):
+        legal.append("null")
+    text = " or ".join(filter(None, [", ".join(legal[:-1]), legal[-1]]))
+    return f"{f'{place}: ' if place else ''}{text}{''.join(dict.fromkeys(mistake.hint for mistake in mistakes))}"
+
+
+def _explain(error: dict[str, Any]) -> _Mistake:
+    """Return one pydantic error in words: the key, the value, the way out."""
     # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
-    path, variant = without_tags([str(part) for part in error["loc"] if "[" not in str(part)])
+    path, variant, takes_null = without_tags([str(part) for part in error["loc"] if "[" not in str(part)])
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))
     if kind == "extra_forbidden":
-        return unknown_key(key, variant)
+        return _Mistake("", unknown_key(key, variant))
     if kind == "missing":
-        return f"{key} is missing"
+        return _Mistake("", f"{key} is missing")
     if kind in ("literal_error", "union_tag_invalid"):
         context = error["ctx"]
         choices = IN_QUOTES.findall(context.get("expected") or context["expected_tags"])
@@ -117,10 +144,10 @@ def _explain(error: dict[str, Any]) -> str:
             discriminator = context["discriminator"].strip("'")
             key, value = f"{key}.{discriminator}", context["tag"]
         hint = find_value(key, str(value)) or did_you_mean(str(value), choices)
-        return f"{key}={value}: expected one of {', '.join(choices)}{hint}"
+        return _Mistake(f"{key}={value}", f"expected one of {', '.join(choices)}", hint, takes_null)
     if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
-        return message
-    return f"{key}={value}: {message[0].lower()}{message[1:]}"
+        return _Mistake("", message)
+    return _Mistake(f"{key}={value}", message[0].lower() + message[1:], "", takes_null and kind in EXPECTED)
 
 
 def unknown_key(key: str, variant: type[Section] | None = None, root: type[Section] = Config) -> str:
