@@ -16,7 +16,7 @@ from tunix.costs.derived import assemble_once, derive
 from tunix.costs.devices import device_kinds, on_network, peak_tflops
 from tunix.costs.hlo import read_collectives
 from tunix.costs.links import LINK_SHARE, Group, collective_s
-from tunix.costs.rollout_memory import choose_rows
+from tunix.costs.rollout_memory import USABLE, choose_rows
 from tunix.costs.schedule import StepTime
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models.flops import flops_per_token, forward_flops_per_token
@@ -311,10 +311,11 @@ def test_rollouts_are_counted():
     words = ["model=qwen3_0_6b", "model.mesh_shape=[[8],[fsdp]]", "task=grpo", "data=gsm8k", "tokenizer.path=x.json"]
     sizes = ["training.seq_len=1024", "training.global_batch_size=128", "plan.num_compiled=0"]
 
+    def config(*more):
+        return compose([*words, *sizes, "sampling.max_new_tokens=512", *more]).config
+
     def best(*more):
-        return rank(
-            compose([*words, *sizes, "sampling.max_new_tokens=512", *more]).config, read_topology("h100:8")
-        ).fit[0]
+        return rank(config(*more), read_topology("h100:8")).fit[0]
 
     one, two = best(), best("task.steps_per_rollout=2")
     assert one.rollout.costs.rows == 16  # 128 answers over 8 devices
@@ -331,8 +332,16 @@ def test_rollouts_are_counted():
     assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
     assert best("task.rollout_rows=64").rollout.waves == 2
     program = assemble_once(one.cfg, one.sizes)
-    sizes = None, 80 << 30, one.rollout_memory, 1 << 20
-    assert [choose_rows(one.cfg, *program, device_bytes) for device_bytes in sizes] == [None, 128, 64, 8]
+    memories = None, 80 << 30, one.rollout_memory, 1 << 20
+    assert [choose_rows(one.cfg, *program, device_bytes) for device_bytes in memories] == [None, 128, 64, 8]
+    with_reference = best("task.kl_coefficient=0.1")
+    reference = with_reference.num_bytes["reference"]  # the parameters rest in float32, the reference in bfloat16
+    assert reference == one.costs.num_bytes["weights"] // 2
+    assert with_reference.memory == max(with_reference.costs.memory + reference, one.rollout_memory + reference)
+    fits = (one.rollout_memory + 2**20) / USABLE  # all answers at one time, but for the reference
+    cfgs = one.cfg, with_reference.cfg, config("task.kl_coefficient=0.1", "model.lora.rank=8")
+    rows = [choose_rows(cfg, *assemble_once(cfg, one.sizes), round(fits)) for cfg in cfgs]
+    assert rows == [128, 64, 128]
 
 
 def test_a_kind_of_ones_own(run, tmp_path):

@@ -99,6 +99,11 @@ class Lora(Section):
     """Keep the frozen matrices of attention and MLP in 8 or 4 bits, with a scale for each 32 weights; null keeps them
     in training.param_dtype. Needs qwix."""
 
+    @property
+    def keeps_base(self) -> bool:
+        """True where only updates are trained: without them, the model is that of step 0."""
+        return self.rank > 0 and self.train_also is None
+
     _matches = field_validator("targets")(_match_projections)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ class RolloutPlan:
     steps: int  # from one rollout to the next
     waves: int  # in which its prompts are answered, one after the other
     costs: RolloutCosts  # of a wave
+    reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
 
 
 def plan_rollout(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> RolloutPlan:
@@ -70,7 +72,29 @@ def plan_rollout(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, devic
     rows = choose_rows(cfg, program, mesh, device_bytes)
     at_once = min(cycle.samples, prompts_at_once(rows, task.group_size) or cycle.samples)
     costs = _costs_of_wave(cfg, program, mesh, at_once, device_bytes)
-    return RolloutPlan(cycle.samples, _longest_prompt(cfg), cycle.steps, math.ceil(cycle.samples / at_once), costs)
+    waves = math.ceil(cycle.samples / at_once)
+    return RolloutPlan(cycle.samples, _longest_prompt(cfg), cycle.steps, waves, costs, reference_bytes(program))
+
+
+def reference_bytes(program: Program) -> int:
+    """Return the bytes of one device for the reference of task.kl_coefficient; 0 where no second model is kept."""
+    task = program.cfg.task
+    if not (isinstance(task, Grpo) and task.kl_coefficient) or program.cfg.model.lora.keeps_base:
+        return 0
+    return bytes_per_device(reference_shapes(program))
+
+
+def reference_shapes(program: Program) -> Any:
+    """Return shapes, dtypes and shardings of a reference: those of parameters in the dtype of products.
+
+    Codes of quantized weights stay codes.
+    """
+
+    def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = program.layout.compute if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(shape, program.abstract["params"])
 
 
 def read_device_bytes() -> int | None:
@@ -82,7 +106,7 @@ def choose_rows(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, device
     """Return the answers of a run with task=grpo that are drawn at one time, over the whole mesh; None for all.
 
     task.rollout_rows=auto takes all prompts of a rollout, or a half, a quarter, ... of them, so that their answers fit
-    into `device_bytes` beside the training state. The answers to one prompt are the least.
+    into `device_bytes` beside the training state and the reference. The answers to one prompt are the least.
     """
     task = cfg.task
     assert isinstance(task, Grpo)
@@ -90,7 +114,7 @@ def choose_rows(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, device
         return task.rollout_rows
     if device_bytes is None:
         return None
-    free = USABLE * device_bytes - bytes_per_device(program.abstract)
+    free = USABLE * device_bytes - bytes_per_device(program.abstract) - reference_bytes(program)
     count = task.cycle(cfg.training.batch_shape(mesh.shape).num_sequences).samples
     while count > 1 and _costs_of_wave(cfg, program, mesh, count, device_bytes).memory > free:
         count = math.ceil(count / 2)

@@ -5,7 +5,13 @@ from tunix.plan.ranking import GIB, Candidate, Ranking
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import format_mesh_shape
 
-MEMORY = {"weights": "#2a6f97", "optimizer": "#61a5c2", "gradients": "#e9c46a", "temporary": "#c9d6df"}
+MEMORY = {
+    "weights": "#2a6f97",
+    "optimizer": "#61a5c2",
+    "reference": "#8d99ae",
+    "gradients": "#e9c46a",
+    "temporary": "#c9d6df",
+}
 TIME = {"arithmetic": "#2a6f97", "hidden communication": "#c9d6df", "exposed communication": "#d1495b"}
 MAX_ROWS = 16  # meshes in the picture
 
@@ -14,7 +20,8 @@ def draw_plan(ranking: Ranking, cluster: Cluster) -> bytes:
     """Return a PNG of the meshes that divide model and batch, best first."""
     candidates = [*ranking.fit, *ranking.too_large][:MAX_ROWS]
     labels = [(format_mesh_shape(each.sizes), INK if each.memory <= ranking.limit else PALE) for each in candidates]
-    memory = Panel("memory of a device, GiB", MEMORY, [_memory_bar(each) for each in candidates], ranking.limit / GIB)
+    colors = {name: color for name, color in MEMORY.items() if any(name in each.num_bytes for each in candidates)}
+    memory = Panel("memory of a device, GiB", colors, [_memory_bar(each) for each in candidates], ranking.limit / GIB)
     time = Panel("time of a step, s (predicted)", TIME, [_time_bar(each) for each in candidates])
     return draw(f"{cluster}: predicted, not measured", labels, [memory, time])
 

@@ -32,6 +32,7 @@ HELP = {
     "gradients": "training.sharding_strategy=full_shard with training.sync_gradients_every=1",
     "weights": "training.sharding_strategy=full_shard, more of the mesh on fsdp",
     "optimizer": "optimizer=lion or adafactor (smaller moments), training.sharding_strategy=full_shard",
+    "reference": "model.lora.rank=32, whose base is the reference, or task.kl_coefficient=0",
 }
 
 
@@ -48,6 +49,11 @@ class Candidate:
     note: str = ""  # the reason, if its compile failed
 
     @property
+    def reference_bytes(self) -> int:
+        """Bytes of a second model that stays beside the state (task.kl_coefficient); 0 without one."""
+        return self.rollout.reference_bytes if self.rollout else 0
+
+    @property
     def num_bytes(self) -> dict[str, int]:
         """Bytes of one device by purpose. Weights and optimizer are exact, and the total of a compiled step is too."""
         derived = self.costs.num_bytes
@@ -56,19 +62,23 @@ class Candidate:
             rest = derived["gathered"] + derived["activations"]
         else:
             rest = max(0, self.compiled.memory - state - derived["gradients"])
-        return {**{name: derived[name] for name in ("weights", "optimizer", "gradients")}, "temporary": rest}
+        reference = {"reference": self.reference_bytes} if self.reference_bytes else {}
+        return {name: derived[name] for name in ("weights", "optimizer")} | reference | {
+            "gradients": derived["gradients"], "temporary": rest,
+        }  # fmt: skip
 
     @property
     def memory(self) -> int:
         step = self.compiled.memory if self.compiled else self.costs.memory
-        return max(step, self.rollout_memory)
+        return max(step + self.reference_bytes, self.rollout_memory)
 
     @property
     def rollout_memory(self) -> int:
-        """Bytes of one device in a rollout: the training state and what the rollout needs beside it; 0 without one."""
+        """Bytes of one device in a rollout: what rests there, and what the rollout needs beside it; 0 without one."""
         if self.rollout is None:
             return 0
-        return self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"] + self.rollout.costs.memory
+        state = self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"]
+        return state + self.reference_bytes + self.rollout.costs.memory
 
     @property
     def rollout_s(self) -> float:

@@ -39,12 +39,14 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
 def _mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
     """Make a table with a row for each mesh that divides the model."""
     table = Table(title=f"{cluster}: {LABEL}", title_justify="left")
-    memory = ("weights", "optimizer", "gradients", "temporary")
+    shown = [*ranking.fit, *ranking.too_large]
+    reference = ("reference",) if any(each.reference_bytes for each in shown) else ()
+    memory = ("weights", "optimizer", *reference, "gradients", "temporary")
     time = ("compute s", "exposed s", "step s", "tokens/s", "MFU", "exposed share")
-    rollout = ("rollout GiB", "rollout s") if any(each.rollout for each in ranking.fit + ranking.too_large) else ()
+    rollout = ("rollout GiB", "rollout s") if any(each.rollout for each in shown) else ()
     for name in ("mesh", "batch", "from", *memory, "GiB in all", *time, *rollout):
         table.add_column(name, justify="left" if name in ("mesh", "from") else "right", no_wrap=True)
-    for each in [*ranking.fit, *ranking.too_large]:
+    for each in shown:
         table.add_row(
             format_mesh_shape(each.sizes),
             str(each.cfg.training.micro_batch_size),

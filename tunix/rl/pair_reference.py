@@ -43,7 +43,7 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
     The mesh must be the one in use. With several processes, each calls it.
     """
     begun = time.perf_counter()
-    params = program.new_state(cfg.seed, load_init_from(program, mesh))["params"]
+    params = program.new_params(cfg.seed, load_init_from(program, mesh))
     model = cfg.model.model_dump_json(exclude=INDEPENDENT)
     about = FORMAT, model, program.layout.compute, str(cfg.training.seq_len), digest_weights(params)
     score = jax.jit(_make_score(cfg, program))

@@ -1,5 +1,6 @@
 """The reference: the model of step 0, from which a policy may be kept near (task.kl_coefficient)."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix.config import Config
+from tunix.costs.rollout_memory import reference_shapes
 from tunix.data.batch import Batch
 from tunix.inference.start import load_init_from
 from tunix.models.paths import parameter_name
@@ -22,12 +24,11 @@ def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
     is made once more as step 0 made it, with the same bits, and rests beside the state in the dtype of products.
     """
     score = jax.jit(_make_scores(cfg, program))
-    lora = cfg.model.lora
-    if lora.rank and lora.train_also is None:
+    if cfg.model.lora.keeps_base:
         remove = jax.jit(_without_updates)
         return lambda params, batch: score(remove(params), batch)
-    start = program.new_state(cfg.seed, load_init_from(program, mesh))["params"]
-    kept = jax.jit(lambda params: jax.tree.map(_in_dtype(program.layout.compute), params))(start)
+    start = program.new_params(cfg.seed, load_init_from(program, mesh))
+    kept = jax.jit(partial(_cast, reference_shapes(program)), donate_argnums=0)(start)
     return lambda params, batch: score(kept, batch)
 
 
@@ -43,8 +44,8 @@ def _make_scores(cfg: Config, program: Program) -> Any:
     return score
 
 
-def _in_dtype(dtype: Any) -> Any:
-    return lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+def _cast(shapes: Any, params: Any) -> Any:
+    return jax.tree.map(lambda shape, leaf: leaf.astype(shape.dtype), shapes, params)
 
 
 def _without_updates(params: Any) -> Any:

@@ -148,7 +148,13 @@ def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str
     rollout = plan_rollout(cfg, program, mesh, read_device_bytes())
     costs = rollout.costs
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
-    return {
+    reference = {}
+    if rollout.reference_bytes:
+        reference["reference"] = (
+            f"{rollout.reference_bytes / 2**30:.3f} GiB beside the state: the model of step 0 in "
+            f"{program.layout.compute} (task.kl_coefficient={task.kl_coefficient:g})"
+        )
+    return reference | {
         "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.longest_prompt:,} tokens "
         f"x {task.group_size} answers of at most {cfg.sampling.max_new_tokens:,}, for {rollout.steps} step(s); "
         f"{costs.rows:,} answers at a time on a device"

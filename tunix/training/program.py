@@ -92,6 +92,13 @@ class Program:
         make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, list(self.copies), self.guard)
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
 
+    def new_params(self, seed: int, given: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The parameters of step 0 without the rest of the state, which is not made; see `new_state`."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract["params"])
+        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, [], None)
+        own = jax.jit(lambda seed, given: make(seed, given)["params"], out_shardings=shardings, donate_argnums=1)
+        return own(seed, given)
+
     def try_out_loss(self, mesh: Mesh) -> None:
         """Raise `UserError` where the loss that a user brings does not work on a microbatch of this program."""
         shape = self.cfg.training.batch_shape(mesh.shape)
