@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tunix.base.errors import Finished, UserError
+from tunix.base.errors import Finished, Stopped, UserError
 from tunix.cli import compose
 from tunix.cli.intent import remark_on_tiny
 from tunix.config import Config
@@ -149,7 +149,8 @@ def run(job: compose.Job) -> Result:
                     if step < last:
                         if source.waits_for_state:
                             steps.finish()
-                        with watchdog.phase(source.phase):
+                        # A source gives up when it is asked to stop: the run ends below, after this step.
+                        with watchdog.phase(source.phase), suppress(Stopped):
                             batch, numbers = source.next(state)
 
                     save_now = due(cfg.checkpoint.save_every_steps, step, last) or step in cfg.checkpoint.save_at_steps

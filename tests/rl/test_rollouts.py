@@ -1,6 +1,7 @@
 """Runs of task=grpo on tiny models: the same on every mesh, after a resume, and as their files say."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -12,16 +13,17 @@ from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
 
 import tunix
-from tunix.base.errors import UserError
+from tunix.base.errors import Stopped, UserError
 from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
 from tunix.config import Evaluate
 from tunix.data.batches import BatchSource
 from tunix.evaluate import evaluate
-from tunix.inference.sampling import Answer
+from tunix.inference.sampling import Answer, Sampler
 from tunix.rl.answer_rows import place_answers
 from tunix.rl.asking import derive_seed
 from tunix.run.endings import Moment, asked_to_stop
+from tunix.run.stores import read_json
 
 
 def samples(folder: Path) -> list[dict]:
@@ -196,6 +198,27 @@ def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_pat
     for line in lines:
         for name in ("loss", "reward", "grad_norm", "entropy"):
             assert line[name] == expected[line["step"]][name], (line["step"], name)
+
+
+def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkeypatch):
+    """SIGTERM within the third rollout: its answers are neither finished nor scored, and step 2 is saved."""
+    begin, begun, folder = Sampler._begin, [], tmp_path / "run"
+
+    def begin_and_strike(self, weights, prompts, numbers, *rest):
+        begun.append(len(numbers))
+        if begun == [16, 16, 16]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return begin(self, weights, prompts, numbers, *rest)
+
+    monkeypatch.setattr(Sampler, "_begin", begin_and_strike)
+    words = ["training.max_steps=4", "checkpoint.save_every_steps=null", "evaluation.every_steps=null"]
+    with pytest.raises(Stopped, match="SIGTERM: saved after step 2; go on with resume="):
+        tunix.train([*TASK, WIDE, *words, f"hydra.run.dir={folder}"])
+    assert begun == [16, 16, 16]
+    assert samples(folder) == samples(wide)[:32]
+    assert [line["grad_norm"] for line in metrics(folder)] == [line["grad_norm"] for line in metrics(wide)[:2]]
+    position = read_json(folder.absolute() / "checkpoints" / "2", "run")["position"]
+    assert (position["step"], position["next_sample"]) == (2, 8)
 
 
 @pytest.mark.slow

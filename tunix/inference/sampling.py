@@ -10,7 +10,7 @@ A program is compiled once for its shapes, which are few (`costs.rollout_sizes`)
 of the answer and the number of the token: tokens are the same on every mesh, in every wave, for every order of prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,12 +104,14 @@ class Sampler:
         first_row: int = 0,
         answers_per_prompt: int = 1,
         prompts_at_once: int | None = None,
+        at_look: Callable[[], None] | None = None,
     ) -> list[Answer]:
         """Return answers to prompts (token ids): all answers to the first prompt, then all to the second, ...
 
         `params` are the parameters at rest, or what `gather` made of them. Answer n of the list draws by the number
         `first_row` + n and `seed` alone. `prompts_at_once` limits memory: prompts are sorted by their length and
-        answered in waves.
+        answered in waves. `at_look` is called each time that the host looks at the answers, by every process as often;
+        what it raises gives them up.
 
         Raises:
             UserError: an empty prompt, or one that with its answer is longer than the context.
@@ -124,7 +126,8 @@ class Sampler:
             wanted = [index * answers_per_prompt + n for index in wave for n in range(answers_per_prompt)]
             asked = [prompts[index] for index in wave]
             with jax.set_mesh(self.mesh):
-                drawn = self._answer(weights, asked, [first_row + n for n in wanted], how, jax.random.key(seed))
+                numbers = [first_row + n for n in wanted]
+                drawn = self._answer(weights, asked, numbers, how, jax.random.key(seed), at_look)
             answers |= dict(zip(wanted, drawn, strict=True))
         return [answers[n] for n in range(len(answers))]
 
@@ -166,7 +169,13 @@ class Sampler:
             )
 
     def _answer(
-        self, weights: Gathered, prompts: list[list[int]], numbers: list[int], how: Sampling, key: jax.Array
+        self,
+        weights: Gathered,
+        prompts: list[list[int]],
+        numbers: list[int],
+        how: Sampling,
+        key: jax.Array,
+        at_look: Callable[[], None] | None,
     ) -> list[Answer]:
         """Return the answers with these numbers, as many to each prompt."""
         model = weights.module(self.arch)
@@ -177,6 +186,8 @@ class Sampler:
         _extend(drafts, chunk, 1, places)
         number = 1
         while number < last and not all(draft.stopped for draft in drafts):
+            if at_look is not None:
+                at_look()
             end = next_look(number, last)
             rows, places = self._let_go(rows, places, drafts)
             windows = model.cfg.windows(count_slots(length + end, length + last))

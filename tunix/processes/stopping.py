@@ -45,9 +45,10 @@ def stopped_by_signal() -> bool:
 
 
 def stop_requested() -> str | None:
-    """Return why to stop after this step, the same step on every process; None to go on. To be called once a step.
+    """Return why to stop now, the same call on every process; None to go on.
 
-    Once there is a reason, each later call returns it too.
+    Every process calls it at the same places of the program: after each step, and while answers are drawn. Once there
+    is a reason, each later call returns it too.
     """
     if jax.process_count() == 1:
         return _stop_signals[0] if _stop_signals else None

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -77,8 +77,19 @@ class Asker:
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = chat_stop_ids(corpus.vocabulary, cfg.sampling.stop, folder)
 
-    def ask(self, params: Any, prompts: list[Prompt], keys: SamplingKeys, group_size: int, seed: int) -> Asked:
-        """Draw `group_size` answers to each prompt with parameters at rest, and score them."""
+    def ask(
+        self,
+        params: Any,
+        prompts: list[Prompt],
+        keys: SamplingKeys,
+        group_size: int,
+        seed: int,
+        at_look: Callable[[], None] | None = None,
+    ) -> Asked:
+        """Draw `group_size` answers to each prompt with parameters at rest, and score them.
+
+        `at_look` is called from time to time while they are drawn, and before they are scored; see `Sampler.rollout`.
+        """
         begun = time.perf_counter()
         how = choose_sampling(keys, self.stop)
         answers = self.sampler.rollout(
@@ -88,7 +99,10 @@ class Asker:
             seed,
             answers_per_prompt=group_size,
             prompts_at_once=prompts_at_once(self.rows_at_once, group_size),
+            at_look=at_look,
         )
+        if at_look is not None:
+            at_look()
         rollout_s = time.perf_counter() - begun
         texts = self.vocabulary.backend.decode_batch([answer.text_tokens for answer in answers])
         with self.watchdog.phase("scoring answers"):

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from tunix.base.errors import Stopped
 from tunix.config import Config
 from tunix.config.task import Grpo
 from tunix.data.batch import Batch, Example
@@ -25,6 +26,7 @@ from tunix.data.batches import Numbers
 from tunix.data.course import Course
 from tunix.data.position import Position
 from tunix.data.samples import Samples
+from tunix.processes import stopping
 from tunix.rl.advantages import ADVANTAGES, has_signal
 from tunix.rl.answer_rows import place_answers
 from tunix.rl.asking import Asked, Asker, derive_seed
@@ -66,7 +68,11 @@ class Rollouts:
         self.batches: list[Batch] = []  # of the newest rollout
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
-        """The batch of the next step; the first step of a rollout draws answers with the parameters of `state`."""
+        """The batch of the next step; the first step of a rollout draws answers with the parameters of `state`.
+
+        Raises:
+            Stopped: the run is asked to stop, so the answers that were being drawn are of no use.
+        """
         place = (self.step - self.start.step) % self.cycle.steps
         numbers: Numbers = {}
         if place == 0:
@@ -99,7 +105,7 @@ class Rollouts:
         first, prompts = samples.start, [self.prompts[number] for number in samples]
         data_wait_s = time.perf_counter() - begun
         seed = derive_seed(self.cfg.seed, "rollout", first)
-        asked = self.asker.ask(params, prompts, self.cfg.sampling, self.task.group_size, seed)
+        asked = self.asker.ask(params, prompts, self.cfg.sampling, self.task.group_size, seed, self._give_up)
         rewards = asked.totals
         if self.task.truncated == "zero":
             rewards = np.where(asked.stopped, rewards, 0.0)
@@ -124,6 +130,11 @@ class Rollouts:
         if warning := self.trend.add(numbers["reward"]):
             log.warning("step %d: %s", self.step + 1, warning)
         return batches, numbers
+
+    def _give_up(self) -> None:
+        """Raise `Stopped` where the run is asked to stop: a rollout may take longer than a cluster waits."""
+        if why := stopping.stop_requested():
+            raise Stopped(f"{why}: given up while answers for step {self.step + 1} were drawn; resume goes on")
 
     def _make_batch(self, params: Any, asked: Asked, rewards: np.ndarray, groups: np.ndarray) -> tuple[Batch, Any]:
         """Return the batch of a step made of some groups with these rewards [P, G], and their advantages."""
