@@ -97,7 +97,7 @@ def damage(run: Path, what: str, rng: random.Random) -> bool:
 
 
 def hurt(processes: Processes, what: str, run: Path, rng: random.Random) -> float:
-    """Hurt one process after a random step, or in its first seconds; return when, in seconds since the epoch."""
+    """Send a row of `SIGNALS` to one process after a random step, or in its first seconds; return the Unix time."""
     begun = len(read_lines(run))
     steps, delay_s = rng.randrange(1, STEPS // 3), rng.uniform(0, 10 if rng.random() < 0.3 else 0.5)
     if delay_s < 0.5:
@@ -105,11 +105,19 @@ def hurt(processes: Processes, what: str, run: Path, rng: random.Random) -> floa
             processes.wait_until(lambda: len(read_lines(run)) >= begun + steps, "a step")
     time.sleep(delay_s)
     rank = rng.randrange(len(processes.started))
-    if what in SIGNALS:
-        with suppress(OSError, IndexError, ProcessLookupError):
-            pid = processes.child(rank) if len(processes.started) > 1 else processes.started[0].pid
-            SIGNALS[what](pid)
+    with suppress(AssertionError, OSError):  # the run ended before
+        SIGNALS[what](find_trainer(processes, rank))
     return time.time()
+
+
+def find_trainer(processes: Processes, rank: int) -> int:
+    """Return the id of the process that trains, once it has begun: with several, each is the child of another."""
+    if len(processes.started) == 1:
+        return processes.started[0].pid
+    parent = processes.started[rank].pid
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    processes.wait_until(lambda: bool(children.read_text()), "the process that trains")
+    return processes.child(rank)
 
 
 def start(folder: Path, data: list[str], rng: random.Random) -> Session:

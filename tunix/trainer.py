@@ -125,7 +125,8 @@ def run(job: compose.Job) -> Result:
                 train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), training.compiler_options)
                 metrics.text("config", compose.to_yaml(cfg), start.step)
                 metrics.text("report", report, start.step)
-                steps = StepLog(metrics, sizes, peak_tflops(mesh.devices.flat[0].device_kind), source.samples)
+                peak = peak_tflops(mesh.devices.flat[0].device_kind)
+                steps = StepLog(metrics, sizes, peak, source.samples, cfg.logging.layer_norms_every)
                 evaluation: dict[str, Any] = {}
                 if is_new and cfg.checkpoint.save_first:
                     checkpoints.save(state, start, improvement, cfg, corpus.tokenizer, None)

@@ -15,6 +15,7 @@ ADDED: dict[str, Any] = {
     "checkpoint.verify": "always",
     "loading.verify": "once",
     "checkpoint.save_at_steps": [],
+    "logging.layer_norms_every": None,
     "logging.level": "info",
     "logging.ranks": [0],
     "training.hard_stop": None,

@@ -14,6 +14,7 @@ from tunix.processes import peers
 from tunix.sinks import Sink, Start, open_sink
 from tunix.sinks.background import Background
 from tunix.sinks.sink import give_table
+from tunix.training.layer_norms import NORMS
 from tunix.training.sizes import Sizes
 from tunix.training.spikes import WATCHED
 
@@ -70,16 +71,27 @@ class StartedStep:
     """A step that was given to the devices, whose numbers are not there yet."""
 
     step: int
-    scalars: dict[str, jax.Array]  # what the step returned: scalars, and vectors, of which each number is written
+    scalars: dict[str, Any]  # what the step returned: scalars, vectors, of which each number is written, and `NORMS`
     numbers: dict[str, float]  # what the source of its batch gave with it (`BatchSource.next`)
 
 
 class StepLog:
     """Writes the line of each step while the next one runs: no step waits for its own numbers."""
 
-    def __init__(self, metrics: Metrics, sizes: Sizes, peak_tflops: float | None, samples: Callable[[int], range]):
-        """`samples` gives the samples of a step: those of a step that changed nothing are named in the log."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        sizes: Sizes,
+        peak_tflops: float | None,
+        samples: Callable[[int], range],
+        norms_every: int | None,
+    ):
+        """`samples` gives the samples of a step: those of a step that changed nothing are named in the log.
+
+        Norms of layers are written after every `norms_every` steps.
+        """
         self.metrics, self.sizes, self.peak_tflops, self.samples = metrics, sizes, peak_tflops, samples
+        self.norms_every = norms_every
         self.pending: StartedStep | None = None
         self.last: dict[str, Any] = {}  # the newest line
         self.clock = time.perf_counter()
@@ -88,9 +100,9 @@ class StepLog:
         """Count the next step's time from now: something else has run since the last one."""
         self.clock = time.perf_counter()
 
-    def started(self, step: int, scalars: dict[str, jax.Array], numbers: dict[str, float]) -> None:
+    def started(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
         """Note that `step` runs on the devices; write the step before. The arguments are those of `StartedStep`."""
-        for value in scalars.values():
+        for value in jax.tree.leaves(scalars):
             value.copy_to_host_async()
         before, self.pending = self.pending, StartedStep(step, scalars, numbers)
         self._write(before)
@@ -103,7 +115,11 @@ class StepLog:
     def _write(self, started: StartedStep | None) -> None:
         if started is None:
             return
-        values = _named_numbers(started.scalars)  # waits for the step
+        scalars = dict(started.scalars)
+        norms = scalars.pop(NORMS, {})
+        if self.norms_every and started.step % self.norms_every == 0:
+            scalars |= norms
+        values = _named_numbers(scalars)  # waits for the step
         now = time.perf_counter()
         step_time_s, self.clock = now - self.clock, now
         self.last = step_record(started, values, step_time_s, self.sizes, self.peak_tflops)

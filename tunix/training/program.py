@@ -140,6 +140,7 @@ class Program:
             self.copies,
             self.guard,
             cfg.model.mlp.bias_rate if isinstance(cfg.model.mlp, ExpertsMlp) else None,
+            cfg.logging.layer_norms_every,
         )
 
 

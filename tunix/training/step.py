@@ -1,6 +1,7 @@
 """The train step: gradients of A microbatches, one division by the weight of the loss, one update. Pure."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from tunix.data.batch import Batch
 from tunix.sharding.layout import Layout
 from tunix.training.balance import move_biases
 from tunix.training.copies import Update, update_copies
+from tunix.training.layer_norms import NORMS, layer_norms
 from tunix.training.optim import Schedule
 from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
 from tunix.training.spikes import SpikeGuard
@@ -30,11 +32,13 @@ def make_train_step(
     copy_updates: dict[str, Update],
     guard: SpikeGuard | None = None,
     bias_rate: float | None = None,
+    norms_every: int | None = None,
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """Return a function (state, batch) -> (state, metrics), to be compiled with the state donated.
 
     Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
     sums of the loss divided by its weight. `bias_rate` is that of routers (balance.py); None where they have no bias.
+    With `norms_every`, metrics have a dict `NORMS` too: the norms of each layer, which are zeros between those steps.
 
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
     guard. `gradients` is what `make_gradients` returns, or another row of `GRADIENTS` (training/program.py).
@@ -67,6 +71,13 @@ def make_train_step(
             new = {"params": params, "opt_state": opt_state, **copies}
             old = {name: state[name] for name in new} | {"params": trained}
             kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
+            if norms_every:
+                is_due = (state["step"] + 1) % norms_every == 0
+                change = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o, kept["params"], trained)
+                norms = partial(layer_norms, arch.trained_weights)
+                trees = {"gradient": grads, "weight": kept["params"], "change": change}
+                nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(norms, trees))
+                reported |= {NORMS: jax.lax.cond(is_due, norms, lambda _: nothing, trees)}
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         kept["params"] = arch.merge(kept["params"], state["params"])
         if bias_rate:
