@@ -85,7 +85,7 @@ def try_out(words: list[str]) -> None:
         ("logging.sinks=[wrong_parts:Silent]", "logging.sinks=wrong_parts:Silent fails: OSError: no disk"),
         ("scheduler.name=my_parts:stair", "module my_parts has no function or class stair; did you mean stairs?"),
         ("scheduler.name=nowhere:stairs", "module nowhere cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
-        ("scheduler.name=constnat", "expected one of warmup_cosine, warmup_linear, constant, wsd, inverse_sqrt, sqrt_decay, or package.module:name; did you mean constant?"),
+        ("scheduler.name=constnat", "expected one of warmup_cosine, warmup_linear, constant, wsd, cosine_hold, inverse_sqrt, range_test, sqrt_decay, or package.module:name; did you mean constant?"),
         ("logging.sinks=[jsonl,tensorbord]", "did you mean tensorboard?"),
         ("data=custom", "data.function must be given"),
         ("data=custom data.function=my_parts:paragraphs data.b1=1", "unknown key data.b1"),

@@ -9,6 +9,7 @@ import socket
 from contextlib import suppress
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
@@ -173,6 +174,13 @@ PIECES = ("{{", "}}", "{%", "%}", "messages", "for", "endfor", "if", "else", "en
 def test_chat_template(folder, data):
     template = ChatTemplate(data, {"bos_token": "<s>", "eos_token": "</s>"})
     template.segments([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+
+
+def test_a_template_that_never_ends(monkeypatch):
+    monkeypatch.setattr("tunix.tokenizer.chat.LONGEST_S", 0.5)
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(UserError, match="task.chat_template refuses a conversation: not done after 0.5 s"):
+        ChatTemplate(loops, {}).render([{"role": "user", "content": "a"}])
 
 
 @outside(

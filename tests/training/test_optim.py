@@ -133,7 +133,7 @@ def schedule(*overrides: str, steps: int = 100) -> np.ndarray:
 
 def test_schedules():
     warm = ["scheduler.warmup_steps=10"]
-    for name in ("warmup_cosine", "warmup_linear", "constant", "wsd", "inverse_sqrt", "sqrt_decay"):
+    for name in ("warmup_cosine", "warmup_linear", "constant", "wsd", "inverse_sqrt", "sqrt_decay", "cosine_hold"):
         rates = schedule(f"scheduler={name}", *warm)
         np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6, err_msg=name)
         assert (np.diff(rates[10:]) <= 1e-6).all(), name
@@ -150,6 +150,11 @@ def test_schedules():
     wsd, root = (schedule(f"scheduler={name}", *warm, "scheduler.decay_steps=20") for name in ("wsd", "sqrt_decay"))
     np.testing.assert_allclose(wsd[10:], np.concatenate([np.ones(70), 1 - falling]), atol=1e-6)
     np.testing.assert_allclose(root[10:], np.concatenate([np.ones(70), 1 - np.sqrt(falling)]), atol=1e-6)
+    held = schedule("scheduler=cosine_hold", *warm, "scheduler.decay_steps=20", "scheduler.final_ratio=0.2")
+    np.testing.assert_allclose(
+        held[10:], np.concatenate([np.ones(70), 0.2 + 0.4 * (1 + np.cos(np.pi * falling))]), atol=1e-6
+    )
+    np.testing.assert_allclose(schedule("scheduler=range_test"), 1e-5 ** (1 - np.arange(100) / 100), rtol=1e-4)
 
 
 def test_phases_in_steps_tokens_and_ratio():

@@ -106,7 +106,7 @@ class Logging(Section):
     every_steps: Count
     """Steps between lines on the console and in train.log; every other sink gets every step."""
     layer_norms_every: Count | None
-    """Steps between lines of metrics with norms of each layer: of gradients, weights and their changes; null for none."""
+    """Steps between lines with norms of each layer: of gradients, weights and their changes; null for none."""
     level: Literal["debug", "info", "warning", "error"]
     """Least severe messages of tunix that are shown and kept in train.log."""
     ranks: tuple[CountOrZero, ...] | None

@@ -67,12 +67,25 @@ def _hold_then(fall: Factor) -> Callable[[Phases], Factor]:
     return shape
 
 
+def _half_cosine(share: Any) -> Any:
+    import jax.numpy as jnp
+
+    return (1 + jnp.cos(jnp.pi * share)) / 2
+
+
+def _rise(phases: Phases) -> Factor:
+    """Rise by the same factor in each step, from `final` to 1."""
+    return lambda step: max(phases.final, 1e-12) ** (1 - step / max(1, phases.rest))
+
+
 SHAPES = {
     "warmup_cosine": Shape(_cosine),
     "warmup_linear": Shape(_linear),
     "constant": Shape(_constant),
     "wsd": Shape(_hold_then(lambda share: 1 - share), has_decay=True),
+    "cosine_hold": Shape(_hold_then(_half_cosine), has_decay=True),
     "inverse_sqrt": Shape(_inverse_sqrt),
+    "range_test": Shape(_rise),
     # Haegele et al. 2024, arXiv:2405.18392
     "sqrt_decay": Shape(_hold_then(lambda share: 1 - share**0.5), has_decay=True),
 }
@@ -90,13 +103,13 @@ class Scheduler(Section):
     warmup_tokens: CountOrZero | None
     """Warmup in tokens."""
     decay_ratio: Share
-    """Share of the run, at its end, over which wsd and sqrt_decay fall; the next two win over it."""
+    """Share of the run, at its end, over which wsd, sqrt_decay and cosine_hold fall; the next two win over it."""
     decay_steps: CountOrZero | None
     """That decay in steps."""
     decay_tokens: CountOrZero | None
     """That decay in tokens."""
     final_ratio: Share
-    """Rate at the end as a share of the peak (not for constant and inverse_sqrt)."""
+    """Rate at the end as a share of the peak (not for constant and inverse_sqrt); that at the start of range_test."""
 
     @model_validator(mode="after")
     def _check(self) -> "Scheduler":

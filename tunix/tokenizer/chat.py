@@ -13,6 +13,13 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tunix.base.errors import UserError
+from tunix.base.time_limit import time_limit
+
+LONGEST_S = 10.0  # for the text of one conversation; templates take less than a millisecond
+# What a template's code may raise, beside the sandbox itself.
+FAULTS = (
+    TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TimeoutError, TypeError, ValueError,
+)  # fmt: skip
 
 Message = dict[str, str]  # role, content
 
@@ -34,17 +41,18 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         self.special_tokens = special_tokens
         try:
-            self.template = environment.from_string(source)
-        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            with time_limit(LONGEST_S):
+                self.template = environment.from_string(source)
+        except FAULTS as error:
             raise UserError(f"task.chat_template: {error}") from None
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; `add_generation_prompt` adds the text that asks for the next answer."""
+        values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
         try:
-            return self.template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self.special_tokens
-            )
-        except (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            with time_limit(LONGEST_S):
+                return self.template.render(values)
+        except FAULTS as error:
             raise UserError(f"task.chat_template refuses a conversation: {error}") from None
 
     def segments(self, messages: list[Message]) -> list[tuple[str, bool]]:
