@@ -273,19 +273,19 @@ class Training(Section):
 
     def _schedule(self, mesh_sizes: Mapping[str, int]) -> str:
         """The schedule; 1F1B splits the tokens of a part over stages and over devices that share sequences."""
-        stages = num_stages(mesh_sizes)
+        schedule, stages = self.pipeline_schedule, num_stages(mesh_sizes)
         if stages == 1:
             return PIPELINE_SCHEDULES[0]
         split = stages * token_shards(mesh_sizes)
-        if self.pipeline_schedule == "auto":
+        if schedule == "auto":
             return "gpipe" if self.seq_len % split else "1f1b"
-        if self.pipeline_schedule == "1f1b" and self.seq_len % split:
+        if schedule == "1f1b" and self.seq_len % split:
             low = max(1, self.seq_len // split) * split
             raise UserError(
                 f"training.pipeline_schedule=1f1b splits training.seq_len={self.seq_len} over {split} devices; "
                 f"nearest: {low} or {low + split}, or training.pipeline_schedule=gpipe"
             )
-        return self.pipeline_schedule
+        return schedule
 
     @model_validator(mode="after")
     def _check(self) -> "Training":
