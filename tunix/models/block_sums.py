@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec, reshard
 
 
 class Routing(NamedTuple):
@@ -28,6 +29,14 @@ NO_SUMS = BlockSums({}, None)
 def join_layers(sums: BlockSums) -> BlockSums:
     """Return the numbers of a stack, whose arrays come with a first dimension L: penalties added up, counts apart."""
     return sums._replace(penalties={name: value.sum(0) for name, value in sums.penalties.items()})
+
+
+def join_stages(routing: Routing | None) -> Routing | None:
+    """Return the routing of all layers, [L, ...] on every device, of that of the layers of each stage, [S, L / S, ...].
+
+    It travels once a microbatch or a step, and is small.
+    """
+    return jax.tree.map(lambda x: reshard(x, PartitionSpec()).reshape(-1, *x.shape[2:]), routing)
 
 
 def join_stacks(first: BlockSums, second: BlockSums) -> BlockSums:

@@ -29,11 +29,20 @@ from tunix.models.layers import ACTIVATIONS, MLP, Matrix
 from tunix.models.products import grouped_product, product
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
+from tunix.sharding.stages import stage_shard_map
 
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),
     "sigmoid": jax.nn.sigmoid,
 }
+
+
+def penalty_names(cfg: Model) -> tuple[str, ...]:
+    """Return the names of the penalties that a layer's router gives."""
+    weights = {}
+    if isinstance(cfg.mlp, ExpertsMlp):
+        weights = {"balance_loss": cfg.mlp.balance_loss, "router_z_loss": cfg.mlp.z_loss}
+    return tuple(name for name, weight in weights.items() if weight)
 
 
 class Routes(NamedTuple):
@@ -111,7 +120,7 @@ class Experts(nnx.Module):
         self.expert_down = Matrix("BTXG,XGD->BTXD", cfg, layout, rngs, qtype)
         self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, rngs, "gated", width="U")
 
-    def __call__(self, x, key) -> tuple[jax.Array, BlockSums]:
+    def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
         """Return [B, T, D], and the sums of the router."""
         with jax.named_scope("router"):
             routes, sums = self.router(x)
@@ -119,7 +128,7 @@ class Experts(nnx.Module):
             y = self._compute(x, routes)
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
-                y = y + self.shared(x, key)[0]
+                y = y + self.shared(x, noise)[0]
         return y, sums
 
     def _compute(self, x: jax.Array, routes: Routes) -> jax.Array:
@@ -130,7 +139,6 @@ class Experts(nnx.Module):
         specs = [jax.typeof(weight).sharding.spec for weight in weights]
         split_width = layout.product_axes(self.expert_down.equation)
 
-        @partial(jax.shard_map, in_specs=(of_tokens, of_tokens, of_tokens, specs), out_specs=of_tokens)
         def on_each_device(x, experts, shares, weights):
             # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
             tokens = jax.lax.pcast(x, split_width, to="varying")
@@ -139,7 +147,9 @@ class Experts(nnx.Module):
             y = EXCHANGES["gather"](tokens, experts, shares, layout.expert_axes, own_results)
             return jax.lax.psum(y, split_width).astype(x.dtype).reshape(x.shape)
 
-        return checkpoint_name(on_each_device(x, *routes, weights), "product")
+        in_specs = of_tokens, of_tokens, of_tokens, specs
+        mapped = stage_shard_map(on_each_device, in_specs, of_tokens, layout.stages_around, lambda x, *_: x)
+        return checkpoint_name(mapped(x, *routes, weights), "product")
 
     def _own_results(
         self, weights: list[jax.Array], tokens: jax.Array, experts: jax.Array, shares: jax.Array

@@ -13,6 +13,7 @@ from jax.sharding import reshard
 
 from tunix.config import PROJECTIONS, Model
 from tunix.models.block_sums import NO_SUMS, BlockSums
+from tunix.models.noise import Noise
 from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
 from tunix.sharding.dims import Equation
@@ -91,10 +92,10 @@ class Einsum(Matrix):
         updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
         self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
 
-    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """`key` draws what dropout leaves out, and is None outside of training."""
+    def __call__(self, x: jax.Array, noise: Noise | None = None) -> jax.Array:
+        """`noise` draws what dropout leaves out, and is None outside of training."""
         y = self.bias(product(self.equation, x, self.gathered(), self.layout, self.product))
-        return y if self.lora is None else y + self.lora(x, key)
+        return y if self.lora is None else y + self.lora(x, noise)
 
 
 class LowRank(nnx.Module):
@@ -109,9 +110,9 @@ class LowRank(nnx.Module):
         self.a = nnx.Param(jax.random.normal(rngs.params(), a, layout.param) * fan_in**-0.5, equation=self.first)
         self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
 
-    def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        if key is not None and self.dropout:
-            kept = jax.random.bernoulli(jax.random.fold_in(key, self.place), 1 - self.dropout, x.shape)
+    def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
+        if noise is not None and self.dropout:
+            kept = noise.draw(self.place, 1 - self.dropout, x.shape)
             x = jnp.where(reshard(kept, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
         for equation, factor in ((self.first, self.a), (self.second, self.b)):
             x = product(equation, x, self.layout.gather(factor[...], equation), self.layout)
@@ -129,11 +130,11 @@ class MLP(nnx.Module):
         self.up = Einsum("mlp.up", into, cfg, layout, rngs)
         self.down = Einsum("mlp.down", out, cfg, layout, rngs)
 
-    def __call__(self, x, key) -> tuple[jax.Array, BlockSums]:
+    def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
         """Return [B, T, D], and sums for the loss, of which this kind has none."""
-        up = self.up(x, key)
-        h = self.activation(up) if self.gate is None else self.activation(self.gate(x, key)) * up
-        return self.down(h, key), NO_SUMS
+        up = self.up(x, noise)
+        h = self.activation(up) if self.gate is None else self.activation(self.gate(x, noise)) * up
+        return self.down(h, noise), NO_SUMS
 
 
 def unchanged(x: jax.Array) -> jax.Array:

@@ -26,16 +26,16 @@ from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices
 
-# (layers, rows, number of the part) -> (rows, sums): some layers, whose arrays have a first dimension, on some rows.
-# The sums are a tree of scalars.
-RunLayers = Callable[[Any, Any, Any], tuple[Any, Any]]
+# (layers, rows) -> (rows, counts): some layers, whose arrays have a first dimension, on some rows. The counts are a
+# tree of arrays that are added up over the parts of the batch.
+RunLayers = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per_stage: int | None) -> tuple[Any, Any]:
     """Return what `run` returns for all layers, arrays [L, ...], and all rows, arrays [B, ...], by stages.
 
-    The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. Sums
-    are added up over stages and parts.
+    The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. Counts
+    are those of each stage, [S, ...].
     """
     lanes = Lanes(layout)
     num_stages = lanes.num_stages
@@ -52,19 +52,18 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
         queue, came = carry
         place = now % num_places
         waiting = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False), queue)
-        out, sums = run_all(layers, lanes.choose(stages == 0, waiting, came), now - stages)
+        out, counts = run_all(layers, lanes.choose(stages == 0, waiting, came))
+        counts = lanes.leave_bubbles_out(counts, now - stages, num_parts)
         put = lanes.choose(stages == num_stages - 1, out, lanes.send(waiting, -1))
         queue = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, axis=1), queue, put)
-        return (queue, lanes.send(out, 1)), sums
+        return (queue, lanes.send(out, 1)), counts
 
     ticks = jnp.arange(num_parts + num_stages - 1)
     start = queue, jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), queue)
-    (queue, _), sums = jax.lax.scan(tick, start, ticks)
-    part = ticks[:, None] - stages
-    is_used = (part >= 0) & (part < num_parts)
-    sums = jax.tree.map(lambda each: jnp.sum(jnp.where(is_used, each, 0)), sums)
+    (queue, _), counts = jax.lax.scan(tick, start, ticks)
+    counts = jax.tree.map(lambda each: jnp.sum(each, 0), counts)
     # The results begin at the place of tick S - 1.
-    return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), sums
+    return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), counts
 
 
 class Lanes:
@@ -127,6 +126,11 @@ class Lanes:
         others = spec.partitions[1:]
         return PartitionSpec(self.stage_axes, None, *others, reduced=spec.reduced, unreduced=spec.unreduced)
 
+    def leave_bubbles_out(self, counts: Any, part: jax.Array, num_parts: int) -> Any:
+        """Return counts [S, ...], zero on the stages where the number of the part, [S], is that of no part."""
+        counts = jax.tree.map(lambda x: reshard(x, PartitionSpec(self.stage_axes)), counts)
+        return self.choose((part >= 0) & (part < num_parts), counts, jax.tree.map(jnp.zeros_like, counts))
+
     def choose(self, condition: jax.Array, ours: Any, others: Any) -> Any:
         """Return rows [S, ...]: ours on the stages where the condition [S] holds, the others elsewhere."""
         return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b), ours, others)
@@ -137,8 +141,9 @@ class Lanes:
         return jnp.broadcast_to(x, (self.num_stages, *x.shape), out_sharding=PartitionSpec(self.stage_axes, *spec))
 
     def from_stage(self, condition: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """[S, rows, T, D] -> [rows, T, D] of the one stage where the condition [S] holds, laid out as `spec`."""
-        return jnp.einsum("S,SBTD->BTD", condition.astype(x.dtype), x, out_sharding=spec)
+        """[S, rows, ...] -> [rows, ...] of the one stage where the condition [S] holds, laid out as `spec`."""
+        letters = "BTD"[: x.ndim - 1]
+        return jnp.einsum(f"S,S{letters}->{letters}", condition.astype(x.dtype), x, out_sharding=spec)
 
     def several(self, x: jax.Array, count: int) -> jax.Array:
         """[S, rows, ...] -> [S, count, rows, ...]"""

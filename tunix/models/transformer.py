@@ -12,10 +12,11 @@ from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.models.attention import attend
-from tunix.models.block_sums import NO_SUMS, BlockSums, join_layers, join_stacks
+from tunix.models.block_sums import NO_SUMS, BlockSums, Routing, join_layers, join_stacks, join_stages
 from tunix.models.exchanges import choose_exchange
-from tunix.models.experts import Experts
+from tunix.models.experts import Experts, penalty_names
 from tunix.models.layers import MLP, NORMS, Einsum, Embedding, LearnedPositions, unchanged
+from tunix.models.noise import Noise
 from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, layer_rope
 from tunix.models.remat import keep_policy
@@ -47,12 +48,12 @@ class Attention(nnx.Module):
         dims = {"per_head": "H", "all_heads": letters[-2:]}[cfg.qk_norm]
         return NORMS[cfg.norm](letters, cfg, layout, dims)
 
-    def __call__(self, x, positions, rope, mix, key):
-        q, k = self.q_norm(self.q(x, key)), self.k_norm(self.k(x, key))
+    def __call__(self, x, positions, rope, mix, noise):
+        q, k = self.q_norm(self.q(x, noise)), self.k_norm(self.k(x, noise))
         if self.rotated:
             q, k = apply_rope(q, positions, rope), apply_rope(k, positions, rope)
-        out, kept = mix(q * self.scale, k, self.v(x, key))
-        return self.o(out, key), kept
+        out, kept = mix(q * self.scale, k, self.v(x, noise))
+        return self.o(out, noise), kept
 
 
 MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
@@ -78,13 +79,13 @@ class Block(nnx.Module):
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before), norm(after)
 
-    def __call__(self, x, positions, rope, mix: Mix, key=None) -> tuple[jax.Array, Any, BlockSums]:
+    def __call__(self, x, positions, rope, mix: Mix, noise: Noise | None = None) -> tuple[jax.Array, Any, BlockSums]:
         """Return [B, T, D], what `mix` keeps, and numbers for the loss."""
         with jax.named_scope("attention"):
-            h, kept = self.attention(self.pre_attention(x), positions, rope, mix, key)
+            h, kept = self.attention(self.pre_attention(x), positions, rope, mix, noise)
             x = checkpoint_name(x + self.post_attention(h), "residual")
         with jax.named_scope("mlp"):
-            h, sums = self.mlp(self.pre_mlp(x), key)
+            h, sums = self.mlp(self.pre_mlp(x), noise)
             return x + self.post_mlp(h), kept, sums
 
 
@@ -107,9 +108,12 @@ class Layer(NamedTuple):
 class Rows(NamedTuple):
     """Arrays [B, ...] that a block takes of sequences. In a pipeline they travel from stage to stage together."""
 
-    x: jax.Array  # [B, T, D], the residual stream; a block changes it and nothing else
+    x: Any  # [B, T, D], the residual stream; a block changes it and nothing else
     positions: jax.Array  # [B, T] int32
     beside: Any  # what the mix needs of the sequences: a tree of arrays, or None
+    # On stages alone:
+    penalties: Any = None  # {name: [B]}, those of the layers so far
+    numbers: jax.Array | None = None  # [B] int32 in the microbatch: dropout draws by them
 
 
 class Transformer(nnx.Module):
@@ -215,43 +219,52 @@ class Transformer(nnx.Module):
         params = nnx.state(getattr(self, stack.name))
         return params, Layer(jnp.asarray(list(stack.layers)), jnp.asarray(windows), rope)
 
-    def scan_layers(self, stack: Stack, layers, rows: Rows, mix_of, seed, part=None) -> tuple[Rows, Any, BlockSums]:
+    def scan_layers(self, stack: Stack, layers, rows: Rows, mix_of, seed) -> tuple[Rows, Any, BlockSums]:
         """Run some layers of a stack on some rows, and return rows, what the mixes keep, and the sums of the layers.
 
-        `layers` are those of `layers_of`, or a part of them. `part` is the number of these rows in the batch where they
-        are a part of it: dropout draws by it.
+        `layers` are those of `layers_of`, or a part of them.
         """
         graphdef = nnx.graphdef(getattr(self, stack.name))
 
         def one_layer(x, each):  # what a block does not change stays outside: the scan would keep it for each layer
-            after, result = self._one_layer(graphdef, rows._replace(x=x), each, mix_of, seed, part)
+            after, result = self._one_layer(graphdef, rows._replace(x=x), each, mix_of, seed)
             return after.x, result
 
         one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
         x, (kept, sums) = jax.lax.scan(one_layer, rows.x, layers)
         return rows._replace(x=x), kept, join_layers(sums)
 
-    def _one_layer(self, graphdef, rows: Rows, each, mix_of, seed, part=None) -> tuple[Rows, tuple[Any, BlockSums]]:
+    def _one_layer(self, graphdef, rows: Rows, each, mix_of, seed) -> tuple[Rows, tuple[Any, BlockSums]]:
         params, layer = each
-        key = None if seed is None else jax.random.fold_in(jax.random.key(seed), layer.number)
-        if key is not None and part is not None:
-            key = jax.random.fold_in(key, part)
+        noise = None
+        if seed is not None:
+            noise = Noise(jax.random.fold_in(jax.random.key(seed), layer.number), rows.numbers)
         mix = mix_of(layer, rows.beside)
-        x, kept, sums = nnx.merge(graphdef, params)(rows.x, rows.positions, layer.rope, mix, key)
+        x, kept, sums = nnx.merge(graphdef, params)(rows.x, rows.positions, layer.rope, mix, noise)
         return rows._replace(x=x), (kept, sums)
+
+    def enter_stages(self, rows: Rows, seed) -> Rows:
+        """Return rows of a whole microbatch as stages take them."""
+        spec = self.layout.activation("B")
+        count = len(rows.positions)
+        draws = seed is not None and self.cfg.lora.rank and self.cfg.lora.dropout
+        numbers = reshard(jnp.arange(count), spec) if draws else None
+        penalties = {name: reshard(jnp.zeros(count), spec) for name in penalty_names(self.cfg)}
+        return rows._replace(penalties=penalties, numbers=numbers)
+
+    def run_on_stage(self, stack: Stack, layers, rows: Rows, mix_of, seed) -> tuple[Rows, Routing | None]:
+        """Run the layers of a stage on rows of `enter_stages`, and return the rows and the routing of its experts."""
+        rows, _, sums = self.scan_layers(stack, layers, rows, mix_of, seed)
+        return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, sums.penalties)), sums.routing
 
     def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart) -> tuple[Rows, Any, BlockSums]:
         layers = self.layers_of(stack, length)
         if apart is None and not self.layout.stage_axes:
             return self.scan_layers(stack, layers, rows, mix_of, seed)
         if apart is None:
-
-            def run(layers, rows, part):
-                rows, _, sums = self.scan_layers(stack, layers, rows, mix_of, seed, part)
-                return rows, sums
-
-            rows, sums = run_stages(run, layers, rows, self.layout, self.parts_per_stage)
-            return rows, None, sums
+            run = partial(self.run_on_stage, stack, mix_of=mix_of, seed=seed)
+            rows, routing = run_stages(run, layers, self.enter_stages(rows, seed), self.layout, self.parts_per_stage)
+            return rows, None, BlockSums(rows.penalties, join_stages(routing))
         graphdef, (_, values) = nnx.graphdef(getattr(self, stack.name)), layers
         windows = self.cfg.windows(length)
         results = []

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
@@ -92,9 +93,12 @@ def replicate(array: jax.Array) -> jax.Array:
 @jax.jit
 def replicate_part(array: jax.Array, *place: int) -> jax.Array:
     """Return the part of an array at an index of its first dimensions on every device; every process calls this."""
-    for index in place:
-        array = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
-    return replicate(array)
+    if not place:
+        return replicate(array)
+    # Indices as arrays make a gather, which sums over the devices that split these dimensions: only the part travels.
+    spec = PartitionSpec(None, *jax.typeof(array).sharding.spec[len(place) :])
+    part = array.at[tuple(jnp.reshape(index, 1) for index in place)].get(out_sharding=spec)
+    return replicate(part)[0]
 
 
 def to_main(state: dict[str, Any]) -> dict[str, Any] | None:

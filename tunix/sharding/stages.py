@@ -9,17 +9,23 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 
-def stage_shard_map(function: Callable, in_specs: Any, out_specs: Any, axes: tuple[str, ...]) -> Callable:
+def stage_shard_map(
+    function: Callable, in_specs: Any, out_specs: Any, axes: tuple[str, ...], stand_in: Callable | None = None
+) -> Callable:
     """Return `jax.shard_map(function, ...)`, which may be vmapped over stages where `axes` split them.
 
     `jax.vmap` of a plain `shard_map` leaves the axes of the stages to the compiler, which cannot split a kernel. Here
     they are axes of the `shard_map` too, and the function gets the arrays of one stage. `vmap` must come before
     autodiff: differentiate the vmapped function, do not vmap a gradient.
+
+    `vmap` traces the `shard_map` for the types of its results before it asks for the rule, with the axes of the stages
+    outside. There jax 0.10.2 refuses `reduced` arguments, and operations that have no rule for shardings. `stand_in` is
+    then traced in its place: a function of the same arguments whose results have the same types. It never runs.
     """
     plain = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
     if not axes:
         return plain
-    mapped = custom_vmap(plain)
+    mapped = custom_vmap(stand_in or plain)
 
     def split(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.models.block_sums import NO_SUMS, BlockSums
+from tunix.data.batch import Batch
+from tunix.models.block_sums import BlockSums, join_stages
 from tunix.models.pipeline import Lanes
 from tunix.models.transformer import Rows, Transformer
 from tunix.sharding.layout import Layout
-from tunix.training.scores import LossFn, add_sums
+from tunix.training.scores import ROUTING, LossFn, add_sums
 from tunix.training.state import Architecture, Weight
 from tunix.training.step import Gradients
 
@@ -41,16 +42,16 @@ from tunix.training.step import Gradients
 class AfterBlocks:
     """A model whose blocks have run: a loss takes their result, [B, T, D], as if the model had computed it."""
 
-    def __init__(self, model: Transformer, x: jax.Array):
-        self.model, self.x = model, x
+    def __init__(self, model: Transformer, x: jax.Array, penalties: dict[str, jax.Array]):
+        self.model, self.x, self.penalties = model, x, penalties
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def hidden(self, *_: Any) -> tuple[jax.Array, BlockSums]:
-        """Return the result of the final norm; blocks on stages have no numbers beside it."""
+        """Return the result of the final norm, and the penalties; the routing of experts is counted in the ticks."""
         with jax.named_scope("final_norm"):
-            return self.model.final_norm(self.x), NO_SUMS
+            return self.model.final_norm(self.x), BlockSums(self.penalties, None)
 
     def __call__(self, *tokens: Any) -> jax.Array:
         """Return logits [B, T, V] float32."""
@@ -78,6 +79,7 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout
         num_stages, num_parts = lanes.num_stages, len(parts["tokens"])
         stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
         parts_of_seed = num_parts // len(seeds)
+        entering = list_entering(model, lanes, batch, seeds[0], outer.layout)
 
         def module(others):
             return outer.module(arch.merge(others, weights_outside) | {stack.name: params[stack.name]})
@@ -86,53 +88,65 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout
             whole = module(others)
             return whole.embed(whole.tables(), part["tokens"], part["positions"])
 
-        def loss(others, x, part, seed):
-            result = loss_fn(AfterBlocks(module(others), x), part, seed)  # type: ignore[arg-type]
+        def loss(others, stream, part, seed):
+            result = loss_fn(AfterBlocks(module(others), *stream), part, seed)  # type: ignore[arg-type]
             return result.objective, (result.weight, result.sums)
 
-        def run_stage(layers, rows, number, seed):
-            rows, _, sums = model.scan_layers(stack, layers, rows, model.mix_of_row, seed, number)
-            assert not jax.tree.leaves(sums), "the config refuses experts on stages"
-            return rows.x
+        def run_stage(layers, rows, seed):
+            rows, routing = model.run_on_stage(stack, layers, rows, model.mix_of_row, seed)
+            return stream_of(rows), routing
 
-        def run_stages(blocks, x, others_of_rows, part):
+        def run_stages(blocks, stream, rows, part):
             layers = arch.merge(blocks, weights_of_blocks), values
-            rows = Rows(x, *others_of_rows)
             number = jnp.clip(part, 0, num_parts - 1)
             seed = seeds.at[number // parts_of_seed].get(out_sharding=PartitionSpec(lanes.stage_axes))
-            return jax.vmap(run_stage)(layers, rows, number % parts_of_seed, seed)
+            stream, routing = jax.vmap(run_stage)(layers, with_stream(rows, stream), seed)
+            return stream, lanes.leave_bubbles_out(routing, part, num_parts)
 
-        def take(number):
+        def take(parts, number):
             number = jnp.clip(number, 0, num_parts - 1)
             return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), parts)
 
-        def enter(others, part):
-            inside = model.block_layout
-            x = lanes.on_every_stage(embed(others, part), inside.activation("BTD"))
-            positions = lanes.on_every_stage(part["positions"], inside.activation("BT"))
-            return Rows(x, positions, lanes.on_every_stage(part["segment_ids"], inside.activation("BS")))
+        def enter(others, number):
+            spec, part = model.block_layout.activation, take(parts, number)
+            x = lanes.on_every_stage(embed(others, part), spec("BTD"))
+            positions = lanes.on_every_stage(part["positions"], spec("BT"))
+            segments = lanes.on_every_stage(part["segment_ids"], spec("BS"))
+            entered = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), take(entering, number))
+            return entered._replace(x=x, positions=positions, beside=segments)
+
+        def leave(condition, stream):
+            (x, penalties), spec = stream, outer.layout.activation
+            penalties = jax.tree.map(lambda each: lanes.from_stage(condition, each, spec("B")), penalties)
+            return lanes.from_stage(condition, x, spec("BTD")), penalties
+
+        def spread(stream):
+            (x, penalties), spec = stream, model.block_layout.activation
+            penalties = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), penalties)
+            return lanes.on_every_stage(x, spec("BTD")), penalties
 
         def tick(carry, now, *, forward: bool, backward: bool):
-            kept, forth, back, grads, (weight, sums) = carry
+            kept, forth, back, grads, (weight, sums), routing = carry
             d_blocks, d_others = grads
-            d_last = jnp.zeros_like(back)
+            d_last = jax.tree.map(jnp.zeros_like, back)
             if forward:
-                rows = lanes.choose(stages == 0, enter(outside, take(now)), forth)
+                rows = lanes.choose(stages == 0, enter(outside, now), forth)
                 place = now % num_kept
                 kept = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 1), kept, rows)
-                y = run_stages(blocks, rows.x, rows[1:], now - stages)
-                forth = lanes.send(rows._replace(x=y), 1)
+                y, more_routing = run_stages(blocks, stream_of(rows), rows, now - stages)
+                routing = jax.tree.map(jnp.add, routing, more_routing)
+                forth = lanes.send(with_stream(rows, y), 1)
             if forward and backward:  # the last stage has finished a part
                 number = now - (num_stages - 1)
-                part, seed = take(number), seeds[number // parts_of_seed]
-                finished = lanes.from_stage(stages == num_stages - 1, y, outer.layout.activation("BTD"))
+                part, seed = take(parts, number), seeds[number // parts_of_seed]
+                finished = leave(stages == num_stages - 1, y)
                 _, vjp, (more_weight, more) = jax.vjp(
-                    lambda others, x: loss(others, x, part, seed), outside, finished, has_aux=True
+                    lambda others, stream: loss(others, stream, part, seed), outside, finished, has_aux=True
                 )
                 d_outside, d_finished = vjp(jnp.ones((), jnp.float32))
                 d_others = add(d_others, d_outside)
                 weight, sums = weight + more_weight, add_sums(sums, more)
-                d_last = lanes.on_every_stage(d_finished, model.block_layout.activation("BTD"))
+                d_last = spread(d_finished)
             if backward:
                 part = now - 2 * (num_stages - 1) + stages
                 place = (part + stages) % num_kept  # of the tick in which the stage took the part
@@ -141,13 +155,15 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout
                 )
                 d_y = lanes.choose(stages == num_stages - 1, d_last, back)
                 # The gradient of a part that is not there is zero: it came from zeros.
-                _, vjp = jax.vjp(lambda blocks, x: run_stages(blocks, x, rows[1:], part), blocks, rows.x)
-                d_more, d_x = vjp(d_y)
-                d_blocks, back = add(d_blocks, d_more), lanes.send(d_x, -1)
-                d_first = lanes.from_stage(stages == 0, d_x, outer.layout.activation("BTD"))
-                first = take(now - 2 * (num_stages - 1))
+                _, vjp, _ = jax.vjp(
+                    lambda blocks, stream: run_stages(blocks, stream, rows, part), blocks, stream_of(rows), has_aux=True
+                )
+                d_more, d_stream = vjp(d_y)
+                d_blocks, back = add(d_blocks, d_more), lanes.send(d_stream, -1)
+                d_first, _ = leave(stages == 0, d_stream)
+                first = take(parts, now - 2 * (num_stages - 1))
                 d_others = add(d_others, jax.vjp(lambda others: embed(others, first), outside)[1](d_first)[0])
-            return (kept, forth, back, (d_blocks, d_others), (weight, sums)), None
+            return (kept, forth, back, (d_blocks, d_others), (weight, sums), routing), None
 
         weights_of_blocks = jax.tree.map(lanes.split_layers, weights[stack.name])
         weights_outside = {name: tree for name, tree in weights.items() if name != stack.name}
@@ -158,19 +174,24 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout
         no_blocks = nothing.pop(stack.name)
 
         num_kept = 2 * num_stages - 1
-        forth = jax.tree.map(jnp.zeros_like, enter(outside, take(0)))
+        forth = jax.tree.map(jnp.zeros_like, enter(outside, 0))
+        back = stream_of(forth)
         kept = jax.tree.map(lambda x: lanes.several(x, num_kept), forth)
-        first, seed = take(0), seeds[0]
-        shapes = jax.eval_shape(lambda: loss(outside, embed(outside, first), first, seed)[1])
+        first, seed = take(parts, 0), seeds[0]
+        shapes = jax.eval_shape(lambda: loss(outside, leave(stages == 0, back), first, seed)[1])
         weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        carry = kept, forth, jnp.zeros_like(forth.x), (no_blocks, nothing), (weight, sums)
+        routing = jax.eval_shape(lambda: run_stages(blocks, back, forth, -1 - stages)[1])
+        routing = jax.tree.map(lambda x: reshard(jnp.zeros(x.shape, x.dtype), x.sharding.spec), routing)
+        carry = kept, forth, back, (no_blocks, nothing), (weight, sums), routing
         for begin, end, does in (
             (0, num_stages - 1, {"forward": True, "backward": False}),
             (num_stages - 1, num_stages - 1 + num_parts, {"forward": True, "backward": True}),
             (num_stages - 1 + num_parts, 2 * (num_stages - 1) + num_parts, {"forward": False, "backward": True}),
         ):
             carry, _ = jax.lax.scan(partial(tick, **does), carry, jnp.arange(begin, end))
-        *_, (d_blocks, d_others), (weight, sums) = carry
+        *_, (d_blocks, d_others), (weight, sums), routing = carry
+        if routing is not None:
+            sums = sums | {ROUTING: join_stages(routing)}
         with jax.named_scope("reduce"):
             grads = jax.tree.map_with_path(
                 places.sum_over_devices, d_others | {stack.name: d_blocks}, arch.trained_weights
@@ -178,6 +199,30 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout
         return grads, weight, sums
 
     return gradients
+
+
+def list_entering(model: Transformer, lanes: Lanes, batch: Batch, seed: jax.Array, layout: Layout) -> Rows:
+    """Return, for each part of the step, what its rows have on stages beside x and the batch: arrays [M, rows]."""
+    count = len(batch["tokens"])
+    rows = model.enter_stages(Rows(None, batch["positions"][0], None), seed)._replace(positions=None)
+
+    def of_parts(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
+        repeated = jnp.broadcast_to(x, (count, *x.shape), out_sharding=spec)
+        return lanes.list_parts(repeated, model.parts_per_stage, layout)
+
+    return jax.tree.map(of_parts, rows)
+
+
+def stream_of(rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return what a stage changes of its rows, and what has a gradient: the residual stream, and penalties."""
+    return rows.x, rows.penalties
+
+
+def with_stream(rows: Rows, stream: tuple[jax.Array, dict[str, jax.Array]]) -> Rows:
+    """Return rows with what `stream_of` returns replaced."""
+    x, penalties = stream
+    return rows._replace(x=x, penalties=penalties)
 
 
 class Places:

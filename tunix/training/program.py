@@ -156,9 +156,11 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     # A kernel or an exchange that does not fit is refused here.
     choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)
     choose_exchange(cfg.model, mesh.shape)
-    if layout.stage_axes and isinstance(cfg.model.mlp, ExpertsMlp):
+    if layout.stage_axes and len(cfg.model.stacks) > 1:  # the first stage would have other blocks than the others
+        assert isinstance(cfg.model.mlp, ExpertsMlp)
         raise UserError(
-            f"model.mlp.kind=experts has no pipeline: leave {', '.join(layout.stage_axes)} out of model.mesh_shape"
+            f"model.mlp.dense_layers={cfg.model.mlp.dense_layers} and experts behind them do not run on stages: leave "
+            f"{', '.join(layout.stage_axes)} out of model.mesh_shape, or set model.mlp.dense_layers=0"
         )
     arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
