@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import combinations
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ from support.harness import ROOT, RUN
 
 from tunix import verify
 from tunix.cli.compose import compose
+from tunix.sharding.dims import axis_names
 from tunix.training.program import Program
 
 TWO = '--meshes=[[[8],["fsdp"]],[[2,2,2],["dp","fsdp","tp"]]]'
@@ -85,11 +87,20 @@ def test_chosen_meshes(words, more, chosen):
     assert [{axis: size for axis, size in sizes.items() if size > 1} for sizes in found] == chosen
 
 
+def test_every_mesh_of_a_model_with_experts():
+    """Each axis meets each other one."""
+    cfg = compose(["model=tiny_moe", "model.num_layers=8", "model.num_heads=8", "training.global_batch_size=64"]).config
+    found = verify.choose_meshes(cfg, 64, every=True)
+    named = [frozenset(axis for axis, size in sizes.items() if size > 1) for sizes in found]
+    assert len(found) == 1 + 6 + 30 + 20  # one device; 8 on an axis; 4 x 2 and 2 x 4; 2 x 2 x 2
+    assert {frozenset(pair) for pair in combinations(axis_names(), 2)} <= set(named)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--meshes=[[8]"], "--meshes [[8]: expected a list of meshes like"),
-        (["--meshes=[8]"], "--meshes [8]: expected a list of meshes like"),
+        (["--meshes=[[8]"], "--meshes [[8]: expected all, or a list of meshes like"),
+        (["--meshes=[8]"], "--meshes [8]: expected all, or a list of meshes like"),
         (['--meshes=[[[8],["fdsp"]]]'], "did you mean fsdp?"),
         (['--meshes=[[[8,2],["fsdp","tp"]]]'], "fsdp=8 x tp=2 needs 16 devices, 8 are visible"),
         (['--meshes=[[[3],["dp"]]]'], "training.global_batch_size=8 is not divisible by 3"),

@@ -43,6 +43,7 @@ from tunix.training.sizes import derive_sizes
 
 COMPARED = ("loss", "grad_norm")
 FAKE_DEVICES = 8
+EVERY = "all"  # what --meshes says for every mesh
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Trial:
         return {name: max(_relative(ours, theirs) for ours, theirs in pair) for name, pair in pairs.items()}
 
 
-def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int) -> list[Trial]:
+def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bool = False) -> list[Trial]:
     """Take `num_steps` steps on each mesh, by default on those of `choose_meshes`; the first is the reference."""
     sequences = _global_batch(cfg)
-    shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in choose_meshes(cfg, sequences)]
+    shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in choose_meshes(cfg, sequences, every)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
     device_meshes = [build_mesh(each) for each in configs]  # all are checked before the first one trains
     check_compiler_options(cfg.training.compiler_options)
@@ -70,13 +71,16 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int) -> list[T
     return [_train(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
 
 
-def choose_meshes(cfg: Config, sequences: int) -> list[dict[str, int]]:
-    """Choose one device, all devices on each axis alone, and the most even split over as many axes as possible."""
+def choose_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict[str, int]]:
+    """Choose one device, all devices on each axis alone, and the most even split over as many axes as possible.
+
+    With `every`, choose one device and each mesh of all devices that divides the model and the batch.
+    """
     num_devices = jax.device_count()
     legal = [sizes for sizes in meshes(num_devices) if _is_legal(cfg, sizes, sequences)]
     alone = [sizes for sizes in legal if max(sizes.values()) == num_devices]
     mixed = sorted(legal, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
-    chosen = [dict.fromkeys(axis_names(), 1), *alone, *mixed[:1]]
+    chosen = [dict.fromkeys(axis_names(), 1), *alone, *(mixed if every else mixed[:1])]
     return [sizes for place, sizes in enumerate(chosen) if sizes not in chosen[:place]]
 
 
@@ -162,14 +166,18 @@ def _read_meshes(text: str) -> list[Any]:
     except yaml.YAMLError:
         shapes = None
     if not isinstance(shapes, list) or not shapes or not all(isinstance(shape, list) for shape in shapes):
-        raise UserError(f'--meshes {text}: expected a list of meshes like [[[8],["fsdp"]],[[4,2],["fsdp","tp"]]]')
+        raise UserError(
+            f'--meshes {text}: expected all, or a list of meshes like [[[8],["fsdp"]],[[4,2],["fsdp","tp"]]]'
+        )
     return shapes
 
 
 def _arguments() -> argparse.Namespace:
     parser = command.command_parser("verify", __doc__)
     parser.add_argument(
-        "--meshes", help='list of them, the first is the reference: [[[8],["fsdp"]],[[2,4],["dp","tp"]]]'
+        "--meshes",
+        help='list of them, the first is the reference: [[[8],["fsdp"]],[[2,4],["dp","tp"]]]; or all: every mesh that '
+        "divides the model and the batch",
     )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps on each mesh")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
@@ -216,7 +224,8 @@ def main() -> int:
             jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
         ):
             jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
-        trials = verify(cfg, _read_meshes(args.meshes) if args.meshes else None, args.steps)
+        every = args.meshes == EVERY
+        trials = verify(cfg, _read_meshes(args.meshes) if args.meshes and not every else None, args.steps, every)
         table, largest = report(trials, args.tolerance)
         print_table(table)
         verdict = "within" if largest <= args.tolerance else "past"

@@ -34,8 +34,12 @@ def test_two_processes(tmp_path):
     assert found["fit"] is True
     assert len(found["hosts"]) == 2
     assert {(link["axis"], link["collective"]) for link in found["links"]} == {
-        *((axis, collective) for axis in ("fsdp", "cp") for collective in ("all-reduce", "all-gather")),
-        ("cp", "all-to-all"),
+        *(
+            (axis, collective)
+            for axis in ("fsdp", "cp")
+            for collective in ("all-reduce", "all-gather", "reduce-scatter")
+        ),
+        *(("cp", collective) for collective in ("all-to-all", "collective-permute")),
     }
     assert all(link["bus_gb_per_s"] > 0 and link["group_size"] == 2 for link in found["links"])
     says = {each["check"]: each["says"] for each in found["findings"]}

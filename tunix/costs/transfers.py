@@ -210,11 +210,12 @@ def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         return
     shape = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len, cfg.model.embed_dim
     own = math.prod(shard_shape(shape[:2], layout.activation("BT"), mesh)) * num_devices  # tokens of a group
-    times = len(cfg.model.stacks["blocks"]) * num_microbatches
+    pipeline = cfg.training.pipeline(mesh.shape)
+    times = round(len(cfg.model.stacks["blocks"]) * num_microbatches * pipeline.ticks_per_part)
     token = cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     choice = mlp.experts_per_token * 4  # bytes of the numbers of a token's experts, and of their weights
     # The results are not computed again in the backward pass: nothing needs them there.
-    runs = 1 + computes_again(cfg.training.remat, "product")
+    runs = 1 + computes_again(cfg.training.remat, "product") + pipeline.runs_again
     gathers = runs * (token + 2 * choice) + token
     yield Transfer("all-gather", axes, times * own * gathers, overlaps=False, count=times * (3 * runs + 1))
     yield Transfer("reduce-scatter", axes, times * own * (2 * token + choice), overlaps=False, count=3 * times)

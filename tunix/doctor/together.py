@@ -22,7 +22,7 @@ from tunix.doctor.findings import Finding, Status
 from tunix.doctor.machine import find_existing
 from tunix.processes import peers
 from tunix.processes.shared_disk import find_blind
-from tunix.sharding.dims import token_axes
+from tunix.sharding.dims import DIMS, LAYERS, keeping_axes, token_axes
 
 SKEW_S = 1.0  # clocks may differ by so many seconds
 SLOW = 1.5  # a process is slow if it takes this many times the median
@@ -31,7 +31,15 @@ SECONDS = 2.0  # one measurement is repeated for about so long
 COLLECTIVES: dict[str, Callable] = {
     "all-reduce": lambda x, axis: jax.lax.psum(x, axis),
     "all-gather": lambda x, axis: jax.lax.all_gather(x, axis, axis=1, tiled=True),
+    "reduce-scatter": lambda x, axis: jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True),
     "all-to-all": lambda x, axis: jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=1, tiled=True),
+    "collective-permute": lambda x, axis: jax.lax.ppermute(x, axis, _ring(jax.lax.axis_size(axis))),
+}
+# The axes over which a step runs a collective; one that is not named here runs over every axis.
+AXES = {
+    "reduce-scatter": keeping_axes(),  # gradients, and sums of experts' results
+    "all-to-all": token_axes(),  # attention exchanges heads and tokens
+    "collective-permute": (*DIMS[LAYERS].weight_axes, *token_axes()),  # rows between stages; keys round a ring
 }
 
 
@@ -115,10 +123,13 @@ def measure_links(mesh: Mesh, per_node: int) -> Iterator[Link]:
     """Measure the links along each mesh axis of more than one device; all groups of an axis communicate at once."""
     for axis in reversed(mesh.axis_names):  # the last axis has the fastest links
         for collective in COLLECTIVES:
-            # Attention exchanges heads and tokens over the axes that split tokens, and over no other.
-            is_used = collective != "all-to-all" or axis in token_axes()
-            if mesh.shape[axis] > 1 and is_used:
+            if mesh.shape[axis] > 1 and axis in AXES.get(collective, mesh.axis_names):
                 yield _measure(mesh, axis, collective, per_node)
+
+
+def _ring(size: int) -> list[tuple[int, int]]:
+    """Return pairs of sender and receiver: each device sends to the next one."""
+    return [(place, (place + 1) % size) for place in range(size)]
 
 
 def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:

@@ -1,0 +1,106 @@
+"""Loss and gradients are the same on every mesh: each axis beside each pair of others, dense models and experts.
+
+Other files have the meshes that are not here: one and two axes in training/test_step.py, parts of a batch on stages in
+training/test_pipeline.py, three axes with experts in models/test_experts.py.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.harness import SMALL, batch
+
+from tunix.cli.compose import compose
+from tunix.sharding.arrays import to_global
+from tunix.training.losses import loss_kind
+from tunix.training.program import GRADIENTS, build_layout, build_mesh, choose_sync
+from tunix.training.state import describe
+
+TOLERANCE = 1e-5  # float32; sums in another order
+# Two layers; few kinds of operations, because a program is compiled for each mesh.
+TINY = [
+    *SMALL,
+    "model.num_layers=2",
+    "model.global_every=1",
+    "model.sliding_window=null",
+    "training.loss_chunk_size=32",
+]
+EXPERTS = (
+    "++model.mlp={kind: experts, activation: silu, num_experts: 4, experts_per_token: 2, expert_dim: 16, shared_dim: "
+    "null, dense_layers: 0, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, groups_per_token: 1, "
+    "balance_loss: 0.01, z_loss: 0.001, bias_rate: null}"
+)
+GPIPE = "training.pipeline_schedule=gpipe"
+
+
+def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
+    """Loss, gradient norm and penalties of the first batch, from weights that the seed makes on any mesh."""
+    rows = batch(16, length=32)
+    cfg = compose([*TINY, *words, f"model.mesh_shape={mesh_shape}", "distributed.allow_idle_devices=true"]).config
+    mesh = build_mesh(cfg)
+    sequences = 16 // np.prod([mesh.shape[axis] for axis in ("pp", "dp", "fsdp", "ep")])
+    training = cfg.training.model_copy(update={"micro_batch_size": int(sequences)})
+    schedule = training.pipeline(mesh.shape).schedule
+    with jax.set_mesh(mesh):
+        layout = build_layout(cfg, mesh)
+        arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
+        gradients = GRADIENTS[schedule](arch, loss_kind(cfg).make(cfg), layout, choose_sync(training, mesh))
+
+        @jax.jit
+        def run(params, rows):
+            grads, weight, sums = gradients(params, rows, jnp.zeros(1, jnp.int32))
+            named = {name: value for name, value in sums.items() if name.endswith("loss")}
+            return jax.tree.map(lambda x: x / weight, {"grad_norm": optax.tree.norm(grads), **named})
+
+        params = jax.tree.map(
+            lambda leaf, weight: jax.device_put(leaf, jax.NamedSharding(mesh, layout.at_rest(weight.equation))),
+            weights(*words[:1]), arch.weights,
+        )  # fmt: skip
+        return {name: float(value) for name, value in run(params, to_global(rows, mesh)).items()}
+
+
+@cache
+def weights(*words: str) -> dict:
+    """Parameters on the host, drawn once: another test holds that they are the same on every mesh."""
+    from support.harness import program
+
+    return jax.tree.map(np.asarray, program(*TINY, *words, *ONE).state["params"])
+
+
+ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
+
+
+@cache
+def reference(*words: str) -> dict[str, float]:
+    return loss_and_norm("[[1],[fsdp]]", *words)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("pp,dp,fsdp", []), ("pp,dp,cp", [GPIPE]), ("pp,dp,tp", [GPIPE]), ("pp,fsdp,cp", []), ("pp,cp,tp", [GPIPE]),
+        ("dp,cp,tp", []),
+    ],
+)  # fmt: skip
+def test_dense(axes, words):
+    assert_same(loss_and_norm(f"[[2,2,2],[{axes}]]", "seed=0", *words), reference("seed=0"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("pp,dp,ep", []), ("pp,fsdp,ep", [GPIPE]), ("pp,ep,cp", []), ("pp,ep,tp", [GPIPE]), ("dp,fsdp,ep", []),
+        ("dp,ep,cp", []), ("dp,ep,tp", []), ("fsdp,ep,cp", []), ("ep,cp,tp", []),
+    ],
+)  # fmt: skip
+def test_experts(axes, words):
+    assert_same(loss_and_norm(f"[[2,2,2],[{axes}]]", EXPERTS, *words), reference(EXPERTS))
+
+
+def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, err_msg=name)
