@@ -109,7 +109,7 @@ class Rows(NamedTuple):
     """Arrays [B, ...] that a block takes of sequences. In a pipeline they travel from stage to stage together."""
 
     x: Any  # [B, T, D], the residual stream; a block changes it and nothing else
-    positions: jax.Array  # [B, T] int32
+    positions: Any  # [B, T] int32
     beside: Any  # what the mix needs of the sequences: a tree of arrays, or None
     # On stages alone:
     penalties: Any = None  # {name: [B]}, those of the layers so far
