@@ -15,7 +15,7 @@ from tunix.training.program import assemble, build_layout, build_mesh
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 VALUES = {
-    "kind": "experts", "activation": "silu", "num_experts": 8, "experts_per_token": 2, "expert_dim": 16,
+    "kind": "experts", "activation": "silu", "biases": "false", "num_experts": 8, "experts_per_token": 2, "expert_dim": 16,
     "shared_dim": 8, "dense_layers": 0, "scores": "sigmoid", "normalized": "true", "scale": 2.0, "num_groups": 4,
     "groups_per_token": 2, "balance_loss": 0.01, "z_loss": 0.001, "bias_rate": 0.25,
 }  # fmt: skip

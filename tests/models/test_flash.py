@@ -25,16 +25,20 @@ from tunix.training.program import build_layout, build_mesh
 SMALL_BLOCKS = {8: Blocks(Block(64, 32, 1, 1), Block(64, 32, 1, 1), Block(32, 64, 1, 1))}
 
 
-def interpreted(q, k, v, seen):
-    return flash(q, k, v, seen, BLOCKS["H100"] if q.shape[3] > 8 else SMALL_BLOCKS)
+def interpreted(q, k, v, seen, **options):
+    return flash(q, k, v, seen, BLOCKS["H100"] if q.shape[3] > 8 else SMALL_BLOCKS, **options)
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "kv_heads", "dim", "window"),
-    [(256, 4, 2, 64, 256), (200, 3, 1, 100, 70), (256, 2, 2, 256, 17)],
-    ids=["grouped heads", "filled up", "large heads"],
+    ("length", "heads", "kv_heads", "dim", "window", "options"),
+    [
+        (256, 4, 2, 64, 256, {}),
+        (200, 3, 1, 100, 70, {"cap": 1.5, "with_sums": True}),
+        (256, 2, 2, 256, 17, {}),
+    ],
+    ids=["grouped heads", "filled up, capped, with sums", "large heads"],
 )
-def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, window):
+def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, window, options):
     """Outputs and gradients in float32, with documents that begin anywhere."""
     rng = np.random.default_rng(0)
     segments = jnp.asarray(np.sort(rng.integers(0, 4, (2, length))), jnp.int32)
@@ -45,8 +49,8 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
 
     @partial(jax.jit, static_argnums=0)
     def results(kernel, q, k, v):
-        out, pull_back = jax.vjp(lambda *qkv: kernel(*qkv, seen), q, k, v)
-        return out, *pull_back(d_out)
+        out, pull_back = jax.vjp(lambda *qkv: kernel(*qkv, seen, **options), q, k, v)
+        return *jax.tree.leaves(out), *pull_back((d_out, d_out[..., 0]) if options else d_out)
 
     for one, other in zip(*(results(kernel, q * dim**-0.5, k, v) for kernel in (interpreted, plain)), strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
@@ -111,6 +115,13 @@ def test_auto_takes_the_fastest_kernel_that_is_exact(kind, platform, head_dim, d
 def test_kernels_are_refused_where_they_are_not_exact(name, kind, head_dim, dtype, message):
     with on(kind, "cpu" if kind == "cpu" else "gpu"), pytest.raises(UserError, match=message):
         choose_kernel(name, head_dim, dtype)
+
+
+def test_a_kernel_that_lacks_what_the_model_needs_is_refused():
+    with on("NVIDIA H100"), pytest.raises(UserError, match="cudnn has no cap of scores .* set model.attention=auto"):
+        choose_kernel("cudnn", 64, "bfloat16", {"cap": 50.0})
+    with on("NVIDIA H100"):
+        assert choose_kernel("auto", 64, "bfloat16", {"cap": 50.0, "with_sums": True}).name == "flash"
 
 
 def test_a_run_says_which_kernel_computes_and_refuses_one_that_does_not_run(tmp_path):

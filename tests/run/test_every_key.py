@@ -32,7 +32,11 @@ from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.program import abstract_batch, assemble, build_layout, build_mesh
 from tunix.training.state import Weight, describe
 
-YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null}"
+YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null,truncate:true}"
+DIVISORS = ",".join("1" * 64)
+LONGROPE = (
+    f"{{name:longrope,original_context:64,short_factors:[{DIVISORS}],long_factors:[{DIVISORS}],attention_factor:null}}"
+)
 Reads = set[tuple[type, str]]  # section, key
 
 # Each part composes its configs and returns what is to be recorded: checks of a config are no use of it.
@@ -117,7 +121,8 @@ def the_optimizers(folder: Path, corpus: Path) -> Callable[[], None]:
 
 def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     yarn = ["model=qwen3_0_6b", f"++model.rope_scaling={YARN}"]
-    sizes = ["model=llama3_1b"], ["model=gemma3_4b"], ["model=gpt2_124m"], yarn
+    longrope = ["model=qwen3_0_6b", f"++model.rope_scaling={LONGROPE}"]
+    sizes = ["model=llama3_1b"], ["model=gemma3_4b"], ["model=gpt2_124m"], yarn, longrope
     configs = [compose([*words, "model.lora.rank=2"]).config for words in sizes]
     biased = ["model.mlp.bias_rate=0.1", "model.mlp.balance_loss=0.1", "model.mlp.z_loss=0.1", "model.mlp.num_groups=2"]
     with_experts = compose(["model=tiny_moe", *biased]).config
@@ -125,7 +130,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     def use() -> None:
         for cfg in configs:
             if cfg.model.positions == "rope":
-                layer_rope(cfg.model, range(cfg.model.num_layers))
+                layer_rope(cfg.model, range(cfg.model.num_layers), 64)
             mesh = build_mesh(cfg)
             with jax.set_mesh(mesh):
                 describe(cfg.model, build_layout(cfg, mesh))

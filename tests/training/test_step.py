@@ -53,6 +53,15 @@ def test_keys_that_go_round_in_a_ring(mesh, words, reference, monkeypatch):
     assert_same(program(f"model.mesh_shape={mesh}", *words).run(batch(), steps=3), reference)
 
 
+def test_capped_scores_and_sinks_on_every_exchange():
+    """In a ring, and where devices swap tokens for heads; sinks that are not 0 move with their gradients."""
+    words = ["model.attention_cap=0.5", "model.attention_sinks=true", "model.logits_cap=2.0"]
+    expected = program(*ONE, *words).run(batch(), steps=3)
+    for mesh, exchange in (("[[8],[cp]]", "ring"), ("[[2,2,2],[fsdp,cp,tp]]", "ulysses")):
+        step = program(f"model.mesh_shape={mesh}", *words, f"model.cp_exchange={exchange}")
+        assert_same(step.run(batch(), steps=3), expected)
+
+
 def test_more_devices_on_tp_than_key_value_heads(reference):
     wide = ["model.num_heads=8", "model.head_dim=4", "model.num_kv_heads=2"]
     expected = program(*ONE, *wide).run(batch())

@@ -14,7 +14,7 @@ from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.values import CONF
 from tunix.hf import config_json, hub
 
-COMMON = {"init_from", "lora", "attention", "cp_exchange"}  # keys in conf/model/family/common.yaml
+COMMON = {"init_from", "lora", "attention", "cp_exchange"}  # keys of the model that are no part of an architecture
 
 
 def _fill_from_pretrained(values: dict[Any, Any]) -> None:
@@ -31,7 +31,8 @@ def _fill_from_pretrained(values: dict[Any, Any]) -> None:
 
 
 def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
-    family: Any = OmegaConf.to_container(OmegaConf.load(CONF / "model" / "family" / f"{read['family']}.yaml"))
+    files = (CONF / "model" / "family" / f"{name}.yaml" for name in ("common", read["family"]))
+    family: Any = OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.load, files)))
     mlp = {**family["mlp"], **read.get("mlp", {})}
     found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
     _fill(model, {key: found[key] for key in found.keys() - COMMON - {"defaults"}}, where)
@@ -48,6 +49,8 @@ def _fill(model: dict[Any, Any], found: dict[str, Any], where: str) -> None:
         if key == "mlp" and given is not None:
             values = dict(given)
             found["mlp"] |= {name: values.pop(name) for name in TRAINING_KEYS if name in values}
+            if values.get("bias_rate") is not None and found["mlp"].get("bias_rate") is not None:
+                found["mlp"]["bias_rate"] = values.pop("bias_rate")
             _fill_mlp(values, found["mlp"], where)
         elif given is not None and given != found[key]:
             raise UserError(f"model.{key}={given}, but {where} says {found[key]}; leave it out")
@@ -94,8 +97,8 @@ def trained_model(folder: Path, mesh_shape: Any) -> Model:
 
 def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
     """The model that a config.json describes."""
-    common, pretrained = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
-    values: Any = OmegaConf.to_container(OmegaConf.merge(pretrained, common))
+    files = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
+    values: Any = OmegaConf.to_container(OmegaConf.merge(*files))
     del values["defaults"]
     _fill_architecture(values, read, where)
     return validate(Model, values | {"mesh_shape": mesh_shape}, "model")
@@ -120,4 +123,7 @@ def unlike_its_family(cfg: Model) -> str:
 def _architecture(model: Model, key: str) -> Any:
     """Return the value of a key of the model, without what says how experts are trained."""
     value = getattr(model, key)
-    return value.model_dump(exclude=set(TRAINING_KEYS)) if key == "mlp" else value
+    if key != "mlp":
+        return value
+    parts = value.model_dump(exclude=set(TRAINING_KEYS))
+    return parts | {"bias_rate": parts.get("bias_rate") is not None}  # a rate, of biases that are there or not

@@ -21,6 +21,16 @@ ADDED: dict[str, Any] = {
     "training.hard_stop": None,
     "training.compile_cache_gib": 4.0,
     "model.unrotated_every": None,
+    "model.latent": None,
+    "model.rotated_dim": None,
+    "model.rotated_pairs": "halves",
+    "model.query_growth": None,
+    "model.attention_cap": None,
+    "model.attention_sinks": False,
+    "model.embedding_multiplier": 1.0,
+    "model.residual_multiplier": 1.0,
+    "model.logits_divisor": 1.0,
+    "model.logits_cap": None,
     "model.cp_exchange": "auto",
     "training.pipeline_microbatches": "auto",
     "training.pipeline_schedule": "auto",
@@ -107,4 +117,27 @@ def _add_sinks(values: dict[Any, Any]) -> None:
         values["logging"].setdefault(name, default[name])
 
 
-CHANGES = (_name_sinks, _add_sinks, _split_mlp, _name_biases, _add_sampling, _add_pairs)
+def _round_borders(values: dict[Any, Any]) -> None:
+    """YaRN's key for borders that are not rounded is new."""
+    scaling = values.get("model", {}).get("rope_scaling") or {}
+    if scaling.get("name") == "yarn":
+        scaling.setdefault("truncate", True)
+
+
+def _add_biases_of_experts(values: dict[Any, Any]) -> None:
+    """The key for biases of experts is new: none had any."""
+    mlp = values.get("model", {}).get("mlp") or {}
+    if isinstance(mlp, dict) and mlp.get("kind") == "experts":
+        mlp.setdefault("biases", False)
+
+
+CHANGES = (
+    _round_borders,
+    _name_sinks,
+    _add_sinks,
+    _split_mlp,
+    _add_biases_of_experts,
+    _name_biases,
+    _add_sampling,
+    _add_pairs,
+)

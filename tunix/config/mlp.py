@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section
 
-Activation = Literal["silu", "gelu"]
+Activation = Literal["silu", "gelu", "relu2", "xielu"]
 
 
 class GatedMlp(Section):
@@ -15,7 +15,7 @@ class GatedMlp(Section):
     kind: Literal["gated"]
     """The activation of one product gates another."""
     activation: Activation
-    """SiLU, or GELU by its tanh formula."""
+    """SiLU, GELU by its tanh formula, squared ReLU (relu2, arXiv:2109.08668), or xIELU (arXiv:2411.13010)."""
 
 
 class PlainMlp(Section):
@@ -24,7 +24,7 @@ class PlainMlp(Section):
     kind: Literal["plain"]
     """One product, the activation, another product."""
     activation: Activation
-    """SiLU, or GELU by its tanh formula."""
+    """SiLU, GELU by its tanh formula, squared ReLU (relu2, arXiv:2109.08668), or xIELU (arXiv:2411.13010)."""
 
 
 class ExpertsMlp(Section):
@@ -32,8 +32,11 @@ class ExpertsMlp(Section):
 
     kind: Literal["experts"]
     """Experts, and a router that chooses among them."""
-    activation: Activation
-    """SiLU, or GELU by its tanh formula; of the shared expert and of dense layers too."""
+    activation: Literal["silu", "gelu", "clamped_silu"]
+    """SiLU, GELU by its tanh formula, or GPT-OSS's gate: x of at most 7 times sigmoid(1.702 x), times what it gates,
+    within 7 of 0, plus 1. The shared expert and dense layers have the first two."""
+    biases: Flag
+    """The router's logits and each projection of an expert have a bias."""
     num_experts: Count
     """Experts of a layer (X)."""
     experts_per_token: Count
@@ -70,6 +73,11 @@ class ExpertsMlp(Section):
         if self.groups_per_token > groups:
             raise ValueError(
                 f"{prefix}groups_per_token={self.groups_per_token} is more than {prefix}num_groups={groups}"
+            )
+        if self.activation == "clamped_silu" and (self.shared_dim or self.dense_layers):
+            raise ValueError(
+                f"{prefix}activation=clamped_silu is one of experts; set {prefix}shared_dim=null and "
+                f"{prefix}dense_layers=0, or {prefix}activation=silu"
             )
         choices = self.num_experts // groups * self.groups_per_token
         if self.experts_per_token > choices:

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
 from tunix.config.mlp import AnyMlp, ExpertsMlp
+from tunix.config.rope import RopeLong, RopeScaling
 from tunix.config.values import CONF
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
@@ -27,51 +28,10 @@ KERNELS = {
 }
 
 
-class RopeUnscaled(Section):
-    """Positions as they are."""
-
-    name: Literal["none"]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
-
-
-class RopeLinear(Section):
-    """Positions divided by a factor (Chen et al. 2023, arXiv:2306.15595)."""
-
-    name: Literal["linear"]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
-    factor: Positive
-    """Ratio of the longer context to the original one."""
-
-
-class RopeLlama3(RopeLinear):
-    """Slow rotations divided by a factor, fast ones left, those between mixed (Llama 3.1's model card)."""
-
-    name: Literal["llama3"]  # type: ignore[assignment]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
-    original_context: Count
-    """Tokens of the context before it was made longer."""
-    low_freq_factor: Positive
-    """Rotations with fewer turns than this in the original context are divided by the factor."""
-    high_freq_factor: Positive
-    """Rotations with more turns than this in the original context are left."""
-
-
-class RopeYarn(RopeLinear):
-    """YaRN (Peng et al. 2023, arXiv:2309.00071)."""
-
-    name: Literal["yarn"]  # type: ignore[assignment]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
-    original_context: Count
-    """Tokens of the context before it was made longer."""
-    beta_fast: Positive
-    """Rotations with more turns than this in the original context are left."""
-    beta_slow: Positive
-    """Rotations with fewer turns than this in the original context are divided by the factor."""
-    attention_factor: Positive | None
-    """Queries and keys are multiplied by this; null is 0.1 * log(factor) + 1."""
-
-
-PROJECTIONS = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
+PROJECTIONS = (
+    "attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down",
+    "attention.q_down", "attention.kv_down", "attention.kv_up",
+)  # fmt: skip
 
 
 def _match_projections(pattern: str | None) -> str | None:
@@ -91,7 +51,7 @@ class Lora(Section):
     """Share of an update's inputs that a training step leaves out."""
     targets: Regex
     """Regular expression of the projections that are updated: of attention.q, attention.k, attention.v, attention.o,
-    mlp.gate, mlp.up and mlp.down."""
+    mlp.gate, mlp.up and mlp.down; with model.latent also attention.q_down, attention.kv_down and attention.kv_up."""
     train_also: Regex | None
     """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
     none."""
@@ -107,7 +67,15 @@ class Lora(Section):
     _matches = field_validator("targets")(_match_projections)
 
 
-RopeScaling = Annotated[RopeUnscaled | RopeLinear | RopeLlama3 | RopeYarn, Field(discriminator="name")]
+class Latent(Section):
+    """Queries, keys and values out of narrow vectors of each token (DeepSeek-V2, arXiv:2405.04434)."""
+
+    query_dim: Count
+    """Width of the vector that a token's queries are made of (Q)."""
+    dim: Count
+    """Width of the vector that a token's keys and values are made of (C): a cache keeps it in their place."""
+    value_dim: Count
+    """Width of the values of one head (W), at most head_dim."""
 
 
 class Model(Section):
@@ -131,6 +99,9 @@ class Model(Section):
     """Width of one head (H), even with RoPE."""
     context_length: Count
     """Longest sequence (P): what training.seq_len and a prompt with its answer may not exceed."""
+    latent: Latent | None
+    """Latent attention: head_dim is that of queries and keys, whose last rotated_dim numbers are rotated; null for keys
+    and values out of the token's whole vector."""
     sliding_window: Count | None
     """Tokens that a local layer attends to, itself included; null where there are no local layers."""
     global_every: Count
@@ -140,15 +111,26 @@ class Model(Section):
     rope_theta: Positive | None
     """RoPE base of global layers; null with learned positions."""
     local_rope_theta: Positive | None
-    """RoPE base of local layers; null where there are none."""
+    """RoPE base of local layers, which no scaling changes; null rotates them as global layers."""
     unrotated_every: Count | None
     """Every n-th layer leaves queries and keys as they are (arXiv:2305.19466); null rotates in every layer."""
     rope_scaling: RopeScaling
     """How RoPE is stretched over a longer context, in global layers."""
+    rotated_dim: Count | None
+    """How many of a head's numbers RoPE rotates, the first ones; null rotates all."""
+    rotated_pairs: Literal["halves", "neighbours"]
+    """Numbers that RoPE rotates together: i of the first half and i of the second, or 2i and 2i + 1."""
     query_scale: Positive
     """Queries are multiplied by query_scale ** -0.5."""
-    norm: Literal["rms", "rms_unit_offset", "layer"]
-    """RMSNorm, RMSNorm times 1 + scale, or LayerNorm with a bias."""
+    query_growth: Positive | None
+    """Queries at position p are multiplied by 1 + query_growth * log(1 + floor(p / original_context)), with the
+    original_context of rope_scaling; null for no such factor."""
+    attention_cap: Positive | None
+    """Scores s of attention become cap * tanh(s / cap) before the softmax; null for no cap."""
+    attention_sinks: Flag
+    """Each head has a number that is one more score in its softmax, without a value: a query may take from no token."""
+    norm: Literal["rms", "rms_unit_offset", "layer", "layer_unit_offset"]
+    """RMSNorm, RMSNorm times 1 + scale, LayerNorm with a bias, or LayerNorm times 1 + scale with a bias."""
     norm_placement: Literal["pre", "pre_and_post", "post"]
     """Norms before attention and MLP, after them (on what is added to the residual stream), or both."""
     norm_eps: Positive
@@ -163,6 +145,14 @@ class Model(Section):
     """Logits are taken with the embedding table; false gives them a table of their own."""
     scaled_embedding: Flag
     """Embeddings are multiplied by sqrt(embed_dim)."""
+    embedding_multiplier: Positive
+    """Embeddings are multiplied by this."""
+    residual_multiplier: Positive
+    """What attention and MLP add to the residual stream is multiplied by this."""
+    logits_divisor: Positive
+    """Logits are divided by this."""
+    logits_cap: Positive | None
+    """Logits l become cap * tanh(l / cap); null for no cap."""
     init_from: str | None
     """Start from these weights: a folder with config.json and safetensors, or an ID of the Hugging Face hub. Sets the
     keys above, and the tokenizer unless tokenizer.path is given."""
@@ -183,7 +173,9 @@ class Model(Section):
     @property
     def dims(self) -> dict[str, int]:
         """Size of each dimension of the weights by its letter (`tunix.sharding.dims.DIMS`)."""
-        dims = read_dims("model", self)
+        dims = read_dims("model", self) | {"o": 1}
+        if self.latent is not None:
+            dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
         if self.cp_exchange != "ulysses":
             del dims["n"]  # a ring splits no heads
         if self.lora.quantize_base is not None:
@@ -197,6 +189,17 @@ class Model(Section):
         dense = self.mlp.dense_layers if isinstance(self.mlp, ExpertsMlp) else 0
         first = {"dense_blocks": range(dense)} if dense else {}
         return first | {"blocks": range(dense, self.num_layers)}
+
+    @property
+    def num_rotated(self) -> int:
+        """Numbers of a head that RoPE rotates."""
+        return self.head_dim if self.rotated_dim is None else self.rotated_dim
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """Options of attention kernels that this model needs (`models/attention.py`)."""
+        capped = {} if self.attention_cap is None else {"cap": self.attention_cap}
+        return capped | ({"with_sums": True} if self.attention_sinks else {})
 
     def windows(self, length: int) -> list[int]:
         """Tokens that each layer attends to in a sequence of `length` tokens."""
@@ -216,18 +219,21 @@ class Model(Section):
             raise ValueError(
                 f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}"
             )
-        if self.positions == "rope" and self.head_dim % 2:
-            raise ValueError(f"model.head_dim={self.head_dim} must be even: RoPE rotates pairs")
-        if self.norm == "layer" and self.qk_norm != "none":
-            raise ValueError(f"model.qk_norm={self.qk_norm} needs an RMSNorm, not model.norm=layer; set it to none")
+        if self.positions == "rope":
+            self._check_rotations()
+        if self.norm.startswith("layer") and self.qk_norm != "none":
+            raise ValueError(
+                f"model.qk_norm={self.qk_norm} needs an RMSNorm, not model.norm={self.norm}; set it to none"
+            )
         local = self.global_every > 1
         for key, needed, why in (
             ("sliding_window", local, f"model.global_every={self.global_every}"),
             ("rope_theta", self.positions == "rope", f"model.positions={self.positions}"),
-            ("local_rope_theta", local and self.positions == "rope", f"model.global_every={self.global_every}"),
         ):
             if needed and getattr(self, key) is None:
                 raise ValueError(f"model.{key} must be given with {why}")
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if isinstance(self.mlp, ExpertsMlp):
             self._check_experts(self.mlp)
         if self.cp_exchange == "ring" and self.attention not in ("auto", "xla"):
@@ -241,6 +247,39 @@ class Model(Section):
         if quantized and self.embed_dim % codes_per_byte(quantized):
             raise ValueError(f"model.embed_dim={self.embed_dim} must be even: model.lora.quantize_base={quantized}")
         return self
+
+    def _check_latent(self, latent: Latent) -> None:
+        for key, wanted in (("num_kv_heads", self.num_heads), ("qk_norm", "none"), ("attention_sinks", False)):
+            if (value := getattr(self, key)) != wanted:
+                raise ValueError(f"model.{key}={value} does not go with model.latent; set it to {wanted}")
+        if self.rotated_dim is None or self.rotated_dim >= self.head_dim:
+            raise ValueError(
+                f"model.rotated_dim={self.rotated_dim} must be a number below model.head_dim={self.head_dim} with "
+                "model.latent"
+            )
+        if latent.value_dim > self.head_dim:
+            raise ValueError(
+                f"model.latent.value_dim={latent.value_dim} is more than model.head_dim={self.head_dim}; lower it"
+            )
+
+    def _check_rotations(self) -> None:
+        key = "head_dim" if self.rotated_dim is None else "rotated_dim"
+        if self.num_rotated % 2:
+            raise ValueError(f"model.{key}={self.num_rotated} must be even: RoPE rotates pairs")
+        if self.num_rotated > self.head_dim:
+            raise ValueError(f"model.rotated_dim={self.rotated_dim} is more than model.head_dim={self.head_dim}")
+        if self.query_growth is not None and getattr(self.rope_scaling, "original_context", None) is None:
+            raise ValueError(
+                f"model.query_growth={self.query_growth} needs the original_context of model.rope_scaling, which "
+                f"{self.rope_scaling.name} lacks; set it to null"
+            )
+        if isinstance(self.rope_scaling, RopeLong):
+            for name in ("short_factors", "long_factors"):
+                if (count := len(getattr(self.rope_scaling, name))) != self.num_rotated // 2:
+                    raise ValueError(
+                        f"model.rope_scaling.{name} has {count} divisors; model.{key}={self.num_rotated} needs "
+                        f"{self.num_rotated // 2}"
+                    )
 
     def _check_experts(self, mlp: ExpertsMlp) -> None:
         if mlp.dense_layers >= self.num_layers:

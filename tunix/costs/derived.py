@@ -191,7 +191,7 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)
     is_ring = choose_exchange(model, mesh.shape).name == "ring"
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
-    if is_ring or choose_kernel(model.attention, head_dim, layout.compute).name == "xla":
+    if is_ring or choose_kernel(model.attention, head_dim, layout.compute, model.attention_options).name == "xla":
         inside += heads * min(length, QUERY_BLOCK) * tokens * (4 + item)
     return inside
 

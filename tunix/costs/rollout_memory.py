@@ -189,10 +189,11 @@ def _weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int
 
 
 def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) -> int:
-    """Bytes of keys and values of one row; a local layer has as many slots as its window."""
+    """Bytes of keys and values of one row, or of their latents; a local layer has as many slots as its window."""
     model, layout = program.cfg.model, program.layout
     heads = shard_shape((model.num_kv_heads,), layout.activation("K"), mesh)[0]
-    return 2 * sum(model.windows(num_slots)) * heads * model.head_dim * jnp.dtype(layout.compute).itemsize
+    numbers = 2 * heads * model.head_dim if model.latent is None else model.latent.dim + model.num_rotated
+    return sum(model.windows(num_slots)) * numbers * jnp.dtype(layout.compute).itemsize
 
 
 def _list_stretches(length: int, max_new_tokens: int) -> list[tuple[int, int]]:

@@ -1,5 +1,7 @@
 """config.json, as Hugging Face writes it for each family, to and from the keys of our model section. Knows no jax."""
 
+import math
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
-from tunix.hf.names import FAMILIES
+from tunix.hf.names import FAMILIES, Family
 
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
 # concern training elsewhere.
@@ -21,6 +23,7 @@ NOT_THE_DECODER = {
     "residual_dropout", "original_max_position_embeddings",
     "router_aux_loss_coef", "output_router_logits",
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
+    "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
 LAYER_KEYS = {
@@ -48,8 +51,23 @@ SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
             "beta_fast": ("beta_fast", 32.0),
             "beta_slow": ("beta_slow", 1.0),
             "attention_factor": ("attention_factor", None),
+            "truncate": ("truncate", True),
         },
     ),
+    "longrope": (
+        "longrope",
+        {
+            "short_factor": ("short_factors", ...),
+            "long_factor": ("long_factors", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "attention_factor": ("attention_factor", None),
+        },
+    ),
+}
+ROPE_SYNONYMS = {"su": "longrope"}  # rope_type in other versions -> the usual one
+# Keys of config.json that say the same as one of ours in another way: ours out of theirs, theirs out of ours.
+CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attention_multiplier": (lambda multiplier: multiplier**-2, lambda scale: scale**-0.5),  # Granite's query_scale
 }
 MAX_LAYERS = 10_000  # a number beyond is a damaged file
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -75,16 +93,19 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """
     if isinstance(raw.get("text_config"), dict):  # a model for images and text: take its decoder
         raw = {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
-    if "auto_map" in raw:
-        raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
     kind = raw.get("model_type")
-    name = next((name for name, family in FAMILIES.items() if family.model_type == kind), None)
+    name = next((name for name, family in FAMILIES.items() if kind in (family.model_type, *family.also)), None)
+    if "auto_map" in raw and not (name and FAMILIES[name].published_code):
+        raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
     if name is None:
         known = ", ".join(family.model_type for family in FAMILIES.values())
         raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}")
     family = FAMILIES[name]
     raw = {family.synonyms.get(key, key): value for key, value in raw.items()}
-    keys = {*family.keys.values(), *family.fixed, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS}
+    keys = {
+        *family.keys.values(), *family.fixed, *family.biases, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS,
+        *DERIVED & family.absent.keys(),
+    }  # fmt: skip
     for key, value in raw.items():
         if key not in keys:
             raise UserError(f"{where}: {key}={value} is not understood for model_type={kind}")
@@ -95,18 +116,45 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
     missing = [key for key in family.keys.values() if key not in raw]
     if missing:
         raise UserError(f"{where}: {', '.join(missing)} is missing")
-    values = {ours: raw[theirs] for ours, theirs in family.keys.items()}
+    values = {ours: _converted(theirs, raw[theirs], 0) for ours, theirs in family.keys.items()}
     if not isinstance(values["num_layers"], int) or not 0 < values["num_layers"] <= MAX_LAYERS:
         raise UserError(f"{where}: {family.keys['num_layers']}={values['num_layers']} is no number of layers")
     try:
-        values |= _layers(raw, values["num_layers"])
+        values |= _layers(raw, values["num_layers"], family)
         if "mlp.num_experts" in values:
-            values["mlp.dense_layers"] = _dense_layers(raw)
+            values.setdefault("mlp.dense_layers", _dense_layers(raw))
+        if SHARED in raw:
+            values["mlp.shared_dim"] = raw[SHARED] * values["mlp.expert_dim"] or None
+        if QK_NORM in raw:
+            values["qk_norm"] = "per_head" if raw[QK_NORM] else "none"
+        if family.biases:
+            values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
+        if family.absent.keys() >= LATENT:
+            values |= _latent_heads(raw, values)
+        values = _derived(values)
         if ROPE_KEYS & family.absent.keys():
-            values |= _rope(raw, values)
+            values |= _rope(raw, values, family)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
-    return {"family": name} | _by_section(_derived(values))
+    return {"family": name} | _by_section(values)
+
+
+def _converted(theirs: str, value: Any, direction: int) -> Any:
+    """Return the value of a key of config.json as our key has it (direction 0), or the other way round (1)."""
+    return CONVERSIONS[theirs][direction](value) if theirs in CONVERSIONS and value is not None else value
+
+
+def _latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of latent attention whose numbers config.json has in parts."""
+    if values["latent.query_dim"] is None:
+        raise ValueError("q_lora_rank=None is not supported: queries are made of a latent too; it must be a number")
+    plain, rotated = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
+    return {
+        "head_dim": plain + rotated,
+        "rotated_dim": rotated,
+        "rotated_pairs": "neighbours" if raw["rope_interleave"] else "halves",
+        "num_kv_heads": values["num_heads"],
+    }
 
 
 def _by_section(values: dict[str, Any]) -> dict[str, Any]:
@@ -139,9 +187,13 @@ def _derived(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _layers(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
+def _layers(raw: dict[str, Any], num_layers: int, family: Family) -> dict[str, Any]:
     """Return n of every n-th layer that attends to everything, and of every n-th that has no positions."""
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
+    if isinstance(every, str):  # EXAONE's LLLG: three local layers, then a global one
+        if every != "L" * (len(every) - 1) + "G":
+            raise ValueError(f"sliding_window_pattern={every} is not understood; it must end with its only G")
+        every = len(every)
     if every == 0:  # no layer attends to everything
         every = num_layers + 1
     if every is None or raw.get("sliding_window") is None:
@@ -152,7 +204,8 @@ def _layers(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
         if types != [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]:
             raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
     window = raw.get("sliding_window") if every > 1 else None
-    return {"global_every": every, "sliding_window": window, "unrotated_every": _unrotated(raw, num_layers)}
+    unrotated = every if family.unrotated_global and window is not None else _unrotated(raw, num_layers)
+    return {"global_every": every, "sliding_window": window, "unrotated_every": unrotated}
 
 
 def _unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
@@ -166,7 +219,7 @@ def _unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
     return every
 
 
-def _rope(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def _rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> dict[str, Any]:
     """RoPE as transformers 5 writes it (`rope_parameters`) or as older versions do."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key), dict | None):
@@ -180,9 +233,21 @@ def _rope(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     given = dict(everywhere)
     theta = given.pop("rope_theta", raw["rope_theta"])
     kind = given.pop("rope_type", given.pop("type", "default"))
+    kind = ROPE_SYNONYMS.get(kind, kind)
     given.pop("type", None)
+    rotated = {} if PARTIAL.isdisjoint(family.absent) else _rotated_dim(raw, given, values["head_dim"])
+    if kind == "longrope" and raw.get(ORIGINAL) is not None:  # of the whole file, or among the others
+        given.setdefault(ORIGINAL, raw[ORIGINAL])
     if kind not in SCALINGS:
         raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
+    grown = {}
+    if GROWTH in family.absent:
+        grown = {"query_growth": given.pop(GROWTH, None) or None}
+        given.pop("max_position_embeddings", None)  # said here once more
+    if kind == "yarn":
+        of_all_dims = _join_magnitudes(given)
+        if family.absent.keys() >= LATENT and of_all_dims:  # both of a score's factors have it
+            grown["query_scale"] = values["query_scale"] / yarn_magnitude(given["factor"], of_all_dims) ** 4
     name, keys = SCALINGS[kind]
     scaling = {"name": name}
     for theirs, (ours, otherwise) in keys.items():
@@ -193,10 +258,42 @@ def _rope(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     unknown = {key: value for key, value in given.items() if (key, value) not in UNSCALED}
     if unknown:
         raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
-    local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 else None
-    return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling}
+    local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 and family.local_rope else None
+    return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling} | rotated | grown
 
 
+def _join_magnitudes(given: dict[str, Any]) -> float | None:
+    """Replace DeepSeek's two keys of YaRN's magnitude by the one factor that queries and keys are multiplied by.
+
+    Returns the second key, which DeepSeek's scores have as a factor of their own.
+    """
+    mscale, of_all_dims = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+    if mscale and of_all_dims and given.get("attention_factor") is None:
+        given["attention_factor"] = yarn_magnitude(given["factor"], mscale) / yarn_magnitude(
+            given["factor"], of_all_dims
+        )
+    return of_all_dims
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Return what DeepSeek's `mscale` makes of the ratio of the longer context to the original one."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _rotated_dim(raw: dict[str, Any], given: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return how many of a head's numbers are rotated, None for all; takes the key of it out of `given`."""
+    (key,) = PARTIAL
+    rotated = int(head_dim * given.pop(key, raw[key]))
+    return {"rotated_dim": None if rotated == head_dim else rotated}
+
+
+ORIGINAL = "original_max_position_embeddings"
+GROWTH = "llama_4_scaling_beta"  # queries grow with their position
+PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
+SHARED = "n_shared_experts"  # whose width together is that of one shared expert
+QK_NORM = "use_qk_norm"
+LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
+DERIVED = PARTIAL | LATENT | {SHARED, QK_NORM, "head_dim", "qk_head_dim"}  # keys that say in another way what ours say
 UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some, and as if not said
 
 
@@ -204,21 +301,42 @@ def write_config(model: Model) -> dict[str, Any]:
     """config.json of a model, in the keys that all versions of transformers read."""
     family = FAMILIES[model.family]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= {theirs: _whole(attrgetter(ours)(model)) for ours, theirs in family.keys.items()}
+    config |= {theirs: _whole(_converted(theirs, attrgetter(ours)(model), 1)) for ours, theirs in family.keys.items()}
+    config |= {key: names in (model.biases or "").split("|") for key, names in family.biases.items()}
     if "mlp_only_layers" in family.absent and isinstance(model.mlp, ExpertsMlp):
         config["mlp_only_layers"] = list(range(model.mlp.dense_layers))
     config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
+    if SHARED in family.absent and isinstance(model.mlp, ExpertsMlp):
+        config[SHARED] = (model.mlp.shared_dim or 0) // model.mlp.expert_dim
+    if QK_NORM in family.absent:
+        config[QK_NORM] = model.qk_norm != "none"
+    if family.absent.keys() >= LATENT:
+        config |= {
+            "qk_nope_head_dim": model.head_dim - model.num_rotated,
+            "qk_rope_head_dim": model.num_rotated,
+            "rope_interleave": model.rotated_pairs == "neighbours",
+        }
     if model.positions == "learned":
         return config
     scaling = model.rope_scaling.model_dump()
     kind, keys = next((kind, keys) for kind, (name, keys) in SCALINGS.items() if name == scaling["name"])
     given = {theirs: scaling[ours] for theirs, (ours, _) in keys.items() if scaling[ours] is not None}
+    if family.absent.keys() >= LATENT and kind == "yarn" and model.query_scale != model.head_dim:
+        _split_magnitudes(given, model)
+    if GROWTH in family.absent:
+        given[GROWTH] = model.query_growth or 0.0
     config["rope_theta"] = model.rope_theta
     config["rope_scaling"] = {"rope_type": kind, **given} if given else None
-    if model.unrotated_every is not None:
+    if not PARTIAL.isdisjoint(family.absent):
+        config["partial_rotary_factor"] = model.num_rotated / model.head_dim
+    if kind == "longrope":  # Phi's own code reads the whole file's key
+        config[ORIGINAL] = given[ORIGINAL]
+    if model.unrotated_every is not None and not family.unrotated_global:
         config["no_rope_layer_interval"] = model.unrotated_every
         config["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
-    if model.global_every > 1 and family.absent.get("sliding_window_pattern") != 0:
+    if family.absent.get("sliding_window_pattern"):
+        config["layer_types"] = [FULL if model.is_global(layer) else SLIDING for layer in range(model.num_layers)]
+    if model.global_every > 1 and family.local_rope:
         if "rope_local_base_freq" in family.absent:
             config["rope_local_base_freq"] = model.local_rope_theta
         else:  # transformers 5 would give local layers the rotations that it has by default
@@ -226,8 +344,17 @@ def write_config(model: Model) -> dict[str, Any]:
                 FULL: {"rope_type": kind, "rope_theta": model.rope_theta, **given},
                 SLIDING: {"rope_type": "default", "rope_theta": model.local_rope_theta},
             }
-        config["layer_types"] = [FULL if model.is_global(layer) else SLIDING for layer in range(model.num_layers)]
     return config
+
+
+def _split_magnitudes(given: dict[str, Any], model: Model) -> None:
+    """Write the factor of DeepSeek's scores as its config.json has it: the inverse of `_join_magnitudes`."""
+    magnitude = (model.head_dim / model.query_scale) ** 0.25
+    of_all_dims = round((magnitude - 1) / (0.1 * math.log(given["factor"])), 6)
+    if given.get("attention_factor") == 1:
+        del given["attention_factor"]
+        given["mscale"] = of_all_dims
+    given["mscale_all_dim"] = of_all_dims
 
 
 def _whole(value: Any) -> Any:

@@ -18,6 +18,8 @@ class Name:
     along it, and the weight is number `part` of them:
 
         qkv_proj [NH + KH + KH, D], fused = ("NH", "KH", "KH"), fused_dim = 0:   | q | k | v |  are its rows
+
+    Of weights that are `interleaved`, all of one size, the tensor has the first numbers of each, then the second ones.
     """
 
     tensor: str  # {} is the number of the layer, a second {} that of the expert
@@ -25,6 +27,7 @@ class Name:
     part: int = 0
     fused: tuple[str, ...] = ()
     fused_dim: int = 0
+    interleaved: bool = False
 
     @property
     def numbered(self) -> str:
@@ -46,7 +49,14 @@ class Family:
         tuple[str, str], ...
     ] = ()  # (beginning of a tensor name in other classes and versions, the usual beginning)
     synonyms: dict[str, str] = field(default_factory=dict)  # key of config.json in other versions -> the usual key
-    ignored: tuple[str, ...] = ()  # patterns of the names of tensors that are not weights of the decoder
+    also: tuple[str, ...] = ()  # other values of model_type that mean the same
+    biases: dict[str, str] = field(default_factory=dict)  # flag of config.json -> `model.biases` where it is true
+    local_rope: bool = False  # local layers have rotations of their own, which no scaling changes
+    unrotated_global: bool = False  # where there are local layers, the global ones have no positions
+    # Patterns of the names of tensors that are not weights of the decoder; {num_layers} is the number of its layers.
+    ignored: tuple[str, ...] = ()
+    constants: dict[str, float] = field(default_factory=dict)  # tensor -> the number that our layers have in its place
+    published_code: bool = False  # auto_map names code that computes what transformers' own class computes
 
     def name(self, path: str) -> Name | None:
         """Return the place of a parameter in the files, or None if it has none; all stacks have the same names."""
@@ -126,6 +136,15 @@ def expert_names(router: str, expert: str, gate: str, up: str, down: str) -> dic
     }
 
 
+def gate_and_up(dims: str, parameter: str, tensor: str) -> dict[str, Name]:
+    """Return the names of gates and of what they gate where one tensor holds both, number by number."""
+    last = dims.count(",")
+    return {
+        f"blocks.mlp.{parameter.format(part)}": Name(tensor, dims, number, ("G", "G"), last, interleaved=True)
+        for number, part in enumerate(("gate", "up"))
+    }
+
+
 def gpt2_names() -> dict[str, Name]:
     """Return the names of GPT-2, which stores matrices transposed, and q, k and v side by side in one tensor."""
 
@@ -166,18 +185,37 @@ OLMO_NAMES = renamed(
     LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
 ) | qk_norm("NH", "KH")
 
+GEMMA_NAMES = renamed(
+    LLAMA_NAMES,
+    pre_attention="input_layernorm",
+    post_attention="post_attention_layernorm",
+    pre_mlp="pre_feedforward_layernorm",
+    post_mlp="post_feedforward_layernorm",
+)
+PLAIN_NAMES = {path: name for path, name in LLAMA_NAMES.items() if path != "blocks.mlp.gate.w"}
+
+ROUTER_BIAS = {"blocks.mlp.router.bias": Name("model.layers.{}.mlp.gate.e_score_correction_bias", "Y")}
+SHARED_NAMES = {
+    f"blocks.mlp.shared.{part}.w": Name(f"model.layers.{{}}.mlp.shared_experts.{part}_proj.weight", dims)
+    for part, dims in (("gate", "U,D"), ("up", "U,D"), ("down", "D,U"))
+}
+# Experts as DeepSeek-V3 has them: a sigmoid for each, groups, a bias in the choice, a shared one, dense first layers.
+DEEPSEEK_KEYS = {
+    "mlp.num_experts": "n_routed_experts", "mlp.experts_per_token": "num_experts_per_tok",
+    "mlp.expert_dim": "moe_intermediate_size", "mlp.dense_layers": "first_k_dense_replace",
+    "mlp.normalized": "norm_topk_prob", "mlp.scale": "routed_scaling_factor", "mlp.num_groups": "n_group",
+    "mlp.groups_per_token": "topk_group",
+}  # fmt: skip
+DEEPSEEK_FIXED = {
+    "hidden_act": ("silu",), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+}  # fmt: skip
+NEXT_TOKENS = (r"model\.layers\.{num_layers}\.",)  # layers behind the last one, which predict further tokens
+
 FAMILIES = {
     "gemma3": Family(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        names=renamed(
-            LLAMA_NAMES,
-            pre_attention="input_layernorm",
-            post_attention="post_attention_layernorm",
-            pre_mlp="pre_feedforward_layernorm",
-            post_mlp="post_feedforward_layernorm",
-        )
-        | qk_norm("H", "H"),
+        names=GEMMA_NAMES | qk_norm("H", "H"),
         keys=LLAMA_KEYS | {"query_scale": "query_pre_attn_scalar", "sliding_window": "sliding_window"},
         fixed={
             "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
@@ -190,8 +228,29 @@ FAMILIES = {
             "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
             "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
+        local_rope=True,
         renamed=(("language_model.", ""), ("model.language_model.", "model.")),  # of the models that also see
         ignored=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    ),
+    "gemma2": Family(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        names=GEMMA_NAMES,
+        keys=LLAMA_KEYS | {
+            "query_scale": "query_pre_attn_scalar", "sliding_window": "sliding_window",
+            "attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping",
+        },
+        fixed={
+            "hidden_activation": ("gelu_pytorch_tanh",), "hidden_act": ("gelu_pytorch_tanh",),
+            "attention_bias": (False,), "use_bidirectional_attention": (None, False),
+        },
+        absent={
+            "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+            "sliding_window_pattern": 2, "rope_theta": 1e4, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
     ),
     "llama": Family(
         model_type="llama",
@@ -245,8 +304,11 @@ FAMILIES = {
             "mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"),
         ),
         keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
-        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "partial_rotary_factor": (1.0,)},
-        absent=LLAMA_ABSENT | ALL_LOCAL | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
+        absent=LLAMA_ABSENT | ALL_LOCAL | {
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0,
+        },
+        published_code=True,
     ),
     "smollm3": Family(
         model_type="smollm3",
@@ -269,6 +331,7 @@ FAMILIES = {
         keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
         fixed={"hidden_act": ("silu",), "attention_bias": (False,)},
         absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        local_rope=True,
     ),
     "olmo2": Family(
         model_type="olmo2",
@@ -317,6 +380,157 @@ FAMILIES = {
             "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
+    ),
+    "glm4": Family(
+        model_type="glm4",
+        architecture="Glm4ForCausalLM",
+        names=fused(
+            renamed(
+                LLAMA_NAMES,
+                pre_attention="input_layernorm",
+                post_attention="post_self_attn_layernorm",
+                pre_mlp="post_attention_layernorm",
+                post_mlp="post_mlp_layernorm",
+            ),
+            "mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"),
+        ) | qkv_biases(),
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("silu",)},
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5, "attention_bias": True,
+        },
+        biases={"attention_bias": "attention.[qkv]"},
+    ),
+    "nemotron": Family(
+        model_type="nemotron",
+        architecture="NemotronForCausalLM",
+        names=PLAIN_NAMES | {
+            "blocks.pre_attention.bias.b": Name("model.layers.{}.input_layernorm.bias", "D"),
+            "blocks.pre_mlp.bias.b": Name("model.layers.{}.post_attention_layernorm.bias", "D"),
+            "final_norm.bias.b": Name("model.norm.bias", "D"),
+        },
+        keys=LLAMA_KEYS | {"norm_eps": "norm_eps"},
+        fixed={"hidden_act": ("relu2",), "attention_bias": (False,), "mlp_bias": (False,)},
+        absent=LLAMA_ABSENT | {"max_position_embeddings": 4096, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        synonyms={"rope_percent": "partial_rotary_factor", "rope_percentage": "partial_rotary_factor"},
+    ),
+    "granite": Family(
+        model_type="granite",
+        architecture="GraniteForCausalLM",
+        names=LLAMA_NAMES,
+        keys=LLAMA_KEYS | {
+            "query_scale": "attention_multiplier", "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier", "logits_divisor": "logits_scaling",
+        },
+        fixed={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+        absent=LLAMA_ABSENT | {
+            "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+    ),
+    "exaone4": Family(
+        model_type="exaone4",
+        architecture="Exaone4ForCausalLM",
+        names=renamed(
+            LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
+        ) | qk_norm("H", "H"),
+        keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
+        fixed={"hidden_act": ("silu",)},
+        absent=LLAMA_ABSENT | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        unrotated_global=True,
+    ),
+    "ministral3": Family(
+        model_type="ministral3",
+        architecture="Ministral3ForCausalLM",
+        names=LLAMA_NAMES,
+        keys=LLAMA_KEYS | {"sliding_window": "sliding_window"},
+        fixed={"hidden_act": ("silu",)},
+        absent=LLAMA_ABSENT | ALL_LOCAL | {
+            "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8,
+            "llama_4_scaling_beta": None,
+        },
+        renamed=(("language_model.", ""), ("model.language_model.", "model.")),  # of the models that also see
+        ignored=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    ),
+    "gpt_oss": Family(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        names=LLAMA_NAMES | qkv_biases() | {
+            "blocks.attention.o.bias.b": Name("model.layers.{}.self_attn.o_proj.bias", "D"),
+            "blocks.attention.sinks.b": Name("model.layers.{}.self_attn.sinks", "N"),
+            "blocks.mlp.router.w": Name("model.layers.{}.mlp.router.weight", "Y,D"),
+            "blocks.mlp.router.logits_bias.b": Name("model.layers.{}.mlp.router.bias", "Y"),
+            **gate_and_up("X,D,G", "expert_{}.w", "model.layers.{}.mlp.experts.gate_up_proj"),
+            **gate_and_up("X,G", "{}_bias.b", "model.layers.{}.mlp.experts.gate_up_proj_bias"),
+            "blocks.mlp.expert_down.w": Name("model.layers.{}.mlp.experts.down_proj", "X,G,D"),
+            "blocks.mlp.down_bias.b": Name("model.layers.{}.mlp.experts.down_proj_bias", "X,D"),
+        },
+        keys=LLAMA_KEYS | EXPERT_KEYS | EVERY_MLP | {
+            "mlp.num_experts": "num_local_experts", "sliding_window": "sliding_window",
+        },
+        fixed={
+            "hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,),
+        },
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64,
+            "num_key_value_heads": 8, "sliding_window": 128, "sliding_window_pattern": 2, "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        synonyms={"experts_per_token": "num_experts_per_tok"},
+    ),
+    "deepseek_v3": Family(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        names={path: name for path, name in LLAMA_NAMES.items() if not path.startswith("blocks.attention.")} | {
+            "blocks.attention.q_down.w": Name("model.layers.{}.self_attn.q_a_proj.weight", "Q,D"),
+            "blocks.attention.q_norm.scale": Name("model.layers.{}.self_attn.q_a_layernorm.weight", "Q"),
+            "blocks.attention.q.w": Name("model.layers.{}.self_attn.q_b_proj.weight", "NH,Q"),
+            "blocks.attention.kv_norm.scale": Name("model.layers.{}.self_attn.kv_a_layernorm.weight", "C"),
+            "blocks.attention.kv_up.w": Name("model.layers.{}.self_attn.kv_b_proj.weight", "NO,C"),
+            "blocks.attention.o.w": Name("model.layers.{}.self_attn.o_proj.weight", "D,NW"),
+        } | fused({}, "self_attn.kv_a_proj_with_mqa", ("attention.kv_down", "C"), ("attention.k", "R"))
+        | EXPERT_NAMES | ROUTER_BIAS | SHARED_NAMES,
+        keys={ours: theirs for ours, theirs in LLAMA_KEYS.items() if ours != "head_dim"} | DEEPSEEK_KEYS | {
+            "latent.query_dim": "q_lora_rank", "latent.dim": "kv_lora_rank", "latent.value_dim": "v_head_dim",
+        },
+        fixed=DEEPSEEK_FIXED | {"attention_bias": (False,)},
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 4096, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": None, "rope_interleave": True,
+            "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
+        also=("kimi_k2",),
+        ignored=NEXT_TOKENS,
+        published_code=True,
+    ),
+    "apertus": Family(
+        model_type="apertus",
+        architecture="ApertusForCausalLM",
+        names=renamed(PLAIN_NAMES, pre_attention="attention_layernorm", pre_mlp="feedforward_layernorm")
+        | qk_norm("H", "H") | {
+            "blocks.mlp.activation.positive": Name("model.layers.{}.mlp.act_fn.alpha_p", "o"),
+            "blocks.mlp.activation.negative": Name("model.layers.{}.mlp.act_fn.alpha_n", "o"),
+        },
+        keys=LLAMA_KEYS,
+        fixed={"hidden_act": ("xielu",), "attention_bias": (False,), "mlp_bias": (False,), "post_norm": (False,),
+               "qk_norm": (True,)},
+        absent=LLAMA_ABSENT | {"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
+        constants={"model.layers.{}.mlp.act_fn.beta": 0.5, "model.layers.{}.mlp.act_fn.eps": -1e-6},
+    ),
+    "glm4_moe": Family(
+        model_type="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        names=LLAMA_NAMES | qkv_biases() | qk_norm("H", "H") | EXPERT_NAMES | ROUTER_BIAS | SHARED_NAMES,
+        keys=LLAMA_KEYS | DEEPSEEK_KEYS,
+        fixed=DEEPSEEK_FIXED,
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+            "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1, "attention_bias": False, "use_qk_norm": False,
+        },
+        biases={"attention_bias": "attention.[qkv]"},
+        ignored=NEXT_TOKENS,
     ),
     "gpt2": Family(
         model_type="gpt2",

@@ -197,7 +197,9 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
         for path, name, _ in _in_files(weights, files.family)
         for numbers in _numbers(path, name, cfg)
     }
-    ignored = [*files.family.ignored, r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
+    constants = _constants(files.family, cfg)
+    ignored = [pattern.replace("{num_layers}", str(cfg.num_layers)) for pattern in files.family.ignored]
+    ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
     missing = sorted(wanted.keys() - shapes.keys())
     extra = sorted(
         name for name in shapes.keys() - wanted.keys() if not any(re.match(pattern, name) for pattern in ignored)
@@ -206,11 +208,21 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
         raise UserError(f"{folder} lacks {_first_names(missing)}")
     if extra:
         raise UserError(f"{folder} has {_first_names(extra)}, which a {cfg.family} of its config.json does not have")
+    for name, number in constants.items():
+        if name in shapes and not math.isclose(number, stored := files.read(name, ()), rel_tol=0.01):  # of 16 bits
+            raise UserError(f"{folder}: {name} is {stored}, and layers of a {cfg.family} compute with {number}")
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise UserError(f"{folder}: {name} is {list(shapes[name])}, its config.json says {list(shape)}")
         if files.dtype(name) not in FLOATS:
             raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}; dequantize it first")
+
+
+def _constants(family: Family, cfg: Model) -> dict[str, float]:
+    """Return the tensors of the files that are numbers which our layers have in their code."""
+    return {
+        tensor.format(layer): number for layer in range(cfg.num_layers) for tensor, number in family.constants.items()
+    }
 
 
 def _first_names(names: list[str]) -> str:
@@ -238,7 +250,10 @@ def _read(
     step = max(1, 64 // math.prod(unpacked[1:-1]))
 
     def fill(target: np.ndarray, tensor: str) -> None:
-        source, target = files.read(tensor, where).reshape(unpacked), target.transpose(np.argsort(order))
+        stored = files.read(tensor, where)
+        if name.interleaved:
+            stored = np.take(stored, range(name.part, stored.shape[name.fused_dim], len(name.fused)), name.fused_dim)
+        source, target = stored.reshape(unpacked), target.transpose(np.argsort(order))
         for row in range(0, unpacked[0], step):
             target[row : row + step] = source[row : row + step]
 
@@ -261,7 +276,10 @@ def _slices(
         assert all(ranges[letter] == (0, dims[letter]) for letter in group[1:]), f"{group} is split within"
         begin = sum(_fused_sizes(name, dims)[: name.part]) if place == name.fused_dim else 0
         first, last = ranges[group[0]]
-        where.append(slice(begin + first * inner, begin + last * inner))
+        if name.interleaved and place == name.fused_dim:  # with the numbers of the others between its own
+            where.append(slice(first * inner * len(name.fused), last * inner * len(name.fused)))
+        else:
+            where.append(slice(begin + first * inner, begin + last * inner))
         unpacked += [last - first, *(dims[letter] for letter in group[1:])]
     return tuple(where), unpacked
 
@@ -339,16 +357,33 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
             if not is_own:
                 return None
             pieces = [
-                _packed(np.asarray(value), name, weight).astype(jnp.dtype(dtype))
+                # The router's bias moves by steps that 16 bits do not resolve.
+                _packed(np.asarray(value), name, weight).astype("float32" if weight.equation.is_choice else dtype)
                 for value, (_, _, name, _, weight) in zip(values, parts, strict=True)
             ]
-            return np.ascontiguousarray(np.concatenate(pieces, parts[0][2].fused_dim))
+            return np.ascontiguousarray(_fuse(pieces, parts[0][2]))
 
         return make
 
     for parts in pieces_of.values():
         parts.sort(key=lambda part: part[2].part)
-    return [(tensor, _shape(parts[0][2], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)]
+    constants: list[Any] = [
+        (tensor, (), lambda dtype, _, number=number: np.asarray(number, jnp.dtype(dtype)))
+        for tensor, number in _constants(family, cfg).items()
+    ]
+    return [
+        *((tensor, _shape(parts[0][2], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)),
+        *constants,
+    ]
+
+
+def _fuse(pieces: list[np.ndarray], name: Name) -> np.ndarray:
+    """Return the weights of one tensor one after the other, or number by number."""
+    if not name.interleaved:
+        return np.concatenate(pieces, name.fused_dim)
+    shape = list(pieces[0].shape)
+    shape[name.fused_dim] *= len(pieces)
+    return np.stack(pieces, name.fused_dim + 1).reshape(shape)
 
 
 def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:

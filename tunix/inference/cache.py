@@ -1,9 +1,9 @@
 """Cache of the keys and values of earlier tokens, so that a new token computes only its own.
 
-The cache of a layer is a pair of [B, S, K, H], S the layer's window or the slots of the cache if those are fewer. Time
-t stands in slot t % S: a later token takes the place of one that has left the window. Rows begin at different times,
-because prompts are unequal and end together. Rows live on the data shard of their prompt, heads are split like those of
-the model.
+The cache of a layer is a tuple of arrays [B, S, ...]: keys and values [B, S, K, H], or the latents that they are made
+of (models/latent.py). S is the layer's window, or the slots of the cache if those are fewer. Time t stands in slot
+t % S: a later token takes the place of one that has left the window. Rows begin at different times, because prompts are
+unequal and end together. Rows live on the data shard of their prompt, heads are split like those of the model.
 """
 
 from collections.abc import Callable
@@ -17,51 +17,74 @@ from tunix.models.attention import attend
 from tunix.models.seen import Seen, seen_in_row
 from tunix.models.transformer import Layer, Mix, Transformer
 
-Cache = list[tuple[jax.Array, jax.Array]]
+Cache = list[tuple[jax.Array, ...]]
 
 
 def prefill(
-    model: Transformer, weights: Gathered, tokens: jax.Array, first: jax.Array, num_slots: int
+    model: Transformer, weights: Gathered, tokens: jax.Array, first: jax.Array, num_slots: int, reach: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """Logits [B, V] after prompts [B, T] int32 that begin at `first` [B], and a cache of `num_slots` slots."""
+    """Logits [B, V] after prompts [B, T] int32 that begin at `first` [B], and a cache of `num_slots` slots.
+
+    `reach` is the number of tokens of the longest prompt with its answer, where that is not `num_slots`.
+    """
     times = jnp.arange(tokens.shape[1])
     positions = jnp.maximum(times - first[:, None], 0)
     segments = (times >= first[:, None]).astype(jnp.int32)
 
     def mix_of(layer: Layer, _: None) -> Mix:
-        def mix(q, k, v):
-            out = attend(q, k, v, seen_in_row(segments, layer.window), model.layout, model.cfg.attention)
-            return out, (_placed(k, layer.window), _placed(v, layer.window))
+        def mix(q, kept, heads):
+            seen, options = seen_in_row(segments, layer.window), model.cfg.attention_options
+            k, v = heads.expand(*kept)
+            out = attend(q, k, v, seen, model.layout, model.cfg.attention, **options)
+            return out, tuple(_placed(x, layer.window) for x in kept)
 
         return mix
 
-    return _logits(model, weights, tokens, positions, mix_of, num_slots)
+    return _logits(model, weights, tokens, positions, mix_of, num_slots, reach)
 
 
 def decode(
-    model: Transformer, weights: Gathered, cache: Cache, token: jax.Array, time: jax.Array, first: jax.Array
+    model: Transformer,
+    weights: Gathered,
+    cache: Cache,
+    token: jax.Array,
+    time: jax.Array,
+    first: jax.Array,
+    reach: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-    """Logits [B, V] after one more token [B] int32 at `time` (scalar) of rows begun at `first` [B], and the cache."""
+    """Logits [B, V] after one more token [B] int32 at `time` (scalar) of rows begun at `first` [B], and the cache.
+
+    `reach` (scalar) is the number of tokens of the longest prompt with its answer.
+    """
 
     def mix_of(layer: Layer, _: None) -> Mix:
-        def mix(q, k, v):
+        def mix(q, kept, heads):
             slots, size = cache[layer.number], cache[layer.number][0].shape[1]
-            keys, values = (
+            kept = tuple(
                 jax.lax.dynamic_update_slice_in_dim(old, new, time % size, axis=1)
-                for old, new in zip(slots, (k, v), strict=True)
+                for old, new in zip(slots, kept, strict=True)
             )
             # One query has few scores: no kernel does better than the plain one.
-            return attend(q, keys, values, _seen_in_cache(size, time, first), model.layout, "xla"), (keys, values)
+            seen, options = _seen_in_cache(size, time, first), model.cfg.attention_options
+
+            def look(q, k, v, layout):
+                return attend(q, k, v, seen, layout, "xla", **options)
+
+            return heads.look_back(q, kept, look), kept
 
         return mix
 
-    num_slots = max(keys.shape[1] for keys, _ in cache)
-    return _logits(model, weights, token[:, None], (time - first)[:, None], mix_of, num_slots)
+    num_slots = max(kept[0].shape[1] for kept in cache)
+    return _logits(model, weights, token[:, None], (time - first)[:, None], mix_of, num_slots, reach)
 
 
-def _logits(model: Transformer, weights: Gathered, tokens, positions, mix_of, num_slots) -> tuple[jax.Array, Cache]:
+def _logits(
+    model: Transformer, weights: Gathered, tokens, positions, mix_of, num_slots, reach
+) -> tuple[jax.Array, Cache]:
     tables = model.tables()
-    hidden, cache, _ = model.run_blocks(tables, tokens, positions, mix_of, num_slots, layers=weights.layers)
+    hidden, cache, _ = model.run_blocks(
+        tables, tokens, positions, mix_of, num_slots, layers=weights.layers, reach=reach
+    )
     return model.logits(tables, hidden[:, -1:])[:, 0], cache
 
 
@@ -77,10 +100,10 @@ def _seen_in_cache(size: int, time: jax.Array, first: jax.Array) -> Seen:
 
 
 def _placed(x: jax.Array, size: int) -> jax.Array:
-    """The cache of `size` slots that holds the newest of the times [B, T, K, H]."""
+    """The cache of `size` slots that holds the newest of the times [B, T, ...]."""
     length = x.shape[1]
     if length <= size:
-        return jnp.pad(x, ((0, 0), (0, size - length), (0, 0), (0, 0)))
+        return jnp.pad(x, [(0, 0), (0, size - length), *[(0, 0)] * (x.ndim - 2)])
     turn = length % size  # the slot of the oldest time that stays
     last = x[:, length - size :]
     return jnp.concatenate([last[:, size - turn :], last[:, : size - turn]], axis=1)
@@ -91,7 +114,7 @@ def grow(cache: Cache, windows: tuple[int, ...]) -> Cache:
 
     A cache that is shorter than its window was never full, and time t stands in slot t: the new slots come behind.
     """
-    return [(_placed(k, window), _placed(v, window)) for (k, v), window in zip(cache, windows, strict=True)]
+    return [tuple(_placed(x, window) for x in kept) for kept, window in zip(cache, windows, strict=True)]
 
 
 def repeat_rows(tree: Any, times: int) -> Any:

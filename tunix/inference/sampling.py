@@ -191,7 +191,7 @@ class Sampler:
             end = next_look(number, last)
             rows, places = self._let_go(rows, places, drafts)
             windows = model.cfg.windows(count_slots(length + end, length + last))
-            if windows != [keys.shape[1] for keys, _ in rows.cache]:
+            if windows != [kept[0].shape[1] for kept in rows.cache]:
                 rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
             scalars = (np.int32(value) for value in (length, number, end))
             rows, chunk = self.stretch(weights, rows, key, *scalars, how=how)
@@ -260,7 +260,7 @@ def begin(
     another. Answers have the `numbers` [B].
     """
     model = weights.module(arch)
-    logits, cache = prefill(model, weights, tokens, first, num_slots)
+    logits, cache = prefill(model, weights, tokens, first, num_slots, tokens.shape[1] + how.max_new_tokens)
     logits, first, cache = repeat_rows((logits, first, cache), repeats)
     drawn = draw(logits, key, numbers, jnp.int32(0), how, model.layout)
     return Rows(drawn.tokens, first, numbers, cache), _on_every_device(Drawn(*(each[:, None] for each in drawn)))
@@ -288,7 +288,7 @@ def stretch(
     def step(state):
         now, token, cache, chunk = state
         tied = _tied_to(now, weights)
-        logits, cache = decode(model, tied, cache, token, length + now - 1, rows.first)
+        logits, cache = decode(model, tied, cache, token, length + now - 1, rows.first, length + how.max_new_tokens)
         drawn = draw(logits, key, rows.number, now, how, model.layout)
         chunk = jax.tree.map(
             lambda all_of_them, new: jax.lax.dynamic_update_slice_in_dim(all_of_them, new[:, None], now - number, 1),

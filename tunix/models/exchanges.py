@@ -3,7 +3,8 @@
 Outside attention each device has a share of the tokens of a sequence, with all heads of its part of the model. Inside
 it a query needs the keys of all earlier tokens. An exchange is a function that runs inside a `shard_map`, on one
 device's arrays: (kernel, q [B, T, N, H], k and v [B, T, K, H], seen) -> [B, T, N, H], where T are the tokens of this
-device, and `seen` is the rule for the whole sequence.
+device, and `seen` is the rule for the whole sequence. It takes the
+options of kernels (`models/attention.py`), and returns what the kernel returns.
 """
 
 import math
@@ -62,12 +63,12 @@ def repeats_of(num_kv_heads: int, num_devices: int) -> int:
     return num_devices // math.gcd(num_devices, num_kv_heads)
 
 
-def keep_here(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
+def keep_here(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, **options: Any) -> Any:
     """Run the kernel on what this device has: every key of its sequences, for its heads."""
-    return kernel(q, k, v, seen)
+    return kernel(q, k, v, seen, **options)
 
 
-def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
+def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, **options: Any) -> Any:
     """Give each device all tokens of some heads, run the kernel there, and give the tokens back (arXiv:2309.14509).
 
     Four heads of a sequence on two devices; a cell is the part of a head that a device has:
@@ -90,9 +91,9 @@ def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array,
         return checkpoint_name(swapped, "exchange")
 
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    out = kernel(*map(whole_sequences, (q, k, v)), seen)
+    out = kernel(*map(whole_sequences, (q, k, v)), seen, **options)
     back = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
-    return checkpoint_name(back(out), "exchange")
+    return checkpoint_name(jax.tree.map(back, out), "exchange")
 
 
 EXCHANGES: dict[str, Exchange] = {"none": keep_here, "ulysses": swap_tokens_for_heads, "ring": attend_in_ring}

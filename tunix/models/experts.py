@@ -15,7 +15,7 @@ No token is dropped: the rows of a device have room for every choice, however un
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.block_sums import BlockSums, Routing
-from tunix.models.layers import ACTIVATIONS, MLP, Matrix
+from tunix.models.layers import ACTIVATIONS, MLP, Bias, Matrix, unchanged
 from tunix.models.products import grouped_product, product
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
@@ -45,6 +45,25 @@ def penalty_names(cfg: Model) -> tuple[str, ...]:
     return tuple(name for name, weight in weights.items() if weight)
 
 
+CLAMP, GAIN = 7.0, 1.702  # of GPT-OSS's gate
+
+
+def _gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
+    return activation(gate) * up
+
+
+def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return gate * jax.nn.sigmoid(GAIN * gate) * (up + 1)
+
+
+# (products with the gate's matrix, with the other one) -> what the third matrix meets; all are [rows, G].
+GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    **{name: partial(_gated, activation) for name, activation in ACTIVATIONS.items()},
+    "clamped_silu": _clamped,
+}
+
+
 class Routes(NamedTuple):
     """Experts of each token, and the weights of their results."""
 
@@ -59,12 +78,14 @@ class Router(Matrix):
         super().__init__("BTD,DY->BTY", cfg, layout, rngs)
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.mlp = cfg.mlp
+        self.logits_bias = Bias("Y", cfg, layout) if self.mlp.biases else unchanged
         if self.mlp.bias_rate is not None:
             zeros = jnp.zeros(self.mlp.num_experts)  # float32: a step adds less than 16 bits resolve
             self.bias = nnx.Param(zeros, equation=Equation("BTY,Y->BTY"))
 
     def __call__(self, x: jax.Array) -> tuple[Routes, BlockSums]:
         logits = product(self.equation, x, self.gathered(), self.layout).astype(jnp.float32)
+        logits = self.logits_bias(logits)
         scores = SCORES[self.mlp.scores](logits)
         experts = self._choose(jax.lax.stop_gradient(scores))
         # A comparison in place of a lookup: it fuses, and its gradient is a sum in a fixed order.
@@ -107,17 +128,32 @@ class Router(Matrix):
         return BlockSums(penalties, Routing(jnp.sum(choices, (0, 1)), num_tokens, entropy))
 
 
+class ExpertBias(nnx.Module):
+    """A vector of each expert [X, G] or [X, D], added to the rows that its product gives; zero at first."""
+
+    def __init__(self, letters: str, cfg: Model, layout: Layout):
+        self.equation, self.layout = Equation(f"BTX{letters[1]},{letters}->BTX{letters[1]}"), layout
+        self.b = nnx.Param(jnp.zeros([cfg.dims[letter] for letter in letters], layout.param), equation=self.equation)
+
+    def gathered(self) -> jax.Array:
+        """Return the vectors [X, G] or [X, D], float32."""
+        return self.layout.gather(self.b[...], self.equation)
+
+
 class Experts(nnx.Module):
     """The experts of a layer behind their router, and a shared one beside them: [B, T, D] -> [B, T, D]."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         assert isinstance(cfg.mlp, ExpertsMlp)
-        self.layout, self.activation = layout, ACTIVATIONS[cfg.mlp.activation]
+        self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.router = Router(cfg, layout, rngs)
         qtype = cfg.lora.quantize_base
         self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, rngs, qtype)
         self.expert_up = Matrix("BTXD,XDG->BTXG", cfg, layout, rngs, qtype)
         self.expert_down = Matrix("BTXG,XGD->BTXD", cfg, layout, rngs, qtype)
+        self.gate_bias, self.up_bias, self.down_bias = (
+            ExpertBias(letters, cfg, layout) if cfg.mlp.biases else None for letters in ("XG", "XG", "XD")
+        )
         self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, rngs, "gated", width="U")
 
     def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
@@ -134,7 +170,8 @@ class Experts(nnx.Module):
     def _compute(self, x: jax.Array, routes: Routes) -> jax.Array:
         """Return the sum over each token's experts of weight x result, [B, T, D]."""
         layout, of_tokens = self.layout, self.layout.activation("BT")
-        parts = (self.expert_gate, self.expert_up, self.expert_down)
+        parts: list[Any] = [self.expert_gate, self.expert_up, self.expert_down]
+        parts += [part for part in (self.gate_bias, self.up_bias, self.down_bias) if part is not None]
         weights = [layout.enter_devices(part.gathered()) for part in parts]
         specs = [jax.typeof(weight).sharding.spec for weight in weights]
         split_width = layout.product_axes(self.expert_down.equation)
@@ -158,7 +195,7 @@ class Experts(nnx.Module):
 
         `experts` and `shares` are [n, k]: the numbers of experts, of this device and of others, and their weights.
         """
-        gate, up, down = weights
+        (gate, up, down), biases = weights[:3], weights[3:]
         num_experts = len(gate)
         choices = experts.reshape(-1) - jax.lax.axis_index(self.layout.expert_axes) * num_experts  # from the first own
         group = jnp.where((choices >= 0) & (choices < num_experts), choices, num_experts)  # the last is other devices'
@@ -167,10 +204,31 @@ class Experts(nnx.Module):
         is_own = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]  # in the sorted order; products leave others open
         rows = jnp.repeat(tokens, experts.shape[1], axis=0).at[order].get(unique_indices=True)
         rows = jnp.where(is_own, rows, 0)
-        hidden = self.activation(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
-        results = jnp.where(is_own, grouped_product(hidden, down, sizes), 0)
+        add_biases = self._of_rows(biases, group[order])
+        gates, ups = (
+            add(grouped_product(rows, weight, sizes)) for add, weight in zip(add_biases[:2], (gate, up), strict=True)
+        )
+        results = add_biases[2](grouped_product(self.gated(gates, ups), down, sizes))
+        results = jnp.where(is_own, results, 0)
         results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
         return jnp.einsum("nkD,nk->nD", results.reshape(*experts.shape, -1), shares.astype(results.dtype))
+
+    def _of_rows(self, biases: list[jax.Array], group: jax.Array) -> list[Callable[[jax.Array], jax.Array]]:
+        """Return for each of the three products what adds its bias to rows of these groups [rows].
+
+        Of the last product each device along the axes that split the experts' width has a part of the sum: the first
+        one adds the bias.
+        """
+        if not biases:
+            return [unchanged] * 3
+        *inner, outer = (bias.at[group].get(mode="fill", fill_value=0) for bias in biases)
+        split_width = self.layout.product_axes(self.expert_down.equation)
+        is_first = jax.lax.axis_index(split_width) == 0 if split_width else True
+        return [partial(_add, bias) for bias in (*inner, jnp.where(is_first, outer, 0))]
+
+
+def _add(bias: jax.Array, rows: jax.Array) -> jax.Array:
+    return rows + bias.astype(rows.dtype)
 
 
 # (tokens [n, D], experts [n, k], shares [n, k], axes that split the experts, results of own experts) -> [n, D]

@@ -35,9 +35,19 @@ MASKED = -1e30  # a score. It is finite, because a block may have no key at all 
 MULTIPLE = 128  # rows are filled up to a multiple of all sizes of blocks
 
 
-def flash(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, blocks: dict[int, Blocks] | None = None) -> jax.Array:
+def flash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: Any,
+    blocks: dict[int, Blocks] | None = None,
+    cap: float | None = None,
+    with_sums: bool = False,
+) -> Any:
     """Attention of [B, T, N, H] queries, which come scaled, over [B, T, K, H] keys and values of the same rows.
 
+    With a `cap`, scores s become cap * tanh(s / cap) before the softmax. Values may be narrower than keys. With
+    `with_sums` the result is a pair with the logs of the sums of exp(score), [B, T, N] float32.
     Each segment of `seen` must be one run of its row. T is filled up to a multiple of 128 and H to the next size that
     `BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests.
     """
@@ -49,13 +59,14 @@ def flash(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, blocks: dict[int,
     padded_dim = min(size for size in blocks if size >= dim)
 
     def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, -length % MULTIPLE), (0, 0), (0, padded_dim - dim)])
+        return jnp.pad(x, [(0, 0), (0, -length % MULTIPLE), (0, 0), (0, padded_dim - x.shape[3])])
 
     # Tokens that fill a row up are a segment of their own.
     segments = jnp.pad(seen.q_segments, [(0, 0), (0, -length % MULTIPLE)], constant_values=-1)
     first, end = _ranges(segments, seen.window)
-    out = _attend(pad(q), pad(k), pad(v), first, end, blocks[padded_dim], interpret)
-    return out[:, :length, :, :dim]
+    out, log_sums = _attend(pad(q), pad(k), pad(v), first, end, blocks[padded_dim], cap, interpret)
+    out = out[:, :length, :, : v.shape[3]]
+    return (out, jnp.swapaxes(log_sums, 1, 2)[:, :length] / LOG2_E) if with_sums else out
 
 
 def _ranges(segments: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,35 +80,38 @@ def _ranges(segments: jax.Array, window: jax.Array) -> tuple[jax.Array, jax.Arra
     return first_keys(segments, window), jnp.minimum(behind, places + window)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, first, end, blocks, interpret):
-    return _forward(q, k, v, first, blocks.forward, interpret)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend(q, k, v, first, end, blocks, cap, interpret):
+    return _forward(q, k, v, first, blocks.forward, cap, interpret)
 
 
-def _attend_forward(q, k, v, first, end, blocks, interpret):
+def _attend_forward(q, k, v, first, end, blocks, cap, interpret):
     # Both have the name by which remat policies keep them: without log_sums the forward kernel would run again.
-    out, log_sums = (checkpoint_name(x, "attention") for x in _forward(q, k, v, first, blocks.forward, interpret))
-    return out, (q, k, v, first, end, out, log_sums)
+    out, log_sums = (checkpoint_name(x, "attention") for x in _forward(q, k, v, first, blocks.forward, cap, interpret))
+    return (out, log_sums), (q, k, v, first, end, out, log_sums)
 
 
-def _attend_backward(blocks, interpret, kept, d_out):
+def _attend_backward(blocks, cap, interpret, kept, gradients):
     q, k, v, first, end, out, log_sums = kept
-    # The gradient of the scores is p * (dp - delta), where delta = sum(dp * p) = sum(d_out * out) of each query.
+    d_out, d_log_sums = gradients
+    # The gradient of the scores is p * (dp - delta), where delta = sum(dp * p) = sum(d_out * out) of each query. The
+    # gradient of the log of the sum is p, times what the caller makes of it: it joins delta.
     delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32)
-    dq = _queries_gradient(q, k, v, first, log_sums, delta, d_out, blocks.d_queries, interpret)
-    dk, dv = _keys_gradient(q, k, v, end, log_sums, delta, d_out, blocks.d_keys, interpret)
+    delta -= d_log_sums * LOG2_E  # log2 of the sums
+    dq = _queries_gradient(q, k, v, first, log_sums, delta, d_out, blocks.d_queries, cap, interpret)
+    dk, dv = _keys_gradient(q, k, v, end, log_sums, delta, d_out, blocks.d_keys, cap, interpret)
     return dq, dk, dv, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(q, k, v, first, block, interpret):
+def _forward(q, k, v, first, block, cap, interpret):
     """Return outputs [B, T, N, H], and log2 of the sums of the softmax [B, N, T] float32."""
     batch, length, heads, _ = q.shape
     queries, keys, rows, sums = _specs_of_queries(q, k, block)
     return _call(
-        partial(_forward_kernel, block_k=block.keys),
+        partial(_forward_kernel, block_k=block.keys, cap=cap),
         (q, k, v, first),
         out_shape=[_like(q, q.shape), _like(q, (batch, heads, length), jnp.float32)],
         in_specs=[queries, keys, keys, rows],
@@ -109,11 +123,11 @@ def _forward(q, k, v, first, block, interpret):
     )
 
 
-def _queries_gradient(q, k, v, first, log_sums, delta, d_out, block, interpret):
+def _queries_gradient(q, k, v, first, log_sums, delta, d_out, block, cap, interpret):
     batch, length, heads, _ = q.shape
     queries, keys, rows, sums = _specs_of_queries(q, k, block)
     return _call(
-        partial(_queries_kernel, block_k=block.keys),
+        partial(_queries_kernel, block_k=block.keys, cap=cap),
         (q, k, v, first, log_sums, delta, d_out),
         out_shape=_like(q, q.shape),
         in_specs=[queries, keys, keys, rows, sums, sums, queries],
@@ -125,7 +139,7 @@ def _queries_gradient(q, k, v, first, log_sums, delta, d_out, block, interpret):
     )
 
 
-def _keys_gradient(q, k, v, end, log_sums, delta, d_out, block, interpret):
+def _keys_gradient(q, k, v, end, log_sums, delta, d_out, block, cap, interpret):
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -134,7 +148,7 @@ def _keys_gradient(q, k, v, end, log_sums, delta, d_out, block, interpret):
     rows = pl.BlockSpec((None, block.keys), lambda head, n, row: (row, n))
     sums = pl.BlockSpec((None, group, length), lambda head, n, row: (row, head, 0))
     return _call(
-        partial(_keys_kernel, block_q=block.queries),
+        partial(_keys_kernel, block_q=block.queries, cap=cap),
         (q, k, v, end, log_sums, delta, d_out),
         out_shape=[_like(k, k.shape), _like(v, v.shape)],
         in_specs=[queries, keys, keys, rows, sums, sums, queries],
@@ -183,7 +197,16 @@ def _over_keys(body, carry, first, begin, block_q, block_k):
     return _over_blocks(body, carry, low, full, last, high)
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, block_k):
+def _capped(scores: jax.Array, cap: float | None) -> jax.Array:
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
+def _through_cap(gradient: jax.Array, capped: jax.Array, cap: float | None) -> jax.Array:
+    """Return the gradient of scores, out of that of the capped scores."""
+    return gradient if cap is None else gradient * (1 - (capped / cap) ** 2)
+
+
+def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, block_k, cap):
     block_q, dim = q_ref.shape
     begin = pl.program_id(1) * block_q
     q, first, rows = q_ref[...], first_ref[...], begin + jnp.arange(block_q)
@@ -191,7 +214,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, bl
     def body(n, carry, *, masked):
         out, top, total = carry  # outputs and sums so far, relative to the largest score so far
         here = pl.ds(n * block_k, block_k)
-        scores = triton.dot(q, k_ref[here, :].T) * LOG2_E
+        scores = _capped(triton.dot(q, k_ref[here, :].T), cap) * LOG2_E
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             scores = jnp.where((keys >= first[:, None]) & (keys <= rows[:, None]), scores, MASKED)
@@ -206,7 +229,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, bl
     log_sums_ref[...] = top + jnp.log2(total)
 
 
-def _queries_kernel(q_ref, k_ref, v_ref, first_ref, log_sums_ref, delta_ref, d_out_ref, dq_ref, *, block_k):
+def _queries_kernel(q_ref, k_ref, v_ref, first_ref, log_sums_ref, delta_ref, d_out_ref, dq_ref, *, block_k, cap):
     block_q, dim = q_ref.shape
     begin = pl.program_id(1) * block_q
     q, first, rows = q_ref[...], first_ref[...], begin + jnp.arange(block_q)
@@ -215,18 +238,20 @@ def _queries_kernel(q_ref, k_ref, v_ref, first_ref, log_sums_ref, delta_ref, d_o
     def body(n, dq, *, masked):
         here = pl.ds(n * block_k, block_k)
         k = k_ref[here, :]
-        p = jnp.exp2(triton.dot(q, k.T) * LOG2_E - log_sums[:, None])
+        scores = _capped(triton.dot(q, k.T), cap)
+        p = jnp.exp2(scores * LOG2_E - log_sums[:, None])
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             p = jnp.where((keys >= first[:, None]) & (keys <= rows[:, None]), p, 0)
         d_scores = p * (triton.dot(d_out, v_ref[here, :].T) - delta[:, None])
+        d_scores = _through_cap(d_scores, scores, cap)
         return dq + triton.dot(d_scores.astype(k.dtype), k)
 
     dq = _over_keys(body, jnp.zeros((block_q, dim), jnp.float32), first, begin, block_q, block_k)
     dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
-def _keys_kernel(q_ref, k_ref, v_ref, end_ref, log_sums_ref, delta_ref, d_out_ref, dk_ref, dv_ref, *, block_q):
+def _keys_kernel(q_ref, k_ref, v_ref, end_ref, log_sums_ref, delta_ref, d_out_ref, dk_ref, dv_ref, *, block_q, cap):
     """Gradients of a block of keys and values of one head; the query heads that share it come one after the other."""
     block_k, dim = k_ref.shape
     begin = pl.program_id(1) * block_k
@@ -236,12 +261,14 @@ def _keys_kernel(q_ref, k_ref, v_ref, end_ref, log_sums_ref, delta_ref, d_out_re
         dk, dv = carry
         here = pl.ds(n * block_q, block_q)
         q, d_out = q_ref[here, head, :], d_out_ref[here, head, :]
-        p = jnp.exp2(triton.dot(k, q.T) * LOG2_E - log_sums_ref[head, here][None, :])  # [keys, queries]
+        scores = _capped(triton.dot(k, q.T), cap)  # [keys, queries]
+        p = jnp.exp2(scores * LOG2_E - log_sums_ref[head, here][None, :])
         if masked:
             rows = n * block_q + jnp.arange(block_q)
             p = jnp.where((rows >= keys[:, None]) & (rows < end[:, None]), p, 0)
         dv += triton.dot(p.astype(d_out.dtype), d_out)
         d_scores = p * (triton.dot(v, d_out.T) - delta_ref[head, here][None, :])
+        d_scores = _through_cap(d_scores, scores, cap)
         return dk + triton.dot(d_scores.astype(q.dtype), q), dv
 
     low, high = begin // block_q, pl.cdiv(jnp.max(end), block_q)

@@ -21,7 +21,8 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
     """Two for each multiplication of a weight, or of a score that the causal mask and the window let through."""
     context = np.arange(1, seq_len + 1)
     attended = sum(np.minimum(context, window).mean() for window in cfg.windows(seq_len))
-    return 2.0 * _multiplied(cfg, num_active) + 4.0 * cfg.num_heads * cfg.head_dim * attended
+    value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
+    return 2.0 * _multiplied(cfg, num_active) + 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * attended
 
 
 def _multiplied(cfg: Model, num_active: int) -> int:

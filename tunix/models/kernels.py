@@ -1,5 +1,7 @@
 """Which attention kernel computes: what `model.attention=auto` takes, and where a kernel is refused."""
 
+import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +14,8 @@ from tunix.models.flash_blocks import BLOCKS, blocks_of
 
 DTYPES = ("bfloat16", "float16")  # of the products of flash and cuDNN; float32 would be rounded to fewer bits
 MAX_HEAD_DIM = 256
+# By option of kernels, the keys of the model that need it, for messages.
+NEEDED_FOR = {"cap": "cap of scores (model.attention_cap)", "with_sums": "sums for model.attention_sinks"}
 
 
 class Choice(NamedTuple):
@@ -29,8 +33,10 @@ def mesh_device() -> AbstractDevice | None:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
-def choose_kernel(name: str, head_dim: int, dtype: str) -> Choice:
+def choose_kernel(name: str, head_dim: int, dtype: str, options: Iterable[str] = ()) -> Choice:
     """Return the kernel of `model.attention=name` on the mesh in use, for products in `dtype`.
+
+    `options` are the names of those that the model needs (`Model.attention_options`).
 
     Raises:
         UserError: the kernel does not run or is not exact on these devices.
@@ -41,13 +47,16 @@ def choose_kernel(name: str, head_dim: int, dtype: str) -> Choice:
         return Choice("xla", lacks) if lacks else Choice("flash", "exact here, and skips keys that no query sees")
     if device is not None and name in CHECKS and (lacks := CHECKS[name](device, head_dim, dtype)):
         raise UserError(f"model.attention={name}: {lacks}; model.attention=auto takes the fastest kernel that is exact")
+    taken = inspect.signature(import_object(KERNELS.get(name, name))).parameters
+    if missing := [NEEDED_FOR[option] for option in options if option not in taken]:
+        raise UserError(f"model.attention={name} has no {missing[0]}, which the model needs; set model.attention=auto")
     return Choice(name, f"model.attention={name}")
 
 
-def fastest(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> jax.Array:
+def fastest(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, **options: Any) -> Any:
     """Attention by the fastest kernel that is exact for these arrays on the devices of the mesh in use."""
     name = choose_kernel("auto", q.shape[3], q.dtype.name).name
-    return import_object(KERNELS[name])(q, k, v, seen)
+    return import_object(KERNELS[name])(q, k, v, seen, **options)
 
 
 def _flash_lacks(device: AbstractDevice | None, head_dim: int, dtype: str) -> str | None:

@@ -19,7 +19,44 @@ from tunix.models.quantized import dequantize, quantize
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
-ACTIVATIONS: dict[str, Any] = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
+
+def _relu_squared(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=True),
+    "relu2": _relu_squared,
+}
+
+
+class Xielu(nnx.Module):
+    """xIELU (Huang & Schlag 2024, arXiv:2411.13010): [B, T, F] -> [B, T, F], with two trained numbers.
+
+    x > 0     a x^2 + x / 2                   a = softplus(positive)
+    x <= 0    b (exp(x) - 1 - x) + x / 2      b = softplus(negative) + 1 / 2
+    """
+
+    BETA, EPS = 0.5, -1e-6
+
+    def __init__(self, letters: str, layout: Layout):
+        self.equation, self.layout = Equation(f"{letters}o,o->{letters}o"), layout
+        self.positive, self.negative = (self._number(value) for value in (0.8, 0.8 - self.BETA))
+
+    def _number(self, value: float) -> nnx.Param:
+        """Return the parameter whose softplus is `value` at first."""
+        return nnx.Param(jnp.full(1, math.log(math.expm1(value)), self.layout.param), equation=self.equation)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        above = jnp.where(x > 0, x * x, 0)
+        below = jnp.where(x > 0, 0, jnp.expm1(jnp.minimum(x, self.EPS)) - x)
+        return self._times(above, self.positive, 0) + self._times(below, self.negative, self.BETA) + self.BETA * x
+
+    def _times(self, x: jax.Array, number: nnx.Param, offset: float) -> jax.Array:
+        factor = self.layout.gather(jax.nn.softplus(number[...]) + offset, self.equation)
+        spec = self.layout.activation(self.equation.y)
+        return jnp.einsum(self.equation.text, x[..., None], factor, out_sharding=spec)[..., 0].astype(x.dtype)
 
 
 class Bias(nnx.Module):
@@ -86,7 +123,9 @@ class Einsum(Matrix):
     """
 
     def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        super().__init__(equation, cfg, layout, rngs, cfg.lora.quantize_base)
+        # Codes lie along the width, so a weight without it rests as it is.
+        qtype = cfg.lora.quantize_base if "D" in Equation(equation).w else None
+        super().__init__(equation, cfg, layout, rngs, qtype)
         has_bias = cfg.biases is not None and re.search(cfg.biases, name)
         self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if has_bias else unchanged
         updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
@@ -125,7 +164,8 @@ class MLP(nnx.Module):
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, kind: str, width: str = "F"):
         """`width` is the letter of the hidden width."""
         into, out = f"BTD,D{width}->BT{width}", f"BT{width},{width}D->BTD"
-        self.activation = ACTIVATIONS[cfg.mlp.activation]
+        trains = cfg.mlp.activation == "xielu"  # the only activation with parameters
+        self.activation = Xielu(f"BT{width}", layout) if trains else ACTIVATIONS[cfg.mlp.activation]
         self.gate = Einsum("mlp.gate", into, cfg, layout, rngs) if kind == "gated" else None
         self.up = Einsum("mlp.up", into, cfg, layout, rngs)
         self.down = Einsum("mlp.down", out, cfg, layout, rngs)
@@ -140,6 +180,11 @@ class MLP(nnx.Module):
 def unchanged(x: jax.Array) -> jax.Array:
     """Return x: a stand-in for a part that the family lacks."""
     return x
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    """Return cap * tanh(x / cap), which is near x for small x and never beyond the cap (Gemma 2, arXiv:2408.00118)."""
+    return cap * jnp.tanh(x / cap)
 
 
 class RMSNorm(nnx.Module):
@@ -164,23 +209,30 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / standard deviation * scale + bias over [B, T, D], in float32 (Ba et al. 2016, arXiv:1607.06450)."""
+    """(x - mean) / standard deviation * (offset + scale) + bias over [B, T, D], in float32 (arXiv:1607.06450)."""
 
-    def __init__(self, letters: str, cfg: Model, layout: Layout):
+    def __init__(self, letters: str, cfg: Model, layout: Layout, offset: float = 0.0):
         self.equation, self.eps, self.layout = Equation(f"{letters},{letters[-1]}->{letters}"), cfg.norm_eps, layout
-        self.scale = nnx.Param(jnp.ones(cfg.dims[letters[-1]], layout.param), equation=self.equation)
+        self.offset = offset
+        scale = jnp.full(cfg.dims[letters[-1]], 1 - offset, layout.param)
+        self.scale = nnx.Param(scale, equation=self.equation)
         self.bias = Bias(letters[-1], cfg, layout)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         centred = x32 - jnp.mean(x32, -1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
-        scale = self.layout.gather(self.scale[...], self.equation)
+        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
         scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
         return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
 
 
-NORMS: dict[str, Any] = {"rms": RMSNorm, "rms_unit_offset": partial(RMSNorm, offset=1.0), "layer": LayerNorm}
+NORMS: dict[str, Any] = {
+    "rms": RMSNorm,
+    "rms_unit_offset": partial(RMSNorm, offset=1.0),
+    "layer": LayerNorm,
+    "layer_unit_offset": partial(LayerNorm, offset=1.0),
+}
 
 
 class Embedding(nnx.Module):
@@ -188,7 +240,8 @@ class Embedding(nnx.Module):
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.equation, self.layout, self.product = Equation("BTD,VD->BTV"), layout, "plain"
-        self.scale = cfg.embed_dim**0.5 if cfg.scaled_embedding else 1.0
+        self.scale = (cfg.embed_dim**0.5 if cfg.scaled_embedding else 1.0) * cfg.embedding_multiplier
+        self.divisor, self.cap = cfg.logits_divisor, cfg.logits_cap
         table = jax.random.normal(rngs.params(), (cfg.vocab_size, cfg.embed_dim), layout.param) * cfg.embed_dim**-0.5
         self.table = nnx.Param(table, equation=self.equation)
 
@@ -202,8 +255,10 @@ class Embedding(nnx.Module):
         return rows * jnp.asarray(self.scale, table.dtype)
 
     def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, V] float32."""
-        return product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
+        """[B, T, D] -> [B, T, V] float32, divided and capped as the family does it."""
+        logits = product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
+        logits = logits if self.divisor == 1 else logits / self.divisor
+        return logits if self.cap is None else soft_cap(logits, self.cap)
 
 
 class LearnedPositions(nnx.Module):

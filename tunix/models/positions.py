@@ -8,72 +8,114 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.config import Model
+from tunix.config.rope import RopeLong
 
 
 class Rope(NamedTuple):
-    """Rotations of several layers, or of one without the first dimension."""
+    """Rotations of several layers, or of one without the first dimension.
 
-    frequencies: jax.Array  # [L, H / 2] float32, radians per position of each pair of dimensions
+    R numbers of a head are rotated: all of them, or `model.rotated_dim`.
+    """
+
+    frequencies: jax.Array  # [L, R / 2] float32, radians per position of each pair of dimensions
     magnitude: jax.Array  # [L] float32, of a rotated vector
 
 
-def layer_rope(cfg: Model, layers: range) -> Rope:
-    """Rotations of these layers: in global layers the scaled ones of `rope_theta`, else those of `local_rope_theta`.
+def layer_rope(cfg: Model, layers: range, reach: int | jax.Array) -> Rope:
+    """Rotations of these layers: the scaled ones of `rope_theta`, in local layers those of `local_rope_theta` if given.
 
-    A layer without positions turns by 0 radians.
+    A layer without positions turns by 0 radians. `reach` is the number of tokens that the sequences grow to, a number
+    of Python's or a scalar: LongRoPE turns slower in longer ones.
     """
     assert cfg.rope_theta is not None
-    scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
-    local = _rotations(cfg.local_rope_theta or cfg.rope_theta, cfg.head_dim)
-    is_global = np.array([cfg.is_global(layer) for layer in layers])
+    scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg, cfg.rope_theta)
+    if isinstance(cfg.rope_scaling, RopeLong):
+        short, long = scaled
+        scaled = jnp.where(reach > cfg.rope_scaling.original_context, long, short)
+    local = scaled if cfg.local_rope_theta is None else _rotations(cfg.local_rope_theta, cfg.num_rotated)
+    is_scaled = np.array([cfg.local_rope_theta is None or cfg.is_global(layer) for layer in layers])
     is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
-    frequencies = np.where(is_global[:, None], scaled, local) * is_rotated[:, None]
-    magnitudes = np.where(is_global & is_rotated, magnitude, 1.0)
+    of_layers = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
+    frequencies = of_layers(is_scaled[:, None], scaled, local) * is_rotated[:, None]
+    magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
     return Rope(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32))
 
 
-def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate the pairs (i, i + H/2) of [B, T, N, H] by positions [B, T] x one layer's frequencies, in float32.
+def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> jax.Array:
+    """Rotate the first R numbers of [B, T, N, H] by positions [B, T] x one layer's frequencies, in float32.
 
-    RoFormer, arXiv:2104.09864.
+    `pairs` says which numbers turn together (RoFormer, arXiv:2104.09864), for R = 6 of 8 numbers of a head:
+
+        halves        a b c A B C - -        a turns with A, b with B, c with C
+        neighbours    a A b B c C - -        the last two are left as they are
     """
     angles = positions[:, :, None, None].astype(jnp.float32) * rope.frequencies
     sin, cos = jnp.sin(angles) * rope.magnitude, jnp.cos(angles) * rope.magnitude
-    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+    num_rotated = 2 * rope.frequencies.shape[-1]
+    rotated, rest = x[..., :num_rotated].astype(jnp.float32), x[..., num_rotated:]
+    if pairs == "neighbours":
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], -1).reshape(rotated.shape)
+    else:
+        first, second = jnp.split(rotated, 2, -1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    turned = turned.astype(x.dtype)
+    return turned if num_rotated == x.shape[-1] else jnp.concatenate([turned, rest], -1)
 
 
-def _rotations(theta: float, head_dim: int) -> np.ndarray:
-    """Radians per position of each pair of dimensions, [H / 2] float64."""
-    return theta ** -(np.arange(0, head_dim, 2) / head_dim)
+def grow_queries(q: jax.Array, positions: jax.Array, cfg: Model) -> jax.Array:
+    """Multiply queries [B, T, N, H] by 1 + growth * log(1 + floor(position / original context)), as Llama 4 does."""
+    context = cfg.rope_scaling.original_context  # type: ignore[union-attr]
+    assert cfg.query_growth is not None
+    factor = 1 + cfg.query_growth * jnp.log1p(jnp.floor(positions.astype(jnp.float32) / context))
+    return q * factor[:, :, None, None].astype(q.dtype)
 
 
-def _unscaled(cfg, theta, head_dim):
-    return _rotations(theta, head_dim), 1.0
+def _rotations(theta: float, dim: int) -> np.ndarray:
+    """Radians per position of each pair of `dim` numbers, [dim / 2] float64."""
+    return theta ** -(np.arange(0, dim, 2) / dim)
 
 
-def _linear(cfg, theta, head_dim):
-    return _rotations(theta, head_dim) / cfg.factor, 1.0
+def _unscaled(cfg, theta):
+    return _rotations(theta, cfg.num_rotated), 1.0
 
 
-def _llama3(cfg, theta, head_dim):
-    plain = _rotations(theta, head_dim)
-    turns = cfg.original_context * plain / (2 * math.pi)
-    kept = np.clip((turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor), 0, 1)
-    return plain * kept + plain / cfg.factor * (1 - kept), 1.0
+def _linear(cfg, theta):
+    return _rotations(theta, cfg.num_rotated) / cfg.rope_scaling.factor, 1.0
 
 
-def _yarn(cfg, theta, head_dim):
-    plain = _rotations(theta, head_dim)
+def _llama3(cfg, theta):
+    scaling, plain = cfg.rope_scaling, _rotations(theta, cfg.num_rotated)
+    turns = scaling.original_context * plain / (2 * math.pi)
+    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    return plain * kept + plain / scaling.factor * (1 - kept), 1.0
+
+
+def _yarn(cfg, theta):
+    scaling, dim = cfg.rope_scaling, cfg.num_rotated
+    plain = _rotations(theta, dim)
 
     def pair(turns):
         """The number of the pair that makes `turns` full turns in the original context."""
-        return head_dim * math.log(cfg.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = max(math.floor(pair(cfg.beta_fast)), 0), min(math.ceil(pair(cfg.beta_slow)), head_dim - 1)
-    kept = 1 - np.clip((np.arange(head_dim // 2) - first) / max(last - first, 1e-3), 0, 1)
-    magnitude = cfg.attention_factor or (0.1 * math.log(cfg.factor) + 1 if cfg.factor > 1 else 1.0)
-    return plain * kept + plain / cfg.factor * (1 - kept), magnitude
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    kept = 1 - np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
+    magnitude = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0)
+    return plain * kept + plain / scaling.factor * (1 - kept), magnitude
 
 
-SCALINGS = {"none": _unscaled, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _longrope(cfg, theta):
+    """Return rotations of sequences up to the original context, and those of longer ones; and their magnitude."""
+    scaling, plain = cfg.rope_scaling, _rotations(theta, cfg.num_rotated)
+    ratio, original = cfg.context_length / scaling.original_context, scaling.original_context
+    magnitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    rotations = plain / np.array(scaling.short_factors), plain / np.array(scaling.long_factors)
+    return rotations, scaling.attention_factor or magnitude
+
+
+# (model, RoPE base) -> radians per position of each pair, [R / 2] float64, and the magnitude of a rotated vector.
+SCALINGS = {"none": _unscaled, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}

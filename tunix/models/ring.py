@@ -45,7 +45,15 @@ class Queries(NamedTuple):
     first: jax.Array  # [B, Q] int32: place of the first key that each sees
 
 
-def attend_in_ring(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
+def attend_in_ring(
+    kernel: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: Seen,
+    cap: float | None = None,
+    with_sums: bool = False,
+) -> Any:
     """Return [B, T, N, H] of this device's queries over the keys of all devices, inside a `shard_map`.
 
     `seen` is the rule for the whole sequence, in which each segment is one run. Blocks are computed by XLA's own
@@ -66,8 +74,9 @@ def attend_in_ring(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: 
         *(jnp.moveaxis(x.reshape(batch, -1, size), 1, 0) for x in (queries.segments, queries.first)),
     )
     heads = q.reshape(batch, own_tokens, kv_heads, num_heads // kv_heads, head_dim)
-    out = _attend(_in_chunks(heads, size), k, v, queries, seen.k_segments)
-    return _joined(out).reshape(q.shape)
+    out, log_sums = _attend(_in_chunks(heads, size), k, v, queries, seen.k_segments, cap)
+    out = _joined(out).reshape(*q.shape[:3], -1)
+    return (out, _joined(log_sums).reshape(q.shape[:3])) if with_sums else out
 
 
 def _in_chunks(x: jax.Array, size: int) -> jax.Array:
@@ -81,22 +90,24 @@ def _joined(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-@jax.custom_vjp
-def _attend(q, k, v, queries, segments):
-    return _forward(q, k, v, queries, segments)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, queries, segments, cap):
+    return _forward(q, k, v, queries, segments, cap)
 
 
-def _attend_forward(q, k, v, queries, segments):
+def _attend_forward(q, k, v, queries, segments, cap):
     # Both have the name by which remat policies keep them: without them the keys would go round once more.
-    out, log_sums = (checkpoint_name(x, "attention") for x in _forward(q, k, v, queries, segments))
-    return out, (q, k, v, queries, segments, out, log_sums)
+    out, log_sums = (checkpoint_name(x, "attention") for x in _forward(q, k, v, queries, segments, cap))
+    return (out, log_sums), (q, k, v, queries, segments, out, log_sums)
 
 
-def _attend_backward(kept, d_out):
+def _attend_backward(cap, kept, gradients):
     q, k, v, queries, segments, out, log_sums = kept
-    # The gradient of the scores is p * (dp - delta), where delta = sum(dp * p) = sum(d_out * out) of each query.
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
-    pull = partial(_pull_back, q, queries, log_sums, delta, d_out, segments)
+    d_out, d_log_sums = gradients
+    # The gradient of the scores is p * (dp - delta), where delta = sum(dp * p) = sum(d_out * out) of each query. The
+    # gradient of the log of the sum is p, times what the caller makes of it: it joins delta.
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1) - d_log_sums
+    pull = partial(_pull_back, q, queries, log_sums, delta, d_out, segments, cap)
     dq, *gradients = pull(jnp.zeros_like(q, jnp.float32), (k, v), 0)
     block, gradients = _hand_on((k, v)), _hand_on(tuple(gradients))
 
@@ -117,11 +128,11 @@ def _attend_backward(kept, d_out):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _forward(q, k, v, queries, segments) -> tuple[jax.Array, jax.Array]:
+def _forward(q, k, v, queries, segments, cap) -> tuple[jax.Array, jax.Array]:
     """Return outputs [chunks, B, Q, K, G, H], and logs of the sums of the softmax without the last dimension."""
-    nothing = jnp.zeros_like(q, jnp.float32)
+    nothing = jnp.zeros_like(q, jnp.float32)[..., : v.shape[3]]  # values may be narrower than keys
     sums = Sums(nothing, nothing[..., 0] + MASKED, nothing[..., 0])
-    add = partial(_add_block, q, queries, segments)
+    add = partial(_add_block, q, queries, segments, cap)
     block = _hand_on((k, v))  # on its way while the device computes with its own
     sums = add(sums, (k, v), 0)
 
@@ -144,13 +155,13 @@ def _hand_on(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(jax.lax.ppermute(x, axes, pairs) for x in arrays)
 
 
-def _add_block(q, queries, segments, sums: Sums, block, step) -> Sums:
+def _add_block(q, queries, segments, cap, sums: Sums, block, step) -> Sums:
     """Add the block of keys and values that came in `step` to the sums of all queries."""
     k, v = block
     key_places, key_segments = _facts_of_keys(k, segments, step)
 
     def compute(q, queries, sums):
-        scores = jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32)
+        scores = _capped(jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32), cap)
         mask = _mask(queries, key_places, key_segments)
         top = jnp.maximum(sums.top, jnp.max(jnp.where(mask, scores, MASKED), -1))
         p = jnp.where(mask, jnp.exp(scores - top[..., None]), 0)
@@ -165,18 +176,21 @@ def _add_block(q, queries, segments, sums: Sums, block, step) -> Sums:
     return jax.lax.map(one_chunk, (q, queries, sums))
 
 
-def _pull_back(q, queries, log_sums, delta, d_out, segments, dq, block, step):
+def _pull_back(q, queries, log_sums, delta, d_out, segments, cap, dq, block, step):
     """Return dq with what the block of keys and values adds to it, and the gradients of the block, all float32."""
     k, v = block
     key_places, key_segments = _facts_of_keys(k, segments, step)
 
     def compute(q, queries, log_sums, delta, d_out, gradients):
         dq, dk, dv = gradients
-        scores = jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32)
+        scores = _capped(jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32), cap)
         p = jnp.where(_mask(queries, key_places, key_segments), jnp.exp(scores - log_sums[..., None]), 0)
         dv += jnp.einsum("bqkgs,bqkgh->bskh", p.astype(v.dtype), d_out, preferred_element_type=jnp.float32)
         dp = jnp.einsum("bqkgh,bskh->bqkgs", d_out, v, preferred_element_type=jnp.float32)
-        d_scores = (p * (dp - delta[..., None])).astype(q.dtype)
+        d_scores = p * (dp - delta[..., None])
+        if cap is not None:
+            d_scores *= 1 - (scores / cap) ** 2  # the derivative of the cap, out of its result
+        d_scores = d_scores.astype(q.dtype)
         dq += jnp.einsum("bqkgs,bskh->bqkgh", d_scores, k, preferred_element_type=jnp.float32)
         dk += jnp.einsum("bqkgs,bqkgh->bskh", d_scores, q, preferred_element_type=jnp.float32)
         return dq, dk, dv
@@ -190,6 +204,10 @@ def _pull_back(q, queries, log_sums, delta, d_out, segments, dq, block, step):
     nothing = tuple(jnp.zeros_like(x, jnp.float32) for x in block)
     (dk, dv), dq = jax.lax.scan(one_chunk, nothing, (q, queries, log_sums, delta, d_out, dq))
     return dq, dk, dv
+
+
+def _capped(scores: jax.Array, cap: float | None) -> jax.Array:
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def _unless_skipped(compute: Callable[..., Any], queries: Queries, key_places: jax.Array, carry: Any, *arguments: Any):

@@ -15,16 +15,18 @@ from tunix.models.attention import attend
 from tunix.models.block_sums import NO_SUMS, BlockSums, Routing, join_layers, join_stacks, join_stages
 from tunix.models.exchanges import choose_exchange
 from tunix.models.experts import Experts, penalty_names
-from tunix.models.layers import MLP, NORMS, Einsum, Embedding, LearnedPositions, unchanged
+from tunix.models.latent import Attend, Heads, LatentAttention
+from tunix.models.layers import MLP, NORMS, Bias, Einsum, Embedding, LearnedPositions, unchanged
 from tunix.models.noise import Noise
 from tunix.models.pipeline import run_stages
-from tunix.models.positions import Rope, apply_rope, layer_rope
+from tunix.models.positions import Rope, apply_rope, grow_queries, layer_rope
 from tunix.models.remat import keep_policy
 from tunix.models.seen import seen_in_row
 from tunix.sharding.layout import Layout
 
-# (q [B, T, N, H], k and v [B, T, K, H]) -> [B, T, N, H], and what the caller keeps of it.
-Mix = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# (queries [B, T, N, H], what tokens leave for later ones, the way from there to keys and values) -> what `attend`
+# returns, and what the caller keeps.
+Mix = Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
 
 
 class Attention(nnx.Module):
@@ -34,12 +36,13 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.scale, self.rotated = cfg.query_scale**-0.5, cfg.positions == "rope"
+        self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
         self.q = Einsum("attention.q", "BTD,DNH->BTNH", cfg, layout, rngs)
         self.k = Einsum("attention.k", "BTD,DKH->BTKH", cfg, layout, rngs)
         self.v = Einsum("attention.v", "BTD,DKH->BTKH", cfg, layout, rngs)
         self.o = Einsum("attention.o", "BTNH,NHD->BTD", cfg, layout, rngs)
         self.q_norm, self.k_norm = (self._norm(letters, cfg, layout) for letters in ("BTNH", "BTKH"))
+        self.sinks = Bias("N", cfg, layout) if cfg.attention_sinks else None
 
     def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
         """Norm of queries or keys, over each head or over all heads together."""
@@ -50,10 +53,28 @@ class Attention(nnx.Module):
 
     def __call__(self, x, positions, rope, mix, noise):
         q, k = self.q_norm(self.q(x, noise)), self.k_norm(self.k(x, noise))
-        if self.rotated:
-            q, k = apply_rope(q, positions, rope), apply_rope(k, positions, rope)
-        out, kept = mix(q * self.scale, k, self.v(x, noise))
-        return self.o(out, noise), kept
+        if self.cfg.positions == "rope":
+            q, k = (apply_rope(x, positions, rope, self.cfg.rotated_pairs) for x in (q, k))
+        if self.cfg.query_growth is not None:
+            q = grow_queries(q, positions, self.cfg)
+        out, kept = mix(q * self.scale, (k, self.v(x, noise)), Heads(_as_they_are, self._look_back))
+        return self.o(out if self.sinks is None else self._pour(*out), noise), kept
+
+    def _look_back(self, q: jax.Array, kept: tuple[jax.Array, ...], attend: Attend) -> Any:
+        return attend(q, *kept, self.layout)
+
+    def _pour(self, out: jax.Array, log_sums: jax.Array) -> jax.Array:
+        """Return the results [B, T, N, H] as if each head's softmax had one more score, the sink, without a value.
+
+        sum(exp(s) v) / (sum(exp(s)) + exp(sink)) = result * sigmoid(log(sum(exp(s))) - sink)
+        """
+        assert self.sinks is not None
+        share = jax.nn.sigmoid(-self.sinks(-log_sums))
+        return out * share[..., None].astype(out.dtype)
+
+
+def _as_they_are(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return k, v
 
 
 MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
@@ -73,8 +94,9 @@ class Block(nnx.Module):
         def norm(wanted: bool) -> Any:
             return NORMS[cfg.norm]("BTD", cfg, layout) if wanted else unchanged
 
+        self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        self.attention = Attention(cfg, layout, rngs)
+        self.attention = (Attention if cfg.latent is None else LatentAttention)(cfg, layout, rngs)
         self.mlp = MLPS[mlp](cfg, layout, rngs)
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before), norm(after)
@@ -83,10 +105,13 @@ class Block(nnx.Module):
         """Return [B, T, D], what `mix` keeps, and numbers for the loss."""
         with jax.named_scope("attention"):
             h, kept = self.attention(self.pre_attention(x), positions, rope, mix, noise)
-            x = checkpoint_name(x + self.post_attention(h), "residual")
+            x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         with jax.named_scope("mlp"):
             h, sums = self.mlp(self.pre_mlp(x), noise)
-            return x + self.post_mlp(h), kept, sums
+            return x + self._scaled(self.post_mlp(h)), kept, sums
+
+    def _scaled(self, h: jax.Array) -> jax.Array:
+        return h if self.multiplier == 1 else h * jnp.asarray(self.multiplier, h.dtype)
 
 
 class Stack(NamedTuple):
@@ -170,7 +195,13 @@ class Transformer(nnx.Module):
     def mix_of_row(self, layer: Layer, segment_ids: jax.Array) -> Mix:
         """Return the mix of a layer in training: a token sees tokens of its own row; `segment_ids` are [B, S] int32."""
         seen, exchange = seen_in_row(segment_ids, layer.window), choose_exchange(self.cfg).name
-        return lambda q, k, v: (attend(q, k, v, seen, self.block_layout, self.cfg.attention, exchange), None)
+        kernel, options = self.cfg.attention, self.cfg.attention_options
+
+        def mix(q, kept, heads):
+            k, v = heads.expand(*kept)
+            return attend(q, k, v, seen, self.block_layout, kernel, exchange, **options), None
+
+        return mix
 
     def embed(self, tables, tokens, positions) -> jax.Array:
         """[B, T] int32 -> [B, T, D], what the first block takes."""
@@ -188,6 +219,7 @@ class Transformer(nnx.Module):
         seed=None,
         layers: dict[str, list[dict[str, Any]]] | None = None,
         beside: Any = None,
+        reach: int | jax.Array | None = None,
     ) -> tuple[jax.Array, list, BlockSums]:
         """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the numbers of all blocks.
 
@@ -199,6 +231,8 @@ class Transformer(nnx.Module):
         `layers` gives, by the name of a stack, the parameters of each of its layers as a tree of their own. Then each
         layer is a piece of program of its own, its number and its window are Python's, and what is kept is a list with
         one entry for each layer, of any shapes.
+
+        `reach` is the number of tokens that the sequences end with, if they grow beyond `length`.
         """
         kept: list = []
         sums = NO_SUMS
@@ -206,16 +240,20 @@ class Transformer(nnx.Module):
         with jax.named_scope("blocks"):
             for stack in self.stacks:
                 apart = None if layers is None else layers[stack.name]
-                rows, kept_here, sums_here = self._run_stack(stack, rows, mix_of, length, seed, apart)
+                rows, kept_here, sums_here = self._run_stack(stack, rows, mix_of, length, seed, apart, reach)
                 kept += kept_here if layers else [kept_here]
                 sums = join_stacks(sums, sums_here)
         with jax.named_scope("final_norm"):
             return self.final_norm(rows.x), kept, sums
 
-    def layers_of(self, stack: Stack, length: int) -> tuple[Any, Layer]:
-        """Return parameters and values of the layers of a stack, arrays [L, ...], for sequences of `length` tokens."""
+    def layers_of(self, stack: Stack, length: int, reach: int | jax.Array | None = None) -> tuple[Any, Layer]:
+        """Return parameters and values of the layers of a stack, arrays [L, ...], for sequences of `length` tokens.
+
+        `reach` is the number of tokens that the sequences end with, if they grow beyond `length`.
+        """
         windows = self.cfg.windows(length)[stack.layers.start : stack.layers.stop]
-        rope = layer_rope(self.cfg, stack.layers) if self.cfg.positions == "rope" else None
+        reach = length if reach is None else reach
+        rope = layer_rope(self.cfg, stack.layers, reach) if self.cfg.positions == "rope" else None
         params = nnx.state(getattr(self, stack.name))
         return params, Layer(jnp.asarray(list(stack.layers)), jnp.asarray(windows), rope)
 
@@ -257,8 +295,8 @@ class Transformer(nnx.Module):
         rows, _, sums = self.scan_layers(stack, layers, rows, mix_of, seed)
         return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, sums.penalties)), sums.routing
 
-    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart) -> tuple[Rows, Any, BlockSums]:
-        layers = self.layers_of(stack, length)
+    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart, reach) -> tuple[Rows, Any, BlockSums]:
+        layers = self.layers_of(stack, length, reach)
         if apart is None and not self.layout.stage_axes:
             return self.scan_layers(stack, layers, rows, mix_of, seed)
         if apart is None:

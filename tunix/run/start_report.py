@@ -120,7 +120,9 @@ def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
 
 def _attention(cfg: Config) -> str:
     """Return the attention kernel in words, and why it was chosen."""
-    choice = choose_kernel(cfg.model.attention, cfg.model.head_dim, cfg.training.dtypes["compute"])
+    choice = choose_kernel(
+        cfg.model.attention, cfg.model.head_dim, cfg.training.dtypes["compute"], cfg.model.attention_options
+    )
     text = f"{choice.name} attention" + (f" ({choice.reason})" if cfg.model.attention == "auto" else "")
     exchange = choose_exchange(cfg.model)
     if exchange.name == "none":

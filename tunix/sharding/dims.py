@@ -90,10 +90,16 @@ DIMS = {
         Dim("N", "query heads",      "tp",    "tp", key="model.num_heads"),
         Dim("K", "key/value heads",  "tp",    "tp", key="model.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),
         Dim("H", "head width",       None,    None, key="model.head_dim"),
+        Dim("Q", "queries' latent",  KEEPING, None, key="model.latent.query_dim", may_stay_whole=Whole.ALWAYS),
+        Dim("C", "keys' and values' latent", KEEPING, None, key="model.latent.dim", may_stay_whole=Whole.ALWAYS),
+        Dim("R", "rotated width",    None,    None),  # of a key that all heads share
+        Dim("O", "keys and values",  None,    None),  # made of a latent, of one head
+        Dim("W", "value width",      None,    None, key="model.latent.value_dim"),
         Dim("V", "vocabulary",       "tp",    "tp", key="model.vocab_size", may_stay_whole=Whole.ALWAYS),
         Dim("P", "context",          None,    None, key="model.context_length"),
         Dim("S", "keys"),  # that a query may see: the slots of a cache, or all tokens of its sequence
         Dim("L", "layers",           "pp",    None, key="model.num_layers"),
+        Dim("o", "single numbers"),  # one for a whole layer
         # Inside attention each device has whole sequences, so the axis of the tokens splits heads there.
         Dim("n", "query heads in attention", None, ("tp", "cp"), key="model.num_heads"),
         # Other small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.
@@ -199,7 +205,7 @@ class Equation:
     @property
     def is_choice(self) -> bool:
         """True for a bias of the router's scores, which moves its choice and has no gradient."""
-        return self.is_vector and "Y" in self.w
+        return self.is_vector and "Y" in self.w and "Y" in self.x  # another bias adds to the router's logits
 
     def transposed(self) -> "Equation":
         """Return the product that gives the gradient of x out of the gradient of y: `y,w->x`."""

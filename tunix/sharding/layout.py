@@ -234,6 +234,7 @@ class Layout:
         for letter, axes in zip(equation.w, in_use, strict=True):
             free = tuple(axis for axis in self._weight_axes(letter) if axis not in taken)
             at_rest.append(free if DIMS[letter].is_gathered else axes)
+            taken |= set(at_rest[-1])
         return at_rest
 
     def _axes_in_use(self, equation: Equation) -> list[tuple[str, ...]]:

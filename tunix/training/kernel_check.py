@@ -32,7 +32,7 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     Raises:
         UserError: they differ by more than rounding explains.
     """
-    name = choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute).name
+    name = choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute, cfg.model.attention_options).name
     is_plain = name == "xla" or choose_exchange(cfg.model, mesh.shape).name == "ring"
     if not cfg.training.check_attention or is_plain:
         return None
@@ -71,7 +71,9 @@ def _compare(cfg: Config, layout: Layout, name: str, num_rows: int, num_parts: i
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
         def attended(q, k, v):
-            return attend(q, k, v, seen_in_row(segments, WINDOW), layout, kernel, choose_exchange(model).name)
+            seen, exchange = seen_in_row(segments, WINDOW), choose_exchange(model).name
+            out = attend(q, k, v, seen, layout, kernel, exchange, **model.attention_options)
+            return out[0] if model.attention_sinks else out
 
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))
         return [out, *pull_back(d_out.astype(dtype))]

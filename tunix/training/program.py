@@ -154,7 +154,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     training = cfg.training
     layout = build_layout(cfg, mesh)
     # A kernel or an exchange that does not fit is refused here.
-    choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute)
+    choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute, cfg.model.attention_options)
     choose_exchange(cfg.model, mesh.shape)
     if layout.stage_axes and len(cfg.model.stacks) > 1:  # the first stage would have other blocks than the others
         assert isinstance(cfg.model.mlp, ExpertsMlp)

@@ -38,6 +38,18 @@ def gemma3(window: int, layers: list[str] = EVERY_THIRD) -> transformers.PreTrai
     )  # fmt: skip
 
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+HALF_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.5, 3.0, 9.0],
+}  # fmt: skip
+MINISTRAL_ROPE = YARN | {
+    "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.1, "max_position_embeddings": 64,
+}  # fmt: skip
+TWO = SIZE | {"num_hidden_layers": 2}
+
 CONFIGS = {
     "gemma3": gemma3(window=5),
     "gemma3_long_window": gemma3(window=100, layers=["sliding_attention", "full_attention"]),
@@ -95,10 +107,61 @@ CONFIGS = {
         num_local_experts=4, max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "gemma2": transformers.Gemma2Config(  # scores and logits well beyond their caps
+        **TWO, vocab_size=97, num_key_value_heads=2, head_dim=16, sliding_window=5, query_pre_attn_scalar=1,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0, max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
+    ),
+    "glm4": transformers.Glm4Config(
+        **TWO, vocab_size=96, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+        rope_parameters=HALF_ROPE,
+    ),
+    "nemotron": transformers.NemotronConfig(
+        **TWO, vocab_size=97, num_key_value_heads=1, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+    ),
+    "granite": transformers.GraniteConfig(
+        **TWO, vocab_size=96, num_key_value_heads=2, tie_word_embeddings=True, attention_multiplier=0.25,
+        embedding_multiplier=3.0, residual_multiplier=0.22, logits_scaling=2.0, max_position_embeddings=64,
+        rope_parameters=PLAIN_ROPE,
+    ),
+    "exaone4": transformers.Exaone4Config(  # the global layer has no positions
+        **SIZE, vocab_size=96, num_key_value_heads=2, sliding_window=5, layer_types=EVERY_THIRD[:3],
+        sliding_window_pattern="LLG", max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
+    ),
+    "ministral3": transformers.Ministral3Config(
+        **TWO, vocab_size=97, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+        rope_parameters=MINISTRAL_ROPE,
+    ),
+    "phi3_long": transformers.Phi3Config(  # the divisors of sequences that are longer than the original context
+        **TWO, vocab_size=96, num_key_value_heads=2, max_position_embeddings=64, original_max_position_embeddings=2,
+        rope_parameters=LONG_ROPE,
+    ),
+    "phi3_short": transformers.Phi3Config(  # those of sequences that are not
+        **TWO | {"num_hidden_layers": 1}, vocab_size=96, num_key_value_heads=2, max_position_embeddings=128,
+        original_max_position_embeddings=64, rope_parameters=LONG_ROPE,
+    ),
+    "gpt_oss": transformers.GptOssConfig(  # the experts' gates reach the clamp
+        **TWO | {"intermediate_size": 16}, vocab_size=97, num_key_value_heads=2, head_dim=16, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=5, max_position_embeddings=64, rope_parameters=YARN | {"truncate": False},
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(  # latents whose widths nothing divides
+        **TWO, vocab_size=97, num_key_value_heads=4, q_lora_rank=11, kv_lora_rank=9, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=7, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+        topk_group=1, first_k_dense_replace=1, num_mtp_layers=0, max_position_embeddings=64,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "apertus": transformers.ApertusConfig(
+        **TWO, vocab_size=97, num_key_value_heads=2, rope_parameters=LLAMA_ROPE, max_position_embeddings=64,
+    ),
+    "glm4_moe": transformers.Glm4MoeConfig(
+        **TWO, vocab_size=96, num_key_value_heads=2, head_dim=16, moe_intermediate_size=16, n_routed_experts=6,
+        num_experts_per_tok=3, n_group=3, topk_group=2, n_shared_experts=2, routed_scaling_factor=1.5, num_mtp_layers=0,
+        attention_bias=True, use_qk_norm=True, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
 }  # fmt: skip
+ROUTER_BIAS = "e_score_correction_bias"  # float32 in the files, whatever the weights are
 PROMPTS, NEW_TOKENS = (3, 11, 7), 16
 
 
@@ -110,9 +173,14 @@ def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrain
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.ndim == 1 and name.endswith("weight")
-            around = 1.0 if is_norm and not config.model_type.startswith("gemma") else 0.0
+            around = 1.0 if is_norm and not config.model_type.startswith(("gemma", "nemotron")) else 0.0
             weight.normal_(around, 0.3 if weight.ndim == 1 else 0.2)
+            if config.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
+                weight.mul_(5)
             weight.copy_(weight.bfloat16())
+        for name, buffer in model.named_buffers():
+            if name.endswith(ROUTER_BIAS):
+                buffer.normal_(0.0, 0.3)
     return model
 
 
@@ -161,7 +229,11 @@ def main() -> None:
         if name == "qwen3":
             tensors |= gradients(model, tensors["tokens"])
         tensors = {key: value.int() if value.dtype == torch.int64 else value for key, value in tensors.items()}
-        model.bfloat16().save_pretrained(folder / name)
+        biases = {path: buffer.clone() for path, buffer in model.named_buffers() if path.endswith(ROUTER_BIAS)}
+        model.bfloat16()
+        for path, bias in biases.items():
+            model.get_submodule(path.rpartition(".")[0])._buffers[ROUTER_BIAS] = bias
+        model.save_pretrained(folder / name)
         (folder / name / "generation_config.json").unlink(missing_ok=True)
         save_file(
             {key: value.contiguous() for key, value in tensors.items()}, folder / name / "expected.safetensors", about

@@ -1,0 +1,86 @@
+"""Latent attention: queries, keys and values are made of narrow vectors (DeepSeek-V2, arXiv:2405.04434).
+
+    x [B, T, D] --+-- q_down, norm --> [B, T, Q] -- q -------> queries [B, T, N, H]         the last R of H are rotated
+                  +-- kv_down, norm -> [B, T, C] -- kv_up ---> keys [B, T, N, H - R], values [B, T, N, W]
+                  +-- k -------------> [B, T, R], rotated: the rest of the key, the same for all heads
+
+In training, keys and values are made of the latents once. A cache keeps C + R numbers of a token and not those of its
+heads. There is one query to each row then, so the query goes through `kv_up` in place of all keys:
+
+    q . (latent kv_up) = (q kv_up) . latent            one key/value head of C + R numbers, with the latent as its value
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.config import Model
+from tunix.models.layers import NORMS, Einsum
+from tunix.models.positions import apply_rope
+from tunix.models.products import WEIGHTS
+from tunix.sharding.layout import Layout
+
+Attend = Callable[..., Any]  # (queries, keys, values, layout) -> results, as `attend` gives them
+
+
+class Heads(NamedTuple):
+    """Ways to come from what a token leaves for later tokens, a tuple of arrays [B, S, ...], to attention."""
+
+    expand: Callable[..., tuple[jax.Array, jax.Array]]  # to keys and values [B, S, K, H]
+    look_back: Callable[[jax.Array, tuple[jax.Array, ...], Attend], Any]  # of one query for each row, to its results
+
+
+class LatentAttention(nnx.Module):
+    """Attention [B, T, D] -> [B, T, D], and what `mix` keeps, over keys and values made of a latent."""
+
+    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+        self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
+        self.num_plain = cfg.head_dim - cfg.num_rotated  # numbers of a query and of a key that are not rotated
+        self.q_down = Einsum("attention.q_down", "BTD,DQ->BTQ", cfg, layout, rngs)
+        self.q = Einsum("attention.q", "BTQ,QNH->BTNH", cfg, layout, rngs)
+        self.kv_down = Einsum("attention.kv_down", "BTD,DC->BTC", cfg, layout, rngs)
+        self.k = Einsum("attention.k", "BTD,DR->BTR", cfg, layout, rngs)
+        self.kv_up = Einsum("attention.kv_up", "BTC,CNO->BTNO", cfg, layout, rngs)
+        self.o = Einsum("attention.o", "BTNW,NWD->BTD", cfg, layout, rngs)
+        self.q_norm, self.kv_norm = (NORMS[cfg.norm](letters, cfg, layout) for letters in ("BTQ", "BTC"))
+
+    def __call__(self, x, positions, rope, mix, noise):
+        q = self.q(self.q_norm(self.q_down(x, noise)), noise)
+        plain, rotated = q[..., : self.num_plain], q[..., self.num_plain :]
+        rotated = apply_rope(rotated, positions, rope, self.cfg.rotated_pairs)
+        q = jnp.concatenate([plain, rotated], -1) * self.scale
+        latent = self.kv_norm(self.kv_down(x, noise))
+        shared = apply_rope(self.k(x, noise)[:, :, None], positions, rope, self.cfg.rotated_pairs)[:, :, 0]
+
+        def expand(latent: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self._expand(latent, shared, noise)
+
+        out, kept = mix(q, (latent, shared), Heads(expand, self._look_back))
+        return self.o(out, noise), kept
+
+    def _expand(self, latent: jax.Array, shared: jax.Array, noise: Any = None) -> tuple[jax.Array, jax.Array]:
+        """Return keys [B, S, N, H] and values [B, S, N, W] of latents [B, S, C] and the keys of all heads [B, S, R]."""
+        both = self.kv_up(latent, noise)
+        plain, values = both[..., : self.num_plain], both[..., self.num_plain :]
+        shape = (*plain.shape[:3], shared.shape[-1])
+        rotated = jnp.broadcast_to(shared[:, :, None], shape, out_sharding=self.layout.activation("BTNH"))
+        return jnp.concatenate([plain, rotated], -1), values
+
+    def _look_back(self, q: jax.Array, kept: tuple[jax.Array, ...], attend: Attend) -> jax.Array:
+        """Return results [B, T, N, W] of few queries over the tokens of a cache, without keys and values of heads."""
+        latent, shared = kept
+        if self.kv_up.lora is not None:  # its update is a product of its own
+            return attend(q, *self._expand(latent, shared), self.layout)
+        letters, w = WEIGHTS[self.kv_up.product](self.kv_up.equation).w, self.kv_up.gathered()
+        for_keys, for_values = jnp.split(w, [self.num_plain], letters.index("O"))
+        spec = self.layout.activation("BTNC")
+        through = jnp.einsum(f"BTNO,{letters}->BTNC", q[..., : self.num_plain], for_keys, out_sharding=spec)
+        narrow = jnp.concatenate([through, q[..., self.num_plain :]], -1)
+        keys, values = (x[:, :, None] for x in (jnp.concatenate([latent, shared], -1), latent))
+        one_head = replace(self.layout, unsplit=self.layout.unsplit | {"K"})  # every device needs it
+        out = attend(narrow, keys, values, one_head)
+        return jnp.einsum(f"BTNC,{letters}->BTNO", out, for_values, out_sharding=self.layout.activation("BTNO"))
