@@ -49,6 +49,10 @@ def test_wrong_input(more, message, words, tmp_path):
     ("more", "message"),
     [
         (["data.paths=[/nowhere]"], "data.paths: /nowhere does not exist"),
+        (
+            ["--multirun", "optimizer.learning_rate=interval(0.1,1)"],
+            "a sweep tries listed values, like optimizer.learning_rate=0.1,0.2",
+        ),
         (["--multirun", "training.seq_len=abc,def"], "training.seq_len=abc: expected a whole number"),
         (["--cfg", "job", "modl=1"], "unknown key modl; did you mean model?"),
         (["resume=nowhere"], "resume=nowhere: nowhere is not a run's folder"),
