@@ -135,7 +135,7 @@ def start(folder: Path, data: list[str], rng: random.Random) -> Session:
         step = before + rng.randrange(1, STEPS // 2)
         fault = {"script": "tests/support/faulty.py", "FAULT": f"{rng.randrange(count)} exception step {step}"}
     mesh = [f"model.mesh_shape={session.mesh}"]
-    with Processes(*words, *mesh, folder=folder, count=count, devices=1, **fault) as processes:
+    with Processes(*words, *mesh, folder=folder, count=count, devices=1, fork=False, **fault) as processes:
         happened = hurt(processes, what, run, rng) if what in SIGNALS else time.time()
         sessions = [process.pid for process in processes.started]
         while left(sessions) and (what not in SIGNALS or time.time() < happened + LIMIT_S):
@@ -179,7 +179,7 @@ def play(folder: Path, data: list[str], rng: random.Random, until: float) -> tup
     sessions: list[Session] = []
     while not any(line["step"] == STEPS for session in sessions for line in session.lines):
         if time.time() > until:  # nothing happens from now on
-            with Processes("resume=run", "model.mesh_shape=[[2],[fsdp]]", folder=folder, count=2) as last:
+            with Processes("resume=run", "model.mesh_shape=[[2],[fsdp]]", folder=folder, count=2, fork=False) as last:
                 before = len(read_lines(folder / "run"))
                 codes = [end.code for end in last.ends()]
             lines = [line for line in read_lines(folder / "run")[before:] if "split" not in line]
@@ -202,7 +202,7 @@ def main(words: list[str]) -> int:
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )  # fmt: skip
     data = ["data=text", f"data.paths=['{write_corpus(home / 'corpus')}']"]
-    with Processes(*WORDS, *data, "hydra.run.dir=whole", folder=home, count=2) as run:
+    with Processes(*WORDS, *data, "hydra.run.dir=whole", folder=home, count=2, fork=False) as run:
         assert [end.code for end in run.ends()] == [0, 0], run.ends()
     rng, rounds, wrong, sessions = random.Random(seed), 0, [], []
     while not wrong and (not rounds or time.time() < until):

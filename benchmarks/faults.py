@@ -72,7 +72,9 @@ def hurt(event: Event, words: list[str], folder: Path) -> tuple[float, list[int 
     """Seconds from the event until no process is left, and the exit codes."""
     fault = f"{event.rank} {event.what} {event.place} {PLACES[event.place]}"
     more = DEADLINES if event.what == "hang" else []
-    with Processes(*words, *more, folder=folder, count=2, script="tests/support/faulty.py", FAULT=fault) as run:
+    with Processes(
+        *words, *more, folder=folder, count=2, script="tests/support/faulty.py", fork=False, FAULT=fault
+    ) as run:
         sessions, started = [process.pid for process in run.started], time.time()
         while left(sessions) and time.time() < started + 180:
             time.sleep(0.02)
@@ -90,7 +92,7 @@ def resumed(words: list[str], folder: Path) -> set[tuple[str | None, int, float]
         if (folder / "run" / "config.yaml").exists()
         else words
     )
-    with Processes(*again, folder=folder, count=2) as run:
+    with Processes(*again, folder=folder, count=2, fork=False) as run:
         ends = run.ends()
     assert [end.code for end in ends] == [0, 0], ends
     return lines(folder / "run")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from support.devices import xla_flags
+from support.forks import Started, start
 from support.harness import ROOT, RUN, cli, cli_here, metrics
 
 from tunix.cli.compose import build, compose, to_yaml
@@ -71,7 +72,7 @@ def test_a_first_word_that_is_no_command(tmp_path):
 
 
 def test_cfg_job_shows_everything(tmp_path):
-    shown = cli("--cfg", "job", cwd=tmp_path).stdout
+    shown = cli("--cfg", "job", cwd=tmp_path, fork=False).stdout
     for text in ("sharding_strategy: full_shard", "mesh_shape: auto", "learning_rate: 0.015", "decode_errors: skip"):
         assert text in shown
     assert list(tmp_path.iterdir()) == []
@@ -143,7 +144,9 @@ def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_quick_test(tmp_path):
-    done = cli("+experiment=quick_test", cwd=tmp_path, devices=1, optimized=True)  # 20 steps of a model of real size
+    done = cli(
+        "+experiment=quick_test", cwd=tmp_path, devices=1, optimized=True, fork=False
+    )  # 20 steps of a model of real size
     assert done.returncode == 0, done.stderr
     assert "step 20/20" in done.stdout
     assert "after >>>" in done.stdout
@@ -156,7 +159,7 @@ def test_the_default_job_learns(tmp_path):
     They went 23.5 % below it (jax 0.10.2, the corpus of Python 3.11); all 460 steps take four times as long for 35 %.
     """
     words = ["training.max_steps=120", "evaluation.every_steps=40"]
-    done = cli(*words, cwd=tmp_path, devices=1, timeout=2700, optimized=True)
+    done = cli(*words, cwd=tmp_path, devices=1, timeout=2700, optimized=True, fork=False)
     assert done.returncode == 0, done.stderr
     below = re.search(
         r"held out: ([\d.]+) bits per byte; unigram entropy of the corpus: ([\d.]+); ([\d.]+) % below", done.stdout
@@ -190,15 +193,15 @@ def test_kill_9_at_a_random_moment_and_resume(attempt, forty_steps, tmp_path):
     rng, folder, kills = random.Random(attempt), tmp_path / "part", 0
     first = [*words, "hydra.run.dir=part"]
     while True:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "run_training.py"), *(["resume=part"] if (folder / "config.yaml").exists() else first)], cwd=tmp_path,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "XLA_FLAGS": xla_flags(2)},
-        )  # fmt: skip
+        out, environment = tmp_path / "output", {**os.environ, "XLA_FLAGS": xla_flags(2)}
+        command = [str(ROOT / "run_training.py"), *(["resume=part"] if (folder / "config.yaml").exists() else first)]
+        process = start(command, tmp_path, environment, out, tmp_path / "errors")
         if kills < 3:
             wait_for_step(folder, process, kills * 8 + rng.randint(1, 8))
             time.sleep(rng.random() * 0.2)
             process.send_signal(signal.SIGKILL)
-        output = process.communicate()[0].decode()
+        process.wait(300)
+        output = out.read_text() + (tmp_path / "errors").read_text()
         kills += 1
         if process.returncode == 0:
             break
@@ -210,7 +213,7 @@ def test_kill_9_at_a_random_moment_and_resume(attempt, forty_steps, tmp_path):
     assert kills >= 3
 
 
-def wait_for_step(folder: Path, process: subprocess.Popen, step: int) -> None:
+def wait_for_step(folder: Path, process: Started | subprocess.Popen, step: int) -> None:
     while process.poll() is None:
         if (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in complete_lines(folder)):
             return

@@ -37,7 +37,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_is_killed(rank, words, tmp_path):
-    with Processes(*words, folder=tmp_path, count=2) as run:
+    with Processes(*words, folder=tmp_path, count=2, fork=False) as run:  # as users start them
         run.wait_for_step(tmp_path / "run", 5)
         child = run.child(rank)
         run.started[rank].kill()

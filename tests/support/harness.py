@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from support.devices import xla_flags
+from support.forks import start
 
 from tunix.__main__ import main
 from tunix.cli.compose import compose
@@ -114,13 +116,22 @@ def batch(
 
 
 def cli(
-    *words: str, cwd: Path, devices: int = 8, timeout: float = 300, optimized: bool = False
+    *words: str, cwd: Path, devices: int = 8, timeout: float = 300, optimized: bool = False, fork: bool = True
 ) -> subprocess.CompletedProcess:
-    """`python run_training.py ...` in a folder of its own, as a user starts it."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "run_training.py"), *words], cwd=cwd, capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "XLA_FLAGS": xla_flags(devices, optimized=optimized)}, check=False,
-    )  # fmt: skip
+    """`python run_training.py ...` in a folder and a process of its own.
+
+    Without `fork` the process is started by exec, as users start it (see support/forks.py).
+    """
+    environment = {**os.environ, "XLA_FLAGS": xla_flags(devices, optimized=optimized)}
+    with tempfile.TemporaryDirectory() as outside:
+        out, err = Path(outside, "stdout"), Path(outside, "stderr")
+        process = start([str(ROOT / "run_training.py"), *words], cwd, environment, out, err, fork=fork)
+        try:
+            code = process.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
 def cli_here(*words: str, cwd: Path, devices: int | None = None) -> subprocess.CompletedProcess:

@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.devices import xla_flags
+from support.forks import start
 from support.harness import ROOT, metrics
 
 
@@ -27,9 +26,13 @@ class Processes:
 
     def __init__(
         self, *words: str, folder: Path, count: int, devices: int = 1, script: str = "run_training.py",
-        own: list[str] | None = None, roots: list[Path] | None = None, module: str | None = None, **env: str,
+        own: list[str] | None = None, roots: list[Path] | None = None, module: str | None = None, fork: bool = True,
+        **env: str,
     ):  # fmt: skip
-        """`own` has one word more for each process, `roots` the code of each; `module` runs in place of the script."""
+        """`own` has one word more for each process, `roots` the code of each; `module` runs in place of the script.
+
+        Without `fork` each process is started by exec, as users start it (see support/forks.py).
+        """
         self.folder = folder
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
@@ -41,13 +44,13 @@ class Processes:
             mine = [own[rank]] if own and own[rank] else []
             root = roots[rank] if roots else ROOT
             program = ["-m", module] if module else [str(root / script)]
-            with (folder / f"stdout.{rank}").open("w") as out, (folder / f"stderr.{rank}").open("w") as err:
-                process = subprocess.Popen(
-                    [sys.executable, *program, *words, *who, *mine],
-                    cwd=folder, stdout=out, stderr=err, start_new_session=True,
-                    env={**os.environ, "XLA_FLAGS": xla_flags(devices), "PYTHONPATH": str(root), **env},
-                )  # fmt: skip
-            self.started.append(process)
+            command, environment = [*program, *words, *who, *mine], {**os.environ, "XLA_FLAGS": xla_flags(devices)}
+            self.started.append(
+                start(
+                    command, folder, {**environment, "PYTHONPATH": str(root), **env}, folder / f"stdout.{rank}",
+                    folder / f"stderr.{rank}", fork=fork and root == ROOT, supervises=True,
+                )
+            )  # fmt: skip
 
     def __enter__(self) -> "Processes":
         return self
