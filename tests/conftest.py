@@ -14,7 +14,9 @@ import random
 from pathlib import Path
 
 import pytest
+from support import composing
 
+composing.remember()
 KEPT = Path(__file__).parents[1] / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
 LONGEST = "test_the_default_job_learns"
 

@@ -1,14 +1,12 @@
 """`python -m tunix.verify`: the same numbers on every mesh, or exit code 1."""
 
-import os
-import subprocess
 import sys
 from itertools import combinations
 
 import jax
 import pytest
 from support.devices import QUICK
-from support.harness import ROOT, RUN
+from support.harness import RUN, run_python
 
 from tunix import verify
 from tunix.cli.compose import compose
@@ -38,10 +36,7 @@ def run(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_alone_the_cpu_stands_for_eight_devices(words, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tunix.verify", *words, TWO, "--steps=2"], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "XLA_FLAGS": QUICK, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "tunix.verify", *words, TWO, "--steps=2", cwd=tmp_path, XLA_FLAGS=QUICK)
     assert done.returncode == 0, done.stderr
     assert '[[2,2,2],["dp","fsdp","tp"]]' in done.stdout
     assert "within the tolerance of 1e-05" in done.stdout

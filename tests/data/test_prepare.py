@@ -12,7 +12,7 @@ import pytest
 from conftest import write_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.harness import ROOT, SMALL
+from support.harness import ROOT, SMALL, run_python
 
 from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
@@ -39,9 +39,8 @@ def contents(folder) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def prepare(*words: str, cwd) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tunix.prepare", *words]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+def prepare(*words: str, cwd, fork: bool = True) -> subprocess.CompletedProcess:
+    return run_python("-m", "tunix.prepare", *words, cwd=cwd, fork=fork)
 
 
 def test_a_changed_document_changes_the_fingerprint(tmp_path):
@@ -188,7 +187,7 @@ def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
 
 
 def test_mistakes_end_with_code_2_and_one_line(tmp_path):
-    done = prepare("data=text", "data.paths=[nowhere]", cwd=tmp_path)
+    done = prepare("data=text", "data.paths=[nowhere]", cwd=tmp_path, fork=False)
     assert (done.returncode, done.stderr) == (2, "error: data.paths: nowhere does not exist\n")
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import chi2
-from support.harness import ROOT
+from support.harness import ROOT, run_python
 
 import tunix
 from tunix import generate
@@ -194,7 +194,7 @@ def test_the_command(hf_dir, tmp_path):
         ),
         (["prompt=a", "top_q=1"], "unknown key top_q; did you mean top_p?"),
     ):
-        done = command(tmp_path, f"checkpoint={hf_dir}", *mistake)
+        done = run_python("-m", "tunix.generate", f"checkpoint={hf_dir}", *mistake, cwd=tmp_path)
         assert done.returncode == 2
         assert message in done.stderr
         assert done.stderr.count("\n") == 1

@@ -26,6 +26,7 @@ from tunix.export import export
 from tunix.run.stores import parts_in, read_state
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
+CONSTANT = "scheduler=constant"  # the step does not know the length of the run: all lengths share a compiled program
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
     if limit == "training.num_epochs":
         cfg = compose([*RUN, "data=text", f"data.paths=['{corpus}']"]).config
         limit += f"={32.5 / load_corpus(cfg).num_samples}"
-    first = run("training.max_steps=3")
+    first = run("training.max_steps=3", CONSTANT)
     folder = run(f"resume={first}", "training.max_steps=null", limit, "training.micro_batch_size=2")
     assert [(line["step"], line["tokens"]) for line in metrics(folder)][3:] == [(4, 640), (5, 896)]
     log = (folder / "train.log").read_text()
@@ -142,7 +143,7 @@ def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
 
 
 def test_the_first_checkpoint_can_be_gone_on_with(run):
-    folder = run("checkpoint.save_first=true", "training.max_steps=2")
+    folder = run("checkpoint.save_first=true", "training.max_steps=2", CONSTANT)
     run(f"resume={folder}/checkpoints/0")
     assert [line["step"] for line in metrics(folder)] == [1, 2, 1, 2]
     losses(folder)
@@ -151,7 +152,13 @@ def test_the_first_checkpoint_can_be_gone_on_with(run):
 
 def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
     with pytest.raises(Stopped):
-        run("training.max_steps=1", "training.time_limit_s=0.001", "evaluation.sample_tokens=3", "hydra.run.dir=it")
+        run(
+            "training.max_steps=1",
+            "training.time_limit_s=0.001",
+            "evaluation.sample_tokens=3",
+            "hydra.run.dir=it",
+            CONSTANT,
+        )
     assert metrics(Path("it"), "held_out") == []
     run("resume=it", "training.time_limit_s=null")
     assert [line["step"] for line in metrics(Path("it"), "held_out")] == [1]
@@ -161,14 +168,14 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
 def test_what_is_kept(run):
     folder = run(
         "training.max_steps=8", "checkpoint.save_every_steps=1", "checkpoint.max_to_keep=2", "checkpoint.keep_every_steps=3",
-        "checkpoint.save_first=true", "evaluation.every_steps=1",
+        "checkpoint.save_first=true", "evaluation.every_steps=1", CONSTANT,
     )  # fmt: skip
     held_out = {line["step"]: line["loss"] for line in metrics(folder, "held_out")}
     best = min(held_out, key=held_out.get)
     assert steps(folder) == sorted({0, 3, 6, 7, 8, best})
-    bare = run("checkpoint.save_every_steps=null", "checkpoint.keep_best=false")
+    bare = run("checkpoint.save_every_steps=null", "checkpoint.keep_best=false", CONSTANT)
     assert steps(bare) == [6]
-    waited = run("checkpoint.async=false", "checkpoint.max_to_keep=1", "checkpoint.keep_best=false")
+    waited = run("checkpoint.async=false", "checkpoint.max_to_keep=1", "checkpoint.keep_best=false", CONSTANT)
     assert steps(waited) == [6]
 
 
@@ -198,7 +205,7 @@ def test_the_best_is_kept_also_after_a_resume(run):
         "checkpoint.save_every_steps=1",
         "evaluation.every_steps=1",
         "checkpoint.max_to_keep=1",
-        "scheduler=constant",
+        CONSTANT,
     ]
     folder = run(*words, "training.max_steps=3", "scheduler.warmup_ratio=0")
     run(f"resume={folder}", "training.max_steps=6", "optimizer.learning_rate=3")
@@ -279,7 +286,7 @@ def test_a_changed_corpus_is_refused(run, tmp_path):
 def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
     """With the tokenizer of the checkpoint, though the corpus would give another; and given once."""
     corpus = write_corpus(tmp_path / "corpus")
-    folder = run(corpus=corpus)
+    folder = run(CONSTANT, corpus=corpus)
     for path in corpus.glob("*.txt"):
         path.write_text(path.read_text()[::-1])
     with pytest.raises(
@@ -302,7 +309,7 @@ def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run, fini
 
 
 def test_resume_latest(run):
-    folder = run("training.max_steps=1")
+    folder = run("training.max_steps=1", CONSTANT)
     run("resume=latest", "training.max_steps=2")
     assert [line["step"] for line in metrics(folder)][-1] == 2
 
@@ -365,7 +372,7 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
 
 
 def test_a_moving_average_may_begin_and_end_with_a_resume(run):
-    folder = run("training.max_steps=3")
+    folder = run("training.max_steps=3", CONSTANT)
     before = tunix.load_pretrained(folder).params
     run(f"resume={folder}", "training.max_steps=4", "training.ema_decay=0.5", "checkpoint.max_to_keep=9")
     after = tunix.load_pretrained(folder).params

@@ -1,6 +1,7 @@
 """A key that nothing reads does nothing. Reads of each part of the program are recorded; together they are all keys."""
 
 import json
+import pickle
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from support.harness import RUN
+from support.installs import one_at_a_time
 from support.rollouts import ONE, TASK
 
 from tunix.__main__ import LAUNCHERS
@@ -190,11 +192,19 @@ PARTS: dict[Callable, tuple[str, ...]] = {  # and the fields of the config of wh
 
 
 @pytest.fixture(scope="module")
-def reads(corpus, tmp_path_factory) -> Callable[[Callable], Reads]:
-    """What a part reads of its configs; each part is used once."""
+def reads(corpus, cache_dir, tmp_path_factory) -> Callable[[Callable], Reads]:
+    """What a part reads of its configs; one worker of the session uses the part, all know what it read."""
 
     @cache
     def reads(part: Callable[[Path, Path], Callable[[], None]]) -> Reads:
+        file = cache_dir / f"reads_of_{part.__name__}.pickle"
+        with one_at_a_time(file.stem):
+            if not file.exists():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(pickle.dumps(record(part)))
+            return pickle.loads(file.read_bytes())
+
+    def record(part: Callable[[Path, Path], Callable[[], None]]) -> Reads:
         use, read, get = part(tmp_path_factory.mktemp("part"), corpus), set(), Section.__getattribute__
 
         def recorded(self, name):

@@ -118,14 +118,23 @@ def batch(
 def cli(
     *words: str, cwd: Path, devices: int = 8, timeout: float = 300, optimized: bool = False, fork: bool = True
 ) -> subprocess.CompletedProcess:
-    """`python run_training.py ...` in a folder and a process of its own.
+    """`python run_training.py ...` in a folder and a process of its own; see `run_python`."""
+    flags = xla_flags(devices, optimized=optimized)
+    return run_python(str(ROOT / "run_training.py"), *words, cwd=cwd, timeout=timeout, fork=fork, XLA_FLAGS=flags)
+
+
+def run_python(
+    *words: str, cwd: Path, timeout: float = 300, fork: bool = True, **environment: str
+) -> subprocess.CompletedProcess:
+    """`python WORDS` in a folder and a process of its own, to its end; words that begin with -m name a module.
 
     Without `fork` the process is started by exec, as users start it (see support/forks.py).
     """
-    environment = {**os.environ, "XLA_FLAGS": xla_flags(devices, optimized=optimized)}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     with tempfile.TemporaryDirectory() as outside:
         out, err = Path(outside, "stdout"), Path(outside, "stderr")
-        process = start([str(ROOT / "run_training.py"), *words], cwd, environment, out, err, fork=fork)
+        process = start(words, cwd, environment, out, err, fork=fork)
         try:
             code = process.wait(timeout)
         finally:

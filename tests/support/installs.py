@@ -16,6 +16,7 @@ import jax
 import pytest
 
 TORCH = ("torch==2.13.0", "accelerate==1.15.0", "transformers==5.23.0", "peft==0.21.2")
+QUICKLY = ("install", "-q", "--no-compile")  # Python compiles the few files that a test imports
 XPROF = ("tensorboard==2.21.0", "xprof==2.24.2")
 
 
@@ -60,7 +61,7 @@ def cuda_plugin(installs_dir: Path) -> str:
     if given := os.environ.get("TUNIX_CUDA_PLUGIN"):
         return given
     packages = tuple(f"jax-cuda13-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+    pip = [sys.executable, "-m", "pip", *QUICKLY, "--no-deps", "--target"]
     return str(_installed(installs_dir, packages, lambda folder: [*pip, str(folder)]))
 
 
@@ -69,7 +70,7 @@ def _environment(installs_dir: Path, packages: tuple[str, ...]) -> Path:
 
     def pip(folder: Path) -> list[str]:
         venv.create(folder, with_pip=True)
-        return [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
+        return [str(folder / "bin" / "python"), "-m", "pip", *QUICKLY]
 
     return _installed(installs_dir, packages, pip) / "bin"
 

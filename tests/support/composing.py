@@ -1,0 +1,51 @@
+"""Remember what Hydra makes of conf/ for the same choices of files: thousands of tests compose a config.
+
+Hydra reads some 30 files for each config, builds the list of defaults and merges the files; then come the overrides of
+single keys. The first part takes two thirds of the time and depends on the chosen files alone, of which the tests choose
+few. Only conf/ of the repository is remembered: a folder that a test writes is read each time.
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import DefaultsList, Overrides
+from omegaconf import DictConfig
+
+from tunix.config.values import CONF
+
+OWN = {"hydra.conf", str(CONF.absolute()), ""}  # places of config files: Hydra's, ours, those of schemas
+
+_lists: dict[Any, DefaultsList] = {}  # by the chosen files
+_merged: dict[int, DictConfig] = {}  # the files merged, by the list of defaults in `_lists`
+_make_list, _merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+
+
+def remember() -> None:
+    """Let Hydra remember, in this process."""
+    config_loader_impl.create_defaults_list = _remember_list
+    ConfigLoaderImpl._compose_config_from_defaults_list = _remember_merged
+
+
+def _remember_list(
+    repo: Any, config_name: str | None, overrides_list: list[Any], prepend_hydra: bool, skip_missing: bool
+) -> DefaultsList:
+    arguments = (repo, config_name, overrides_list, prepend_hydra, skip_missing)
+    if not {source.path for source in repo.get_sources()} <= OWN:
+        return _make_list(*arguments)
+    keys = Overrides(repo=repo, overrides_list=overrides_list).config_overrides  # overrides that choose no file
+    files = tuple(word.input_line for word in overrides_list if not any(word is key for key in keys))
+    chosen = files, config_name, prepend_hydra, skip_missing
+    if chosen not in _lists:
+        _lists[chosen] = _make_list(*arguments)
+    return replace(_lists[chosen], config_overrides=keys)
+
+
+def _remember_merged(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> DictConfig:
+    if not any(known.defaults is defaults for known in _lists.values()):
+        return _merge(self, defaults, repo)
+    if id(defaults) not in _merged:
+        _merged[id(defaults)] = _merge(self, defaults, repo)
+    return copy.deepcopy(_merged[id(defaults)])
