@@ -1,6 +1,7 @@
 """Write docs/config.md from the types in tunix/config and the values in conf/: `make docs`."""
 
 import typing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,12 @@ def _about(kind: type[Section]) -> str:
 def _config(group: str, tag: str | None) -> Config:
     choice = f"{group}={tag}"
     words = [choice, *REQUIRED.get(choice, [])] if tag else []
-    return compose([*words, "loading.cache_dir='~/.cache/tunix'"]).config
+    return _compose(*words, "loading.cache_dir='~/.cache/tunix'")
+
+
+@cache
+def _compose(*words: str) -> Config:
+    return compose(list(words)).config
 
 
 def _table(kind: type[Section], prefix: str, values: Section | None) -> str:
