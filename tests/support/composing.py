@@ -2,7 +2,8 @@
 
 Hydra reads some 30 files for each config, builds the list of defaults and merges the files; then come the overrides of
 single keys. The first part takes two thirds of the time and depends on the chosen files alone, of which the tests choose
-few. Only conf/ of the repository is remembered: a folder that a test writes is read each time.
+few. Only conf/config.yaml and what it names in conf/ is remembered: the saved config of a run and a folder that a test writes
+are read each time.
 """
 
 import copy
@@ -33,11 +34,11 @@ def _remember_list(
     repo: Any, config_name: str | None, overrides_list: list[Any], prepend_hydra: bool, skip_missing: bool
 ) -> DefaultsList:
     arguments = (repo, config_name, overrides_list, prepend_hydra, skip_missing)
-    if not {source.path for source in repo.get_sources()} <= OWN:
+    if config_name != "config" or not {source.path for source in repo.get_sources()} <= OWN:
         return _make_list(*arguments)
     keys = Overrides(repo=repo, overrides_list=overrides_list).config_overrides  # overrides that choose no file
     files = tuple(word.input_line for word in overrides_list if not any(word is key for key in keys))
-    chosen = files, config_name, prepend_hydra, skip_missing
+    chosen = files, prepend_hydra, skip_missing
     if chosen not in _lists:
         _lists[chosen] = _make_list(*arguments)
     return replace(_lists[chosen], config_overrides=keys)
