@@ -31,6 +31,7 @@ fuzz: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python -m tools.config_reference
+	$(BIN)/python -m tools.model_table
 
 # The pages, the tutorial and the API as a site in build/site; every link is checked.
 site: .venv/installed

@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from support.harness import batch, program
+from support.harness import ROOT, batch, program
 
 from tunix.cli.compose import compose
 from tunix.config.values import CONF
@@ -39,6 +39,11 @@ SIZES = {
 def test_every_size_is_counted():
     own = {"tiny", "tiny_moe", "adder", "pretrained"}
     assert {path.stem for path in (CONF / "model").glob("*.yaml")} - own == set(SIZES)
+
+
+def test_every_size_is_in_the_table():
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert [size for size in SIZES if f"`{size}`" not in page] == []  # `make docs` writes the table
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -69,6 +69,7 @@ ROPE_SYNONYMS = {"su": "longrope"}  # rope_type in other versions -> the usual o
 CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "attention_multiplier": (lambda multiplier: multiplier**-2, lambda scale: scale**-0.5),  # Granite's query_scale
 }
+QUANTIZATION, READ_CODES = "quantization_config", ("fp8", "mxfp4")
 MAX_LAYERS = 10_000  # a number beyond is a damaged file
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -101,7 +102,8 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
         known = ", ".join(family.model_type for family in FAMILIES.values())
         raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}")
     family = FAMILIES[name]
-    raw = {family.synonyms.get(key, key): value for key, value in raw.items()}
+    _check_codes(raw.get(QUANTIZATION), where)
+    raw = {family.synonyms.get(key, key): value for key, value in raw.items() if key != QUANTIZATION}
     keys = {
         *family.keys.values(), *family.fixed, *family.biases, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS,
         *DERIVED & family.absent.keys(),
@@ -137,6 +139,25 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
     return {"family": name} | _by_section(values)
+
+
+def _check_codes(quantization: dict[str, Any] | None, where: str) -> None:
+    """Raise `UserError` for weights that rest as codes which are not read."""
+    method = (quantization or {}).get("quant_method")
+    if method is not None and method not in READ_CODES:
+        raise UserError(
+            f"{where}: {QUANTIZATION} says quant_method={method}, whose codes are not read (those of "
+            f"{' and '.join(READ_CODES)} are); take the model's files in 16 bits, or write them: load this folder with "
+            "transformers, then model.dequantize() and model.save_pretrained(DIR). model.lora.quantize_base trains on "
+            "codes of our own"
+        )
+
+
+def fp8_block_sizes(folder: Path) -> tuple[int, int]:
+    """Return rows and columns of the blocks that share a scale, in a folder whose weights are 8-bit floats."""
+    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    sizes = (raw.get(QUANTIZATION) or {}).get("weight_block_size") or (128, 128)
+    return int(sizes[0]), int(sizes[1])
 
 
 def _converted(theirs: str, value: Any, direction: int) -> Any:

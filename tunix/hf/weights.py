@@ -19,7 +19,9 @@ from safetensors.numpy import save_file
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.hf.config_json import fp8_block_sizes
 from tunix.hf.names import FAMILIES, Family, Name
+from tunix.hf.stored import Plain, Stored, join_codes
 from tunix.models.paths import named, parameter_name
 from tunix.models.quantized import stacked_codes
 from tunix.processes import peers
@@ -40,15 +42,19 @@ class TensorFiles:
 
     def __init__(self, folder: Path, family: Family):
         self.folder, self.family, self._open = folder, family, ExitStack()
-        self._files: dict[str, tuple[Any, str]] = {}  # our name of the tensor -> file, and its name there
+        self._tensors: dict[str, Stored] = {}
 
     def __enter__(self) -> "TensorFiles":
+        tensors: dict[str, Plain] = {}
+        paths: dict[str, Path] = {}
         for path in weight_files(self.folder):
             try:
                 file = self._open.enter_context(safe_open(path, framework="np"))
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
-            self._files |= {self._canonical(name): (file, name) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                tensors[self._canonical(name)], paths[self._canonical(name)] = Plain(file, name), path
+        self._tensors = join_codes(tensors, paths, fp8_block_sizes(self.folder))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,19 +62,15 @@ class TensorFiles:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self._slice(name).get_shape()) for name in self._files}
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def dtype(self, name: str) -> str:
         """Return the dtype as safetensors names it; `_check` lets only those of `FLOATS` pass."""
-        return self._slice(name).get_dtype()
+        return self._tensors[name].dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a slice of a tensor, and nothing else of the file."""
-        return self._slice(name)[index]
-
-    def _slice(self, name: str) -> Any:
-        file, stored = self._files[name]
-        return file.get_slice(stored)
+        """Read a slice of a tensor as numbers, and nothing else of the file."""
+        return self._tensors[name].read(index)
 
     def _canonical(self, name: str) -> str:
         """Return the name in the family's table of a tensor whose class or version begins its names otherwise."""

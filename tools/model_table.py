@@ -1,0 +1,124 @@
+"""Write the table of families in docs/models.md from conf/model and the names of Hugging Face's files: `make docs`."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from tunix.cli.compose import compose
+from tunix.config import Model
+from tunix.config.mlp import ExpertsMlp
+from tunix.config.values import CONF
+from tunix.hf.names import FAMILIES, Family
+
+PAGE = Path("docs/models.md")
+BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"
+COLUMNS = ("family", "sizes (`model=...`)", "norms", "positions", "attention", "MLP", "refused in config.json")
+NORMS = {
+    "rms": "RMS",
+    "rms_unit_offset": "RMS, 1 + scale",
+    "layer": "LayerNorm",
+    "layer_unit_offset": "LayerNorm, 1 + scale",
+}
+PLACES = {"pre": "before", "pre_and_post": "before and after", "post": "after"}
+QK_NORMS = {
+    "none": "",
+    "per_head": "; queries and keys, per head",
+    "all_heads": "; queries and keys, all heads together",
+}
+GATES = {"gated": "gated {}", "plain": "{}"}
+OWN = ("tiny", "tiny_moe", "adder", "pretrained")  # sizes that nobody has published
+
+
+def page(text: str) -> str:
+    """Return the page with today's table between its two marks."""
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+def table() -> str:
+    """Return the table as Markdown: a row for each family, in the order of its name."""
+    sizes = _sizes()
+    rows = [COLUMNS, ("---",) * len(COLUMNS)]
+    rows += [tuple(_row(name, family, sizes[name])) for name, family in sorted(FAMILIES.items())]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _sizes() -> dict[str, list[str]]:
+    """Return the names of the published sizes of each family."""
+    sizes: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    for path in sorted((CONF / "model").glob("*.yaml")):
+        defaults = OmegaConf.load(path).defaults if path.stem not in OWN else []
+        for choice in defaults:
+            if found := re.fullmatch(r"family/(\w+)@_here_", str(choice)):
+                sizes[found[1]].append(path.stem)
+    return sizes
+
+
+def _row(name: str, family: Family, sizes: list[str]) -> Iterator[str]:
+    model = compose([f"model={sizes[0]}", "model.mesh_shape=[[1],[fsdp]]"]).config.model
+    yield f"`{name}` ({_title(name)})"
+    yield " ".join(f"`{size}`" for size in sizes)
+    yield f"{NORMS[model.norm]}, {PLACES[model.norm_placement]}{QK_NORMS[model.qk_norm]}"
+    yield "; ".join(_positions(model, family))
+    yield "; ".join(_attention(model, family)) or "grouped heads"
+    yield _mlp(model)
+    refused = [f"`{key}` unless {' or '.join(map(str, values))}" for key, values in sorted(family.fixed.items())]
+    yield ", ".join([*refused, "keys that are not understood"])
+
+
+def _title(name: str) -> str:
+    """Return what the file of the family says that it is."""
+    first = (CONF / "model" / "family" / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
+    first = re.sub(r"^What (the |all |both |dense )*(sizes of )?|^all dense sizes of ", "", first)
+    return re.split(r" share| \(|:", first)[0].removeprefix("dense sizes of ").removeprefix("sizes of ")
+
+
+def _positions(model: Model, family: Family) -> Iterator[str]:
+    if model.positions == "learned":
+        yield "learned"
+        return
+    yield "RoPE" + ("" if model.rope_scaling.name == "none" else f", {model.rope_scaling.name}")
+    if model.rotated_dim is not None:
+        yield f"{model.rotated_dim} of {model.head_dim} numbers of a head"
+    if model.rotated_pairs == "neighbours":
+        yield "neighbours turn together"
+    if model.unrotated_every is not None:
+        yield f"none in one of {model.unrotated_every} layers"
+    elif family.unrotated_global:
+        yield "none in global layers, where there are local ones"
+    if model.query_growth is not None:
+        yield "queries grow with their position"
+
+
+def _attention(model: Model, family: Family) -> Iterator[str]:
+    if model.latent is not None:
+        yield f"latents of {model.latent.query_dim} and {model.latent.dim} numbers"
+    if model.global_every > model.num_layers:
+        yield "every layer local"
+    elif model.global_every > 1:
+        yield f"one of {model.global_every} layers global"
+    elif "sliding_window" in family.keys.values():
+        yield "windows where config.json has them"
+    if model.attention_cap is not None:
+        yield "capped scores"
+    if model.attention_sinks:
+        yield "sinks"
+    if model.biases:
+        yield f"biases of `{model.biases}`".replace("|", "\\|")
+
+
+def _mlp(model: Model) -> str:
+    mlp = model.mlp
+    if not isinstance(mlp, ExpertsMlp):
+        return GATES[mlp.kind].format(mlp.activation)
+    parts = [f"{mlp.experts_per_token} of {mlp.num_experts} experts, {mlp.activation}"]
+    parts += ["a shared one"] if mlp.shared_dim else []
+    parts += [f"{mlp.dense_layers} dense layers"] if mlp.dense_layers else []
+    parts += ["biases"] if mlp.biases else []
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
