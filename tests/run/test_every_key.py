@@ -126,6 +126,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     longrope = ["model=qwen3_0_6b", f"++model.rope_scaling={LONGROPE}"]
     sizes = ["model=llama3_1b"], ["model=gemma3_4b"], ["model=gpt2_124m"], yarn, longrope
     configs = [compose([*words, "model.lora.rank=2"]).config for words in sizes]
+    configs.append(compose(["model=deepseek_v3", "model.num_layers=4"]).config)
     biased = ["model.mlp.bias_rate=0.1", "model.mlp.balance_loss=0.1", "model.mlp.z_loss=0.1", "model.mlp.num_groups=2"]
     with_experts = compose(["model=tiny_moe", *biased]).config
 

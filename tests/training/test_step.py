@@ -56,10 +56,10 @@ def test_keys_that_go_round_in_a_ring(mesh, words, reference, monkeypatch):
 def test_capped_scores_and_sinks_on_every_exchange():
     """In a ring, and where devices swap tokens for heads; sinks that are not 0 move with their gradients."""
     words = ["model.attention_cap=0.5", "model.attention_sinks=true", "model.logits_cap=2.0"]
-    words += ["distributed.allow_idle_devices=true", "model.num_layers=1", "model.global_every=1"]
+    words += ["model.num_layers=1", "model.global_every=1"]
     expected = program(*ONE, *words).run(batch(), steps=3)
     for mesh, exchange in (("[[2],[cp]]", "ring"), ("[[2,2],[cp,tp]]", "ulysses")):
-        step = program(f"model.mesh_shape={mesh}", *words, f"model.cp_exchange={exchange}")
+        step = program(f"model.mesh_shape={mesh}", ONE[1], *words, f"model.cp_exchange={exchange}")
         assert_same(step.run(batch(), steps=3), expected)
 
 
