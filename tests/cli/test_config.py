@@ -1,5 +1,6 @@
 """Each mistake gets its one line; each key has a meaning, a place, and an effect."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import add_search_path, compose, to_yaml
 from tunix.cli.keys import list_keys
 from tunix.config.values import CONF
+from tunix.hf.config_json import write_config
 from tunix.sharding.dims import axis_names
 
 MISTAKES = [
@@ -142,6 +144,16 @@ def test_experiments_compose_and_say_what_to_expect(path):
     about = "\n".join(line for line in head[1:8] if line.startswith("#"))
     for word in (f"+experiment={path.stem}", "Hardware:", "Time:", "Loss:"):
         assert word in about, f"{path.name} does not open with {word}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_1_7b", "gemma3_1b"])
+def test_the_experiment_on_gsm8k_takes_the_models_that_it_names(name, tmp_path):
+    """From config.json as Hugging Face has it; a plan needs no file at all, and counts the whole vocabulary."""
+    published = compose([f"model={name}"]).config.model
+    (tmp_path / "config.json").write_text(json.dumps(write_config(published)))
+    model = compose(["+experiment=grpo_gsm8k", f"model.init_from={tmp_path}"]).config.model
+    assert (model.embed_dim, model.vocab_size, model.lora.rank) == (published.embed_dim, published.vocab_size, 32)
+    assert compose(["+experiment=grpo_gsm8k"]).config.model.vocab_size == 151_936
 
 
 def test_a_saved_config_composes_to_itself(tmp_path):

@@ -53,6 +53,8 @@ def test_same_answers_on_every_mesh(rollouts):
         for mine, same in zip(first, other, strict=True):
             np.testing.assert_allclose(mine.drawn_log_probabilities, same.drawn_log_probabilities, atol=1e-5)
     assert len({tuple(answer.tokens) for answer in first}) == len(first)
+    halved = {mesh: rollout.sampler.take._cache_size() > 0 for mesh, rollout in rollouts.items()}
+    assert halved == {mesh: mesh == MESHES[0] for mesh in MESHES}  # 32 rows on a device, 8 or fewer on each elsewhere
 
 
 def test_an_answer_ends_at_its_first_stop_id_or_at_its_length(alone):

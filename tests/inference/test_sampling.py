@@ -21,6 +21,8 @@ from tunix.inference.cache import prefill
 from tunix.inference.drawing import choose
 from tunix.inference.gathered import gather
 from tunix.inference.sampling import Sampling
+from tunix.inference.stops import chat_stop_ids
+from tunix.tokenizer.vocabulary import load_vocabulary
 
 PARITY = ROOT / "tests" / "models" / "parity"
 PROMPTS = [[5, 9, 11], [7] * 20, [3]]
@@ -94,6 +96,22 @@ def test_a_stop_id_ends_one_answer_and_not_the_others(gemma):
     assert (stopped[0].tokens, stopped[0].stopped) == (free[0].tokens[: place + 1], True)
     for before, after in zip(free[1:], stopped[1:], strict=True):
         assert after.tokens == before.tokens[: len(after.tokens)]
+
+
+def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
+    """The end of a document, that of a turn in the chat template, those of the model's files, and the user's words."""
+    (tmp_path / "end.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{{ '<pad>' if m['role'] == 'assistant' }}{% endfor %}"
+    )
+    vocabulary = load_vocabulary(str(hf_dir), chat_template=str(tmp_path / "end.jinja"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert chat_stop_ids(vocabulary, (), tmp_path) == (0, 2, 7)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8]}')  # it stands above config.json
+    word = vocabulary.backend.token_to_id("a")
+    assert chat_stop_ids(vocabulary, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
+    assert chat_stop_ids(load_vocabulary(str(hf_dir)), (), None) == (2,)
+    with pytest.raises(UserError, match="sampling.stop=nowhere is not a token"):
+        chat_stop_ids(vocabulary, ("nowhere",), None)
 
 
 def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):

@@ -11,6 +11,7 @@ import yaml
 from support.harness import ROOT, cli, cli_here, metrics
 from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
 from tunix.base.errors import Stopped, UserError
@@ -66,6 +67,11 @@ def test_the_files_of_a_run_agree(wide):
     evaluations = metrics(wide, "held_out")
     assert [line["step"] for line in evaluations] == [2, 4]
     assert all(0 <= line["accuracy"] <= line["reward"] + 1e-9 for line in evaluations)
+    shown = [
+        event.tensor_proto.string_val[0].decode() for event in EventAccumulator(str(wide)).Reload().Tensors("samples")
+    ]
+    assert len(shown) == 4
+    assert shown[0].count(" >>> ") == 4  # answers of step 1, as text in TensorBoard
 
 
 def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
@@ -101,13 +107,17 @@ def test_a_resumed_run_has_the_same_digits(wide):
 
 
 def test_several_steps_on_a_rollout(tmp_path):
-    """Two steps on one rollout, more prompts than they take, a divergence from the start, cut answers masked."""
+    """Two steps on one rollout, more prompts than they take, a divergence from the start, cut answers masked.
+
+    The reference is made anew by a resumed run, with the same bits.
+    """
     folder = tmp_path / "run"
     words = [
+        *TASK, *ONE, "checkpoint.save_first=true", "checkpoint.max_to_keep=3",
         "task.steps_per_rollout=2", "task.oversample=1.5", "task.kl_coefficient=0.1", "task.truncated=mask",
         "task.samples_every_steps=2", "training.max_steps=4", "evaluation.every_steps=null", "optimizer.learning_rate=0.001", f"hydra.run.dir={folder}",
     ]  # fmt: skip
-    tunix.train([*TASK, *ONE, *words])
+    tunix.train(words)
     lines, answers = metrics(folder), samples(folder)
     assert [line["ratio_max"] > 1.0001 for line in lines] == [False, True, False, True]
     assert [line["kl"] > 1e-8 for line in lines] == [False, True, True, True]
@@ -116,11 +126,41 @@ def test_several_steps_on_a_rollout(tmp_path):
     trained = [answer for answer in answers if answer["advantage"] is not None]
     assert len(trained) == 2 * 8 * 4
     assert [answer["sample"] for answer in answers[::4]] == list(range(24))
-    first = trained[:32]  # of the rollout of step 1, where nothing diverges yet
-    for group in (first[start : start + 4] for start in range(0, 32, 4)):
-        mean = np.mean([answer["reward"] for answer in group])
-        for answer in group:
-            assert answer["advantage"] == pytest.approx(answer["reward"] - mean, abs=1e-4)
+    # By hand: each reward less 0.1 x (log p - log p of the reference), summed over an answer that has an end.
+    rewards = np.array([answer["reward"] for answer in trained])
+    ended = np.array([answer["stopped"] for answer in trained])
+    drawn = np.array([sum(answer["log_probabilities"]) for answer in trained])
+    penalized = np.where(ended, rewards - 0.1 * (drawn - score_answers(folder / "checkpoints" / "0", trained)), rewards)
+    advantages = np.array([answer["advantage"] for answer in trained])
+    np.testing.assert_allclose(advantages, center(penalized), atol=1e-5)
+    moved = np.abs(advantages - center(rewards))
+    assert moved[:32].max() < 1e-5  # of the rollout of step 1, where nothing diverges yet
+    assert moved[32:].max() > 1e-4
+    tunix.train([f"resume={folder}/checkpoints/2"])
+    for one, two in zip(lines[2:], metrics(folder)[4:], strict=True):
+        assert [one[name] for name in ("loss", "kl", "grad_norm")] == [
+            two[name] for name in ("loss", "kl", "grad_norm")
+        ]
+
+
+def center(rewards: np.ndarray) -> np.ndarray:
+    """Rewards [P x 4] less the mean of their group of four."""
+    return (rewards.reshape(-1, 4) - rewards.reshape(-1, 4).mean(1, keepdims=True)).reshape(-1)
+
+
+def score_answers(run: Path, answers: list[dict]) -> np.ndarray:
+    """Log-probability of each answer under the model of a run, without the losses of training."""
+    model = tunix.load_pretrained(run)
+    assert model.vocabulary is not None
+    encode = model.vocabulary.backend.encode
+    prompts = [encode(answer["prompt"], add_special_tokens=False).ids for answer in answers]
+    texts = [prompt + answer["tokens"] for prompt, answer in zip(prompts, answers, strict=True)]
+    logits = np.asarray(model([text + [0] * (16 - len(text)) for text in texts]), np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    scores = []
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        scores.append(sum(log_probs[row, place - 1, text[place]] for place in range(len(prompt), len(text))))
+    return np.array(scores)
 
 
 def test_answers_are_placed_after_their_prompts():
@@ -244,17 +284,25 @@ def test_two_processes_killed_and_resumed_are_one_run(tmp_path):
 
 
 def test_low_rank_updates_of_a_run_have_it_as_their_reference(wide, tmp_path):
-    """model.init_from takes the run, at its newest step; the reference is the policy without its updates."""
+    """model.init_from takes the run, at its newest step; the reference is the policy without its updates.
+
+    Held-out prompts get eight answers each, drawn; cut answers have the reward 0.
+    """
     folder = tmp_path / "run"
     words = [
-        "task.kl_coefficient=0.1", "task.kl=loss", "model.lora.rank=2", "training.max_steps=2",
-        "evaluation.every_steps=null", f"model.init_from={wide}", f"hydra.run.dir={folder}",
+        "task.kl_coefficient=0.1", "task.kl=loss", "task.truncated=zero", "model.lora.rank=2", "training.max_steps=2",
+        "evaluation.num_samples=8", "sampling@evaluation.sampling=default", f"model.init_from={wide}", f"hydra.run.dir={folder}",
     ]  # fmt: skip
     own = [word for word in TASK if not word.startswith("model.")]
     tunix.train([*own, *ONE, *words])
     first, second = metrics(folder)
     assert 0 <= first["kl"] < 1e-8 < second["kl"]
     assert max(first["mismatch_max"], second["mismatch_max"]) < 1e-5
+    rewards = np.array([answer["reward"] * answer["stopped"] for answer in samples(folder)])
+    np.testing.assert_allclose([answer["advantage"] for answer in samples(folder)], center(rewards), atol=1e-12)
+    (held_out,) = metrics(folder, "held_out")
+    assert 0 < held_out["accuracy"] < held_out["pass@2"] < held_out["pass@8"] <= 1
+    assert held_out["pass@8"] in (0.25, 0.5, 0.75, 1)  # of four prompts
     saved = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     assert saved["init_from"] == f"{wide}/checkpoints/4"
     with pytest.raises(UserError, match="has low-rank updates beside its matrices; add them first"):
