@@ -301,7 +301,7 @@ def test_low_rank_updates_of_a_run_have_it_as_their_reference(wide, tmp_path):
     rewards = np.array([answer["reward"] * answer["stopped"] for answer in samples(folder)])
     np.testing.assert_allclose([answer["advantage"] for answer in samples(folder)], center(rewards), atol=1e-12)
     (held_out,) = metrics(folder, "held_out")
-    assert 0 < held_out["accuracy"] < held_out["pass@2"] < held_out["pass@8"] <= 1
+    assert 0 < held_out["accuracy"] <= held_out["pass@2"] <= held_out["pass@4"] <= held_out["pass@8"]
     assert held_out["pass@8"] in (0.25, 0.5, 0.75, 1)  # of four prompts
     saved = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     assert saved["init_from"] == f"{wide}/checkpoints/4"
