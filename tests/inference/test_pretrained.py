@@ -64,11 +64,11 @@ def without_norm(folder):
 BAD = {
     "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
-    "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are gemma3_text, llama"),
+    "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are gemma3_text, gemma2, llama"),
     "unknown key": (lambda folder: change_config(folder, num_experts=8), "num_experts=8 is not understood for model_type=llama"),
     "unsupported value": (lambda folder: change_config(folder, mlp_bias=True), "mlp_bias=True is not supported; it must be False"),
     "remote code": (lambda folder: change_config(folder, auto_map={"AutoModel": "m.M"}), "auto_map asks for code of the model's own, which is never run"),
-    "unknown rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "longrope"}), "rope_type=longrope is not understood"),
+    "unknown rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "dynamic"}), "rope_type=dynamic is not understood"),
     "unknown key of rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale": 2}), "rope_type=yarn: mscale=2 is not understood"),
     "a list for a rope": (lambda folder: change_config(folder, rope_scaling=["linear"]), "rope_scaling=['linear'] is not a JSON object"),
     "incomplete rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "linear"}), "rope_type=linear needs factor"),

@@ -288,7 +288,9 @@ def _join_magnitudes(given: dict[str, Any]) -> float | None:
 
     Returns the second key, which DeepSeek's scores have as a factor of their own.
     """
-    mscale, of_all_dims = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+    if "mscale_all_dim" not in given:
+        return None
+    mscale, of_all_dims = given.pop("mscale", None), given.pop("mscale_all_dim")
     if mscale and of_all_dims and given.get("attention_factor") is None:
         given["attention_factor"] = yarn_magnitude(given["factor"], mscale) / yarn_magnitude(
             given["factor"], of_all_dims
