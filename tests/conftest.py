@@ -13,10 +13,14 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # empty: not set
 import random
 from pathlib import Path
 
+import hypothesis
 import pytest
 from support import composing
 
 composing.remember()
+# A machine with other work is slow at making input: no fault of a test.
+hypothesis.settings.register_profile("tests", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
 KEPT = Path(__file__).parents[1] / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
 LONGEST = "test_the_default_job_learns"
 
