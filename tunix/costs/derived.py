@@ -56,15 +56,18 @@ class Costs:
         return sum(self.num_bytes.values())
 
 
-def derive(cfg: Config, sizes: dict[str, int]) -> Costs:
-    """Return the costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch."""
+def derive(cfg: Config, sizes: dict[str, int], with_activations: bool = True) -> Costs:
+    """Return the costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch.
+
+    Activations are traced, which takes most of the time. Without them, everything else is the same.
+    """
     # The program of one sequence per shard has the costs of any micro batch in it.
     program, mesh = assemble_once(cfg, sizes)
     with jax.sharding.use_abstract_mesh(mesh):
-        return costs_of(cfg, program, mesh)
+        return costs_of(cfg, program, mesh, with_activations)
 
 
-def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
+def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, with_activations: bool = True) -> Costs:
     """Return the costs of a step of an assembled program on the mesh in use."""
     training, batch = cfg.training, cfg.training.batch_shape(mesh.shape)
     microbatches = batch.num_microbatches
@@ -74,8 +77,9 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> Costs:
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, training.seq_len) * share
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, training.seq_len) * share
     all_flops = flops + computes_again(training.remat, "product") * forward_flops
+    activations = _activation_bytes(cfg, program, mesh) if with_activations else 0
     return Costs(
-        _state_bytes(program, mesh, microbatches) | {"activations": _activation_bytes(cfg, program, mesh)},
+        _state_bytes(program, mesh, microbatches) | {"activations": activations},
         list_transfers(program, mesh, microbatches),
         flops,
         all_flops + _pipeline_flops(cfg, mesh, all_flops, forward_flops, share),

@@ -18,6 +18,7 @@ from tunix.config.task import Grpo
 from tunix.costs.derived import Costs, assemble_once, derive
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
+from tunix.models.exchanges import choose_exchange
 from tunix.plan.compiled import WORKERS, Compiled, compile_all
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
@@ -26,6 +27,8 @@ GIB = 2**30
 PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
 DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
 LARGEST_MICRO_BATCH = 1024
+MANY = 48  # meshes that are shown: of more than these, the fastest that fit by derived costs
+SMALLEST = 4  # and those that need the least memory
 # Keys that make a step smaller, by the purpose that takes the most memory.
 HELP = {
     "temporary": "a smaller training.micro_batch_size or training.loss_chunk_size, training.remat=full",
@@ -152,6 +155,8 @@ class Ranking:
     refused: dict[str, str]  # the reason, keyed by mesh
     limit: float  # bytes that a device may use
     global_batch_size: int | None = None  # sequences on which the meshes are compared, where the config named none
+    num_slower: int = 0  # meshes that divide the model, and are left out because they are predicted to be slower
+    num_hopeless: int = 0  # and those whose weights, optimizer and gradients alone are too large
 
 
 def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda line: None) -> Ranking:
@@ -166,9 +171,21 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     limit = cluster.kind.memory_gib * GIB * cfg.plan.memory_share
     candidates: list[Candidate] = []
     refused = {}
+    legal = []
     for sizes in _list_meshes(cfg, cluster):
         try:
             check_divides(cfg.dims, sizes)
+            list_micro_batch_sizes(cfg, sizes)
+            choose_exchange(cfg.model, sizes)
+            legal.append(sizes)
+        except UserError as error:
+            refused[format_mesh_shape(sizes)] = str(error)
+    promising, num_slower, num_hopeless = legal, 0, 0
+    if len(legal) > MANY:
+        progress(f"{len(legal)} meshes divide the model")
+        promising, num_slower, num_hopeless = _narrow(cfg, legal, cluster, limit)
+    for sizes in promising:
+        try:
             candidates.append(_derive_candidate(cfg, sizes, cluster, limit))
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)
@@ -185,7 +202,38 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         refused,
         limit,
         cfg.training.global_batch_size if cfg is not given else None,
+        num_slower,
+        num_hopeless,
     )
+
+
+def _narrow(
+    cfg: Config, legal: list[dict[str, int]], cluster: Cluster, limit: float
+) -> tuple[list[dict[str, int]], int, int]:
+    """Return the `MANY` fastest meshes that fit and the smallest ones, and how many are slower, and how many too large.
+
+    All is derived. The time of a step does not depend on the memory of activations, so all meshes are put in the order
+    of their times first, and activations are traced of one after the other until enough of them fit.
+    """
+    bounds = []
+    for sizes in legal:
+        size = None if cfg.training.micro_batch_size != "auto" else list_micro_batch_sizes(cfg, sizes)[0]
+        try:
+            bounds.append(_make_candidate(cfg, sizes, size, cluster, with_activations=False))
+        except UserError:  # a part of the program refuses this mesh; the others are hundreds
+            continue
+    may_fit = [each for each in bounds if each.memory <= limit]
+    smallest = sorted(bounds, key=lambda each: each.memory)[:SMALLEST]
+    chosen: list[dict[str, int]] = []
+    for each in sorted(may_fit, key=lambda each: -each.tokens_per_s):
+        whole = _derive_candidate(cfg, each.sizes, cluster, limit)
+        if whole.memory <= DERIVED_MARGIN * limit:
+            chosen.append(each.sizes)
+        if len(chosen) == MANY:
+            break
+    chosen += [each.sizes for each in smallest if each.sizes not in chosen]
+    num_hopeless = len(bounds) - len(may_fit)
+    return chosen, max(0, len(may_fit) - len(chosen)), num_hopeless
 
 
 def fix_batch(cfg: Config, num_devices: int) -> Config:
@@ -233,9 +281,11 @@ def _derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limi
     return best
 
 
-def _make_candidate(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None, cluster: Cluster) -> Candidate:
+def _make_candidate(
+    cfg: Config, sizes: dict[str, int], micro_batch_size: int | None, cluster: Cluster, with_activations: bool = True
+) -> Candidate:
     with_mesh = replace_mesh(cfg, sizes, micro_batch_size)
-    costs, rollout = derive(with_mesh, sizes), None
+    costs, rollout = derive(with_mesh, sizes, with_activations), None
     if isinstance(cfg.task, Grpo):
         device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
         rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)

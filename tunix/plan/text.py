@@ -12,7 +12,7 @@ from rich.table import Table
 from tunix.base.tables import as_text
 from tunix.plan.compiled import HBM_SHARE, find_backend
 from tunix.plan.picture import draw_plan
-from tunix.plan.ranking import GIB, Candidate, Ranking
+from tunix.plan.ranking import GIB, MANY, Candidate, Ranking
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import format_mesh_shape
 
@@ -24,7 +24,12 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     candidates = [*ranking.fit, *ranking.too_large]
     lines = [as_text(_mesh_table(ranking, cluster), 190)] if candidates else []
     lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use (plan.memory_share)")
-    lines += [f"refused {mesh}: {reason}" for mesh, reason in ranking.refused.items()]
+    lines += _list_refused(ranking.refused)
+    if ranking.num_slower or ranking.num_hopeless:
+        lines.append(
+            f"left out: {ranking.num_slower:,} meshes that are predicted to be slower, and {ranking.num_hopeless:,} "
+            "whose weights, optimizer and gradients alone are too large"
+        )
     lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in candidates if each.note]
     if ranking.global_batch_size:
         lines.append(f"meshes are compared on one global batch, of {ranking.global_batch_size:,} sequences")
@@ -34,6 +39,16 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
             lines += ["", as_text(_traffic_table(ranking.fit[0]), 190)]
         lines += ["", format_command(overrides, ranking)]
     return "\n".join(lines)
+
+
+def _list_refused(refused: dict[str, str]) -> list[str]:
+    """Return a line for each mesh that is refused; of many, a line for each key that does not fit."""
+    if len(refused) <= MANY:
+        return [f"refused {mesh}: {reason}" for mesh, reason in refused.items()]
+    examples: dict[str, list[str]] = {}
+    for mesh, reason in refused.items():
+        examples.setdefault(reason.split(" is not divisible")[0].split("=")[0], []).append(f"{mesh}: {reason}")
+    return [f"refused {len(lines):,} meshes, like {lines[0]}" for lines in examples.values()]
 
 
 def _mesh_table(ranking: Ranking, cluster: Cluster) -> Table:

@@ -16,6 +16,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
+from tunix.sharding.arrays import abstract_results
 from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
@@ -25,7 +26,7 @@ from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.pipelined import make_pipelined_gradients
 from tunix.training.spikes import SpikeGuard, make_guard
-from tunix.training.state import Architecture, State, abstract_state, describe, new_state, optimizer_view
+from tunix.training.state import Architecture, State, abstract_params, describe, new_state, optimizer_view, start_state
 from tunix.training.step import Gradients, make_gradients, make_train_step
 
 
@@ -165,7 +166,8 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies, guard = make_updates(training), make_guard(training)
-    abstract = abstract_state(partial(new_state, arch, cfg.model, layout, optimizer, list(copies), guard), mesh)
+    make = partial(start_state, arch, layout, optimizer, list(copies), guard)
+    abstract = abstract_results(mesh, make, abstract_params(arch, mesh, layout))
     sync_every = choose_sync(training, mesh)
     pipeline = training.pipeline(mesh.shape).schedule
     return Program(

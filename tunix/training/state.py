@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.paths import parameter_name
 from tunix.models.transformer import Transformer
-from tunix.sharding.arrays import abstract_results
 from tunix.sharding.dims import EXPERTS, Equation
 from tunix.sharding.layout import Layout
 from tunix.training.copies import start_copies
@@ -27,6 +25,9 @@ from tunix.training.spikes import SpikeGuard
 # spikes: the window of the guard (spikes.py), absent without a guard; step: optimizer steps taken;
 # skipped: steps in a row, to now, that were not finite
 State = dict[str, Any]
+
+
+MOST_KNOWN = 16  # architectures that `describe` keeps
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,20 @@ def count(weights: dict[str, Any], active: bool = False) -> int:
     return sum(round(weight.size * (weight.used if active else 1)) for weight in jax.tree.leaves(weights))
 
 
+_known: dict[tuple[Any, ...], Architecture] = {}  # a plan asks for one model on hundreds of meshes
+
+
 def describe(cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: int | None = None) -> Architecture:
     """Split the model on shapes only: no array is made. See `Transformer` for the arguments."""
+    key = cfg.model_dump_json(exclude={"mesh_shape"}), layout, remat, parts_per_stage
+    if key not in _known:
+        if len(_known) > MOST_KNOWN:
+            _known.clear()
+        _known[key] = _describe(cfg, layout, remat, parts_per_stage)
+    return _known[key]
+
+
+def _describe(cfg: Model, layout: Layout, remat: str, parts_per_stage: int | None) -> Architecture:
     model = nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat, parts_per_stage))
     graphdef, variables = nnx.split(model)
 
@@ -150,6 +163,18 @@ def new_state(
     """
     params = nnx.to_pure_dict(nnx.state(Transformer(model, layout, nnx.Rngs(jax.random.key(seed)))))
     params = params if given is None else arch.merge(given, params)
+    return start_state(arch, layout, optimizer, copies, guard, params)
+
+
+def start_state(
+    arch: Architecture,
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    copies: list[str],
+    guard: SpikeGuard | None,
+    params: dict[str, Any],
+) -> State:
+    """Return the state of step 0 with these parameters."""
     params = jax.tree.map(lambda p, weight: reshard(p, layout.at_rest(weight.equation)), params, arch.weights)
     trained = optimizer_view(arch.trained(params), arch, layout)
     zero = jnp.zeros((), jnp.int32)
@@ -163,11 +188,6 @@ def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> 
     return jax.tree.map(
         lambda x, weight: reshard(x, layout.at_rest(weight.equation, sharded)), tree, arch.trained_weights
     )
-
-
-def abstract_state(make: Callable[[int], State], mesh: Mesh) -> State:
-    """Shapes, dtypes and shardings of the state that `make` returns for a seed; no array is made."""
-    return abstract_results(mesh, make, 0)
 
 
 def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh, layout: Layout) -> dict[str, Any]:
