@@ -175,7 +175,8 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     for sizes in _list_meshes(cfg, cluster):
         try:
             check_divides(cfg.dims, sizes)
-            list_micro_batch_sizes(cfg, sizes)
+            if cfg.training.micro_batch_size != "auto":
+                cfg.training.batch_shape(sizes)
             choose_exchange(cfg.model, sizes)
             legal.append(sizes)
         except UserError as error:
