@@ -84,7 +84,15 @@ def test_chosen_meshes(words, more, chosen):
 
 def test_every_mesh_of_a_model_with_experts():
     """Each axis meets each other one."""
-    cfg = compose(["model=tiny_moe", "model.num_layers=8", "model.num_heads=8", "training.global_batch_size=64"]).config
+    cfg = compose(
+        [
+            "model=tiny_moe",
+            "model.num_layers=8",
+            "model.num_heads=8",
+            "training.global_batch_size=64",
+            "training.micro_batch_size=1",
+        ]
+    ).config
     found = verify.choose_meshes(cfg, 64, every=True)
     named = [frozenset(axis for axis, size in sizes.items() if size > 1) for sizes in found]
     assert len(found) == 1 + 6 + 30 + 20  # one device; 8 on an axis; 4 x 2 and 2 x 4; 2 x 2 x 2

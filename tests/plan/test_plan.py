@@ -29,6 +29,11 @@ from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
 
 MICROBATCHES = 4
+EXPERTS = (
+    "++model.mlp={kind: experts, activation: silu, num_experts: 8, experts_per_token: 2, expert_dim: 16, shared_dim: "
+    "null, dense_layers: 0, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, groups_per_token: 1, "
+    "balance_loss: 0.01, z_loss: 0.001, bias_rate: null, biases: false}"
+)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +51,23 @@ MICROBATCHES = 4
         ("[[2,4],[fsdp,cp]]", []),
         ("[[2,4],[fsdp,cp]]", ["model.cp_exchange=ring"]),
         ("[[2,2,2],[fsdp,cp,tp]]", ["training.remat=none"]),
+        ("[[2,4],[fsdp,ep]]", [EXPERTS]),
     ],
-    ids=["fsdp", "zero1", "hybrid", "copies", "lora", "int8", "all axes", "remat", "stages", "cp", "ring", "cp and tp"],
+    ids=[
+        "fsdp",
+        "zero1",
+        "hybrid",
+        "copies",
+        "lora",
+        "int8",
+        "all axes",
+        "remat",
+        "stages",
+        "cp",
+        "ring",
+        "cp and tp",
+        "ep",
+    ],
 )
 def test_derived_is_what_is_compiled(mesh, more):
     """State in bytes, exactly; gathered, reduced and exchanged bytes to 2 %."""

@@ -38,6 +38,7 @@ BATCH_KEYS = {
     "pipeline_microbatches", "pipeline_schedule",
 }  # fmt: skip
 QUEUES = 3  # of the rows of a microbatch: what enters the stages, what leaves them, and one of their gradients
+LONG = 2048  # tokens of a sequence on one device, of which all are traced
 ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto"}
 
 
@@ -230,12 +231,22 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     # Some residuals are weights. To tell those of the sequences apart, the number of sequences is a prime that divides
     # no other size: it divides a size of each array that grows with the sequences, and of no other array.
     prime = next(prime for prime in MARKS if all(size % prime for size in cfg.dims.values() if size))
-    values = {"micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None}
+    # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
+    # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.
+    times = 1
+    while cfg.training.seq_len % (2 * times) == 0 and cfg.training.seq_len // (2 * times) >= LONG * token_shards(
+        mesh.shape
+    ):
+        times *= 2
+    values = {
+        "micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None,
+        "seq_len": cfg.training.seq_len // times,
+    }  # fmt: skip
     marked = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
     batch = abstract_batch(marked, mesh)  # type: ignore[arg-type]
     leaves = jax.tree.leaves(jax.eval_shape(residuals, abstract_params(arch, mesh, layout), batch))
     grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
-    _known_residual_bytes[key] = bytes_per_device(grown) // prime
+    _known_residual_bytes[key] = times * bytes_per_device(grown) // prime
     return _known_residual_bytes[key]
 
 

@@ -214,11 +214,14 @@ def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     times = round(len(cfg.model.stacks["blocks"]) * num_microbatches * pipeline.ticks_per_part)
     token = cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     choice = mlp.experts_per_token * 4  # bytes of the numbers of a token's experts, and of their weights
-    # The results are not computed again in the backward pass: nothing needs them there.
-    runs = 1 + computes_again(cfg.training.remat, "product") + pipeline.runs_again
+    again = computes_again(cfg.training.remat, "product")
+    runs = 1 + again + pipeline.runs_again
     gathers = runs * (token + 2 * choice) + token
     yield Transfer("all-gather", axes, times * own * gathers, overlaps=False, count=times * (3 * runs + 1))
-    yield Transfer("reduce-scatter", axes, times * own * (2 * token + choice), overlaps=False, count=3 * times)
+    # In the backward pass of a block, nothing but a norm behind the experts needs their results again.
+    scatters = 2 + pipeline.runs_again + again * (cfg.model.norm_placement != "pre")
+    num_bytes = times * own * (scatters * token + choice)
+    yield Transfer("reduce-scatter", axes, num_bytes, overlaps=False, count=times * (scatters + 1))
 
 
 def _numbers_of_heads(program: Program, mesh: Mesh | AbstractMesh) -> tuple[int, int, int]:

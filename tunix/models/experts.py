@@ -97,9 +97,18 @@ class Router(Matrix):
         return Routes(experts, weights * self.mlp.scale), self._sums(logits, scores, choices)
 
     def _choose(self, scores: jax.Array) -> jax.Array:
-        """Return the experts [B, T, k] int32 with the best scores [B, T, X], within the best groups."""
+        """Return the experts [B, T, k] int32 with the best scores [B, T, X], within the best groups.
+
+        Each device chooses for its own tokens. Outside of a `shard_map`, XLA gathers the scores of all devices for a
+        `top_k`.
+        """
         if self.mlp.bias_rate is not None:
             scores = scores + jax.lax.stop_gradient(self.bias[...].astype(jnp.float32))
+        spec = self.layout.activation("BTY")
+        stand_in = lambda scores: scores[..., : self.mlp.experts_per_token].astype(jnp.int32)  # noqa: E731
+        return stage_shard_map(self._choose_here, spec, spec, self.layout.stages_around, stand_in)(scores)
+
+    def _choose_here(self, scores: jax.Array) -> jax.Array:
         if self.mlp.num_groups > 1:
             grouped = scores.reshape(*scores.shape[:2], self.mlp.num_groups, -1)
             best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
