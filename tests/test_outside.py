@@ -21,7 +21,7 @@ from tunix.base.digests import Damaged, check_files
 from tunix.base.errors import UserError
 from tunix.hf.config_json import read_config
 from tunix.hf.names import FAMILIES
-from tunix.hf.weights import INDEX, TensorFiles, weight_files
+from tunix.hf.tensor_files import INDEX, TensorFiles, weight_files
 from tunix.processes import rollcall
 from tunix.sources.files import Unit
 from tunix.sources.rows import Jsonl

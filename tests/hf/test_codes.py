@@ -14,7 +14,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.hf.config_json import read_config
 from tunix.hf.names import FAMILIES
-from tunix.hf.weights import TensorFiles
+from tunix.hf.tensor_files import TensorFiles
 from tunix.models.paths import named
 
 PARITY = ROOT / "tests" / "models" / "parity"

@@ -183,7 +183,7 @@ def test_a_process_that_never_comes(words, tmp_path):
 COUNTING = """
 import sys
 sys.path.insert(0, {root!r})
-from tunix.hf.weights import TensorFiles
+from tunix.hf.tensor_files import TensorFiles
 read, seen = TensorFiles.read, []
 def counted(*args):
     seen.append(read(*args))

@@ -6,6 +6,8 @@ mxfp4     GPT-OSS         NAME_blocks [X, out, in / 32, 16] of two 4-bit floats 
 """
 
 import json
+import mmap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,27 +23,73 @@ BIAS = 127  # of an exponent that is stored as a byte
 COMPUTED = "BF16"  # the dtype that such tensors stand for
 
 
+# Dtypes of numbers and codes, as safetensors names them, and numpy's.
+DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, FP8: jnp.float8_e4m3fn,
+    "U8": np.uint8,
+}  # fmt: skip
+
+
+class MappedFile:
+    """A safetensors file in memory: its bytes are read from the disk when they are used.
+
+    The file begins with the length of its header, 8 bytes, and the header, JSON. Offsets in the header count from its
+    end (https://huggingface.co/docs/safetensors). `safe_open` must have accepted the file before.
+    """
+
+    def __init__(self, path: Path):
+        with path.open("rb") as file:
+            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._begin = 8 + int.from_bytes(self.bytes[:8], "little")
+        self._header = json.loads(self.bytes[8 : self._begin])
+
+    def find(self, name: str) -> tuple[int, int]:
+        """Return where the bytes of a tensor begin and end."""
+        first, last = self._header[name]["data_offsets"]
+        return self._begin + first, self._begin + last
+
+
 class Stored(Protocol):
     """A tensor that slices are read from."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors names it
+    tensors: tuple["Plain", ...]  # of the files, that it is made of
 
     def read(self, index: Index) -> np.ndarray:
         """Read a slice of the tensor, and nothing else of the file."""
 
 
 class Plain:
-    """A tensor of numbers in an open safetensors file."""
+    """A tensor of numbers in a safetensors file, which `open_file` maps."""
 
-    def __init__(self, file: Any, name: str):
-        self.file, self.name = file, name
+    def __init__(self, file: Any, name: str, open_file: Callable[[], MappedFile]):
         part = file.get_slice(name)
         self.shape, self.dtype = tuple(part.get_shape()), part.get_dtype()
+        self.name, self._open_file = name, open_file
+        self.tensors: tuple[Plain, ...] = (self,)
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice."""
-        return self.file.get_slice(self.name)[index]
+        """Return a slice as a view of the mapped file."""
+        file = self._open_file()
+        return np.ndarray(self.shape, DTYPES[self.dtype], file.bytes, file.find(self.name)[0])[index]
+
+    def fetch(self) -> None:
+        """Let the system read the tensor from the disk in the background: it will be needed soon."""
+        self._advise(mmap.MADV_WILLNEED)
+
+    def release(self) -> None:
+        """Take the tensor's pages out of the memory of this process; a later use maps them again.
+
+        Otherwise the pages of a large file add up beside the arrays that are made of them.
+        """
+        self._advise(mmap.MADV_DONTNEED)
+
+    def _advise(self, advice: int) -> None:
+        file = self._open_file()
+        begin, end = file.find(self.name)
+        page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        file.bytes.madvise(advice, page, end - page)
 
 
 class Fp8:
@@ -49,8 +97,9 @@ class Fp8:
 
     dtype = COMPUTED
 
-    def __init__(self, path: Path, codes: Plain, scales: Stored, sizes: tuple[int, int]):
-        self.codes, self.scales, self.sizes, self.shape = _map_bytes(path, codes), scales, sizes, codes.shape
+    def __init__(self, codes: Plain, scales: Plain, sizes: tuple[int, int]):
+        self.codes, self.scales, self.sizes, self.shape = codes, scales, sizes, codes.shape
+        self.tensors: tuple[Plain, ...] = (codes, scales)
 
     def read(self, index: Index) -> np.ndarray:
         """Read a slice as float32."""
@@ -60,7 +109,7 @@ class Fp8:
             return np.zeros((len(rows), len(columns)), np.float32)
         first, last = (rows[0], columns[0]), (rows[-1] + 1, columns[-1] + 1)
         scales = self.scales.read(tuple(map(slice, first, last))).astype(np.float32)
-        codes = self.codes[index].view(jnp.float8_e4m3fn).astype(np.float32)
+        codes = self.codes.read(index).astype(np.float32)
         return codes * scales[rows - first[0]][:, columns - first[1]]
 
 
@@ -69,8 +118,9 @@ class Mxfp4:
 
     dtype = COMPUTED
 
-    def __init__(self, blocks: Stored, scales: Stored):
+    def __init__(self, blocks: Plain, scales: Plain):
         self.blocks, self.scales = blocks, scales
+        self.tensors: tuple[Plain, ...] = (blocks, scales)
         experts, rows, count, _ = blocks.shape
         self.shape: tuple[int, ...] = (experts, count * PER_SCALE, rows)
 
@@ -87,21 +137,15 @@ class Mxfp4:
         return np.swapaxes(numbers[..., begin : begin + inner.stop - inner.start], 1, 2)
 
 
-def join_codes(tensors: dict[str, Plain], paths: dict[str, Path], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
-    """Return tensors by name, in which codes and their scales are one tensor; `paths` are their files."""
+def join_codes(tensors: dict[str, Plain], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
+    """Return tensors by name, in which codes and their scales are one tensor."""
     joined: dict[str, Stored] = dict(tensors)
     for name, tensor in tensors.items():
-        if tensor.dtype == FP8 and name + SCALE_INV in tensors:
-            joined[name] = Fp8(paths[name], tensor, joined.pop(name + SCALE_INV), fp8_sizes)
+        if tensor.dtype == FP8 and (scales := tensors.get(name + SCALE_INV)):
+            joined[name] = Fp8(tensor, scales, fp8_sizes)
+            del joined[name + SCALE_INV]
         base = name.removesuffix(BLOCKS)
-        if base != name and base + SCALES in tensors:
-            joined[base] = Mxfp4(joined.pop(name), joined.pop(base + SCALES))
+        if base != name and (scales := tensors.get(base + SCALES)):
+            joined[base] = Mxfp4(tensor, scales)
+            del joined[name], joined[base + SCALES]
     return joined
-
-
-def _map_bytes(path: Path, tensor: Plain) -> np.ndarray:
-    """Return the bytes [out, in] of a tensor of 8-bit floats, which numpy has no name for, as a map of the file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        begin = json.loads(file.read(length))[tensor.name]["data_offsets"][0]
-    return np.memmap(path, np.uint8, "r", offset=8 + length + begin, shape=tensor.shape)

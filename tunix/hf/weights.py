@@ -5,7 +5,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,99 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.hf.config_json import fp8_block_sizes
 from tunix.hf.names import FAMILIES, Family, Name
-from tunix.hf.stored import Plain, Stored, join_codes
+from tunix.hf.tensor_files import INDEX, SINGLE, TensorFiles
 from tunix.models.paths import named, parameter_name
 from tunix.models.quantized import stacked_codes
 from tunix.processes import peers
 from tunix.processes.shared_disk import find_blind
 from tunix.sharding.arrays import replicate, replicate_part
 from tunix.sharding.dims import EXPERTS, LAYERS, Equation
+from tunix.sharding.filling import Index, fill
 from tunix.sharding.layout import Layout
 
 # The way out for a folder of tunix.export whose files are not those of its digests.
 CHANGED = "export it again, or remove its digests.json if you have changed the file on purpose"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-
-
-class TensorFiles:
-    """Tensors of a model's folder, under the names of its family's table. A context: it closes the files at its end."""
-
-    def __init__(self, folder: Path, family: Family):
-        self.folder, self.family, self._open = folder, family, ExitStack()
-        self._tensors: dict[str, Stored] = {}
-
-    def __enter__(self) -> "TensorFiles":
-        tensors: dict[str, Plain] = {}
-        paths: dict[str, Path] = {}
-        for path in weight_files(self.folder):
-            try:
-                file = self._open.enter_context(safe_open(path, framework="np"))
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
-            for name in file.keys():  # noqa: SIM118
-                tensors[self._canonical(name)], paths[self._canonical(name)] = Plain(file, name), path
-        self._tensors = join_codes(tensors, paths, fp8_block_sizes(self.folder))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
-
-    def dtype(self, name: str) -> str:
-        """Return the dtype as safetensors names it; `_check` lets only those of `FLOATS` pass."""
-        return self._tensors[name].dtype
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a slice of a tensor as numbers, and nothing else of the file."""
-        return self._tensors[name].read(index)
-
-    def _canonical(self, name: str) -> str:
-        """Return the name in the family's table of a tensor whose class or version begins its names otherwise."""
-        for old, new in self.family.renamed:
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model.
-
-    Raises:
-        UserError: there are none, or one that the index names is missing.
-    """
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise UserError(f"{folder / INDEX} has no weight_map of tensors and files")
-        names = sorted(set(weight_map.values()))
-        if outside := [name for name in names if Path(name).name != name]:
-            raise UserError(f"{folder / INDEX} names {outside[0]}, which is no file of this folder")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise UserError(f"{folder} lacks {', '.join(missing)}, named in {INDEX}")
-        return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise UserError(
-            f"{folder} has its weights as pickles ({', '.join(pickles[:3])}), which can run code and are not read; "
-            "save them as safetensors"
-        )
-    raise UserError(f"{folder} has no {SINGLE} and no {INDEX}")
+PIECE = 2**19  # numbers of a tensor that are copied to the devices of this process at one time
 
 
 def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh) -> dict[str, Any]:
@@ -124,18 +50,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
 
         def load(name: Name, equation: Equation, dtype: Any, layers: range) -> jax.Array:
             """Load some layers of a parameter."""
-            sizes = cfg.dims | {LAYERS: len(layers)}
-
-            def shard(index: Any) -> np.ndarray:
-                ranges = {
-                    letter: part.indices(sizes[letter])[:2] for letter, part in zip(equation.w, index, strict=True)
-                }
-                return _read(files, name, cfg, equation, ranges, layers, dtype)
-
-            shape = tuple(sizes[letter] for letter in equation.w)
-            sharding = NamedSharding(mesh, layout.at_rest(equation))
-            array = jax.make_array_from_callback(shape, sharding, shard)
-            return jax.block_until_ready(array)  # the host's copy is gone before the next is made
+            return _load(files, name, cfg, equation, NamedSharding(mesh, layout.at_rest(equation)), layers, dtype)
 
         try:
             for path, name, weight in _in_files(weights, family):
@@ -231,41 +146,49 @@ def _first_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _read(
-    files: TensorFiles, name: Name, cfg: Model, equation: Equation, ranges: Mapping[str, tuple[int, int]],
-    layers: range, dtype: Any,
-) -> np.ndarray:  # fmt: skip
-    """Read the part of a parameter in these ranges of its dimensions; of dimension L, only the layers of `layers`.
+def _load(
+    files: TensorFiles, name: Name, cfg: Model, equation: Equation, sharding: NamedSharding, layers: range, dtype: Any
+) -> jax.Array:
+    """Load a parameter; of dimension L, only the layers of `layers`.
 
-    The files have one tensor for each layer (and expert), with dimensions grouped and in another order than ours:
+    The files have one tensor for each layer (and expert), with dimensions grouped and in another order than ours. A
+    piece of a tensor is a view of the mapped file, whose strides are turned into our order while it is copied:
 
         q.w of Llama 3    files: "NH,D" [num_heads * head_dim, embed_dim]    ours: "LDNH"
-        a shard           rows of its heads, read as [N, H, D]               copied to [D, N, H] of each layer
+        a piece           rows of some heads, seen as [n, H, D]              copied as [1, D, n, H] to the device
     """
-    ours = equation.w
-    shape = [ranges[letter][1] - ranges[letter][0] for letter in ours]
-    where, unpacked = _slices(name, cfg.dims, ranges)
-    letters = name.dims.replace(",", "")
+    ours, letters = equation.w, name.dims.replace(",", "")
+    sizes = cfg.dims | {LAYERS: len(layers)}
+    shape = tuple(sizes[letter] for letter in ours)
     order = [letters.index(letter) for letter in ours if letter not in name.numbered]
-
-    # Some rows at a time: a transposing copy that stays in the CPU's cache takes a third of the time.
-    step = max(1, 64 // math.prod(unpacked[1:-1]))
-
-    def fill(target: np.ndarray, tensor: str) -> None:
-        stored = files.read(tensor, where)
-        if name.interleaved:
-            stored = np.take(stored, range(name.part, stored.shape[name.fused_dim], len(name.fused)), name.fused_dim)
-        source, target = stored.reshape(unpacked), target.transpose(np.argsort(order))
-        for row in range(0, unpacked[0], step):
-            target[row : row + step] = source[row : row + step]
-
-    read = np.empty(shape, jnp.dtype(dtype))
+    new_dims = tuple(ours.index(letter) for letter in name.numbered)
     numbers = {LAYERS: layers, EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
-    wanted = [list(enumerate(numbers[letter][slice(*ranges[letter])])) for letter in name.numbered]
-    for each in itertools.product(*wanted):
-        place, which = tuple(at for at, _ in each), tuple(number for _, number in each)
-        fill(read[place], name.tensor.format(*which))
-    return read
+
+    def part(index: Index) -> np.ndarray:
+        ranges = {letter: (each.start, each.stop) for letter, each in zip(ours, index, strict=True)}
+        wanted = [numbers[letter][slice(*ranges[letter])] for letter in name.numbered]
+        where, unpacked = _slices(name, cfg.dims, ranges)
+        views = []
+        for which in itertools.product(*wanted):
+            tensor = name.tensor.format(*which)
+            files.release(tensor)  # what earlier pieces have read
+            files.fetch(tensor)
+            stored = files.read(tensor, where)
+            if name.interleaved:
+                stored = stored[(slice(None),) * name.fused_dim + (slice(name.part, None, len(name.fused)),)]
+            views.append(stored.reshape(unpacked).transpose(order))
+        if len(views) == 1:
+            return np.expand_dims(views[0], new_dims)
+        stacked = np.stack(views).reshape(*map(len, wanted), *views[0].shape)
+        return np.moveaxis(stacked, range(len(wanted)), new_dims)
+
+    local = dict(zip(ours, sharding.shard_shape(shape), strict=True))
+    room = PIECE // len(sharding.addressable_devices)
+    if math.prod(local.values()) <= room:
+        return fill(shape, dtype, sharding, tuple(local.values()), part)
+    rows = max(1, room // math.prod(local[letter] for letter in letters[1:]))
+    piece = tuple(1 if letter in name.numbered else rows if letter == letters[0] else local[letter] for letter in ours)
+    return fill(shape, dtype, sharding, piece, part)
 
 
 def _slices(

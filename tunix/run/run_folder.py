@@ -17,7 +17,7 @@ from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Config
 from tunix.hf.hub import ABOUT, find
-from tunix.hf.weights import INDEX
+from tunix.hf.tensor_files import INDEX
 from tunix.processes import peers
 from tunix.processes.shared_disk import find_blind
 from tunix.run.environment import describe_environment
