@@ -1,0 +1,316 @@
+"""Speed on one GPU, in one command: `python -m benchmarks.gpu`, at most 8 minutes.
+
+TRANSFORMERS_PYTHON, if it is set, is a Python with torch and transformers, which then trains the same models in the
+same run. Each part has a process of its own, so that it has all of the memory:
+
+    prepare     all programs are compiled, several at a time, into a folder of compiled programs
+    kernel      `model.attention=auto` beside the plain kernel: numbers and times
+    step        train steps of each model on random tokens: tokens/s, MFU, memory, beside what the plan predicts
+    peers       the same model and batch by transformers and torch.compile
+
+The table comes last. A part for which no time is left, or which fails, has the reason in its row. `--tiny` runs every
+part on any device at sizes that a test can afford.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 460.0  # of the whole command
+PREPARE_S, PART_S = 200.0, 120.0  # of all programs together, and of one part
+STEPS, WARMUP = 10, 2
+
+# Name -> config. Memory was predicted by the plan: all fit into 80 GB, but the 8B, which needs an H200.
+CASES = {
+    "gemma3_270m": ["model=gemma3_270m", "training.seq_len=2048", "training.micro_batch_size=8"],
+    "gemma3_1b": ["model=gemma3_1b", "training.seq_len=4096", "training.micro_batch_size=4"],
+    "llama3_1b": ["model=llama3_1b", "training.seq_len=4096", "training.micro_batch_size=4"],
+    "qwen3_0_6b": ["model=qwen3_0_6b", "training.seq_len=8192", "training.micro_batch_size=2"],
+    "llama3_8b": ["model=llama3_8b", "training.seq_len=4096", "training.micro_batch_size=1", "training.remat=full",
+                  "training.param_dtype=bfloat16"],
+}  # fmt: skip
+COMMON = ["training.remat=dots", "training.max_steps=1000", "scheduler=constant", "tokenizer.vocab_size=300"]
+TINY = ["model.vocab_size=320", "model.embed_dim=32", "model.mlp_dim=64", "model.num_layers=2", "model.num_heads=4",
+        "model.num_kv_heads=2", "model.head_dim=16", "model.context_length=64", "training.seq_len=64",
+        "training.micro_batch_size=2"]  # fmt: skip
+# Heads, key/value heads, numbers of a head, tokens, window.
+SHAPES = [(32, 8, 64, 4096, 4096), (16, 8, 128, 8192, 8192), (4, 1, 256, 4096, 4096), (4, 1, 256, 4096, 512)]
+TINY_SHAPES = [(4, 2, 16, 64, 64), (4, 1, 16, 64, 24)]
+
+
+def words_of(name: str, tiny: bool) -> list[str]:
+    """Return the words of the command line of a case."""
+    one = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
+    shrink = [*TINY, *(["model.global_every=2", "model.sliding_window=16"] if "gemma" in name else [])] if tiny else []
+    words = {word.split("=")[0]: word for word in [*COMMON, *CASES[name], *shrink, *one]}  # the last of a key wins
+    return sorted(words.values(), key=lambda word: not word.startswith("model="))
+
+
+def timed(function: Any, *arguments: Any, repeats: int = STEPS) -> float:
+    """Return the median of the seconds of a call, after two that are not counted."""
+    import jax
+
+    seconds = []
+    for _ in range(repeats + WARMUP):
+        begun = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[WARMUP:])
+
+
+def kernel(tiny: bool) -> dict[str, Any]:
+    """Compare outputs and gradients of the kernel with those of the plain one in float32, and measure both."""
+    import jax
+    import jax.numpy as jnp
+
+    from tunix.base.dotted import import_object
+    from tunix.config.model import KERNELS
+    from tunix.models.kernels import choose_kernel
+    from tunix.models.seen import seen_in_row
+
+    rows = []
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
+        for heads, kv_heads, head_dim, length, window in TINY_SHAPES if tiny else SHAPES:
+            name = choose_kernel("auto", head_dim, "bfloat16").name
+            keys = jax.random.split(jax.random.key(0), 4)
+            q, k, v, d_out = (
+                jax.random.normal(key, (1, length, count, head_dim), jnp.bfloat16)
+                for key, count in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)
+            )
+            q *= head_dim**-0.5
+            segments = jnp.arange(length, dtype=jnp.int32)[None] // (length * 5 // 8)  # two documents
+
+            def both(kernel, q, k, v, d_out, segments=segments, window=window):
+                def attended(q, k, v):
+                    return import_object(KERNELS[kernel])(q, k, v, seen_in_row(segments, window))
+
+                out, pull_back = jax.vjp(attended, q, k, v)
+                return out, *pull_back(d_out)
+
+            run = jax.jit(both, static_argnums=0)
+            fast, exact = run(name, q, k, v, d_out), run("xla", *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
+            off = max(float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in zip(fast, exact, strict=True))
+            times = [timed(run, which, q, k, v, d_out) for which in (name, "xla")]
+            rows.append(
+                {"shape": f"{heads}/{kv_heads} heads of {head_dim}, T {length}, window {window}", "kernel": name,
+                 "difference": off, "kernel_ms": times[0] * 1e3, "plain_ms": times[1] * 1e3}
+            )  # fmt: skip
+    return {"rows": rows}
+
+
+def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
+    """Compile the train step of a case, and measure it; return figures beside those that the plan predicts."""
+    import jax
+    import numpy as np
+
+    from tunix.cli.compose import compose
+    from tunix.costs.devices import device_kinds, find_kind
+    from tunix.plan.compiled import compile_for
+    from tunix.plan.topology import Cluster
+    from tunix.sharding.arrays import to_global
+    from tunix.training.program import abstract_batch, assemble, build_mesh
+    from tunix.training.sizes import derive_sizes
+
+    cfg = compose(words_of(name, tiny)).config
+    device = jax.devices()[0]
+    found = find_kind(device.device_kind)
+    kind = found or device_kinds()["h100"]
+    predicted, _ = compile_for(cfg, Cluster(kind, 1, 1), [device], timed=device.platform == "gpu")
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
+    figures: dict[str, Any] = {
+        "predicted_gib": predicted.memory / 2**30,
+        "predicted_s": predicted.step_time.step_s if predicted.step_time else None,
+        "compile_s": predicted.compile_s,
+        "device": device.device_kind,
+    }
+    if limit and predicted.memory > limit:
+        return figures | {"error": f"does not fit: {predicted.memory / 2**30:.0f} GiB of {limit / 2**30:.0f}"}
+    if only_compile:
+        return figures
+    mesh = build_mesh(cfg, [device])
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        sizes = derive_sizes(cfg, mesh, program.arch, None)
+        train_step = jax.jit(program.step(1000, sizes.batch.num_tokens), donate_argnums=0)
+        options: Any = cfg.training.compiler_options
+        shapes = abstract_batch(cfg, mesh)
+        compiled = train_step.lower(program.abstract, shapes).compile(compiler_options=options)
+        rng = np.random.default_rng(0)
+        text = rng.integers(0, cfg.model.vocab_size, (*shapes["tokens"].shape[:2], cfg.training.seq_len + 1), np.int32)
+        given = {"tokens": text[..., :-1], "targets": text[..., 1:]}
+        given["positions"] = np.broadcast_to(np.arange(cfg.training.seq_len, dtype=np.int32), text[..., 1:].shape)
+        given["segment_ids"], given["loss_mask"] = np.ones_like(text[..., 1:]), np.ones(text[..., 1:].shape, np.float32)
+        batch = to_global({field: np.ascontiguousarray(given[field], shapes[field].dtype) for field in shapes}, mesh)
+        state, seconds = program.new_state(0), []
+        for _ in range(WARMUP + (2 if tiny else STEPS)):
+            begun = time.perf_counter()
+            state, numbers = compiled(state, batch)
+            loss = float(numbers["loss"])
+            seconds.append(time.perf_counter() - begun)
+    step_s = statistics.median(seconds[WARMUP:])
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use") if device.platform == "gpu" else None
+    return figures | {
+        "step_s": step_s,
+        "tokens_per_s": sizes.batch.num_tokens / step_s,
+        "mfu": sizes.tflop_per_step / step_s / found.peak_tflops if found else None,
+        "peak_gib": peak / 2**30 if peak else None,
+        "loss": loss,
+    }
+
+
+def peer_question(name: str, tiny: bool) -> dict[str, Any]:
+    """Return config.json and batch of a case, as `benchmarks/trained_by_transformers.py` takes them."""
+    from tunix.cli.compose import compose
+    from tunix.hf.config_json import write_config
+
+    cfg = compose(words_of(name, tiny)).config
+    return {
+        "config": write_config(cfg.model),
+        "rows": cfg.training.sequences_per_shard,
+        "length": cfg.training.seq_len,
+        "steps": 2 if tiny else STEPS,
+        "warmup": WARMUP,
+        "param_dtype": cfg.training.dtypes["param"],
+        "compiled": not tiny,
+        "checkpointed": cfg.training.remat != "none",
+    }
+
+
+class Parts:
+    """Runs parts in processes of their own until the time of the command is over."""
+
+    def __init__(self, tiny: bool, cache: str):
+        self.tiny, self.cache, self.begun = tiny, cache, time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        return LIMIT_S - (time.monotonic() - self.begun)
+
+    def ask(self, command: list[str], limit_s: float, question: dict | None = None, shared: bool = False) -> dict:
+        """Return the answer of a process, the last line of its output as JSON, or {"error": reason}."""
+        limit_s = min(limit_s, self.left_s)
+        if limit_s < 10:
+            return {"error": "no time left"}
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": self.cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false" if shared else "true",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        }
+        text = None if question is None else json.dumps(question)
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, input=text, capture_output=True, text=True, timeout=limit_s,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"error": f"more than {limit_s:.0f} s"}
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            return {"error": next((line for line in reversed(lines) if "rror" in line), f"code {done.returncode}")[:90]}
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def own(self, *words: str, limit_s: float = PART_S, shared: bool = False) -> dict:
+        """Return the answer of a part of this file."""
+        tiny = ["--tiny"] if self.tiny else []
+        return self.ask([sys.executable, "-m", "benchmarks.gpu", *words, *tiny], limit_s, shared=shared)
+
+    def prepare(self, names: list[str]) -> dict[str, dict]:
+        """Compile the programs of all cases, several at a time; the parts that follow read them."""
+        workers = 1 if self.tiny else max(1, min(4, (os.cpu_count() or 2) // 4))
+        with ThreadPoolExecutor(workers) as pool:
+            answers = pool.map(lambda name: self.own("compile", name, limit_s=PREPARE_S, shared=True), names)
+            return dict(zip(names, answers, strict=True))
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def measure(tiny: bool, names: list[str], python: str | None) -> str:
+    """Run all parts and return the table."""
+    with tempfile.TemporaryDirectory() as cache:
+        parts = Parts(tiny, cache)
+
+        def say(line: str) -> None:
+            print(f"{LIMIT_S - parts.left_s:5.0f} s  {line}", flush=True)
+
+        say(f"compiling {', '.join(names)}")
+        prepared = parts.prepare(names)
+        say("kernel")
+        compared = parts.own("kernel")
+        steps, peers = {}, {}
+        for name in names:
+            say(f"step of {name}")
+            ready = prepared[name]
+            steps[name] = ready if "does not fit" in ready.get("error", "") else parts.own("step", name)
+        for name in names if python else []:
+            say(f"transformers: {name}")
+            question = peer_question(name, tiny)
+            command = [str(python), str(ROOT / "benchmarks" / "trained_by_transformers.py")]
+            peers[name] = parts.ask(command, PART_S, question)
+        device = next((each["device"] for each in [*steps.values(), *prepared.values()] if "device" in each), "unknown")
+        lines = [f"\n{device}, {LIMIT_S - parts.left_s:.0f} s in all", "", *_kernels(compared)]
+        return "\n".join([*lines, "", *_steps(steps, peers)])
+
+
+def _kernels(compared: dict) -> list[str]:
+    rows = ["| attention, forward and backward | kernel | ms | plain, ms | times as fast | largest difference |",
+            "|---|---|---|---|---|---|"]  # fmt: skip
+    if "error" in compared:
+        return [*rows, f"| {compared['error']} | | | | | |"]
+    for row in compared["rows"]:
+        speedup = row["plain_ms"] / row["kernel_ms"]
+        rows.append(
+            f"| {row['shape']} | {row['kernel']} | {row['kernel_ms']:.2f} | {row['plain_ms']:.2f} | {speedup:.2f} | "
+            f"{row['difference']:.2%} |"
+        )
+    return rows
+
+
+def _steps(steps: dict[str, dict], peers: dict[str, dict]) -> list[str]:
+    heads = "model", "step, s", "predicted, s", "tokens/s", "MFU", "memory, GiB", "predicted, GiB"
+    peer_heads = "transformers, tokens/s", "ratio"
+    rows = [f"| {' | '.join((*heads, *peer_heads))} |", "|---" * len((*heads, *peer_heads)) + "|"]
+    for name, row in steps.items():
+        peer = peers.get(name, {})
+        of_peer, ratio = peer.get("error", number(peer.get("tokens_per_s"), ",.0f")), None
+        if "tokens_per_s" in peer and "tokens_per_s" in row:
+            ratio = row["tokens_per_s"] / peer["tokens_per_s"]
+        rows.append(
+            f"| {name} | {row.get('error') or number(row.get('step_s'))} | {number(row.get('predicted_s'))} | "
+            f"{number(row.get('tokens_per_s'), ',.0f')} | {number(row.get('mfu'), '.1%')} | "
+            f"{number(row.get('peak_gib'), '.1f')} | {number(row.get('predicted_gib'), '.1f')} | {of_peer} | "
+            f"{number(ratio, '.2f')} |"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["kernel", "step", "compile"], help="one part, in this process")
+    parser.add_argument("case", nargs="?", choices=list(CASES))
+    parser.add_argument("--tiny", action="store_true", help="sizes that any device can afford")
+    chosen = parser.parse_args()
+    parts = {
+        "kernel": lambda: kernel(chosen.tiny),
+        "step": lambda: step(chosen.case, chosen.tiny),
+        "compile": lambda: step(chosen.case, chosen.tiny, only_compile=True),
+    }
+    if chosen.part:
+        print(json.dumps(parts[chosen.part]()))
+    else:
+        print(measure(chosen.tiny, list(CASES), os.environ.get("TRANSFORMERS_PYTHON")))
+
+
+if __name__ == "__main__":
+    main()

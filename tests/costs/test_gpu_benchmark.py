@@ -1,0 +1,38 @@
+"""`python -m benchmarks.gpu` at tiny sizes: each part runs here, so that it works the first time on a GPU."""
+
+import sys
+
+import pytest
+
+from benchmarks import gpu
+from tunix.cli.compose import compose
+
+
+@pytest.mark.parametrize("name", gpu.CASES)
+def test_each_case_is_a_config_that_transformers_can_have(name):
+    cfg = compose(gpu.words_of(name, tiny=False)).config
+    question = gpu.peer_question(name, tiny=False)
+    assert question["length"] == cfg.training.seq_len
+    assert question["config"]["hidden_size"] == cfg.model.embed_dim
+
+
+def test_the_parts_and_the_table():
+    compared = gpu.kernel(tiny=True)
+    assert [row["kernel"] for row in compared["rows"]] == ["xla", "xla"]
+    assert all(row["difference"] < 0.05 for row in compared["rows"])
+    measured = gpu.step("gemma3_270m", tiny=True)
+    assert 4 < measured["loss"] < 8
+    assert measured["predicted_gib"] > 0
+    steps = {"gemma3_270m": measured, "llama3_8b": {"error": "does not fit: 90 GiB of 73", "predicted_gib": 90.0}}
+    table = gpu._steps(steps, {"gemma3_270m": {"tokens_per_s": measured["tokens_per_s"] / 2}})
+    assert len({line.count("|") for line in table}) == 1
+    assert table[2].endswith("| 2.00 |")
+    assert "| does not fit: 90 GiB of 73 |" in table[3]
+    assert len({line.count("|") for line in gpu._kernels(compared)}) == 1
+
+
+def test_a_part_that_fails_is_a_row_with_its_reason(tmp_path):
+    parts = gpu.Parts(tiny=True, cache=str(tmp_path))
+    assert parts.ask([sys.executable, "-c", "raise ValueError('no')"], 60) == {"error": "ValueError: no"}
+    parts.begun -= gpu.LIMIT_S
+    assert parts.own("kernel") == {"error": "no time left"}
