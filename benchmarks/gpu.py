@@ -15,6 +15,7 @@ part on any device at sizes that a test can afford.
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -110,20 +111,15 @@ def kernel(tiny: bool) -> dict[str, Any]:
 def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
     """Compile the train step of a case, and measure it; return figures beside those that the plan predicts."""
     import jax
-    import numpy as np
 
     from tunix.cli.compose import compose
     from tunix.costs.devices import device_kinds, find_kind
     from tunix.plan.compiled import compile_for
     from tunix.plan.topology import Cluster
-    from tunix.sharding.arrays import to_global
-    from tunix.training.program import abstract_batch, assemble, build_mesh
-    from tunix.training.sizes import derive_sizes
 
     cfg = compose(words_of(name, tiny)).config
     device = jax.devices()[0]
-    found = find_kind(device.device_kind)
-    kind = found or device_kinds()["h100"]
+    kind = find_kind(device.device_kind) or device_kinds()["h100"]
     predicted, _ = compile_for(cfg, Cluster(kind, 1, 1), [device], timed=device.platform == "gpu")
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
     figures: dict[str, Any] = {
@@ -136,33 +132,51 @@ def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
         return figures | {"error": f"does not fit: {predicted.memory / 2**30:.0f} GiB of {limit / 2**30:.0f}"}
     if only_compile:
         return figures
-    mesh = build_mesh(cfg, [device])
+    return figures | train(cfg, device, 2 if tiny else STEPS)
+
+
+def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
+    """Train on random tokens on one device, and return medians of some steps after those that are not counted."""
+    import jax
+    import numpy as np
+
+    from tunix.costs.devices import find_kind
+    from tunix.sharding.arrays import to_global
+    from tunix.training.program import abstract_batch, assemble, build_mesh
+    from tunix.training.sizes import derive_sizes
+
+    mesh, length = build_mesh(cfg, [device]), cfg.training.seq_len
     with jax.set_mesh(mesh):
-        program = assemble(cfg, mesh)
+        program, shapes = assemble(cfg, mesh), abstract_batch(cfg, mesh)
         sizes = derive_sizes(cfg, mesh, program.arch, None)
         train_step = jax.jit(program.step(1000, sizes.batch.num_tokens), donate_argnums=0)
         options: Any = cfg.training.compiler_options
-        shapes = abstract_batch(cfg, mesh)
         compiled = train_step.lower(program.abstract, shapes).compile(compiler_options=options)
-        rng = np.random.default_rng(0)
-        text = rng.integers(0, cfg.model.vocab_size, (*shapes["tokens"].shape[:2], cfg.training.seq_len + 1), np.int32)
-        given = {"tokens": text[..., :-1], "targets": text[..., 1:]}
-        given["positions"] = np.broadcast_to(np.arange(cfg.training.seq_len, dtype=np.int32), text[..., 1:].shape)
-        given["segment_ids"], given["loss_mask"] = np.ones_like(text[..., 1:]), np.ones(text[..., 1:].shape, np.float32)
-        batch = to_global({field: np.ascontiguousarray(given[field], shapes[field].dtype) for field in shapes}, mesh)
+        shape = shapes["tokens"].shape
+        text = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (*shape[:2], length + 1), np.int32)
+        rows = {
+            "tokens": text[..., :-1],
+            "targets": text[..., 1:],
+            "positions": np.broadcast_to(np.arange(length), shape),
+            "segment_ids": np.ones(shape),
+            "loss_mask": np.ones(shape),
+        }
+        batch = to_global({name: np.ascontiguousarray(rows[name], shapes[name].dtype) for name in shapes}, mesh)
         state, seconds = program.new_state(0), []
-        for _ in range(WARMUP + (2 if tiny else STEPS)):
-            begun = time.perf_counter()
+        for _ in range(WARMUP + num_steps):
+            begun, cpu = time.perf_counter(), time.process_time()
             state, numbers = compiled(state, batch)
             loss = float(numbers["loss"])
-            seconds.append(time.perf_counter() - begun)
-    step_s = statistics.median(seconds[WARMUP:])
-    peak = (device.memory_stats() or {}).get("peak_bytes_in_use") if device.platform == "gpu" else None
-    return figures | {
+            seconds.append((time.perf_counter() - begun, time.process_time() - cpu))
+    step_s, cpu_s = (statistics.median(each) for each in zip(*seconds[WARMUP:], strict=True))
+    kind, in_use = find_kind(device.device_kind), (device.memory_stats() or {}).get("peak_bytes_in_use")
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # on a CPU, of the process
+    return {
         "step_s": step_s,
+        "cpu_s": cpu_s,
         "tokens_per_s": sizes.batch.num_tokens / step_s,
-        "mfu": sizes.tflop_per_step / step_s / found.peak_tflops if found else None,
-        "peak_gib": peak / 2**30 if peak else None,
+        "mfu": sizes.tflop_per_step / step_s / kind.peak_tflops if kind else None,
+        "peak_gib": (in_use if device.platform == "gpu" and in_use else resident) / 2**30,
         "loss": loss,
     }
 

@@ -110,8 +110,8 @@ def reference_attention(q, k, v, segments, window):
 
 
 @pytest.mark.parametrize(
-    ("length", "window"), [(24, 24), (24, 5), (24, 1), (1030, 40)]
-)  # the last in blocks of queries
+    ("length", "window"), [(24, 24), (24, 5), (24, 1), (1030, 40), (1030, 600)]
+)  # the last two in blocks of queries, by both ways
 def test_attention_is_causal_local_and_within_the_document(length, window):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, length, heads, 8)).astype(np.float32) for heads in (4, 2, 2))

@@ -18,11 +18,14 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.base.dotted import import_object
 from tunix.config.model import KERNELS
 from tunix.models.exchanges import EXCHANGES
+from tunix.models.kernels import branches_are_cheap
 from tunix.models.seen import Seen
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 
 QUERY_BLOCK = 512  # the plain kernel has the scores of at most this many queries at one time
+SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys before them: those of Gemma 3
+NEAR_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
 
 
 def attend(
@@ -81,12 +84,29 @@ def plain(
               3   #     #     #     #
 
     Each block is a piece of the program, as its number of keys is its own: eight of them for 4,096 tokens.
+
+    Where a branch is cheap, a layer whose window is small goes another way (`_near`), which skips the keys before the
+    window too. The window is data, so that a scan over layers is one program: it has both ways once, at any depth.
     """
     length = q.shape[1]
     if length <= QUERY_BLOCK:
         out = _weigh_values(q, k, v, seen.mask(), cap, with_sums)
         return checkpoint_name(out, "attention")
     assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
+
+    spans = [span for span in SPANS if 2 * span <= length] if branches_are_cheap() else []
+    triangle: Any = partial(_triangle, cap=cap, with_sums=with_sums)
+    ways = [*(partial(_near, cap=cap, with_sums=with_sums, span=span) for span in spans), triangle]
+    way = jnp.sum(jnp.asarray(seen.window) > jnp.asarray(spans, jnp.int32))
+    out = jax.lax.switch(way, ways, q, k, v, seen) if spans else triangle(q, k, v, seen)
+    return checkpoint_name(out, "attention")
+
+
+def _triangle(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, cap: float | None = None, with_sums: bool = False
+) -> Any:
+    """Attention of each block of queries to all keys up to its own end; see `plain`."""
+    length = q.shape[1]
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
     def one_block(start, q, k, v, seen):
@@ -96,8 +116,66 @@ def plain(
         return _weigh_values(q[:, start:end], k[:, :end], v[:, :end], rule.mask(), cap, with_sums)
 
     blocks = [one_block(start, q, k, v, seen) for start in range(0, length, QUERY_BLOCK)]
-    whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
-    return checkpoint_name(whole, "attention")
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
+
+
+def _near(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: Seen,
+    cap: float | None = None,
+    with_sums: bool = False,
+    *,
+    span: int,
+) -> Any:
+    """Attention where windows have at most `span` tokens: a block of queries takes the keys of a few blocks.
+
+        keys      0     1     2     3     4          a span of two blocks
+        block 0   #
+              1   #     #
+              2   #     #     #
+              3         #     #     #
+              4               #     #     #
+
+    All blocks are one piece of the program, a scan. Those at the beginning get blocks of zeros, whose places no query
+    sees; so does the last, if the length is not a multiple of a block.
+    """
+    length, before = q.shape[1], span // NEAR_BLOCK
+    count = -(-length // NEAR_BLOCK)
+    unseen = 2 * count * NEAR_BLOCK  # a place behind all queries
+
+    def split(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
+        """[.., T, ..] -> [blocks, .., tokens of a block, ..]."""
+        missing = [(0, count * NEAR_BLOCK - length if at == dim else 0) for at in range(x.ndim)]
+        x = jnp.pad(x, missing, constant_values=filler)
+        return jnp.moveaxis(x.reshape(*x.shape[:dim], count, NEAR_BLOCK, *x.shape[dim + 1 :]), dim, 0)
+
+    def reach(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
+        """Like `split`, with the tokens of the blocks before each."""
+        blocks = split(x, dim, filler)
+        rest = [(0, 0)] * (blocks.ndim - 1)
+        earlier = [
+            jnp.pad(blocks[: count - back], [(back, 0), *rest], constant_values=filler) for back in range(before, 0, -1)
+        ]
+        return jnp.concatenate([*earlier, blocks], dim + 1)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def one_block(_, each):
+        q, k, v, *rule = each
+        return None, _weigh_values(q, k, v, Seen._make([*rule, seen.window]).mask(), cap, with_sums)
+
+    of_queries = split(seen.q_places, 0), split(seen.q_segments, 1)
+    of_keys = reach(seen.k_places, 0, unseen), reach(seen.k_segments, 1)
+    rules = of_queries[0], of_keys[0], of_queries[1], of_keys[1]
+    _, blocks = jax.lax.scan(one_block, None, (split(q, 1), reach(k, 1), reach(v, 1), *rules))
+
+    def join(blocks: jax.Array) -> jax.Array:
+        """[blocks, B, tokens of a block, ..] -> [B, T, ..]."""
+        whole = jnp.moveaxis(blocks, 0, 1)
+        return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, :length]
+
+    return jax.tree.map(join, blocks)
 
 
 def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: float | None, with_sums: bool) -> Any:

@@ -85,6 +85,13 @@ def _sixteen_bits(kernel: str, head_dim: int, dtype: str) -> str | None:
 
 CHECKS = {"flash": _flash_lacks, "cudnn": _cudnn_lacks}
 
+
+def branches_are_cheap() -> bool:
+    """Return whether a program on the mesh in use may branch in each layer: on a GPU, a branch waits for the host."""
+    device = mesh_device()
+    return device is not None and device.platform == "cpu"
+
+
 FEW_ROWS = {"cpu": "few_rows"}  # by platform, the key of `PRODUCTS` for few rows of x; elsewhere it is "plain"
 
 
