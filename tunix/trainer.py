@@ -32,6 +32,7 @@ from tunix.run.endings import REASONS, REASONS_OF_EVALUATIONS, Moment, find_endi
 from tunix.run.improvement import Improvement
 from tunix.run.lock import hold_lock
 from tunix.run.metrics import Metrics, StepLog, peak_memory_gib
+from tunix.run.start_clock import StartClock
 from tunix.run.start_report import start_report
 from tunix.run.stores import open_store
 from tunix.run.trace import CommunicationTrace, check_window
@@ -62,7 +63,7 @@ def run(job: compose.Job) -> Result:
         UserError: the run cannot be done, found before anything is written; or a checkpoint cannot be written.
         Ending: a reason of `run.endings` holds.
     """
-    begun = time.monotonic()
+    begun, clock = time.monotonic(), StartClock()
     # Join the other processes first: jax must know all devices before it is asked for one. The roll call compares
     # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
     # the devices known.
@@ -87,8 +88,10 @@ def run(job: compose.Job) -> Result:
         program.try_out_loss(mesh)
         arch = program.arch
         check_before_reading(cfg, mesh, arch)
+        clock.end("program")
         with watchdog.phase("preparing the data", math.inf):
             corpus = None if cfg.dry_run else peers.main_first(lambda: feed_kind.load(cfg), "preparing the data")
+        clock.end("data")
         sizes = derive_sizes(cfg, mesh, arch, corpus.num_samples if corpus else None)
         report = start_report(cfg, program, mesh, sizes, corpus)
         log.info("%s", report)
@@ -104,6 +107,7 @@ def run(job: compose.Job) -> Result:
         check_before_writing(cfg, arch, sizes.total_steps)
         if agreement := check_attention(cfg, program.layout, mesh):
             log.info("%s", agreement)
+        clock.end("checks")
 
         # Take the folder, and the state to start from: the newest checkpoint of a resumed run that can be read, else
         # the weights of model.init_from, else new ones. Checkpoints are refused before the folder is written to.
@@ -111,6 +115,7 @@ def run(job: compose.Job) -> Result:
         store = open_store(folder / "checkpoints", cfg.checkpoint, shared)
         with hold_lock(folder), Checkpoints(store) as checkpoints:
             state, start, improvement, is_new = first_state(job, checkpoints, program, mesh, corpus, feed)
+            clock.end("state")
             last = end_of_run(cfg, corpus, sizes, start, improvement)
             run_folder.write_record(job, folder, shared, waiting_log)
             run_folder.keep_files(cfg, corpus.vocabulary, folder)
@@ -123,6 +128,8 @@ def run(job: compose.Job) -> Result:
                 trace.starts_after(start.step)
                 step_fn = program.step(last, sizes.batch.num_tokens)
                 train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), training.compiler_options)
+                clock.end("step")
+                log.info("%s", clock)
                 metrics.text("config", compose.to_yaml(cfg), start.step)
                 metrics.text("report", report, start.step)
                 peak = peak_tflops(mesh.devices.flat[0].device_kind)

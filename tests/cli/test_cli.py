@@ -140,6 +140,10 @@ def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch
     first, second = ((tmp_path / name / "train.log").read_text() for name in ("first", "again"))
     assert "step compiled in" in first
     assert "step read from the compile cache in" in second
+    for log in (first, second):
+        assert re.search(
+            r"ready for the first step after [\d.]+ s: program .*, data .*, checks .*, state .*, step ", log
+        )
 
 
 @pytest.mark.slow
