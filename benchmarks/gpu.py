@@ -30,7 +30,7 @@ LIMIT_S = 460.0  # of the whole command
 PREPARE_S, PART_S = 200.0, 120.0  # of all programs together, and of one part
 STEPS, WARMUP = 10, 2
 
-# Name -> config. Memory was predicted by the plan: all fit into 80 GB, but the 8B, which needs an H200.
+# Name -> config. The last one needs the memory of an H200; a case that does not fit says so in its row.
 CASES = {
     "gemma3_270m": ["model=gemma3_270m", "training.seq_len=2048", "training.micro_batch_size=8"],
     "gemma3_1b": ["model=gemma3_1b", "training.seq_len=4096", "training.micro_batch_size=4"],
