@@ -18,11 +18,10 @@ def test_each_case_is_a_config_that_transformers_can_have(name):
 
 def test_the_parts_and_the_table():
     compared = gpu.kernel(tiny=True)
-    assert [row["kernel"] for row in compared["rows"]] == ["xla", "xla"]
+    assert [row["kernel"] for row in compared["rows"]] == ["xla"]
     assert all(row["difference"] < 0.05 for row in compared["rows"])
     measured = gpu.step("gemma3_270m", tiny=True)
     assert 4 < measured["loss"] < 8
-    assert measured["predicted_gib"] > 0
     steps = {"gemma3_270m": measured, "llama3_8b": {"error": "does not fit: 90 GiB of 73", "predicted_gib": 90.0}}
     table = gpu._steps(steps, {"gemma3_270m": {"tokens_per_s": measured["tokens_per_s"] / 2}})
     assert len({line.count("|") for line in table}) == 1
