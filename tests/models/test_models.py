@@ -102,10 +102,11 @@ def reference_attention(q, k, v, segments, window):
     for b in range(batches):
         for n in range(heads):
             for t in range(length):
-                seen = [s for s in range(t + 1) if t - s < window and segments[b, s] == segments[b, t]]
-                scores = np.array([q[b, t, n] @ k[b, s, n // group] for s in seen])
+                is_near = t - np.arange(t + 1) < window
+                seen = np.flatnonzero(is_near & (segments[b, : t + 1] == segments[b, t]))
+                scores = k[b, seen, n // group] @ q[b, t, n]
                 weights = np.exp(scores - scores.max())
-                out[b, t, n] = (weights / weights.sum()) @ np.stack([v[b, s, n // group] for s in seen])
+                out[b, t, n] = (weights / weights.sum()) @ v[b, seen, n // group]
     return out
 
 
