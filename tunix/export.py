@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tunix.base.digests import list_files, write_digests
+from tunix.base.buckets import is_address, is_bucket, list_names, upload
+from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.disk import read_json, replacing
 from tunix.base.errors import UserError
 from tunix.cli import architecture
@@ -63,6 +65,8 @@ def write_export(
     output_name: str, load: Callable[[str], Pretrained], dtype: str | None, shard_gb: float, *, merge_lora: bool
 ) -> str:
     """Write the folder of the model that `load` returns for a sharding strategy, as `export` does."""
+    if is_address(output_name):
+        return _export_to_bucket(output_name, load, dtype, shard_gb, merge_lora=merge_lora)
     output = Path(output_name).expanduser()
     peers.on_main(lambda: _check_output(output), "checking output")
     model = load("no_shard" if jax.process_count() == 1 else "full_shard")  # weights that one process cannot hold
@@ -77,6 +81,26 @@ def write_export(
     except OSError as error:
         raise UserError(f"output={output} cannot be written: {error.strerror}") from None
     return f"{output}: {line}"
+
+
+def _export_to_bucket(
+    address: str, load: Callable[[str], Pretrained], dtype: str | None, shard_gb: float, *, merge_lora: bool
+) -> str:
+    """Write the folder on this machine first, then into the bucket, with its digests as the last object."""
+
+    def check() -> None:
+        if not is_bucket(address):
+            raise UserError(f"output={address} cannot be written; name a folder, s3://BUCKET/NAME or gs://BUCKET/NAME")
+        if list_names(address, "output"):
+            raise UserError(f"output={address} exists already; name a new folder")
+
+    peers.on_main(check, "checking output")
+    with ExitStack() as stack:
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-export-")) if peers.is_main() else ""
+        folder = Path(peers.agree(made, "the folder")) / "export"
+        line = write_export(str(folder), load, dtype, shard_gb, merge_lora=merge_lora)
+        peers.on_main(lambda: upload(folder, address, "output", last=FILE), "writing to the bucket")
+    return line.replace(str(folder), address, 1)
 
 
 def _check_output(output: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from tunix.base.buckets import join
 from tunix.base.errors import Finished, Stopped, UserError
 from tunix.cli import compose
 from tunix.cli.intent import remark_on_tiny
@@ -29,6 +30,7 @@ from tunix.run import logs, run_folder
 from tunix.run.checkpoint import Checkpoints
 from tunix.run.compile_cache import count_reads, keep_programs
 from tunix.run.endings import REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
+from tunix.run.home import check_home, find_home, write_home
 from tunix.run.improvement import Improvement
 from tunix.run.lock import hold_lock
 from tunix.run.metrics import Metrics, StepLog, peak_memory_gib
@@ -105,6 +107,7 @@ def run(job: compose.Job) -> Result:
         if table := feed.samples.stages(sizes.total_steps):
             log.info("stages of the mixture\n%s", table)
         check_before_writing(cfg, arch, sizes.total_steps)
+        check_home(job)
         if agreement := check_attention(cfg, program.layout, mesh):
             log.info("%s", agreement)
         clock.end("checks")
@@ -112,13 +115,15 @@ def run(job: compose.Job) -> Result:
         # Take the folder, and the state to start from: the newest checkpoint of a resumed run that can be read, else
         # the weights of model.init_from, else new ones. Checkpoints are refused before the folder is written to.
         folder, shared = run_folder.open_folder(job)
-        store = open_store(folder / "checkpoints", cfg.checkpoint, shared)
+        home = find_home(job, folder)
+        store = open_store(join(home, "checkpoints"), cfg.checkpoint, shared)
         with hold_lock(folder), Checkpoints(store) as checkpoints:
             state, start, improvement, is_new = first_state(job, checkpoints, program, mesh, corpus, feed)
             clock.end("state")
             last = end_of_run(cfg, corpus, sizes, start, improvement)
             run_folder.write_record(job, folder, shared, waiting_log)
             run_folder.keep_files(cfg, corpus.vocabulary, folder)
+            write_home(job, folder, home)
             log.info("writing to %s", folder)
             with (
                 Metrics(cfg.logging.sinks, Start(folder, cfg.model_dump(mode="json"), start.step, last)) as metrics,

@@ -106,6 +106,12 @@ def _digest(path: Path) -> dict[str, Any]:
     return {"size": size, "crc32": [_crc(path, start)[0] for start in _starts(size)]}
 
 
+def digest_bytes(data: bytes | memoryview) -> dict[str, Any]:
+    """Return the digest of a file with these bytes, before it is written."""
+    view = memoryview(data)
+    return {"size": len(view), "crc32": [zlib.crc32(view[start : start + BLOCK]) for start in _starts(len(view))]}
+
+
 def _starts(size: int) -> range:
     """Return where the blocks of a file begin."""
     return range(0, size, BLOCK)

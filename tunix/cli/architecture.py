@@ -5,8 +5,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from tunix.base.buckets import is_address, join
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
+from tunix.cli.mirrored import split_step
 from tunix.cli.mistakes import validate
 from tunix.cli.saved import upgrade
 from tunix.config import Model
@@ -80,11 +82,13 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
         )
     decided = {key: found[key] for key in found.keys() - COMMON - {"mesh_shape"}}
     _fill(model, decided, f"{folder}/config.yaml")
+    source = str(model["init_from"])
+    home = split_step(source)[0] if is_address(source) else str(folder.resolve())
     if tokenizer["path"] is None:
-        tokenizer["path"] = str(folder.resolve() / "tokenizer")
+        tokenizer["path"] = join(home, "tokenizer")
     steps = list_numbers(folder / "checkpoints")
     at = max(steps, default=None) if step is None else step
-    model["init_from"] = str(folder.resolve() / ("" if at is None else f"checkpoints/{at}"))
+    model["init_from"] = home if at is None else join(home, "checkpoints", str(at))
 
 
 def trained_model(folder: Path, mesh_shape: Any) -> Model:

@@ -20,11 +20,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from tunix.base.buckets import is_address
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.base.nested import flat
 from tunix.cli.architecture import _fill_from_pretrained, fill_from_run
 from tunix.cli.foreign import find_key
+from tunix.cli.mirrored import find_mirrored, mirror_run, split_step
 from tunix.cli.mistakes import explain_errors, unknown_key, validate
 from tunix.cli.saved import upgrade
 from tunix.config import Config, Tokenizer
@@ -44,7 +46,13 @@ class Job:
     run_dir: Path  # a new run takes this folder, or a free one beside it
     run_dir_is_explicit: bool  # the user chose the folder: a new run takes no other
     resume_step: int | None = None  # the STEP of resume=RUN_DIR/checkpoints/STEP
+    came_from: str | None = None  # of a resumed run: the home of its checkpoints, if it is not the run's folder
     hydra: DictConfig | None = None  # Hydra's own settings, saved in the run's folder
+
+    @property
+    def goes_on_in_folder(self) -> bool:
+        """True for a resumed run whose folder is there; one that is resumed from a bucket gets a new folder."""
+        return self.config.resume is not None and not is_address(self.config.resume)
 
 
 def compose(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> Job:
@@ -65,7 +73,16 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
             if composed.loading.allow_changed_data and composed.tokenizer.path is None:
                 # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
                 composed.tokenizer.path = str(run_dir.absolute() / "tokenizer")
-            return Job(check(composed, fresh=False), overrides, run_dir, run_dir_is_explicit=True, resume_step=step)
+            saved_home, source = _saved_home(run_dir), str(value)
+            if not is_address(source):
+                config = check(composed, fresh=False)
+                home = saved_home or str(run_dir)
+                return Job(config, overrides, run_dir, run_dir_is_explicit=True, resume_step=step, came_from=home)
+            if "checkpoint.folder" not in given:
+                composed.checkpoint.folder = split_step(source)[0]
+            config = check(composed, fresh=False)
+            folder = Path(str(given["hydra.run.dir"].value())) if "hydra.run.dir" in given else _dated_folder(config)
+            return Job(config, overrides, folder, "hydra.run.dir" in given, step, split_step(source)[0])
         composed = _compose_by_hydra(add_implied_model(overrides), config_dir, config_name)
         hydra_node = OmegaConf.create({"hydra": OmegaConf.to_container(composed.hydra, resolve=False)})
         return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in given, hydra=hydra_node)
@@ -143,7 +160,11 @@ def check_sweep(overrides: list[str], config_dir: str | Path | None = None, conf
 
 def make_job(config: Config) -> Job:
     """Return a job for a config that was made in Python, with the run folder that Hydra would choose."""
-    return Job(config, [], OUTPUTS / config.project_name / time.strftime("%Y-%m-%d/%H-%M-%S"), False)
+    return Job(config, [], _dated_folder(config), False)
+
+
+def _dated_folder(config: Config) -> Path:
+    return OUTPUTS / config.project_name / time.strftime("%Y-%m-%d/%H-%M-%S")
 
 
 def check(composed: DictConfig, fresh: bool = True) -> Config:
@@ -181,10 +202,29 @@ def _count_rows(values: dict[Any, Any]) -> int:
 
 
 def find_run(source: str) -> tuple[Path, int | None] | None:
-    """Return folder and step (None: the newest) of a run, from what the key `resume` accepts; None if it is no run."""
+    """Return folder and step (None: the newest) of a run, from what the key `resume` accepts; None if it is no run.
+
+    The folder is the home of the run's checkpoints (`checkpoint.folder`), or stands for one that is in a bucket.
+    """
+    if is_address(source):
+        address, step = split_step(source)
+        folder = mirror_run(address, "checkpoint")
+        return None if folder is None else (folder, step)
     path = Path(source)
     is_run = source == "latest" or any((folder / "config.yaml").is_file() for folder in (path, *path.parents[1:2]))
-    return _find_resume_point(source, None) if is_run else None
+    if not is_run:
+        return None
+    run_dir, step = _find_resume_point(source, None)
+    home = _saved_home(run_dir)
+    if home is None or Path(home) == run_dir:
+        return run_dir, step
+    return (find_mirrored(home, "checkpoint")[0] if is_address(home) else Path(home)), step
+
+
+def _saved_home(run_dir: Path) -> str | None:
+    """Return the `checkpoint.folder` of a run's saved config."""
+    saved: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    return saved.get("checkpoint", {}).get("folder")
 
 
 def find_checkpoints(run_dir: Path, choice: Sequence[int] | Literal["all"], key: str) -> list[tuple[int, str]]:
@@ -232,6 +272,8 @@ def _drop_identity(config: Config) -> dict[str, Any]:
 
 def _find_resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
     """Return the run folder and step (None: the newest) that `resume=value` means; `project` is for "latest"."""
+    if is_address(value):
+        return find_mirrored(value, "resume")
     path = Path(value)
     if value == "latest":
         project = project or OmegaConf.load(CONF / "config.yaml").project_name

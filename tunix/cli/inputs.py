@@ -20,7 +20,8 @@ def refuse_missing_inputs(job: Job) -> None:
     for key, folder in (("hydra.run.dir", str(job.run_dir)), ("loading.cache_dir", cfg.loading.cache_dir)):
         if ":/" in folder:
             raise UserError(
-                f"{key}={folder}: a bucket cannot be written; name a folder of this machine or of a shared disk"
+                f"{key}={folder}: a bucket cannot be written there; name a folder of this machine or of a shared disk"
+                f"{' (checkpoint.folder may be in a bucket)' if key == 'hydra.run.dir' else ''}"
             )
     if _runs_elsewhere(cfg):
         return

@@ -16,6 +16,8 @@ ADDED: dict[str, Any] = {
     "loading.verify": "once",
     "checkpoint.save_at_steps": [],
     "logging.layer_norms_every": None,
+    "checkpoint.folder": None,
+    "checkpoint.timeout_s": 300.0,
     "logging.level": "info",
     "logging.ranks": [0],
     "training.hard_stop": None,

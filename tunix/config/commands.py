@@ -15,11 +15,11 @@ class Export(Section):
     """Write a trained model as a Hugging Face directory."""
 
     checkpoint: str
-    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
+    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     output: str
-    """The folder to write; it must not exist, or be empty."""
+    """The folder to write, or its address in a bucket (s3://BUCKET/NAME); it must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """dtype of the written weights; null is the one of the files that the run began with, else float32;
     float32 for an adapter."""
@@ -41,7 +41,7 @@ class Average(Section):
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     output: str
-    """The folder to write; it must not exist, or be empty."""
+    """The folder to write, or its address in a bucket (s3://BUCKET/NAME); it must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """dtype of the written weights; null is the one of the files that the first run began with, else float32."""
     shard_gb: Positive
@@ -52,7 +52,7 @@ class Generate(Section):
     """Continue prompts with a trained model, or answer them."""
 
     checkpoint: str
-    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
+    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     prompt: str | None
@@ -107,7 +107,7 @@ class Evaluate(Section):
     """Measure a trained model on the data of its run, or on others: keys of training, like data=jsonl, work too."""
 
     checkpoint: str
-    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID."""
+    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     step: Count | tuple[Count, ...] | Literal["all"] | None

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tunix.base.buckets import BUCKETS, is_address, is_bucket
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
 from tunix.config.decoding import Sampling
@@ -27,8 +28,21 @@ class Checkpoint(Section):
     """Also keep the checkpoint with the lowest held-out loss, of those at evaluated steps."""
     async_: Flag = Field(alias="async")
     """Write in the background while training goes on."""
+    folder: str | None
+    """Where checkpoints are written, with what a run needs to go on from there: a folder, or an address like
+    s3://BUCKET/RUN or gs://BUCKET/RUN; resume=ADDRESS goes on. null is the run's folder."""
+    timeout_s: Positive
+    """Seconds for which a request that a bucket does not answer is tried again, before a save has failed."""
     verify: Literal["always", "once", "never"]
     """Compare a checkpoint with the digests of its files before it is read: each time, only once, or never."""
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, folder: str | None) -> str | None:
+        if folder is not None and is_address(folder) and not is_bucket(folder):
+            schemes = " or ".join(f"{scheme}://BUCKET/NAME" for scheme in BUCKETS)
+            raise ValueError(f"checkpoint.folder={folder} cannot be written; expected a folder, {schemes}")
+        return folder if folder is None else folder.rstrip("/")
 
 
 class Evaluation(Section):

@@ -143,7 +143,7 @@ def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
 def _find_copied(source: Source) -> Path | None:
     """Return the folder of a source that `tunix.prepare` has tokenized already; None for any other source."""
     if isinstance(source, Tokens) and len(source.paths) == 1:
-        folder = Path(source.paths[0]).expanduser()
+        folder = Path(source.local_paths[0]).expanduser()
         return folder if (folder / "index.json").is_file() else None
     return None
 

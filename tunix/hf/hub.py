@@ -6,6 +6,7 @@ Imports no jax.
 import re
 from pathlib import Path
 
+from tunix.base.buckets import is_address, mirror
 from tunix.base.errors import UserError
 
 ABOUT = ("*.json", "*.jinja", "tokenizer.model")  # config, tokenizer, chat template
@@ -21,7 +22,7 @@ REASONS = {
 
 
 def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_from") -> Path:
-    """Return the folder with the files of `source`, a path or an ID like `google/gemma-3-270m`.
+    """Return the folder with the files of `source`, a path, an address or an ID like `google/gemma-3-270m`.
 
     Only JSON, templates, tokenizers and safetensors are ever downloaded, into the cache of `huggingface_hub`. `key` is
     for messages.
@@ -29,6 +30,8 @@ def find(source: str, patterns: tuple[str, ...] = ABOUT, key: str = "model.init_
     Raises:
         UserError: `source` is neither a folder nor a model that can be downloaded.
     """
+    if is_address(source):
+        return mirror(source, patterns, key)
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder

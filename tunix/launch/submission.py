@@ -27,7 +27,7 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
             f"{identity.num_processes} ({identity.source}); start it alone"
         )
     job = replace(job, config=job.config.model_copy(update={"launcher": Local(name="local")}))
-    resumes = job.config.resume is not None
+    resumes = job.goes_on_in_folder
     before = (job.run_dir / "config.yaml").read_text() if resumes else ""
     try:
         folder = (job.run_dir if resumes else run_folder.claim_folder(job)).absolute()

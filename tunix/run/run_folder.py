@@ -12,9 +12,11 @@ from pathlib import Path
 import jax
 from omegaconf import OmegaConf
 
+from tunix.base.buckets import is_address
 from tunix.base.disk import write_whole
 from tunix.base.errors import UserError
 from tunix.cli import compose
+from tunix.cli.mirrored import find_mirrored
 from tunix.config import Config
 from tunix.hf.hub import ABOUT, find
 from tunix.hf.tensor_files import INDEX
@@ -43,7 +45,7 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
 
     def make(folder: Path, claim: Callable[[], Path]) -> Path:
         try:
-            return folder if job.config.resume else claim()
+            return folder if job.goes_on_in_folder else claim()
         except OSError as error:
             raise UserError(
                 f"the run's folder {folder} cannot be written ({error.strerror or error}); choose hydra.run.dir=DIR"
@@ -64,7 +66,7 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
         if not shared:
             peers.together(make_on_host, "every host's folder")
     except UserError:
-        if peers.is_main() and not job.config.resume:
+        if peers.is_main() and not job.goes_on_in_folder:
             (folder / "config.yaml").unlink()
             with suppress(OSError):  # other files were there before
                 folder.rmdir()
@@ -103,7 +105,10 @@ def keep_files(cfg: Config, vocabulary: Vocabulary, run_folder: Path) -> None:
     if cfg.model.init_from is None or (run_folder / FILES).is_dir():
         return
     (run_folder / FILES).mkdir()
-    source = find_model_files(cfg.model.init_from)
+    if cfg.resume and is_address(cfg.resume):  # the bucket has them
+        source = _existing(find_mirrored(cfg.resume, "resume")[0] / FILES)
+    else:
+        source = find_model_files(cfg.model.init_from)
     if source is None:
         return
     for path in (path for pattern in (*ABOUT, "*.txt") for path in source.glob(pattern)):
@@ -133,9 +138,12 @@ def find_model_files(init_from: str) -> Path | None:
     None for a run that began without such files.
     """
     if run := compose.find_run(init_from):
-        folder = run[0] / FILES
-        return folder if folder.is_dir() else None
+        return _existing(run[0] / FILES)
     return find(init_from)
+
+
+def _existing(folder: Path) -> Path | None:
+    return folder if folder.is_dir() else None
 
 
 def claim_folder(job: compose.Job) -> Path:

@@ -19,6 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
+from tunix.run.objects import check_objects, find_address
 
 log = logging.getLogger(__name__)
 ITEMS = ("state", "run", "tokenizer", "metrics")
@@ -111,6 +112,8 @@ def check_checkpoint(checkpoint: Path, share: int = 0, num_shares: int = 1) -> i
     Raises:
         Damaged: a file is not what was written, or belongs to another step.
     """
+    if address := find_address(checkpoint):
+        return check_objects(address, share, num_shares)
     items = [checkpoint / item for item in ITEMS if (checkpoint / item).is_dir()]
     if not any((item / FILE).is_file() for item in items):
         return None

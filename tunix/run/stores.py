@@ -17,12 +17,15 @@ from typing import Any, Protocol, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
+from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, Damaged, is_verified, note_verified
 from tunix.base.errors import UserError
 from tunix.config import Checkpoint
 from tunix.processes import peers
+from tunix.run.bucket_store import BucketStore
+from tunix.run.objects import find_address, list_parts, read_arrays, read_item
+from tunix.run.retention import held_out_loss, make_rules
 from tunix.run.sealed import SealingManager, check_checkpoint
 from tunix.sharding.arrays import from_main, to_main
 from tunix.training.state import State
@@ -35,6 +38,8 @@ ONLY_PROCESS_0 = ocp.options.MultiprocessingOptions(active_processes={0}, barrie
 
 def read_state(checkpoint: Path, abstract: Any, processes: Any = ALL_PROCESSES) -> Any:
     """The arrays of a checkpoint that `abstract` names, with its dtypes and shardings; others are left out."""
+    if address := find_address(checkpoint):
+        return read_arrays(address, abstract)
     arguments = ocp.args.PyTreeRestore(
         abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True
     )
@@ -45,6 +50,8 @@ def read_state(checkpoint: Path, abstract: Any, processes: Any = ALL_PROCESSES) 
 
 def read_json(checkpoint: Path, item: str, processes: Any = ALL_PROCESSES) -> dict[str, Any]:
     """The item `run` or `tokenizer` of a checkpoint."""
+    if address := find_address(checkpoint):
+        return read_item(address, item)
     handler = ocp.JsonCheckpointHandler(multiprocessing_options=processes)
     with ocp.Checkpointer(handler, multiprocessing_options=processes) as reader:
         return reader.restore(checkpoint / item, args=ocp.args.JsonRestore())
@@ -57,6 +64,8 @@ def parts_in(checkpoint: Path) -> dict[str, Any]:
         `copies`: names of the copies of the parameters (`training.copies`); `spike_window`: steps in the window of
         spikes (`training.spikes`), 0 without one.
     """
+    if address := find_address(checkpoint):
+        return list_parts(address)
     state = ocp.PyTreeCheckpointHandler().metadata(checkpoint / "state").tree
     window = state["spikes"]["loss"].shape[0] if "spikes" in state else 0
     return {"copies": sorted(state.get("copies", {})), "spike_window": window}
@@ -65,7 +74,8 @@ def parts_in(checkpoint: Path) -> dict[str, Any]:
 class Store(Protocol):
     """Methods of every store; see the top of this file."""
 
-    folder: Path
+    @property
+    def folder(self) -> Path | str: ...  # an address, of a bucket
 
     def steps(self) -> list[int]: ...
     def save(
@@ -81,7 +91,7 @@ class Store(Protocol):
     def check(self, step: int) -> None: ...
     def about(self, step: int) -> dict[str, Any]: ...
     def restore(self, step: int, abstract: State) -> State: ...
-    def put_aside(self, steps: list[int], aside: Path) -> None: ...
+    def put_aside(self, steps: list[int], aside: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -93,8 +103,8 @@ class SharedStore:
         self.manager = SealingManager(
             self.folder,
             ocp.CheckpointManagerOptions(
-                preservation_policy=policies.AnyPreservationPolicy(_kept(cfg)),
-                best_fn=_held_out_loss,
+                preservation_policy=make_rules(cfg),
+                best_fn=held_out_loss,
                 best_mode="min",
                 enable_async_checkpointing=cfg.async_,
                 cleanup_tmp_directories=True,
@@ -169,11 +179,11 @@ class SharedStore:
         """The arrays of the checkpoint that `abstract` names."""
         return read_state(self.folder / str(step), abstract, self.processes)
 
-    def put_aside(self, steps: list[int], aside: Path) -> None:
-        """Move checkpoints into the new folder `aside`."""
+    def put_aside(self, steps: list[int], aside: str) -> None:
+        """Move checkpoints into the new folder `aside` beside this one."""
         peers.barrier("before checkpoints are put aside")
         if peers.is_main():
-            self.move(steps, aside)
+            self.move(steps, self.folder.with_name(aside))
         peers.barrier("checkpoints are put aside")
         self.manager.reload()
 
@@ -242,9 +252,9 @@ class OneHostStore:
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), abstract)
         return from_main(self._on_main(lambda disk: disk.restore(step, on_host)), abstract)
 
-    def put_aside(self, steps: list[int], aside: Path) -> None:
+    def put_aside(self, steps: list[int], aside: str) -> None:
         if self.disk:
-            self.disk.move(steps, aside)
+            self.disk.move(steps, self.folder.with_name(aside))
             self.disk.manager.reload()
 
     def close(self) -> None:
@@ -267,36 +277,31 @@ class OneHostStore:
         return json.loads(peers.agree(json.dumps(self._on_main(work)), "what process 0 has read"))
 
 
-STORES: dict[str, Callable[[Path, Checkpoint], Store]] = {"shared": SharedStore, "one_host": OneHostStore}
+def _shared(folder: str, cfg: Checkpoint) -> Store:
+    return SharedStore(Path(folder), cfg)
 
 
-def open_store(folder: Path, cfg: Checkpoint, is_shared: bool) -> Store:
-    """The store for a run's checkpoints; `is_shared` tells if all processes see the folder."""
-    return STORES["shared" if is_shared else "one_host"](folder, cfg)
+def _one_host(folder: str, cfg: Checkpoint) -> Store:
+    return OneHostStore(Path(folder), cfg)
+
+
+def _bucket(folder: str, cfg: Checkpoint) -> Store:
+    return BucketStore(folder, cfg)
+
+
+STORES: dict[str, Callable[[str, Checkpoint], Store]] = {"shared": _shared, "one_host": _one_host, "bucket": _bucket}
+
+
+def open_store(folder: str, cfg: Checkpoint, is_shared: bool) -> Store:
+    """The store for a run's checkpoints, in a folder or at an address; `is_shared` tells if all processes see it."""
+    kind = "bucket" if is_address(folder) else "shared" if is_shared else "one_host"
+    return STORES[kind](folder, cfg)
 
 
 def move_newer(store: Store, steps: list[int]) -> None:
     """Put checkpoints aside that are newer than the one a run goes on from, so that it can write its own."""
     if not steps:
         return
-    aside = store.folder.with_name(f"checkpoints_put_aside_{time.strftime('%Y-%m-%d_%H-%M-%S')}")
+    aside = f"checkpoints_put_aside_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     log.warning("newer checkpoints (%s) are put aside in %s", ", ".join(map(str, sorted(steps))), aside)
     store.put_aside(steps, aside)
-
-
-def _kept(cfg: Checkpoint) -> list[policies.PreservationPolicy]:
-    """Rules for the checkpoints that are not deleted."""
-    rules: list[policies.PreservationPolicy] = [policies.LatestN(cfg.max_to_keep)]
-    if cfg.keep_every_steps:
-        rules.append(policies.EveryNSteps(cfg.keep_every_steps))
-    if steps := [*([0] if cfg.save_first else []), *cfg.save_at_steps]:
-        rules.append(policies.CustomSteps(steps))
-    if cfg.keep_best:
-        rules.append(
-            policies.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
-        )
-    return rules
-
-
-def _held_out_loss(metrics: dict[str, float]) -> float:
-    return metrics["held_out_loss"]

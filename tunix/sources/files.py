@@ -6,12 +6,13 @@ import hashlib
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
+from tunix.base.buckets import BUCKETS, explain, explaining, filesystem, is_address, version_of
 from tunix.base.errors import UserError
 
 if sys.version_info >= (3, 14):
@@ -39,14 +40,19 @@ class Unit:
 
 
 def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit]:
-    """Return the files that the paths, folders and globs name, each once; of a folder, those with one of the endings.
+    """Return the files that the paths, addresses, folders and globs name, each once.
+
+    Of a folder, they are the files with one of the endings.
 
     Raises:
         UserError: a path that does not exist, or no file at all.
     """
-    found: dict[Path, Unit] = {}
+    found: dict[Path | str, Unit] = {}
     endings = (*extensions, *(ending + packed for ending in extensions for packed in PACKED))
     for pattern in paths:
+        if is_address(pattern):
+            found.update(_find_objects(pattern, endings))
+            continue
         path = Path(pattern).expanduser()
         # A path that exists is not a glob, even if its name has a * or a [ in it.
         matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
@@ -61,6 +67,30 @@ def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit
     if not found:
         raise UserError(f"data.paths={list(paths)}: no file that ends in {', '.join(extensions)} (data.extensions)")
     return list(found.values())
+
+
+def _find_objects(pattern: str, endings: tuple[str, ...]) -> dict[str, Unit]:
+    """Return the objects that an address, a folder or a glob of a bucket names, by address."""
+    files, scheme = filesystem(pattern, "data.paths"), pattern.partition("://")[0]
+    with explaining(pattern, "data.paths"):
+        if glob.has_magic(pattern) and scheme in BUCKETS:
+            matches = files.glob(pattern, detail=True)
+            if not matches:
+                raise FileNotFoundError(pattern)
+        else:
+            matches = {pattern: files.info(pattern)}
+        units: dict[str, Unit] = {}
+        for match, about in sorted(matches.items()):
+            below, root = {match: about}, match.rpartition("/")[0]
+            if about["type"] == "directory":
+                listed = files.find(match, detail=True)
+                below = {name: each for name, each in sorted(listed.items()) if name.endswith(endings)}
+                root = files._strip_protocol(match.rstrip("/"))
+            for name, each in below.items():
+                address = name if is_address(name) else f"{scheme}://{name}"
+                size = each.get("size") or 0  # a web server may not say it; then the file is not split
+                units[address] = Unit(name.removeprefix(f"{root}/"), address, 0, size, size, version_of(each))
+    return units
 
 
 def make_file_unit(path: Path, name: str) -> Unit:
@@ -85,12 +115,20 @@ def open_unpacked(path: str) -> Iterator[IO[bytes]]:
         UserError: an error while the file is opened or read; the message names the file.
     """
     try:
-        with PACKED.get(Path(path).suffix, open)(path, "rb") as file:
-            yield file
+        with ExitStack() as stack:
+            place: Any = path
+            if is_address(path):
+                place = stack.enter_context(filesystem(path, "data.paths").open(path, "rb"))
+            unpack = PACKED.get(Path(path).suffix)
+            if unpack is None:
+                yield place if place is not path else stack.enter_context(open(path, "rb"))
+            else:
+                yield stack.enter_context(unpack(place, "rb"))
     except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
         raise UserError(f"data: {path} is damaged or ends early: {error}") from None
     except OSError as error:
-        raise UserError(f"data: cannot read {path}: {error.strerror or error}") from None
+        why = explain(error) if is_address(path) else error.strerror or error
+        raise UserError(f"data: cannot read {path}: {why}") from None
 
 
 def find_line_number(path: str, offset: int) -> int:

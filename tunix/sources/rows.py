@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tunix.base.buckets import filesystem, is_address
 from tunix.base.errors import UserError
 from tunix.base.section import Section
 from tunix.sources.files import Unit, find_files, find_line_number, open_unpacked, split_unit
@@ -56,7 +57,7 @@ class Jsonl(Rows):
     source: Literal["jsonl"]
     """Where documents come from."""
     paths: Paths
-    """Files, folders or globs."""
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
     extensions: tuple[str, ...]
     """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
 
@@ -100,7 +101,7 @@ class Csv(Rows):
     source: Literal["csv"]
     """Where documents come from."""
     paths: Paths
-    """Files, folders or globs."""
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
     extensions: tuple[str, ...]
     """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
     delimiter: Annotated[str, Field(min_length=1, max_length=1)]
@@ -139,7 +140,7 @@ class Parquet(Rows):
     source: Literal["parquet"]
     """Where documents come from."""
     paths: Paths
-    """Files, folders or globs."""
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
     extensions: tuple[str, ...]
     """Endings of the files that are read below a folder."""
 
@@ -182,6 +183,6 @@ def _open_parquet(path: str) -> Any:
     except ImportError:
         raise UserError("data.source=parquet needs pyarrow: pip install 'tunix-trainer[hf]'") from None
     try:
-        return parquet.ParquetFile(path)
+        return parquet.ParquetFile(filesystem(path, "data.paths").open(path, "rb") if is_address(path) else path)
     except (OSError, ValueError) as error:
         raise UserError(f"data: {path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None

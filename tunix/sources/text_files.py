@@ -51,7 +51,7 @@ class TextFiles(PythonStdlib):
     source: Literal["text"]  # type: ignore[assignment]
     """Where documents come from."""
     paths: Paths
-    """Files, folders or globs."""
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
     extensions: tuple[str, ...]
     """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
 

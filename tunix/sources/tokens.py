@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from tunix.base.buckets import is_address, mirror
 from tunix.base.section import CountOrZero, Share
 from tunix.sources.files import Unit, find_files
 from tunix.sources.source import Paths, Source
@@ -17,7 +18,8 @@ class Tokens(Source):
     source: Literal["tokens"]
     """Where documents come from."""
     paths: Paths
-    """One prepared folder; or flat files (.bin, .npy with a head or without), folders or globs of them."""
+    """One prepared folder; or flat files (.bin, .npy with a head or without), folders or globs of them. A folder in a
+    bucket (s3://, gs://) is copied to this machine."""
     dtype: Literal["uint16", "uint32"]
     """Type of the numbers in files without a head."""
     skip_bytes: CountOrZero
@@ -27,4 +29,9 @@ class Tokens(Source):
 
     # There is no text to read: `tunix/data/shards.py` copies the numbers of each unit.
     def units(self, unit_bytes: int) -> list[Unit]:
-        return find_files(self.paths, (".bin", ".npy"))
+        return find_files(self.local_paths, (".bin", ".npy"))
+
+    @property
+    def local_paths(self) -> tuple[str, ...]:
+        """The paths, with a copy on this machine for each folder in a bucket: tokens are mapped into memory."""
+        return tuple(str(mirror(path, ("*",), "data.paths")) if is_address(path) else path for path in self.paths)

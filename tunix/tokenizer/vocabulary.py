@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from tunix.base.buckets import is_address, mirror
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import Tokenizer
@@ -194,7 +195,7 @@ def _find_files(path: str) -> dict[str, Path]:
 
     They are a file and those beside it, or the files of a folder, or of a repository on the hub.
     """
-    place = Path(path).expanduser()
+    place = mirror(path, FILES, "tokenizer.path") if is_address(path) else Path(path).expanduser()
     if place.is_file():
         usual = "tokenizer.model" if place.suffix == ".model" else "tokenizer.json"
         beside = {name: place.parent / name for name in FILES[2:]}

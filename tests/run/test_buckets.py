@@ -1,0 +1,309 @@
+"""Runs whose data, weights and checkpoints are in a bucket, on a real server of the protocol of S3."""
+
+import gzip
+import json
+import logging
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.harness import PAIR, RUN, metrics
+from support.processes import Processes
+from support.s3 import BUCKET, serve_s3
+
+import tunix
+from tunix.base import buckets
+from tunix.base.digests import Damaged
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose, find_run
+from tunix.cli.mirrored import split_step
+from tunix.config import Export
+from tunix.export import export
+from tunix.run import objects
+from tunix.run.bucket_store import BucketStore
+from tunix.run.home import check_home
+from tunix.run.integrity import check_everything
+from tunix.run.stores import SharedStore, move_newer
+from tunix.sources.files import find_files, open_unpacked
+
+ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
+TWO = ["model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def files(server):
+    return buckets.filesystem("s3://", "test")
+
+
+@pytest.fixture(scope="module")
+def texts(files, corpus) -> str:
+    """The corpus as packed JSON lines in the bucket."""
+    rows = [json.dumps({"text": path.read_text()}) for path in sorted(corpus.glob("*.txt"))]
+    for name, part in (("a", rows[:30]), ("b", rows[30:])):
+        files.pipe_file(f"s3://{BUCKET}/texts/{name}.jsonl.gz", gzip.compress("\n".join(part).encode()))
+    files.pipe_file(f"s3://{BUCKET}/texts/deep/c.jsonl", rows[0].encode())
+    return f"s3://{BUCKET}/texts"
+
+
+@pytest.fixture(scope="module")
+def run(texts, tmp_path_factory) -> tuple[Path, str]:
+    """Folder of a run that reads from the bucket and saves into it, and the home of its checkpoints 3 and 6."""
+    home = f"s3://{BUCKET}/run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("bucket_run"))
+        words = ["data=jsonl", f"data.paths=['{texts}/*.jsonl.gz']", f"checkpoint.folder={home}", *TWO]
+        return tunix.train([*RUN, *words, "hydra.run.dir=run"]).folder.absolute(), home
+
+
+def checkpoint_keys(**changes):
+    return compose([f"checkpoint.{key}={value}" for key, value in changes.items()]).config.checkpoint
+
+
+def make_state(mesh_shape: tuple[int, ...], seed: int = 0) -> dict:
+    """A state of several dtypes, split over two axes, one axis and none."""
+    mesh = jax.make_mesh(mesh_shape, ("a", "b"), (AxisType.Auto,) * 2)
+    rng = np.random.default_rng(seed)
+    values = {
+        "w": (rng.normal(size=(16, 8, 4)).astype(np.float32), ("a", None, "b")),
+        "half": (rng.normal(size=(8, 24)).astype(ml_dtypes.bfloat16), (None, ("a", "b"))),
+        "codes": (rng.integers(0, 255, (8, 8)).astype(np.uint8), (None, "a")),
+        "count": (np.int32(seed + 3), ()),
+    }
+    return {
+        "params": {
+            name: jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+            for name, (value, spec) in values.items()
+        }
+    }
+
+
+def empty(state):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+def same(ours, theirs) -> bool:
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return all(a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(objects, "CHUNK", 256)  # shards of several chunks
+    state = make_state((4, 2))
+    in_bucket = BucketStore(f"s3://{BUCKET}/bytes/checkpoints", checkpoint_keys())
+    in_folder = SharedStore(tmp_path, checkpoint_keys())
+    for store in (in_bucket, in_folder):
+        store.save(3, state, ABOUT, {"words": ["a"]}, {"held_out_loss": 1.0})
+        store.finish()
+        for shape in ((4, 2), (2, 4), (1, 1)):
+            again = store.restore(3, empty(make_state(shape)))
+            assert same(again, state)
+            assert all(
+                leaf.sharding.mesh.shape == dict(zip("ab", shape, strict=True)) for leaf in jax.tree.leaves(again)
+            )
+        assert store.about(3)["position"] == ABOUT["position"]
+        store.check(3)
+    assert in_bucket.about(3)["parts"] == {"copies": [], "spike_window": 0}
+    assert jnp.asarray(state["params"]["count"]) == 3
+    in_folder.close()
+
+
+def test_what_is_kept_is_what_was_asked_for(server, files):
+    store = BucketStore(f"s3://{BUCKET}/kept/checkpoints", checkpoint_keys(max_to_keep=1, keep_every_steps=4))
+    for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0), (5, None), (6, 2.5)):
+        store.save(step, make_state((1, 1), step), ABOUT, {}, None if loss is None else {"held_out_loss": loss})
+    store.finish()
+    assert store.steps() == [3, 4, 6]  # the best, a multiple of 4, the newest
+    assert sorted(buckets.list_names(store.folder, "test")) == ["3", "4", "6"]
+    move_newer(store, [4, 6])
+    assert store.steps() == [3]
+    (aside,) = [name for name in buckets.list_names(store.home, "test") if "aside" in name]
+    assert buckets.list_names(f"{store.home}/{aside}", "test") == ["4", "6"]
+
+
+def test_a_damaged_object_is_named(server, files):
+    store = BucketStore(f"s3://{BUCKET}/damaged/checkpoints", checkpoint_keys(verify="once"))
+    store.save(3, make_state((2, 1)), ABOUT, {}, None)
+    store.finish()
+    store.check(3)
+    victim = f"{store.folder}/3/state/params/w/1.0.0"
+    whole = files.cat_file(victim)
+    files.pipe_file(victim, whole[:-1] + bytes([whole[-1] ^ 1]))
+    store.check(3)  # once: it was compared already
+    with pytest.raises(Damaged, match=re.escape(victim) + " has other bytes than were written"):
+        objects.check_objects(f"{store.folder}/3")
+    files.rm(victim)
+    with pytest.raises(Damaged, match=re.escape(victim) + " cannot be read"):
+        objects.check_objects(f"{store.folder}/3")
+
+
+def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server, caplog):
+    store = BucketStore(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
+    store.save(3, make_state((2, 1)), ABOUT, {}, None)
+    store.wait()
+    server.denies = True
+    try:
+        store.save(6, make_state((2, 1)), ABOUT, {}, None)
+        with pytest.raises(
+            UserError,
+            match=r"written to s3://shelf/denied/checkpoints: .*Denied.* go on with resume=s3://shelf/denied$",
+        ) as error:
+            store.wait()
+        assert "\n" not in str(error.value)
+    finally:
+        server.denies = False
+    assert store.steps() == [3]
+    again = BucketStore(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
+    assert same(again.restore(3, empty(make_state((2, 1)))), make_state((2, 1)))
+
+
+def test_a_slow_bucket_keeps_no_step_waiting(server):
+    store = BucketStore(f"s3://{BUCKET}/slow/checkpoints", checkpoint_keys())
+    server.hold("/slow/checkpoints/3/")
+    store.save(3, make_state((2, 1)), ABOUT, {}, None)  # returns, though nothing can be written
+    assert server.waiting.wait(60)
+    assert store.steps() == []
+    server.release()
+    store.finish()
+    assert store.steps() == [3]
+
+
+def test_a_bucket_that_vanishes_ends_the_save(tmp_path):
+    with serve_s3() as other:
+        store = BucketStore(f"s3://{BUCKET}/gone/checkpoints", checkpoint_keys(timeout_s=1))
+        other.vanish()
+        store.save(3, make_state((1, 1)), ABOUT, {}, None)
+        with pytest.raises(UserError, match=r"could not be written to s3://shelf/gone.*Could not connect"):
+            store.wait()
+
+
+@pytest.mark.parametrize(
+    ("folder", "environment", "message"),
+    [
+        ("s3://nobody/run", {}, "checkpoint.folder=s3://nobody/run: .*bucket does not exist"),
+        ("s3://shelf/new", {"AWS_ACCESS_KEY_ID": None}, "checkpoint.folder=s3://shelf/new/config.yaml: there are no credentials"),
+        ("s3://shelf/taken", {}, "s3://shelf/taken holds another run; resume=s3://shelf/taken goes on with it"),
+    ],
+)  # fmt: skip
+def test_a_wrong_address_is_refused_before_anything_is_written(
+    server, files, monkeypatch, folder, environment, message
+):
+    files.pipe_file(f"s3://{BUCKET}/taken/config.yaml", b"seed: 0")
+    for name in environment:
+        monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    type(files).clear_instance_cache()
+    with pytest.raises(UserError, match=message) as error:
+        check_home(compose([f"checkpoint.folder={folder}"]))
+    assert "\n" not in str(error.value)
+    type(files).clear_instance_cache()
+
+
+def test_addresses_that_are_not_understood(monkeypatch):
+    with pytest.raises(UserError, match=r"checkpoint.folder=https://a/b cannot be written; expected a folder, s3://"):
+        compose(["checkpoint.folder=https://a/b"])
+    with pytest.raises(UserError, match=r"data.paths=ftp://a/b: an address begins with one of s3://, gs://, https://"):
+        find_files(("ftp://a/b",), (".txt",))
+    monkeypatch.setitem(buckets.PACKAGES, "s3", "no_such_package")
+    with pytest.raises(
+        UserError, match=r"resume=s3://a/b/config.yaml needs no_such_package: pip install 'tunix-trainer\[buckets\]'"
+    ):
+        compose(["resume=s3://a/b"])
+    assert split_step("s3://a/run/checkpoints/30/") == ("s3://a/run", 30)
+    assert split_step("s3://a/checkpoints") == ("s3://a/checkpoints", None)
+
+
+def test_files_of_data_are_found_and_read(server, texts):
+    ends = (".jsonl",)
+    assert [unit.name for unit in find_files((f"{texts}/*.gz",), ends)] == ["a.jsonl.gz", "b.jsonl.gz"]
+    assert [unit.name for unit in find_files((texts,), ends)] == ["a.jsonl.gz", "b.jsonl.gz", "deep/c.jsonl"]
+    (web,) = find_files((f"{server.url}/{BUCKET}/texts/a.jsonl.gz",), ends)
+    (stored,) = find_files((f"{texts}/a.jsonl.gz",), ends)
+    with open_unpacked(web.path) as ours, open_unpacked(stored.path) as theirs:
+        assert ours.read() == theirs.read() != b""
+    assert stored.version
+    for missing in ("none.jsonl", "none/*.jsonl"):
+        with pytest.raises(UserError, match=r"data.paths=s3://.*: there is no such bucket or object"):
+            find_files((f"{texts}/{missing}",), ends)
+
+
+def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
+    folder, home = run
+    expected = [line["loss"] for line in metrics(folder)]
+    monkeypatch.chdir(tmp_path)
+    again = tunix.train([f"resume={home}/checkpoints/3", "hydra.run.dir=again"]).folder
+    assert [line["loss"] for line in metrics(again)] == expected[3:]  # the same mesh: the same digits
+    assert find_run(str(again))[0] == find_run(home)[0]
+    tunix.train(
+        [f"resume={again}", "training.max_steps=7", "model.mesh_shape=[[2],[tp]]"]
+    )  # its folder knows the bucket
+    assert [line["step"] for line in metrics(again)] == [4, 5, 6, 7]
+    with pytest.raises(
+        UserError, match=r"the checkpoints of this run are in s3://shelf/run; model.init_from=s3://shelf/run"
+    ):
+        check_home(compose([f"resume={again}", "checkpoint.folder=elsewhere"]))
+
+
+def test_commands_take_addresses(run, texts, files, tmp_path):
+    _, home = run
+    lines, is_whole = check_everything(home)
+    assert is_whole
+    assert len(lines) >= 2
+    output = f"s3://{BUCKET}/exported"
+    keys = {"weights": "trained", "dtype": None, "merge_lora": True, "shard_gb": 5.0}
+    assert export(Export(checkpoint=f"{home}/checkpoints/3", output=output, **keys)).startswith(output)
+    with pytest.raises(UserError, match=f"output={output} exists already"):
+        export(Export(checkpoint=home, output=output, **keys))
+    ours, exported = (tunix.load_pretrained(source) for source in (f"{home}/checkpoints/3", output))
+    assert same(ours.params, exported.params)
+    cfg = compose([f"model.init_from={home}", "data=jsonl", f"data.paths=['{texts}']"]).config
+    assert cfg.model.init_from.startswith(f"{home}/checkpoints/")  # not a copy on this machine
+    assert cfg.tokenizer.path == f"{home}/tokenizer"
+
+
+def test_a_local_folder_keeps_the_checkpoints_too(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*RUN, "data=text", f"data.paths=['{corpus}']", *TWO, "training.max_steps=3", "hydra.run.dir=run"]
+    tunix.train([*words, "checkpoint.folder=disk"])
+    assert not Path("run/checkpoints").exists()
+    assert find_run("run") == (Path("disk"), None)
+    assert tunix.load_pretrained("run").tokenizer_files == Path("disk/tokenizer")
+    tunix.train(["resume=run", "training.max_steps=4"])
+    assert sorted(os.listdir("disk/checkpoints")) == ["3", "4"]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_that_is_killed_in_a_save_goes_on_in_one(server, texts, tmp_path, monkeypatch, caplog):
+    home = f"s3://{BUCKET}/killed"
+    words = [*PAIR, "data=jsonl", f"data.paths=['{texts}']", f"checkpoint.folder={home}", "evaluation.every_steps=null"]
+    server.hold("/killed/checkpoints/6/digests.1.json")  # process 1 has written its shards, and dies before it says so
+    both = Processes(*words, folder=tmp_path, count=2)
+    both.wait_until(lambda: server.waiting.is_set(), "the second save")
+    for rank in (0, 1):
+        for pid in (both.child(rank), both.started[rank].pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    both.ends()
+    server.release()
+    assert buckets.list_names(f"{home}/checkpoints", "test") == ["3", "6"]
+    expected = {line["step"]: line["loss"] for line in metrics(tmp_path / "run")}
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        again = tunix.train([f"resume={home}", "hydra.run.dir=again", "distributed.allow_idle_devices=true"]).folder
+    assert "the checkpoint of step 6 in s3://shelf/killed/checkpoints is not whole: it is deleted" in caplog.text
+    losses = {line["step"]: line["loss"] for line in metrics(again)}
+    assert list(losses) == [4, 5, 6]
+    np.testing.assert_allclose([losses[step] for step in (4, 5)], [expected[step] for step in (4, 5)], rtol=1e-5)
