@@ -61,11 +61,18 @@ def evaluate(cmd: Evaluate) -> None:
     rows = [({} if step is None else {"step": step}) | row for step, row in zip(steps, measured, strict=True)]
     content = about | rows[0] if not isinstance(cmd.step, tuple) and cmd.step != "all" else about | {"steps": rows}
     output.write_text(json.dumps(content, indent=2) + "\n")
-    table = Table(*about, *rows[0])
+    names = [name for name in rows[0] if name != "sets"]
+    table = Table(*about, *names)
     for row in rows:
-        cells = (f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" for value in row.values())
-        table.add_row(*about.values(), *cells)
+        step = {"step": row["step"]} if "step" in row else {}
+        splits = {cmd.split: row} | {name: step | numbers for name, numbers in row.get("sets", {}).items()}
+        for split, numbers in splits.items():
+            table.add_row(*(about | {"split": split}).values(), *(_format(numbers.get(name)) for name in names))
     print_table(table)
+
+
+def _format(value: float | int | None) -> str:
+    return "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _writable(key: str, name: str) -> Path:
@@ -136,32 +143,43 @@ def _find_sampling(cmd: Evaluate, cfg: Config) -> SamplingKeys:
     return how
 
 
-def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
-    """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes."""
+def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dict[str, Any]]:
+    """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes.
+
+    The numbers of evaluation.sets stand under `sets`, by name.
+    """
     if cfg.task.documents == "prompt":
         raise UserError(f"metric=loss: task={cfg.task.name} has no loss on held-out answers; set metric=reward")
     if words := [word for word in cmd.overrides if _is_sampling(word)]:
         raise UserError(f"{words[0]}: metric=loss draws no answers; set metric=reward")
     mesh = build_mesh(cfg)
-    measured: list[Numbers] = []
+    measured: list[dict[str, Any]]
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout, cfg.training.remat)
         held_out: HeldOut | None = None
+        sets: dict[str, HeldOut] = {}
+        measured = []
         for checkpoint in checkpoints:
             params, _ = load_params(checkpoint, cfg.model, arch, layout, mesh, cmd.weights)
             # After the first weights: the data may take long, and weights that are not there are found in a second.
-            held_out = held_out or _load_held_out(cmd, cfg, arch, mesh)
-            measured.append(held_out.evaluate(params))
+            if held_out is None:
+                held_out, sets = _load_held_out(cmd, cfg, arch, mesh)
+            numbers = held_out.evaluate(params)
+            labelled = {name: each.evaluate(params) for name, each in sets.items()}
+            measured.append(numbers | ({"sets": labelled} if labelled else {}))
     return measured
 
 
-def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> HeldOut:
-    """The documents of the split on the devices; pairs of answers with their scores by the model of step 0."""
+def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> tuple[HeldOut, dict[str, HeldOut]]:
+    """The documents of the split on the devices, and evaluation.sets by name.
+
+    Pairs of answers come with their scores by the model of step 0.
+    """
     corpus = peers.main_first(lambda: _load_documents(cmd, cfg), "preparing the data")
     if isinstance(cfg.task, Dpo):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
-    return HeldOut(cfg, corpus, arch, mesh)
+    return HeldOut(cfg, corpus, arch, mesh), {name: HeldOut(cfg, corpus, arch, mesh, name) for name in corpus.sets}
 
 
 def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:

@@ -174,6 +174,8 @@ def run(job: compose.Job) -> Result:
                     ending = find_ending(now, REASONS)
                     if ending and not ending.saves:
                         raise ending
+                    if evaluate_now and not ending:
+                        evaluate_sets(feed, state, step, metrics, watchdog)
                     if evaluate_now and held_out and not ending:
                         evaluation = evaluate(held_out, state, step, metrics, watchdog)
                         improvement = improvement.after(held_out.cost(evaluation), cfg.evaluation)
@@ -196,6 +198,7 @@ def run(job: compose.Job) -> Result:
 
                 # The end: make up for an evaluation that a stop prevented, wait for the last checkpoint, sum up.
                 if held_out and evaluation.get("step") != last:
+                    evaluate_sets(feed, state, last, metrics, watchdog)
                     evaluation = evaluate(held_out, state, last, metrics, watchdog)
                 with watchdog.phase("closing"):
                     checkpoints.finish()
@@ -298,6 +301,15 @@ def memory_report(compiled: Any, peak_gib: float | None) -> str:
 def due(every: int | None, step: int, last: int) -> bool:
     """Return True after every so many steps (None: never), and after the last."""
     return step == last or (every is not None and step % every == 0)
+
+
+def evaluate_sets(feed: Feed, state: State, step: int, metrics: Metrics, watchdog: Watchdog) -> None:
+    """Write and log a line of metrics.jsonl for each of evaluation.sets."""
+    for name, each in feed.sets.items():
+        with watchdog.phase("evaluation"):
+            record: dict[str, Any] = {"step": step, "split": name, **each.evaluate(state["params"])}
+        metrics.write(record, f"sets/{name}")
+        log.info("step %d  %s: %s", step, name, each.describe(record))
 
 
 def evaluate(held_out: Measure, state: State, step: int, metrics: Metrics, watchdog: Watchdog) -> dict[str, Any]:

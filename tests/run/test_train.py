@@ -13,8 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tunix
 from tunix.base.errors import Diverged, UserError
+from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
+from tunix.config import Evaluate
 from tunix.data.batches import TrainBatches
+from tunix.evaluate import evaluate
 from tunix.run import lock
 from tunix.trainer import run
 
@@ -124,12 +127,42 @@ def test_held_out_numbers_are_the_same_on_every_mesh(words):
         "evaluation.num_sequences=13",
         "training.max_steps=2",
     ]
+    more = [word.replace("data.paths", "evaluation.sets.more.paths") for word in words if word.startswith("data.paths")]
+    labelled = ["evaluation.sets.more=text", *more]
     found = []
     for mesh in ("[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]"):
-        result = tunix.train([*base, f"model.mesh_shape={mesh}"])
-        found.append([result.held_out["loss"], result.held_out["bits_per_byte"], result.train["loss"]])
+        result = tunix.train([*base, *labelled, f"model.mesh_shape={mesh}"])
+        (line,) = metrics(result.folder, "more")
+        found.append([result.held_out["loss"], result.held_out["bits_per_byte"], result.train["loss"], line["loss"]])
         assert result.held_out["eval_tokens"] > 300
+        assert line["step"] == 2
+        assert line["loss"] != result.held_out["loss"]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    # The command measures the run's sets, and one that is named now: here the same documents under another name.
+    others = [word.replace("sets.more", "sets.again") for word in labelled]
+    evaluate(read_settings(Evaluate, [f"checkpoint={result.folder}", "output=results.json"], {"overrides": others}))
+    measured = json.loads(Path("results.json").read_text())
+    assert measured["loss"] == pytest.approx(result.held_out["loss"], rel=1e-6)
+    assert [measured["sets"][name]["bits_per_byte"] for name in ("more", "again")] == pytest.approx(
+        [line["bits_per_byte"]] * 2, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluation.sets.code=pyton"], "evaluation.sets.code=pyton: takes a file of conf/data"),
+        (["evaluation.sets.held_out=python_stdlib"], "evaluation.sets.held_out: this name is taken"),
+        (["evaluation.sets.code=text"], "evaluation.sets.code.paths"),
+        (
+            ["evaluation.sets.a=python_stdlib", "task=dpo", "data=pairs", "data.paths=[x]"],
+            "task=dpo has no loss on other",
+        ),
+    ],
+)
+def test_sets_that_cannot_be_measured_are_named(words, message):
+    with pytest.raises(UserError, match=message):
+        compose(words)
 
 
 def test_runs_of_the_same_second_have_folders_of_their_own(words, monkeypatch):

@@ -1,6 +1,7 @@
 """Copies of the parameters follow the steps, the same on every mesh."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.harness import batch, program
@@ -29,6 +30,24 @@ def test_the_moving_average_is_the_one_made_by_hand():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), trained.state["copies"]["ema"], expected
     )
+
+
+def test_several_averages_in_a_dtype_of_their_own():
+    """Each is moved in float32 and rounded once; the decay of 0 is the parameters themselves."""
+    words = [word for word in FAST if "ema_decay" not in word]
+    trained = program(MESH, *words, "training.ema_decay=[0,0.5]", "training.ema_dtype=bfloat16", fresh=True)
+    expected = jax.tree.map(lambda p: p.astype(jnp.bfloat16), on_host(trained.state["params"]))
+    for _ in range(2):
+        trained.run(batch(), steps=1)
+        params = on_host(trained.state["params"])
+        expected = jax.tree.map(
+            lambda a, p: (a.astype(np.float32) + np.float32(0.5) * (p - a.astype(np.float32))).astype(jnp.bfloat16),
+            expected, params,
+        )  # fmt: skip
+    copies = on_host(trained.state["copies"])
+    assert copies.keys() == {"ema_0", "ema_0.5"}
+    jax.tree.map(np.testing.assert_array_equal, copies["ema_0.5"], expected)
+    jax.tree.map(lambda a, p: np.testing.assert_array_equal(a, p.astype(jnp.bfloat16)), copies["ema_0"], params)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])

@@ -6,6 +6,7 @@ With resume=RUN_DIR the saved config of that run takes the place of conf/. Every
 the value and the way out (`tunix.cli.mistakes`). Read `compose` first.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tunix.base.buckets import is_address
 from tunix.base.disk import list_numbers
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, did_you_mean
 from tunix.base.nested import flat
 from tunix.cli.architecture import _fill_from_pretrained, fill_from_run
 from tunix.cli.foreign import find_key
@@ -35,6 +36,7 @@ from tunix.config.values import CONF
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # keys of `distributed`
 OUTPUTS = Path("outputs")
 SEARCH = "hydra.searchpath="
+SETS = "evaluation.sets."  # begins the package of a set's source
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
     Raises:
         UserError: a line for each error.
     """
+    overrides = [_choose_set(word) for word in overrides]
     with explain_errors():
         given = {override.key_or_group: override for override in OverridesParser.create().parse_overrides(overrides)}
         for override in given.values():
@@ -86,6 +89,17 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
         composed = _compose_by_hydra(add_implied_model(overrides), config_dir, config_name)
         hydra_node = OmegaConf.create({"hydra": OmegaConf.to_container(composed.hydra, resolve=False)})
         return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in given, hydra=hydra_node)
+
+
+def _choose_set(word: str) -> str:
+    """Return evaluation.sets.NAME=CHOICE, with a file of conf/data as the choice, in the form that Hydra has for it."""
+    found = re.fullmatch(r"\+*evaluation\.sets\.(\w+)=(\w+)", word)
+    if found is None:
+        return word
+    if not (CONF / "data" / f"{found[2]}.yaml").is_file():
+        choices = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+        raise UserError(f"{word}: takes a file of conf/data ({', '.join(choices)}){did_you_mean(found[2], choices)}")
+    return f"+data@evaluation.sets.{found[1]}={found[2]}"
 
 
 def add_implied_model(overrides: list[str]) -> list[str]:
@@ -299,10 +313,15 @@ def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
     values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     saved = OmegaConf.create(upgrade(values))
     groups = [word for word in given if (CONF / word.key_or_group).is_dir() and isinstance(word.value(), str)]
+    sets = [word for word in groups if str(word.package or "").startswith(SETS)]
+    groups = [word for word in groups if word not in sets]
     search = [str(word.input_line) for word in given if str(word.input_line).startswith(SEARCH)]
     # A model's file may choose the group `training` too. The default keeps such settings out of the saved config.
     neutral = [] if any(word.key_or_group == "training" for word in groups) else ["training=default"]
-    chosen = _compose_by_hydra([str(word.input_line) for word in groups] + neutral + search)
+    chosen = _compose_by_hydra([str(word.input_line) for word in [*groups, *sets]] + neutral + search)
+    for word in sets:
+        name = str(word.package).removeprefix(SETS)
+        saved.evaluation.sets[name] = chosen.evaluation.sets[name]
     for group in (word.key_or_group for word in groups):
         if group == "experiment":
             raise UserError("resume goes on with the saved config; name the keys to change in place of +experiment")
@@ -311,4 +330,5 @@ def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
             saved[group] = chosen[group]
         saved.model.mesh_shape = chosen.model.mesh_shape if group == "mesh_shape" else mesh_shape
     ConfigStore.instance().store(name="saved_run", node=OmegaConf.to_container(saved))
-    return _compose_by_hydra([str(word.input_line) for word in given if word not in groups], name="saved_run")
+    keys = [str(word.input_line) for word in given if word not in groups and word not in sets]
+    return _compose_by_hydra(keys, name="saved_run")

@@ -10,6 +10,7 @@ from tunix.config.values import CONF
 # Keys that are new, with the value that means what runs did before there was such a key.
 ADDED: dict[str, Any] = {
     "training.ema_decay": None,
+    "training.ema_dtype": "float32",
     "training.check_attention": True,
     "task.loss": None,
     "checkpoint.verify": "always",
@@ -43,6 +44,7 @@ ADDED: dict[str, Any] = {
     "training.max_spikes": 5,
     "evaluation.patience": None,
     "evaluation.min_improvement": 0.0,
+    "evaluation.sets": {},
     "evaluation.num_prompts": 256,
     "evaluation.num_samples": 1,
 }

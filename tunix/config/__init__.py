@@ -104,6 +104,11 @@ class Config(Section):
                 self.task.num_prompts(batch.num_sequences)
         if isinstance(self.task, Grpo):
             self._check_grpo(self.task)
+        if self.evaluation.sets and self.task.documents not in ("text", "conversation"):
+            raise ValueError(
+                f"evaluation.sets.{next(iter(self.evaluation.sets))}: task={self.task.name} has no loss on other "
+                "documents; leave evaluation.sets out, or measure the checkpoints with another task"
+            )
         if isinstance(self.task, Dpo) and self.loading.packing == "concat":
             raise ValueError("loading.packing=concat cuts pairs of task=dpo in two; set it to best_fit or pad")
         return self

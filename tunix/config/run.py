@@ -9,6 +9,7 @@ from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
 from tunix.config.decoding import Sampling
 from tunix.sinks import SINKS, try_out
+from tunix.sources import AnySource
 
 
 class Checkpoint(Section):
@@ -56,7 +57,10 @@ class Evaluation(Section):
     min_improvement: PositiveOrZero
     """Least decrease of the held-out loss that counts for evaluation.patience."""
     num_sequences: Count
-    """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer."""
+    """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer. Of each set too."""
+    sets: dict[str, AnySource]
+    """More sets by name, each all documents of a source: evaluation.sets.NAME=jsonl takes the keys of data=jsonl, and
+    evaluation.sets.NAME.paths=[...] changes one. metrics.jsonl has a line for each, with NAME as its split."""
     sample_tokens: CountOrZero
     """Tokens sampled at the end as the continuation of a held-out document, half of the context at most; 0 for none."""
     sample_temperature: Temperature
@@ -70,6 +74,8 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Evaluation":
+        if taken := [name for name in self.sets if name in ("train", "held_out", "all")]:
+            raise ValueError(f"evaluation.sets.{taken[0]}: this name is taken; choose another")
         if self.num_samples > 1 and self.sampling.temperature == 0:
             raise ValueError(
                 f"evaluation.num_samples={self.num_samples} answers are all the same at "

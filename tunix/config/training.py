@@ -152,9 +152,12 @@ class Training(Section):
     those behind them follow. For the data of a spike, together with resume=RUN_DIR/checkpoints/STEP."""
     max_grad_norm: Positive | None
     """Gradients are scaled down to this global norm; null does not clip."""
-    ema_decay: Share | None
+    ema_decay: Share | Annotated[tuple[Share, ...], Field(min_length=1)] | None
     """Also keep a moving average of the parameters, of which each step keeps this share (0.999); `weights=ema` reads
-    it. null keeps none."""
+    it. A list keeps several: [0.99,0.999] are read by `weights=ema_0.99` and `weights=ema_0.999`. null keeps none."""
+    ema_dtype: Literal["float32", "bfloat16"]
+    """dtype in which averages are kept. bfloat16 halves their memory, and does not follow steps whose part of the
+    average is less than a 256th of it: it suits decays up to 0.99."""
     z_loss: PositiveOrZero
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
     remat: Literal[tuple(REMAT)]  # type: ignore[valid-type]
@@ -181,6 +184,13 @@ class Training(Section):
     """Disk space for compiled programs in loading.cache_dir, in GiB: a second start reads them. 0 keeps none."""
     compiler_options: dict[str, bool | int | float | str]
     """XLA options of the training step by name; an unknown name is an error."""
+
+    @property
+    def ema_names(self) -> dict[str, float]:
+        """The decay of each moving average, by the name that `weights=NAME` takes."""
+        if isinstance(self.ema_decay, tuple):
+            return {f"ema_{decay:g}": decay for decay in self.ema_decay}
+        return {} if self.ema_decay is None else {"ema": self.ema_decay}
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -36,6 +36,7 @@ class Corpus:
     unigram_bits_per_byte: float  # loss on the training data of a model that knows only how frequent each token is
     summary: str  # a line for each source
     example: list[int]  # tokens of a held-out document; empty if nothing is held out
+    sets: dict[str, grain.MapDataset]  # sequences of each of evaluation.sets
 
     @property
     def tokenizer(self) -> Backend:
@@ -92,7 +93,27 @@ def load_corpus(cfg: Config) -> Corpus:
             _summarise(name, prepared[name], train[name], held_out[name], vocabulary) for name in prepared
         ),
         example=_pick_example(held_out),
+        sets={name: _load_set(name, source, vocabulary, cfg) for name, source in cfg.evaluation.sets.items()},
     )
+
+
+def _load_set(name: str, source: Source, vocabulary: Vocabulary, cfg: Config) -> grain.MapDataset:
+    """Tokenize all documents of one of evaluation.sets with the run's tokenizer, and pack them.
+
+    Raises:
+        UserError: the documents make no sequence.
+    """
+    everything = source.model_copy(update={"held_out_fraction": 0.0})  # nothing of it is trained on
+    prepared = prepare(everything, find_units(everything, cfg.loading), cfg.task, vocabulary, cfg.loading)
+    _warn_left_out(f"evaluation.sets.{name}", prepared)
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    sequences = Sequences(prepared.stream("train"), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+    if not len(sequences):
+        raise UserError(
+            f"evaluation.sets.{name} has {sequences.stream.num_tokens:,} tokens, too few for one sequence of "
+            f"training.seq_len={cfg.training.seq_len}; give more documents, or leave the set out"
+        )
+    return grain.MapDataset.source(sequences)
 
 
 def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> None:

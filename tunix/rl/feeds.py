@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -57,6 +57,10 @@ class Feed(Protocol):
     def held_out(self) -> Measure | None:
         """The held-out set; None where nothing is held out."""
 
+    @property
+    def sets(self) -> Mapping[str, Measure]:
+        """The sets of evaluation.sets, by name."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -85,6 +89,7 @@ class CorpusFeed:
         self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
         self.samples: TrainBatches = TrainBatches(corpus.train, cfg, mesh)
         self.held_out = HeldOut(cfg, corpus, program.arch, mesh) if corpus.num_held_out else None
+        self.sets = {name: HeldOut(cfg, corpus, program.arch, mesh, name) for name in corpus.sets}
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +157,7 @@ class PromptFeed:
         self.scorer = Scorer(task.rewards, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.asker = Asker(cfg, corpus, program, mesh, self.scorer, watchdog)
         self.held_out = HeldOutAnswers(cfg, corpus, self.asker) if corpus.num_held_out else None
+        self.sets: dict[str, Measure] = {}  # the config refuses them for prompts
         self.stack = ExitStack()
 
     def __enter__(self) -> Self:

@@ -1,11 +1,11 @@
-"""Copies of the trained parameters that the state carries beside them, like their moving average.
+"""Copies of the trained parameters that the state carries beside them, like their moving averages.
 
 `state["copies"]` is {name: tree}; it is not there where the config asks for no copy. A copy starts as the parameters,
-in float32, and is laid out as the optimizer works on them. A new copy is a function here, and its row in `COPIES`.
+and is laid out as the optimizer works on them. A new kind of copy is a function here, and its row in `COPIES`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +16,52 @@ Tree = dict[str, Any]
 Update = Callable[[Tree, Tree], Tree]  # (copy, trained parameters after the step) -> copy after the step
 
 
-def _moving_average(training: Training) -> Update | None:
-    """Exponential moving average over steps: each moves it by a share 1 - `training.ema_decay` to the parameters."""
-    if training.ema_decay is None:
-        return None
-    share = 1 - training.ema_decay
-    return lambda average, params: jax.tree.map(lambda a, p: a + share * (p - a), average, params)
+class Copy(NamedTuple):
+    """A copy of the parameters: how a step changes it, and the dtype in which it is kept."""
+
+    update: Update
+    dtype: str = "float32"
 
 
-# Each takes the training section; None where it asks for no such copy.
-COPIES: dict[str, Callable[[Training], Update | None]] = {"ema": _moving_average}
+def _moving_averages(training: Training) -> dict[str, Copy]:
+    """Exponential moving averages over steps, one for each of `training.ema_decay`."""
+
+    def average(decay: float) -> Copy:
+        share = 1 - decay
+
+        def move(a: jax.Array, p: jax.Array) -> jax.Array:
+            """Move the average by a share 1 - decay to the parameter, in float32."""
+            now = a.astype(jnp.float32)
+            return (now + share * (p - now)).astype(a.dtype)
+
+        return Copy(lambda average, params: jax.tree.map(move, average, params), training.ema_dtype)
+
+    return {name: average(decay) for name, decay in training.ema_names.items()}
 
 
-def make_updates(training: Training) -> dict[str, Update]:
-    """The update of each copy that the config asks for, by name."""
-    updates = {name: make(training) for name, make in COPIES.items()}
-    return {name: update for name, update in updates.items() if update is not None}
+# Each takes the training section: the update of its copy in float32, copies by name, or None where there is none.
+COPIES: dict[str, Callable[[Training], Update | dict[str, Copy] | None]] = {"ema": _moving_averages}
 
 
-def start_copies(names: list[str], params: Tree) -> dict[str, Tree]:
-    """New copies of the trained parameters, as a part of the state: {} or {"copies": {name: tree}}."""
-    copies = {name: jax.tree.map(lambda p: p.astype(jnp.float32), params) for name in names}
+def make_copies(training: Training) -> dict[str, Copy]:
+    """The copies that the config asks for, by name."""
+    copies: dict[str, Copy] = {}
+    for name, make in COPIES.items():
+        made = make(training)
+        if isinstance(made, dict):
+            copies |= made
+        elif made is not None:
+            copies[name] = Copy(made)
+    return copies
+
+
+def start_copies(dtypes: dict[str, str], params: Tree) -> dict[str, Tree]:
+    """New copies of the trained parameters, by name, as a part of the state: {} or {"copies": {name: tree}}."""
+    copies = {name: jax.tree.map(lambda p, d=dtype: p.astype(d), params) for name, dtype in dtypes.items()}
     return {"copies": copies} if copies else {}
 
 
-def update_copies(updates: dict[str, Update], copies: dict[str, Tree], params: Tree) -> dict[str, Any]:
+def update_copies(copies: dict[str, Copy], trees: dict[str, Tree], params: Tree) -> dict[str, Any]:
     """The copies after a step that came to `params`, as a part of the state: {} or {"copies": {name: tree}}."""
-    new = {name: updates[name](copy, params) for name, copy in copies.items()}
+    new = {name: copies[name].update(tree, params) for name, tree in trees.items()}
     return {"copies": new} if new else {}

@@ -16,17 +16,20 @@ from tunix.training.state import Architecture
 
 
 class HeldOut:
-    """The held-out set on the devices, and the loss over it."""
+    """A held-out set on the devices, and the loss over it: of the corpus, or one of its `sets` by name."""
 
-    def __init__(self, cfg: Config, corpus: Corpus, arch: Architecture, mesh: Mesh):
+    def __init__(self, cfg: Config, corpus: Corpus, arch: Architecture, mesh: Mesh, name: str | None = None):
         num_rows = cfg.training.batch_shape(mesh.shape).num_rows
-        arguments = corpus.held_out, cfg.evaluation.num_sequences, num_rows
+        sequences = corpus.held_out if name is None else corpus.sets[name]
+        arguments = sequences, cfg.evaluation.num_sequences, num_rows
         everything = read_held_out(*arguments, list(range(num_rows)))
         num_bytes = bytes_by_token(corpus.tokenizer)[everything["targets"]]
         self.num_bytes = int((num_bytes * everything["loss_mask"]).sum())
         if self.num_bytes == 0:
+            which = "the held-out sequences" if name is None else f"the sequences of evaluation.sets.{name}"
             raise UserError(
-                "the held-out sequences have no text to be predicted: their answers are empty, or none begins within "
+                f"{which} have no "
+                "text to be predicted: their answers are empty, or none begins within "
                 f"training.seq_len={cfg.training.seq_len} tokens; raise it, hold out more, or set "
                 "data.held_out_fraction=0"
             )

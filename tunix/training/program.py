@@ -21,7 +21,7 @@ from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
-from tunix.training.copies import Update, make_updates, start_copies
+from tunix.training.copies import Copy, make_copies, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.pipelined import make_pipelined_gradients
@@ -79,7 +79,7 @@ class Program:
     loss_fn: LossFn
     pipeline_schedule: str  # of GRADIENTS
     sync_every: int  # microbatches between two reductions of gradients
-    copies: dict[str, Update]  # of the parameters, that the state carries
+    copies: dict[str, Copy]  # of the parameters, that the state carries
     guard: SpikeGuard | None
     abstract: State  # shapes, dtypes and shardings of the state
 
@@ -90,7 +90,9 @@ class Program:
         arrays are donated.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, list(self.copies), self.guard)
+        make = partial(
+            new_state, self.arch, self.cfg.model, self.layout, self.optimizer, _dtypes(self.copies), self.guard
+        )
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
 
     def new_params(self, seed: int, given: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -121,9 +123,11 @@ class Program:
             return state
         log.warning("the checkpoint has no %s of the parameters: it starts from those of now", " and ".join(absent))
 
+        dtypes = _dtypes({name: self.copies[name] for name in absent})
+
         @jax.jit
         def start(params):
-            return start_copies(absent, optimizer_view(self.arch.trained(params), self.arch, self.layout))["copies"]
+            return start_copies(dtypes, optimizer_view(self.arch.trained(params), self.arch, self.layout))["copies"]
 
         return state | {"copies": state.get("copies", {}) | start(state["params"])}
 
@@ -165,11 +169,15 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
         )
     arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
-    copies, guard = make_updates(training), make_guard(training)
-    make = partial(start_state, arch, layout, optimizer, list(copies), guard)
+    copies, guard = make_copies(training), make_guard(training)
+    make = partial(start_state, arch, layout, optimizer, _dtypes(copies), guard)
     abstract = abstract_results(mesh, make, abstract_params(arch, mesh, layout))
     sync_every = choose_sync(training, mesh)
     pipeline = training.pipeline(mesh.shape).schedule
     return Program(
         cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), pipeline, sync_every, copies, guard, abstract
     )
+
+
+def _dtypes(copies: dict[str, Copy]) -> dict[str, str]:
+    return {name: copy.dtype for name, copy in copies.items()}

@@ -152,7 +152,7 @@ def new_state(
     model: Model,
     layout: Layout,
     optimizer: optax.GradientTransformation,
-    copies: list[str],
+    copies: dict[str, str],
     guard: SpikeGuard | None,
     seed: jax.Array | int,
     given: dict[str, Any] | None = None,
@@ -170,7 +170,7 @@ def start_state(
     arch: Architecture,
     layout: Layout,
     optimizer: optax.GradientTransformation,
-    copies: list[str],
+    copies: dict[str, str],
     guard: SpikeGuard | None,
     params: dict[str, Any],
 ) -> State:

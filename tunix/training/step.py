@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec, auto_axes, reshard
 from tunix.data.batch import Batch
 from tunix.sharding.layout import Layout
 from tunix.training.balance import move_biases
-from tunix.training.copies import Update, update_copies
+from tunix.training.copies import Copy, update_copies
 from tunix.training.layer_norms import NORMS, layer_norms
 from tunix.training.optim import Schedule
 from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
@@ -29,7 +29,7 @@ def make_train_step(
     tx: optax.GradientTransformation,
     schedule: Schedule,
     layout: Layout,
-    copy_updates: dict[str, Update],
+    copy_updates: dict[str, Copy],
     guard: SpikeGuard | None = None,
     bias_rate: float | None = None,
     norms_every: int | None = None,
