@@ -6,7 +6,11 @@ import logging
 import os
 import re
 import signal
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jax
@@ -226,14 +230,30 @@ def test_addresses_that_are_not_understood(monkeypatch):
     assert split_step("s3://a/checkpoints") == ("s3://a/checkpoints", None)
 
 
-def test_files_of_data_are_found_and_read(server, texts):
+@contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def test_files_of_data_are_found_and_read(server, texts, corpus):
     ends = (".jsonl",)
     assert [unit.name for unit in find_files((f"{texts}/*.gz",), ends)] == ["a.jsonl.gz", "b.jsonl.gz"]
     assert [unit.name for unit in find_files((texts,), ends)] == ["a.jsonl.gz", "b.jsonl.gz", "deep/c.jsonl"]
-    (web,) = find_files((f"{server.url}/{BUCKET}/texts/a.jsonl.gz",), ends)
+    with web_server(corpus) as address:
+        (web,) = find_files((f"{address}/000.txt",), (".txt",))
+        assert web.size == (corpus / "000.txt").stat().st_size
+        with open_unpacked(web.path) as file:
+            assert file.read() == (corpus / "000.txt").read_bytes()
     (stored,) = find_files((f"{texts}/a.jsonl.gz",), ends)
-    with open_unpacked(web.path) as ours, open_unpacked(stored.path) as theirs:
-        assert ours.read() == theirs.read() != b""
+    with open_unpacked(stored.path) as file:
+        assert json.loads(file.readline())["text"] == (corpus / "000.txt").read_text()
     assert stored.version
     for missing in ("none.jsonl", "none/*.jsonl"):
         with pytest.raises(UserError, match=r"data.paths=s3://.*: there is no such bucket or object"):
@@ -264,10 +284,10 @@ def test_commands_take_addresses(run, texts, files, tmp_path):
     assert len(lines) >= 2
     output = f"s3://{BUCKET}/exported"
     keys = {"weights": "trained", "dtype": None, "merge_lora": True, "shard_gb": 5.0}
-    assert export(Export(checkpoint=f"{home}/checkpoints/3", output=output, **keys)).startswith(output)
+    assert export(Export(checkpoint=f"{home}/checkpoints/6", output=output, **keys)).startswith(output)
     with pytest.raises(UserError, match=f"output={output} exists already"):
         export(Export(checkpoint=home, output=output, **keys))
-    ours, exported = (tunix.load_pretrained(source) for source in (f"{home}/checkpoints/3", output))
+    ours, exported = (tunix.load_pretrained(source) for source in (f"{home}/checkpoints/6", output))
     assert same(ours.params, exported.params)
     cfg = compose([f"model.init_from={home}", "data=jsonl", f"data.paths=['{texts}']"]).config
     assert cfg.model.init_from.startswith(f"{home}/checkpoints/")  # not a copy on this machine
