@@ -50,6 +50,7 @@ def a_run(folder: Path, corpus: Path) -> Callable[[], None]:
         "profile.after_step=1",
         "profile.steps=1",
         "evaluation.sample_tokens=3",
+        "training.ema_decay=0.9",
         "evaluation.every_steps=2",  # and at the end: two numbers to compare
     ]
     words = [
@@ -234,8 +235,9 @@ def test_every_key_is_read(reads):
 
 
 def untested() -> tuple[str, ...]:
-    """Keys whose reads are not seen: by a Slurm, by a sink (which gets plain values), by a package that is missing."""
+    """Keys whose reads are not seen: by a Slurm, by a bucket, by a sink (which gets plain values), by a package that is missing."""
     return (
+        "Checkpoint.timeout_s",
         "Slurm.show_logs",
         "Logging.every_steps",
         "Logging.close_timeout_s",
