@@ -1,7 +1,7 @@
 """Files in buckets and on web servers, by addresses like s3://BUCKET/NAME, gs://BUCKET/NAME and https://HOST/NAME.
 
 fsspec does the work. Its packages find credentials as the providers' own tools do (AWS_PROFILE, AWS_ENDPOINT_URL,
-GOOGLE_APPLICATION_CREDENTIALS, ...). fsspec and the package of an address's scheme are imported when an address is used, and not before.
+GOOGLE_APPLICATION_CREDENTIALS, ...). fsspec and the package of a scheme are imported when an address is used.
 """
 
 import importlib
