@@ -25,6 +25,7 @@ from tunix.data.corpus import Corpus, load_corpus
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.hf.hub import find
 from tunix.inference.drawing import choose_sampling
+from tunix.inference.harness import ask_tasks
 from tunix.inference.pretrained import load_params, load_pretrained
 from tunix.inference.sampling import Answer
 from tunix.inference.stops import chat_stop_ids
@@ -53,7 +54,7 @@ def evaluate(cmd: Evaluate) -> None:
     steps = _list_steps(cmd)
     cfg = peers.main_first(lambda: _config(cmd), "reading the config")
     split = cfg if cmd.split == "held_out" else _without_split(cfg)
-    measure = measure_loss if cmd.metric == "loss" else measure_answers
+    measure = {"loss": measure_loss, "lm_eval": measure_tasks}.get(cmd.metric, measure_answers)
     measured = measure(cmd, split, list(steps.values()))
     if output is None:
         return
@@ -191,6 +192,15 @@ def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
     if corpus.num_held_out == 0:
         raise UserError("data.held_out_fraction=0 holds out nothing; split=all measures all documents")
     return corpus
+
+
+def measure_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
+    """Ask the tasks of EleutherAI's harness; return their numbers as TASK/METRIC for each checkpoint."""
+    measured = []
+    for checkpoint in checkpoints:
+        model = load_pretrained(checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
+        measured.append(ask_tasks(model, cmd))
+    return measured
 
 
 def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:

@@ -113,9 +113,18 @@ class Evaluate(Section):
     step: Count | tuple[Count, ...] | Literal["all"] | None
     """Of a run: the checkpoint of this step, of several steps, or all that are kept; null is the one that `checkpoint`
     names."""
-    metric: entry_of(("loss", "reward", *REWARDS))  # type: ignore[valid-type]
-    """loss: loss, perplexity and bits per byte; reward: the model answers the questions of conversations, and `rewards`
-    score its answers; the name of one reward, or `package.module:name`, is the same with this reward alone."""
+    metric: entry_of(("loss", "reward", "lm_eval", *REWARDS))  # type: ignore[valid-type]
+    """loss: loss, perplexity and bits per byte; lm_eval: `tasks` of EleutherAI's harness; reward: the model answers the
+    questions of conversations, and `rewards` score its answers; the name of one reward, or `package.module:name`, is
+    the same with this reward alone."""
+    tasks: tuple[str, ...]
+    """lm_eval: names of tasks of the harness, which brings their data from the Hugging Face hub."""
+    task_folder: str | None
+    """lm_eval: a folder with YAML files of your own tasks, whose data may be local; null for none."""
+    num_fewshot: CountOrZero | None
+    """lm_eval: examples before each question; null is the number that a task names."""
+    limit: Count | None
+    """lm_eval: the first documents of each task; null for all."""
     rewards: RewardTerms | None
     """reward: what scores an answer, each a name or {function, weight}; the first says which answers are right. null
     takes the rewards of the run."""
@@ -151,6 +160,10 @@ class Evaluate(Section):
     def _check(self) -> "Evaluate":
         if self.rewards is not None and self.metric != "reward":
             raise ValueError(f"rewards are given, and metric={self.metric}; set metric=reward")
+        if bool(self.tasks) != (self.metric == "lm_eval"):
+            raise ValueError(
+                f"metric={self.metric} and tasks={list(self.tasks)}: metric=lm_eval takes tasks=[NAME,...]"
+            )
         return self
 
 

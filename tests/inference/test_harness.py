@@ -1,0 +1,75 @@
+"""EleutherAI's harness asks our models: the numbers are those of the logits, and of the model's own answers."""
+
+import json
+
+import numpy as np
+import pytest
+from support.harness_tasks import write_tasks
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.cli.command import read_settings
+from tunix.config import Evaluate
+from tunix.evaluate import evaluate
+from tunix.inference import harness
+
+
+def log_probs(model, tokens: list[int]) -> np.ndarray:
+    """Log-probability of each token but the first, of logits of this row alone."""
+    logits = np.asarray(model(np.array([tokens[:-1]])), np.float64)[0]
+    logits -= np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) + logits.max(
+        -1, keepdims=True
+    )
+    return logits[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+def test_tasks_of_the_harness(hf_dir, tmp_path, monkeypatch):
+    """`benchmarks/harness.py` compares the same tasks with the harness's own backend for transformers."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    write_tasks(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    words = [
+        f"checkpoint={hf_dir}",
+        "metric=lm_eval",
+        "tasks=[choices,texts]",
+        f"task_folder={tmp_path}",
+        "batch_size=3",
+    ]
+    mesh = [
+        "model.mesh_shape=[[2,2],[fsdp,tp]]",
+        "distributed.allow_idle_devices=true",
+        "training.mixed_precision=fp32",
+    ]
+    evaluate(read_settings(Evaluate, [*words, f"output={tmp_path}/results.json"], {"overrides": mesh}))
+    found = json.loads((tmp_path / "results.json").read_text())
+
+    model = tunix.load_pretrained(hf_dir)
+
+    def encode(text: str) -> list[int]:
+        return model.tokenizer.encode(text).ids
+
+    right, total, num_bytes = 0, 0.0, 0
+    for row in rows:
+        context = encode(row["question"])
+        choices = [encode(f"{row['question']} {choice}") for choice in ("few words", "to be", "merged together")]
+        scores = [log_probs(model, whole)[len(context) - 1 :].sum() for whole in choices]
+        right += int(np.argmax(scores)) == row["label"]
+        tokens, prefix = encode(row["text"]), 1
+        for start in range(0, len(tokens), 64):
+            window = tokens[start : start + 64]
+            if start and len(window) < 64:  # the last window reaches back as far as it can
+                total += log_probs(model, tokens[-65:])[-len(window) :].sum()
+            else:
+                total += log_probs(model, [tokens[start - 1] if start else prefix, *window]).sum()
+        num_bytes += len(row["text"].encode())
+    assert found["choices/acc"] == pytest.approx(right / len(rows))
+    assert found["texts/bits_per_byte"] == pytest.approx(-total / num_bytes / np.log(2), rel=1e-5)
+
+
+def test_what_cannot_be_asked_is_named(hf_dir, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"metric=loss and tasks=\['a'\]: metric=lm_eval takes tasks=\[NAME"):
+        read_settings(Evaluate, [f"checkpoint={hf_dir}", "tasks=[a]"])
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"needs the harness: pip install 'tunix-trainer\[lm_eval\]'"):
+        harness.import_harness()

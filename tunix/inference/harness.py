@@ -1,0 +1,204 @@
+"""EleutherAI's evaluation harness asks our models: log-likelihoods of continuations and of texts, and answers.
+
+The harness (package lm_eval, of the extra `lm_eval`) brings tasks, prompts and metrics. It is imported when it is asked
+for. Tokens, prefixes and windows are those of its own backend for transformers, so the numbers are comparable.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec, reshard
+
+from tunix.base.errors import UserError, did_you_mean
+from tunix.config import Evaluate
+from tunix.inference.drawing import Sampling
+from tunix.inference.pretrained import Pretrained
+from tunix.tokenizer.vocabulary import load_vocabulary
+from tunix.training.chunks import chunk_splitter, join_chunks
+
+SHORTEST = 32  # tokens: rows are filled up to powers of 2 from here, so that few programs are compiled
+
+
+def import_harness() -> Any:
+    """Import the package lm_eval.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import lm_eval
+        import lm_eval.api.model
+        import lm_eval.tasks
+        import lm_eval.utils
+    except ImportError:
+        raise UserError("metric=lm_eval needs the harness: pip install 'tunix-trainer[lm_eval]'") from None
+    return lm_eval
+
+
+class TokenScorer:
+    """Scores of tokens under a model, on its mesh: the log-probability of each, and whether no other is likelier."""
+
+    def __init__(self, model: Pretrained):
+        self.model = model
+
+        def score(params, tokens, targets):
+            module = model.arch.module(params)
+            tables = module.tables()
+            hidden, _ = module.hidden(tables, tokens)
+            ids = reshard(jnp.arange(tables[1].shape[0]), module.layout.activation("V"))
+
+            def one_chunk(_, chunk):
+                hidden, targets = chunk
+                logits = module.logits((tables[1], tables[1]), hidden)
+                of_target = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
+                return None, (of_target - jax.nn.logsumexp(logits, -1), of_target >= jnp.max(logits, -1))
+
+            split = chunk_splitter(hidden, "auto")
+            scores = jax.lax.scan(one_chunk, None, (split(hidden), split(targets)))[1]
+            return jax.tree.map(lambda x: reshard(join_chunks(x, hidden.shape[1]), PartitionSpec()), scores)
+
+        self.score = jax.jit(score)
+
+    def __call__(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return log-probabilities and likeliest-flags of rows of tokens, each without the first token."""
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+        with jax.set_mesh(self.model.mesh):
+            for start in range(0, len(order), batch_size):
+                batch = order[start : start + batch_size]
+                length = max(SHORTEST, 1 << (len(rows[batch[0]]) - 2).bit_length())
+                tokens = np.zeros((batch_size, length + 1), np.int32)
+                for place, n in enumerate(batch):
+                    tokens[place, : len(rows[n])] = rows[n]
+                arguments = (self.model.rows(np.ascontiguousarray(part)) for part in (tokens[:, :-1], tokens[:, 1:]))
+                log_probs, likeliest = (np.asarray(x) for x in self.score(self.model.params, *arguments))
+                for place, n in enumerate(batch):
+                    size = len(rows[n]) - 1
+                    found[n] = log_probs[place, :size], likeliest[place, :size]
+        return [found[n] for n in range(len(rows))]
+
+
+def make_adapter(model: Pretrained, batch_size: int) -> Any:
+    """Return the harness's object for a model."""
+    harness = import_harness()
+    vocabulary = model.vocabulary or load_vocabulary(str(model.tokenizer_files))
+    backend, score = model.tokenizer or vocabulary.backend, TokenScorer(model)
+    bos, eos = vocabulary.bos, vocabulary.eos
+    longest = model.cfg.context_length
+
+    class Adapter(harness.api.model.TemplateLM):  # type: ignore[misc]
+        """Answers of the model to the harness's requests."""
+
+        @property
+        def eot_token_id(self) -> int:
+            return eos
+
+        @property
+        def prefix_token_id(self) -> int:
+            return eos if bos is None else bos
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            begins = string.startswith(backend.id_to_token(self.prefix_token_id) or "\0")
+            special = not begins if add_special_tokens is None else add_special_tokens
+            return backend.encode(string, add_special_tokens=special).ids
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            """Score continuations; what does not fit into the context is cut off at its beginning."""
+            rows = [(context + continuation)[-(longest + 1) :] for _, context, continuation in requests]
+            answers = []
+            for (_, _, continuation), (log_probs, likeliest) in zip(requests, score(rows, batch_size), strict=True):
+                count = len(continuation)
+                answers.append((float(log_probs[-count:].sum(dtype=np.float64)), bool(likeliest[-count:].all())))
+            return answers
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            """Score whole texts, in windows of the context, each token once."""
+            windows, owners = [], []
+            for number, request in enumerate(requests):
+                rolling = harness.utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(request.args[0]),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=longest,
+                    context_len=1,
+                )
+                for window in map(harness.utils.make_disjoint_window, rolling):
+                    windows.append((None, *window))
+                    owners.append(number)
+            totals = [0.0] * len(requests)
+            for owner, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+                totals[owner] += log_prob
+            return totals
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            """Answer prompts, and cut each answer where one of the request's stop words begins."""
+            groups: dict[Sampling, list[int]] = {}
+            prompts: list[list[int]] = []
+            stops: list[list[str]] = []
+            for number, request in enumerate(requests):
+                context, keys = request.args
+                how, until = _read_keys(keys, eos), keys.get("until") or []
+                room = longest - how.max_new_tokens
+                if room < 1:
+                    raise UserError(
+                        f"metric=lm_eval: a task wants answers of {how.max_new_tokens} tokens, and the context of the "
+                        f"model has {longest}"
+                    )
+                groups.setdefault(how, []).append(number)
+                prompts.append(self.tok_encode(context)[-room:])
+                stops.append([until] if isinstance(until, str) else list(until))
+            answers = [""] * len(prompts)
+            for how, numbers in groups.items():
+                drawn = model.sample([prompts[n] for n in numbers], how, prompts_at_once=batch_size)
+                for n, answer in zip(numbers, drawn, strict=True):
+                    answers[n] = _cut(backend.decode(answer.text_tokens), stops[n])
+            return answers
+
+    return Adapter()
+
+
+def ask_tasks(model: Pretrained, command: Evaluate) -> dict[str, float]:
+    """Ask the model the tasks of a command; return the numbers as TASK/METRIC, without standard errors.
+
+    Raises:
+        UserError: the harness is not installed, or it does not know a task.
+    """
+    adapter, harness = make_adapter(model, command.batch_size), import_harness()
+    manager = harness.tasks.TaskManager(include_path=command.task_folder)
+    if unknown := [name for name in command.tasks if name not in manager.all_tasks]:
+        hint = did_you_mean(unknown[0], manager.all_tasks)
+        raise UserError(
+            f"tasks={list(command.tasks)}: the harness has no task {unknown[0]}{hint}; task_folder names a folder with "
+            "tasks of your own"
+        )
+    answered = harness.simple_evaluate(
+        adapter,
+        tasks=list(command.tasks),
+        num_fewshot=command.num_fewshot,
+        limit=command.limit,
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    return {
+        f"{task}/{metric.removesuffix(',none')}": float(value)
+        for task, numbers in answered["results"].items()
+        for metric, value in numbers.items()
+        if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
+    }
+
+
+def _read_keys(keys: dict[str, Any], eos: int) -> Sampling:
+    """Return how a request wants its answer to be drawn: the likeliest tokens, unless it says otherwise."""
+    longest = keys.get("max_gen_toks", 256)
+    if not keys.get("do_sample", False):
+        return Sampling(longest, 0.0, stop=(eos,))
+    return Sampling(longest, float(keys.get("temperature", 1.0)), keys.get("top_k"), keys.get("top_p"), stop=(eos,))
+
+
+def _cut(text: str, stops: list[str]) -> str:
+    """Return the text up to the first stop word."""
+    for stop in filter(None, stops):
+        text = text.split(stop)[0]
+    return text
