@@ -88,7 +88,7 @@ def make_adapter(model: Pretrained, batch_size: int) -> Any:
     bos, eos = vocabulary.bos, vocabulary.eos
     longest = model.cfg.context_length
 
-    class Adapter(harness.api.model.TemplateLM):  # type: ignore[misc]
+    class Adapter(harness.api.model.TemplateLM):  # type: ignore[misc, name-defined]
         """Answers of the model to the harness's requests."""
 
         @property
