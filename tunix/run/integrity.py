@@ -6,6 +6,7 @@ from tunix.base.digests import FILE, Damaged, check_files, list_files
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.cli import compose
+from tunix.run.objects import find_address
 from tunix.run.sealed import check_checkpoint
 
 
@@ -31,16 +32,17 @@ def check_everything(source: str) -> tuple[list[str], bool]:
     folders = _find_folders(source)
     lines, whole = [], True
     for folder, is_checkpoint in folders:
+        name, files = find_address(folder) or str(folder), f", {len(list_files(folder))} files"
         try:
             size = check_checkpoint(folder) if is_checkpoint else check_files([folder / FILE])
         except Damaged as damage:
-            lines.append(f"DAMAGED {folder}: {damage}")
+            lines.append(f"DAMAGED {name}: {damage}")
             whole = False
         else:
             told = (
                 "no digests (an older version wrote it)" if size is None else f"as written, {size / 2**30:.3f} GiB read"
             )
-            lines.append(f"{folder}: {told}, {len(list_files(folder))} files")
+            lines.append(f"{name}: {told}{'' if find_address(folder) else files}")
     return lines, whole
 
 
