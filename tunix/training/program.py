@@ -98,7 +98,7 @@ class Program:
     def new_params(self, seed: int, given: dict[str, Any] | None = None) -> dict[str, Any]:
         """The parameters of step 0 without the rest of the state, which is not made; see `new_state`."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract["params"])
-        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, [], None)
+        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, {}, None)
         own = jax.jit(lambda seed, given: make(seed, given)["params"], out_shardings=shardings, donate_argnums=1)
         return own(seed, given)
 
