@@ -78,9 +78,11 @@ def _put_first(array: jax.Array, made: deque[tuple[tuple[int, ...], Future[jax.A
 @partial(jax.jit, donate_argnums=0, compiler_options={"xla_disable_hlo_passes": "float-normalization-bf16"})
 def _put(array: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
     """Return the array with a piece [..] in the shard of each device, from index `start` of the shard on."""
-    spec = jax.typeof(array).sharding.spec
+    sharding = jax.typeof(array).sharding
+    spec = sharding.spec
 
     def update(shard, piece, start):
         return jax.lax.dynamic_update_slice(shard, piece.astype(shard.dtype), tuple(start))
 
-    return jax.shard_map(update, in_specs=(spec, spec, PartitionSpec()), out_specs=spec)(array, piece, start)
+    specs = (spec, spec, PartitionSpec())
+    return jax.shard_map(update, mesh=sharding.mesh, in_specs=specs, out_specs=spec)(array, piece, start)
