@@ -96,8 +96,9 @@ def replicate_part(array: jax.Array, *place: int) -> jax.Array:
     if not place:
         return replicate(array)
     # Indices as arrays make a gather, which sums over the devices that split these dimensions: only the part travels.
-    spec = PartitionSpec(None, *jax.typeof(array).sharding.spec[len(place) :])
-    part = array.at[tuple(jnp.reshape(index, 1) for index in place)].get(out_sharding=spec)
+    sharding = jax.typeof(array).sharding
+    of_part = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[len(place) :]))
+    part = array.at[tuple(jnp.reshape(index, 1) for index in place)].get(out_sharding=of_part)
     return replicate(part)[0]
 
 
