@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.base.buckets import join
-from tunix.base.errors import Finished, Stopped, UserError
+from tunix.base.errors import Finished, Stopped
 from tunix.cli import compose
 from tunix.cli.intent import remark_on_tiny
 from tunix.config import Config
@@ -42,6 +42,7 @@ from tunix.sinks import Start
 from tunix.tokenizer.vocabulary import tokenizer_digest
 from tunix.training.kernel_check import check_attention
 from tunix.training.optim import check_phases
+from tunix.training.overlap import check_compiler_options
 from tunix.training.program import Program, abstract_batch, assemble, build_mesh
 from tunix.training.sizes import Sizes, derive_sizes, last_step
 from tunix.training.state import Architecture, State
@@ -77,7 +78,6 @@ def run(job: compose.Job) -> Result:
     for section in (cfg.data, cfg.optimizer, cfg.scheduler):
         section.try_out()
     peers.on_main(cfg.logging.try_out, "trying the sinks")
-    training = cfg.training
     mesh, feed_kind = build_mesh(cfg), FEEDS[cfg.task.documents]
 
     with stopping.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh), ExitStack() as stack:
@@ -132,7 +132,7 @@ def run(job: compose.Job) -> Result:
             ):
                 trace.starts_after(start.step)
                 step_fn = program.step(last, sizes.batch.num_tokens)
-                train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), training.compiler_options)
+                train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), program.compiler_options(mesh))
                 clock.end("step")
                 log.info("%s", clock)
                 metrics.text("config", compose.to_yaml(cfg), start.step)
@@ -264,14 +264,6 @@ def check_before_writing(cfg: Config, arch: Architecture, total_steps: int) -> N
     """Raise `UserError` for what only the length of the data or a download can tell."""
     check_window(cfg, total_steps)
     peers.main_first(lambda: check_init_from(cfg, arch), "looking at model.init_from")
-
-
-def check_compiler_options(options: dict[str, Any]) -> None:
-    """Raise `UserError` for an option that XLA does not know, before anything is written."""
-    try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"training.compiler_options: {str(error).splitlines()[0]}") from None
 
 
 def compile_step(step_fn, state: State, batch: dict[str, jax.ShapeDtypeStruct], options: dict[str, Any]) -> Any:

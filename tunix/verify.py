@@ -37,7 +37,8 @@ from tunix.rl.feeds import FEEDS
 from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
-from tunix.trainer import check_compiler_options, compile_step
+from tunix.trainer import compile_step
+from tunix.training.overlap import check_compiler_options
 from tunix.training.program import abstract_batch, assemble, build_mesh
 from tunix.training.sizes import derive_sizes
 
@@ -123,7 +124,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: i
         assert sizes.total_steps is not None
         state = program.new_state(cfg.seed, load_init_from(program, mesh))
         step_fn = program.step(sizes.total_steps, sizes.batch.num_tokens)
-        train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), cfg.training.compiler_options)
+        train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), program.compiler_options(mesh))
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
         feed = FEEDS[cfg.task.documents].make(cfg, corpus, program, mesh, Watchdog(cfg.distributed))
         with feed, closing(feed.batches(Position(0, 0, "", ""), num_steps, None, None)) as source:

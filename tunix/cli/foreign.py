@@ -225,7 +225,7 @@ MISSING: dict[str, str] = {
     "torch_compile": "every step is compiled",
     "auto_wrap_policy": "training.sharding_strategy=full_shard gathers the weights of one block at a time",
     "wrapping_strategy": "training.sharding_strategy=full_shard gathers the weights of one block at a time",
-    "prefetch_factor": "XLA orders the gathers; training.compiler_options changes how",
+    "prefetch_factor": "training.overlap=prefetch gathers one layer ahead",
     "dataloader_prefetch_factor": "loading.prefetch_batches counts the batches that are ready",
     "wandb_disabled": "logging.sinks names what is written",
     "num_passes": "python -m tunix.evaluate num_samples=N draws several answers to each question",

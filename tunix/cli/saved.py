@@ -38,6 +38,7 @@ ADDED: dict[str, Any] = {
     "training.pipeline_microbatches": "auto",
     "training.pipeline_schedule": "auto",
     "plan.network": None,
+    "training.overlap": "none",
     "training.skip_steps": [],
     "training.spike_deviations": None,
     "training.spike_window": 128,

@@ -182,8 +182,12 @@ class Training(Section):
     """Trace the steps of `profile` and write into the run's folder what its collectives take."""
     compile_cache_gib: PositiveOrZero
     """Disk space for compiled programs in loading.cache_dir, in GiB: a second start reads them. 0 keeps none."""
+    overlap: Literal["auto", "none", "options", "prefetch"]
+    """How communication hides behind arithmetic: options, XLA options for these devices; prefetch, these and layers
+    that gather weights and sum gradients while the next layer computes; none, neither; auto, what fits the mesh."""
     compiler_options: dict[str, bool | int | float | str]
-    """XLA options of the training step by name; an unknown name is an error."""
+    """XLA options of the training step by name; they win over those of training.overlap. An unknown name is an
+    error."""
 
     @property
     def ema_names(self) -> dict[str, float]:

@@ -28,6 +28,7 @@ from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.chunks import chunk_positions
+from tunix.training.overlap import choose_overlap
 from tunix.training.program import Program, abstract_batch, assemble, choose_sync
 from tunix.training.state import Weight, abstract_params, describe
 
@@ -57,13 +58,16 @@ class Costs:
         return sum(self.num_bytes.values())
 
 
-def derive(cfg: Config, sizes: dict[str, int], with_activations: bool = True) -> Costs:
+def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
     """Return the costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch.
 
-    Activations are traced, which takes most of the time. Without them, everything else is the same.
+    `platform` is that of the devices, by which `training.overlap` chooses. Activations are traced, which takes most of
+    the time. Without them, everything else is the same.
     """
     # The program of one sequence per shard has the costs of any micro batch in it.
     program, mesh = assemble_once(cfg, sizes)
+    overlap = choose_overlap(cfg.training, program.layout, mesh, choose_sync(cfg.training, mesh), platform)
+    program = replace(program, overlap=overlap)
     with jax.sharding.use_abstract_mesh(mesh):
         return costs_of(cfg, program, mesh, with_activations)
 
@@ -137,6 +141,9 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
         reduced += shard_bytes(weight, layout.at_rest(equation, layout.strategy.gradients), "float32", mesh)
         if not (in_blocks and equation.is_stacked):
             unreduced += shard_bytes(weight, layout.in_use(equation), "float32", mesh)
+        elif program.overlap.prefetch:  # of the block whose gradients are summed while another is at work
+            own_part = shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
+            unreduced += own_part * pipeline.num_stages // weight.shape[0]
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
             unreduced += shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
     accumulated = 0  # beside the sum of all microbatches, the gradients of one

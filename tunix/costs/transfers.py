@@ -63,6 +63,7 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     sync_every = program.sync_every
     pipeline, in_blocks = program.cfg.training.pipeline(mesh.shape), layout.gathers_in_blocks(sync_every)
     reductions = 1 if pipeline.schedule == "1f1b" else num_microbatches // sync_every
+    ahead = program.overlap.prefetch
     gathers_of_block = (2 + pipeline.runs_again) * pipeline.num_ticks
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
@@ -71,9 +72,12 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         blocks = weight.shape[0] // pipeline.num_stages if equation.is_stacked else 1
         if gathered_over and strategy.params:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
-            size = shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh)
+            size = times * shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh)
             count = times * blocks if in_blocks else 1
-            yield Transfer("all-gather", gathered_over, times * size, count=count)
+            if ahead and equation.is_stacked:  # each forward pass ends with one more, of the last block
+                more = (1 + pipeline.runs_again) * pipeline.num_ticks
+                size, count = size * (count + more) // count, count + more
+            yield Transfer("all-gather", gathered_over, size, count=count)
         elif gathered_over and strategy.optimizer and trained:  # the updated weights
             yield Transfer("all-gather", gathered_over, shard_bytes(weight, in_use, layout.param, mesh))
         if not trained:
@@ -82,6 +86,8 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         size = times * shard_bytes(weight, in_use, layout.reduce, mesh)
         summed_over = layout.gradient_axes(equation)
         count = times * blocks if in_blocks else times
+        if ahead and equation.is_stacked:  # and each backward pass begins with one more, of zeros
+            size, count = size * (blocks + 1) // blocks, count + times
         if gathered_over and strategy.gradients:
             yield Transfer("reduce-scatter", gathered_over, size, count=count)
             size //= count_devices(mesh.shape, gathered_over)

@@ -20,6 +20,7 @@ from tunix.models.layers import MLP, NORMS, Bias, Einsum, Embedding, LearnedPosi
 from tunix.models.noise import Noise
 from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, grow_queries, layer_rope
+from tunix.models.prefetch import scan_ahead
 from tunix.models.remat import keep_policy
 from tunix.models.seen import seen_in_row
 from tunix.sharding.layout import Layout
@@ -145,13 +146,21 @@ class Transformer(nnx.Module):
     """Tokens to logits. The blocks are runs of equal ones, so a program is as long for 80 layers as for 8.
 
     `remat` is a policy of `REMAT`. `parts_per_stage` matters where the layout splits the layers into stages: it is the
-    number of parts of a batch that wait at each stage (see `run_stages`).
+    number of parts of a batch that wait at each stage (see `run_stages`). With `prefetch` layers gather their weights
+    ahead; they must not be gathered yet.
     """
 
     def __init__(
-        self, cfg: Model, layout: Layout, rngs: nnx.Rngs, remat: str = "none", parts_per_stage: int | None = None
+        self,
+        cfg: Model,
+        layout: Layout,
+        rngs: nnx.Rngs,
+        remat: str = "none",
+        parts_per_stage: int | None = None,
+        prefetch: bool = False,
     ):
         self.cfg, self.layout, self.remat, self.parts_per_stage = cfg, layout, remat, parts_per_stage
+        self.prefetch = prefetch
         self.block_layout = layout.inside_stage()
         self.embedding = Embedding(cfg, layout, rngs)
         self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
@@ -263,13 +272,20 @@ class Transformer(nnx.Module):
         `layers` are those of `layers_of`, or a part of them.
         """
         graphdef = nnx.graphdef(getattr(self, stack.name))
+        params, values = layers
 
-        def one_layer(x, each):  # what a block does not change stays outside: the scan would keep it for each layer
-            after, result = self._one_layer(graphdef, rows._replace(x=x), each, mix_of, seed)
+        def one_layer(x, params, layer, others):
+            beside_x, seed = others
+            after, result = self._one_layer(graphdef, Rows(x, *beside_x), (params, layer), mix_of, seed)
             return after.x, result
 
         one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
-        x, (kept, sums) = jax.lax.scan(one_layer, rows.x, layers)
+        # What a block does not change stays outside: the scan would keep it for each layer.
+        others = tuple(rows[1:]), seed
+        if self.prefetch:
+            x, (kept, sums) = scan_ahead(one_layer, params, rows.x, values, others, self.block_layout)
+        else:
+            x, (kept, sums) = jax.lax.scan(lambda x, each: one_layer(x, each[0], each[1], others), rows.x, layers)
         return rows._replace(x=x), kept, join_layers(sums)
 
     def _one_layer(self, graphdef, rows: Rows, each, mix_of, seed) -> tuple[Rows, tuple[Any, BlockSums]]:

@@ -19,7 +19,7 @@ from tunix.costs.derived import Costs, assemble_once, derive
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
 from tunix.models.exchanges import choose_exchange
-from tunix.plan.compiled import WORKERS, Compiled, compile_all
+from tunix.plan.compiled import WORKERS, Compiled, compile_all, find_backend
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 
@@ -286,7 +286,7 @@ def _make_candidate(
     cfg: Config, sizes: dict[str, int], micro_batch_size: int | None, cluster: Cluster, with_activations: bool = True
 ) -> Candidate:
     with_mesh = replace_mesh(cfg, sizes, micro_batch_size)
-    costs, rollout = derive(with_mesh, sizes, with_activations), None
+    costs, rollout = derive(with_mesh, sizes, find_backend(), with_activations), None
     if isinstance(cfg.task, Grpo):
         device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
         rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)

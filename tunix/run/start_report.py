@@ -56,6 +56,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
         f"{shards} data shard(s) x {training.sequences_per_shard}; " + _reductions(program),
         **_describe_pipeline(cfg, mesh),
+        "overlap": _overlap(program),
         "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
         "length": _length(cfg, sizes),
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
@@ -191,6 +192,14 @@ def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str,
         num_frozen = count(arch.frozen(arch.weights))
         rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {kept}"
     return rows
+
+
+def _overlap(program: Program) -> str:
+    """Return in words what hides communication, and why."""
+    overlap = program.overlap
+    options = ", ".join(f"{name}={value}" for name, value in overlap.options.items())
+    parts = ["layers gather ahead"] * overlap.prefetch + [options] * bool(options)
+    return f"{' and '.join(parts) or 'none'} ({overlap.reason})"
 
 
 def _reductions(program: Program) -> str:

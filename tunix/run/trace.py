@@ -117,8 +117,9 @@ class CommunicationTrace:
             log.warning("the trace in %s shows no operation of the step: no communication report", self.folder)
             return
         sizes = dict(self.mesh.shape)
-        kind = find_kind(self.mesh.devices.flat[0].device_kind)
-        predicted = predict(derive(self.cfg, sizes).transfers, sizes, kind, per_host)
+        device = self.mesh.devices.flat[0]
+        kind, costs = find_kind(device.device_kind), derive(self.cfg, sizes, device.platform)
+        predicted = predict(costs.transfers, sizes, kind, per_host)
         communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, found, sizes, predicted)
         text, png = communication_report.format_text(communication), draw_communication(communication)
         for name, content in (("txt", text), ("csv", communication_report.to_csv(communication))):

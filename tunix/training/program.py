@@ -15,7 +15,7 @@ from tunix.config import Config, Training
 from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
-from tunix.models.kernels import choose_kernel
+from tunix.models.kernels import choose_kernel, mesh_device
 from tunix.sharding.arrays import abstract_results
 from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
@@ -24,6 +24,7 @@ from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
 from tunix.training.copies import Copy, make_copies, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
+from tunix.training.overlap import Options, Overlap, choose_overlap, known_options
 from tunix.training.pipelined import make_pipelined_gradients
 from tunix.training.spikes import SpikeGuard, make_guard
 from tunix.training.state import Architecture, State, abstract_params, describe, new_state, optimizer_view, start_state
@@ -79,6 +80,7 @@ class Program:
     loss_fn: LossFn
     pipeline_schedule: str  # of GRADIENTS
     sync_every: int  # microbatches between two reductions of gradients
+    overlap: Overlap
     copies: dict[str, Copy]  # of the parameters, that the state carries
     guard: SpikeGuard | None
     abstract: State  # shapes, dtypes and shardings of the state
@@ -131,6 +133,10 @@ class Program:
 
         return state | {"copies": state.get("copies", {}) | start(state["params"])}
 
+    def compiler_options(self, mesh: Mesh) -> Options:
+        """Return XLA's options for the step on a mesh; those of the config win."""
+        return known_options(self.overlap.options, mesh) | self.cfg.training.compiler_options
+
     def step(self, num_steps: int, tokens_per_step: int) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
         """The train step of a run of `num_steps`, on which the learning rate depends; to be compiled."""
         cfg = self.cfg
@@ -167,15 +173,18 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
             f"model.mlp.dense_layers={cfg.model.mlp.dense_layers} and experts behind them do not run on stages: leave "
             f"{', '.join(layout.stage_axes)} out of model.mesh_shape, or set model.mlp.dense_layers=0"
         )
-    arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
+    sync_every = choose_sync(training, mesh)
+    device = mesh_device()
+    overlap = choose_overlap(training, layout, mesh, sync_every, device.platform if device else None)
+    parts = training.parts_per_stage(mesh.shape)
+    arch = describe(cfg.model, layout, training.remat, parts, overlap.prefetch)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies, guard = make_copies(training), make_guard(training)
     make = partial(start_state, arch, layout, optimizer, _dtypes(copies), guard)
     abstract = abstract_results(mesh, make, abstract_params(arch, mesh, layout))
-    sync_every = choose_sync(training, mesh)
     pipeline = training.pipeline(mesh.shape).schedule
     return Program(
-        cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), pipeline, sync_every, copies, guard, abstract
+        cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), pipeline, sync_every, overlap, copies, guard, abstract
     )
 
 

@@ -109,18 +109,20 @@ def count(weights: dict[str, Any], active: bool = False) -> int:
 _known: dict[tuple[Any, ...], Architecture] = {}  # a plan asks for one model on hundreds of meshes
 
 
-def describe(cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: int | None = None) -> Architecture:
-    """Split the model on shapes only: no array is made. See `Transformer` for the arguments."""
-    key = cfg.model_dump_json(exclude={"mesh_shape"}), layout, remat, parts_per_stage
+def describe(
+    cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: int | None = None, prefetch: bool = False
+) -> Architecture:
+    """Split the model on shapes only: no array is made. See `Transformer` for the other arguments."""
+    key = cfg.model_dump_json(exclude={"mesh_shape"}), layout, remat, parts_per_stage, prefetch
     if key not in _known:
         if len(_known) > MOST_KNOWN:
             _known.clear()
-        _known[key] = _describe(cfg, layout, remat, parts_per_stage)
+        _known[key] = _describe(cfg, layout, remat, parts_per_stage, prefetch)
     return _known[key]
 
 
-def _describe(cfg: Model, layout: Layout, remat: str, parts_per_stage: int | None) -> Architecture:
-    model = nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat, parts_per_stage))
+def _describe(cfg: Model, layout: Layout, remat: str, parts_per_stage: int | None, prefetch: bool) -> Architecture:
+    model = nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat, parts_per_stage, prefetch))
     graphdef, variables = nnx.split(model)
 
     active_share = cfg.mlp.experts_per_token / cfg.mlp.num_experts if isinstance(cfg.mlp, ExpertsMlp) else 1.0

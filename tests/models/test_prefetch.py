@@ -1,0 +1,65 @@
+"""A scan whose layers gather ahead computes the same numbers as a plain one, and keeps no gathered weight."""
+
+import jax
+import pytest
+from support.harness import batch, program
+
+from tunix.base.errors import UserError
+from tunix.training.losses import loss_kind
+from tunix.training.overlap import known_options
+
+MESHES = {
+    "dp x fsdp x tp, LoRA with dropout": [
+        "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]", "training.remat=dots", "model.lora.rank=2", "model.lora.dropout=0.1",
+        "training.gradient_accumulation_steps=2",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", MESHES.values(), ids=MESHES)
+def test_the_numbers_are_the_same(words):
+    plain, ahead = (program(*words, f"training.overlap={overlap}", "training.sync_gradients_every=1")
+                    for overlap in ("none", "prefetch"))  # fmt: skip
+    shape = plain.cfg.training.batch_shape(plain.mesh.shape)
+    data = batch(sequences=shape.num_sequences, microbatches=shape.num_microbatches)
+    # The same sums, which XLA may add up in another order.
+    for expected, metrics in zip(plain.run(data, 2), ahead.run(data, 2), strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_gathered_weight_is_kept():
+    """What the backward pass needs of each layer has no array of the size of a gathered weight."""
+
+    def shapes(*words: str) -> list[tuple[int, ...]]:
+        small = program("model.mesh_shape=[[8],[fsdp]]", "training.remat=dots", *words)
+        loss, rows = loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+
+        def kept(params):
+            return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
+
+        with jax.set_mesh(small.mesh):
+            leaves = jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))
+        return sorted(leaf.shape for leaf in leaves if leaf.shape[:1] == (3,) and leaf.ndim > 3)
+
+    plain, ahead = shapes("training.overlap=none"), shapes("training.overlap=prefetch")
+    assert [shape for shape in ahead if shape not in plain] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training.sharding_strategy=shard_grad_op"], "weights are gathered once for the step"),
+        (["model.mesh_shape=[[2,4],[pp,fsdp]]", "model.num_layers=4", "model.global_every=2"], "layers on stages"),
+    ],
+)
+def test_where_layers_cannot_gather_ahead_it_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        program("training.overlap=prefetch", *words)
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
+    mesh = program("model.mesh_shape=[[8],[fsdp]]").mesh
+    with jax.set_mesh(mesh):
+        options = known_options({"xla_no_such_option": 8, "xla_cpu_enable_fast_math": False}, mesh)
+    assert options == {"xla_cpu_enable_fast_math": False}
+    assert "xla_no_such_option=8 is left out" in caplog.text
