@@ -15,7 +15,7 @@ from tunix.training.program import assemble, build_layout, build_mesh
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 VALUES = {
-    "kind": "experts", "activation": "silu", "biases": "false", "num_experts": 8, "experts_per_token": 2, "expert_dim": 16,
+    "kind": "experts", "activation": "silu", "biases": "true", "num_experts": 8, "experts_per_token": 2, "expert_dim": 16,
     "shared_dim": 8, "dense_layers": 0, "scores": "sigmoid", "normalized": "true", "scale": 2.0, "num_groups": 4,
     "groups_per_token": 2, "balance_loss": 0.01, "z_loss": 0.001, "bias_rate": 0.25,
 }  # fmt: skip
@@ -78,11 +78,12 @@ def test_numbers_of_a_step(reference):
 
 def test_active_parameters_are_counted(reference):
     arch = reference[0].arch
-    inactive = (8 - 2) * 3 * 32 * 16  # of one layer
+    inactive = (8 - 2) * (3 * 32 * 16 + 2 * 16 + 32)  # of one layer, with biases
     assert arch.num_parameters - arch.num_active == inactive
     assert arch.num_active - arch.num_active_trained == 8  # biases
     dense = program(*ONE, *SMALL[:-1]).arch
-    assert arch.num_active == dense.num_parameters - 3 * 32 * 64 + 3 * 32 * (2 * 16 + 8) + 32 * 8 + 8
+    experts_and_router = 3 * 32 * (2 * 16 + 8) + 2 * (2 * 16 + 32) + 32 * 8 + 2 * 8
+    assert arch.num_active == dense.num_parameters - 3 * 32 * 64 + experts_and_router
 
 
 def layer(**changed) -> tuple[Experts, dict]:
