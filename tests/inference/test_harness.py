@@ -16,7 +16,9 @@ from tunix.inference import harness
 
 def log_probs(model, tokens: list[int]) -> np.ndarray:
     """Log-probability of each token but the first, of logits of this row alone."""
-    logits = np.asarray(model(np.array([tokens[:-1]])), np.float64)[0]
+    row = np.zeros((1, 64), np.int32)  # one length, so one program; what follows a token does not change its score
+    row[0, : len(tokens) - 1] = tokens[:-1]
+    logits = np.asarray(model(row), np.float64)[0]
     logits -= np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) + logits.max(
         -1, keepdims=True
     )
