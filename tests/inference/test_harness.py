@@ -42,6 +42,7 @@ def test_tasks_of_the_harness(hf_dir, tmp_path, monkeypatch):
         "model.mesh_shape=[[2,2],[fsdp,tp]]",
         "distributed.allow_idle_devices=true",
         "training.mixed_precision=fp32",
+        "training.seq_len=64",
     ]
     evaluate(read_settings(Evaluate, [*words, f"output={tmp_path}/results.json"], {"overrides": mesh}))
     found = json.loads((tmp_path / "results.json").read_text())
