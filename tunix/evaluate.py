@@ -113,6 +113,8 @@ def _config(cmd: Evaluate) -> Config:
     cfg = compose.compose([origin, *(word for word in cmd.overrides if not _is_sampling(word))]).config
     if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
+    if cfg.training.remat == "budget":  # nothing goes backward here
+        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": "full"})})
     own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
 
@@ -157,7 +159,7 @@ def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dic
     measured: list[dict[str, Any]]
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
-        arch = describe(cfg.model, layout, cfg.training.remat)
+        arch = describe(cfg.model, layout)
         held_out: HeldOut | None = None
         sets: dict[str, HeldOut] = {}
         measured = []

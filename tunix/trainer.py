@@ -73,7 +73,7 @@ def run(job: compose.Job) -> Result:
     remarks = joining.start(job.config.distributed, versions() | compose.list_facts(job.config))
     keep_programs(job.config)
     waiting_log = logs.start_logging(remarks, job.config.logging)
-    cfg = resolve_auto(job.config)
+    cfg, chosen = resolve_auto(job.config)
     # Code that the user brings is called once on made-up input, before anything is written.
     for section in (cfg.data, cfg.optimizer, cfg.scheduler):
         section.try_out()
@@ -95,7 +95,7 @@ def run(job: compose.Job) -> Result:
             corpus = None if cfg.dry_run else peers.main_first(lambda: feed_kind.load(cfg), "preparing the data")
         clock.end("data")
         sizes = derive_sizes(cfg, mesh, arch, corpus.num_samples if corpus else None)
-        report = start_report(cfg, program, mesh, sizes, corpus)
+        report = start_report(cfg, program, mesh, sizes, corpus, chosen)
         log.info("%s", report)
         if remark := remark_on_tiny(job):
             log.warning("%s", remark)

@@ -1,5 +1,6 @@
 """What a remat policy keeps is not computed again in the backward pass, whoever wrote its backward rule."""
 
+import re
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from support.harness import batch, program
 
 from tunix.base.dotted import import_object
+from tunix.base.errors import UserError
 from tunix.config.model import KERNELS
 from tunix.models import products
 from tunix.models.seen import seen_in_row
@@ -79,6 +81,40 @@ def test_a_product_that_is_kept_runs_once(remat, again, monkeypatch):
     """Seven products in a block; the logits run once, along with their gradient."""
     monkeypatch.setitem(products.PRODUCTS, "plain", dummy_product)
     assert count(gradient(f"training.remat={remat}"), "cbrt") == 7 + again + 1
+
+
+@pytest.mark.parametrize(("every", "again"), [(1, 7), (3, 7)])
+def test_one_block_of_several_computes_again(every, again, monkeypatch):
+    """The scan over 3 layers has one block in its program, or a group of three, of which the first computes again."""
+    monkeypatch.setitem(products.PRODUCTS, "plain", dummy_product)
+    found = count(gradient("training.remat=full", f"training.remat_every={every}"), "cbrt")
+    assert found == every * 7 + again + 1
+
+
+def test_projections_are_kept_and_the_width_of_the_mlp_is_not(monkeypatch):
+    """Two of seven products run again: gate and up."""
+    monkeypatch.setitem(products.PRODUCTS, "plain", dummy_product)
+    assert count(gradient("training.remat=projections"), "cbrt") == 7 + 2 + 1
+
+
+def test_activations_on_the_host():
+    """What a block takes and what the policy keeps of it go to the host, and nothing else of a block is kept."""
+    text = str(gradient("training.remat=attention", "training.offload=activations"))
+    kept = {re.sub("@[^,]*", "", re.sub(r"@\([^)]*\)", "", shape)) for shape in re.findall(r"<host>\[([^\]]+)\]", text)}
+    assert kept == {"16,32,32", "3,16,32,32", "16,32,4,8", "3,16,32,4,8"}
+
+
+def test_layers_in_groups_that_do_not_divide_them():
+    with pytest.raises(UserError, match=r"training.remat_every=2 does not divide 3 layers in a row; it may be 1, 3"):
+        program(*ONE, "training.remat_every=2")
+
+
+def test_devices_without_memory_of_the_host_are_refused(monkeypatch):
+    monkeypatch.setattr("tunix.training.program.has_host_memory", lambda mesh: False)
+    with pytest.raises(
+        UserError, match=r"training.offload=optimizer needs devices that read .* pinned memory, and cpu"
+    ):
+        program(*ONE, "training.offload=optimizer")
 
 
 @pytest.mark.parametrize("remat", ["attention", "full"])

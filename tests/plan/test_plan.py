@@ -12,6 +12,7 @@ from support.harness import SMALL, batch, program
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.config import DeviceKind
+from tunix.config.training import REMAT
 from tunix.costs.derived import assemble_once, derive
 from tunix.costs.devices import device_kinds, on_network, peak_tflops
 from tunix.costs.hlo import read_collectives
@@ -46,7 +47,7 @@ EXPERTS = (
         ("[[8],[fsdp]]", ["model.lora.rank=2"]),
         ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
         ("[[2,2,2],[dp,fsdp,tp]]", []),
-        ("[[4,2],[fsdp,tp]]", ["training.remat=none"]),
+        ("[[4,2],[fsdp,tp]]", ["training.remat=projections", "training.remat_every=3"]),
         ("[[4,2],[pp,fsdp]]", ["model.num_layers=8", "model.global_every=2"]),
         ("[[2,4],[fsdp,cp]]", []),
         ("[[2,4],[fsdp,cp]]", ["model.cp_exchange=ring"]),
@@ -300,15 +301,45 @@ def test_the_largest_micro_batch_that_fits(run):
 
 def test_a_run_takes_what_plan_would():
     cfg = compose([*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0"]).config
-    ours = resolve_auto(cfg)
+    ours, message = resolve_auto(cfg)
+    assert f"training.micro_batch_size={ours.training.micro_batch_size}" in message
     assert ours.training.micro_batch_size in list_micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
     ranking = rank(cfg, read_topology("h200:8"))
     assert ranking.fit[0].sizes == explicit_sizes(ours.model.mesh_shape)
-    kept = resolve_auto(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
+    kept, _ = resolve_auto(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
     assert explicit_sizes(kept.model.mesh_shape) == dict.fromkeys(axis_names(), 1) | {"dp": 4, "tp": 2}
     assert kept.training.micro_batch_size == 16
     untouched = compose(SMALL).config
-    assert resolve_auto(untouched) is untouched
+    assert resolve_auto(untouched) == (untouched, "")
+
+
+def test_a_budget_keeps_the_most_that_fits():
+    """Derived, and compiled once; the run's report says what was chosen."""
+    budget = [*SMALL, "training.remat=budget", "model.mesh_shape=[[8],[fsdp]]"]
+    cluster, sizes = read_topology("h200:8"), dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
+    needs = {policy: derive(compose([*SMALL, f"training.remat={policy}"]).config, sizes).memory for policy in REMAT}
+    assert needs["none"] > needs["dots"] > needs["projections"] > needs["attention"] > needs["full"]
+    for policy, num_bytes in needs.items():
+        words = [*budget, f"training.remat_memory_gib={(num_bytes + 1) / 2**30}", "plan.num_compiled=0"]
+        ranking = rank(compose(words).config, cluster)
+        assert ranking.fit[0].cfg.training.remat == policy
+    cfg, message = resolve_auto(compose([*budget, "plan.num_compiled=1"]).config)
+    assert cfg.training.remat == "none"
+    assert "training.remat=none; predicted (compiled" in message
+    with pytest.raises(UserError, match=r"or raise training.remat_memory_gib"):
+        resolve_auto(compose([*budget, "training.remat_memory_gib=1e-6", "plan.num_compiled=0"]).config)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["training.remat=budget", "training.micro_batch_size=auto"], "both take what memory is left"),
+        (["training.remat_memory_gib=4"], "training.remat=full takes what it needs"),
+    ],
+)
+def test_a_budget_that_contradicts_another_key(words, message):
+    with pytest.raises(UserError, match=message):
+        compose([*SMALL, *words])
 
 
 def test_a_run_that_fits_nowhere():

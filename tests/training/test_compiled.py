@@ -95,6 +95,14 @@ def test_gradients_are_reduced_once_a_step_where_no_axis_splits_them(mesh, strat
     assert choose_sync(given, build_mesh(cfg)) == 2
 
 
+def test_muon_sends_each_momentum_out_and_back_once():
+    """Beside what a step moves with AdamW: twice the matrices, of three layers that are filled up to eight."""
+    muon, adamw = moved(FSDP, "optimizer=muon"), moved(FSDP)
+    assert muon["gathered"] == pytest.approx(adamw["gathered"], rel=NORMS)
+    assert muon["reduced"] == pytest.approx(adamw["reduced"], rel=NORMS)
+    assert muon["other"] <= 2 * 8 / 3
+
+
 def test_strategies_order_by_bytes_per_device():
     sizes = [
         moved(FSDP, f"training.sharding_strategy={s}")["arguments"]

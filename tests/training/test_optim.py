@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from support.harness import SMALL, batch, program
 
@@ -59,6 +60,31 @@ def test_steps_are_optaxs(name, weights):
         updates, state = reference.update(random_tree(weights, step + 1), state, expected)
         expected = optax.apply_updates(expected, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, expected)
+
+
+def test_muon_is_optaxs(weights):
+    """Its state too, so that checkpoints that were written with optax's own rule fit."""
+
+    def dims(weight):
+        equation = weight.equation
+        if equation.is_vector or "V" in equation.w:
+            return None
+        out = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + equation.copies]
+        return optax.contrib.MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], out)
+
+    ours = compose(["optimizer=muon"]).config.optimizer.rule(weights)
+    places = jax.tree.map(dims, weights)
+    reference = optax.contrib.muon(
+        1.0, beta=0.95, adam_b1=0.9, adam_b2=0.95, muon_weight_dimension_numbers=places, consistent_rms=0.2
+    )
+    params = random_tree(weights, 0)
+    state, expected = ours.init(params), reference.init(params)
+    assert jax.tree.structure(state) == jax.tree.structure((expected, optax.EmptyState()))
+    for step in range(2):
+        gradients = random_tree(weights, step + 1)
+        direction, state = ours.update(gradients, state, params)
+        updates, expected = reference.update(gradients, expected, params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(-a, b, rtol=1e-6, atol=1e-6), direction, updates)
 
 
 def test_muon_moves_matrices_along_orthogonal_directions(weights):

@@ -105,11 +105,20 @@ def test_sequences_that_lie_on_several_devices(words):
     assert_same(program("model.mesh_shape=[[2,2,2],[dp,fsdp,cp]]", *words).run(batch(microbatches=2)), expected)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "attention"])
-def test_remat_leaves_the_result_unchanged(remat, reference):
-    assert_same(
-        program("model.mesh_shape=[[4,2],[fsdp,tp]]", f"training.remat={remat}").run(batch(), steps=3), reference
-    )
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.remat=none"],
+        ["training.remat=dots"],
+        ["training.remat=attention", "training.offload=activations"],
+        ["training.remat=projections", "training.remat_every=3", "training.offload=optimizer"],
+    ],
+)
+def test_what_is_kept_and_where_leaves_the_result_unchanged(words, reference):
+    step = program("model.mesh_shape=[[4,2],[fsdp,tp]]", *words)
+    assert_same(step.run(batch(), steps=3), reference)
+    moments = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(step.state["opt_state"]) if leaf.ndim}
+    assert moments == {"pinned_host" if step.cfg.training.offload == "optimizer" else "device"}
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

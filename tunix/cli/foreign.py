@@ -215,12 +215,12 @@ KEYS: dict[str, str] = {
     "init_timeout": "distributed.init_timeout_s=600",
     "ddp_timeout": "distributed.init_timeout_s=600",
     "master_addr": "distributed.coordinator_address=HOST:29500",
+    "cpu_offload": "training.offload=optimizer",
     "world_size": "distributed.num_processes=1",
 }
 
 # What has no counterpart, and what to do.
 MISSING: dict[str, str] = {
-    "cpu_offload": "weights and moments stay on the devices; model.mesh_shape and training.remat save memory",
     "compile_model": "every step is compiled",
     "torch_compile": "every step is compiled",
     "auto_wrap_policy": "training.sharding_strategy=full_shard gathers the weights of one block at a time",
@@ -253,7 +253,6 @@ VALUES: dict[str, dict[str, str]] = {
         "fp16": "training.mixed_precision=bf16",
     },
     "training.remat": {
-        "budget": "training.remat=dots",
         "selective": "training.remat=dots",
         "minimal": "training.remat=dots",
         "true": "training.remat=full",

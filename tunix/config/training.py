@@ -13,10 +13,12 @@ from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, token_sh
 Dtype = Literal["float32", "bfloat16"]
 
 # Rematerialization: the values of a block that a policy keeps from its forward pass until its backward pass, by name.
-# The backward pass computes everything else again. models/remat.py says which value has which name.
+# The backward pass computes everything else again. models/remat.py says which value has which name; a name stands for
+# all names that begin with it and a dot.
 REMAT = {
     "none": ("product", "attention", "norm", "residual", "exchange"),
     "dots": ("product", "attention"),
+    "projections": ("product.attention", "product.mlp.down", "attention"),
     "attention": ("attention",),
     "full": (),
 }
@@ -160,9 +162,19 @@ class Training(Section):
     average is less than a 256th of it: it suits decays up to 0.99."""
     z_loss: PositiveOrZero
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
-    remat: Literal[tuple(REMAT)]  # type: ignore[valid-type]
+    remat: Literal[("budget", *REMAT)]  # type: ignore[valid-type]
     """What the backward pass computes again: none, only activations and other cheap operations; dots, all but matrix
-    products and attention; attention, all but attention; full, whole blocks."""
+    products and attention; projections, all but attention, its products and the MLP's last one; attention, all but
+    attention; full, whole blocks. budget takes the one of them that keeps the most and fits into the memory."""
+    remat_memory_gib: Positive | None
+    """remat=budget: memory of a device that the step may take in all, in GiB; null is plan.memory_share of the
+    device."""
+    remat_every: Count
+    """Of so many blocks in a row, one computes again what training.remat says, and the others keep what remat=none
+    keeps; divides the layers. 1: every block."""
+    offload: Literal["none", "optimizer", "activations"]
+    """What waits in the host's memory while a device does not need it: optimizer, its moments, between two updates;
+    activations, what each block takes and what training.remat keeps, between its forward and its backward pass."""
     loss_chunk_size: Count | Literal["auto"]
     """Positions of each sequence whose logits exist at one time; auto: as many as make 4,096 rows of logits on a
     device, at most half of a sequence."""
@@ -205,6 +217,19 @@ class Training(Section):
             "compute": self.compute_dtype or compute,
             "reduce": self.reduce_dtype or "float32",
         }
+
+    @property
+    def remat_policy(self) -> str:
+        """`remat` as a key of `REMAT`.
+
+        Raises:
+            UserError: it is `budget`, and nothing has chosen a policy yet.
+        """
+        if self.remat == "budget":
+            raise UserError(
+                f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {', '.join(REMAT)}"
+            )
+        return self.remat
 
     @property
     def sequences_per_shard(self) -> int:
@@ -310,6 +335,16 @@ class Training(Section):
         if self.max_steps is None and self.max_tokens is None and self.num_epochs is None:
             raise ValueError(
                 "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"
+            )
+        if self.remat == "budget" and self.micro_batch_size == "auto":
+            raise ValueError(
+                "training.remat=budget and training.micro_batch_size=auto both take what memory is left; give a number "
+                "of sequences, or one policy"
+            )
+        if self.remat_memory_gib is not None and self.remat != "budget":
+            raise ValueError(
+                f"training.remat_memory_gib={self.remat_memory_gib:g} says how much training.remat=budget may take; "
+                f"training.remat={self.remat} takes what it needs: leave it out, or set training.remat=budget"
             )
         ranges = [read_steps(text) for text in self.skip_steps]
         for before, after in pairwise(ranges):

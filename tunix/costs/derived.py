@@ -22,14 +22,15 @@ from tunix.models.attention import QUERY_BLOCK
 from tunix.models.exchanges import choose_exchange
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.models.kernels import choose_kernel
-from tunix.models.remat import computes_again
+from tunix.models.paths import parameter_name
+from tunix.models.remat import Remat, product_name
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import axis_names, data_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.chunks import chunk_positions
 from tunix.training.overlap import choose_overlap
-from tunix.training.program import Program, abstract_batch, assemble, choose_sync
+from tunix.training.program import Program, abstract_batch, assemble, choose_sync, read_remat
 from tunix.training.state import Weight, abstract_params, describe
 
 MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
@@ -81,7 +82,7 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, with_acti
     arch, share = program.arch, batch.num_tokens / mesh.size
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, training.seq_len) * share
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, training.seq_len) * share
-    all_flops = flops + computes_again(training.remat, "product") * forward_flops
+    all_flops = flops + _share_again(program) * forward_flops
     activations = _activation_bytes(cfg, program, mesh) if with_activations else 0
     return Costs(
         _state_bytes(program, mesh, microbatches) | {"activations": activations},
@@ -90,6 +91,17 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, with_acti
         all_flops + _pipeline_flops(cfg, mesh, all_flops, forward_flops, share),
         batch.num_tokens,
     )
+
+
+def _share_again(program: Program) -> float:
+    """Return the share of the blocks' products that the backward pass computes again; the logits are not in blocks."""
+    remat, again, in_all = read_remat(program.cfg.training), 0.0, 0
+    for path, weight in jax.tree.leaves_with_path(program.arch.weights):
+        if weight.equation.is_stacked and not weight.equation.is_vector:
+            size = round(weight.size * weight.used)
+            again += size * remat.computes_again(product_name(parameter_name(path)))
+            in_all += size
+    return again / in_all
 
 
 def _pipeline_flops(
@@ -225,7 +237,10 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
     plain = cfg.model.model_copy(update={"attention": "xla"})
     layout = program.layout.with_all_layers()
-    arch = describe(plain, layout, cfg.training.remat)
+    remat = read_remat(cfg.training)
+    arch = describe(plain, layout, remat._replace(on_host=False))
+    if remat.on_host:  # what is kept waits in the host's memory, what blocks take too: the rest is outside of blocks
+        arch = describe(plain, layout, Remat("full"))
 
     def residuals(params, batch):
         rows, seed = {name: leaf[0] for name, leaf in batch.items()}, jnp.zeros((), jnp.int32)
@@ -253,7 +268,11 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     batch = abstract_batch(marked, mesh)  # type: ignore[arg-type]
     leaves = jax.tree.leaves(jax.eval_shape(residuals, abstract_params(arch, mesh, layout), batch))
     grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
-    _known_residual_bytes[key] = times * bytes_per_device(grown) // prime
+    num_bytes = times * bytes_per_device(grown) // prime
+    if remat.on_host:
+        own_tokens = shard_shape((cfg.training.seq_len,), layout.activation("T"), mesh)[0]
+        num_bytes -= cfg.model.num_layers * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+    _known_residual_bytes[key] = num_bytes
     return _known_residual_bytes[key]
 
 

@@ -12,12 +12,13 @@ from tunix.config import Config, DeviceKind
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.links import Group, collective_s
 from tunix.models.exchanges import choose_exchange, repeats_of
-from tunix.models.remat import computes_again
+from tunix.models.paths import parameter_name
+from tunix.models.remat import product_name
 from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.losses import loss_kind
-from tunix.training.program import Program
+from tunix.training.program import Program, read_remat
 from tunix.training.state import Weight
 
 
@@ -106,13 +107,15 @@ def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     cfg, layout = program.cfg, program.layout
     sizes = cfg.dims | {"B": cfg.training.batch_shape(mesh.shape).num_rows}
     pipeline = cfg.training.pipeline(mesh.shape)
-    forward_passes = 1 + computes_again(cfg.training.remat, "product") + pipeline.runs_again
+    remat = read_remat(cfg.training)
     products: list[tuple[Equation, float]] = []  # with the times that each runs for a sequence
     of_experts: dict[Equation, float] = {}
-    for weight in jax.tree.leaves(program.arch.weights):
+    for path, weight in jax.tree.leaves_with_path(program.arch.weights):
         equation, num_layers = weight.equation.dequantized(), weight.shape[0]
         if equation.is_stacked and not equation.is_vector and not equation.is_scales:
             layers = num_layers * pipeline.ticks_per_part
+            again = remat.computes_again(product_name(parameter_name(path)))
+            forward_passes = 1 + again + pipeline.runs_again
             both = [(equation, forward_passes * layers), (equation.transposed(), layers)]
             products += [] if EXPERTS in equation.w else both
             # The sums of experts' products are summed over devices once for each token: not once for each expert, and
@@ -187,9 +190,9 @@ def _swapped(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> I
     item = jnp.dtype(program.layout.compute).itemsize
     keys *= repeats_of(keys, token_shards(mesh.shape))
     # Forward, once more where they are not kept, and backward the same in the other direction.
-    times = 2 + computes_again(program.cfg.training.remat, "exchange") + runs_again
-    num_bytes = times * 2 * (queries + keys) * numbers * item
-    yield Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=4 * times)
+    times = 2 + read_remat(program.cfg.training).computes_again("exchange") + runs_again
+    num_bytes = round(times * 2 * (queries + keys) * numbers * item)
+    yield Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=round(4 * times))
 
 
 def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> Iterator[Transfer]:
@@ -199,7 +202,7 @@ def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) ->
     # Forward, once more where the results are not kept, and backward. The last two begin with the same transfer, which
     # XLA makes once. Gradients, float32, also go home.
     hops = (2 + runs_again) * (num_devices - 1)
-    hops += computes_again(program.cfg.training.remat, "attention") * (num_devices - 2)
+    hops += round(read_remat(program.cfg.training).computes_again("attention") * (num_devices - 2))
     num_bytes = hops * item + num_devices * 4
     yield Transfer("collective-permute", token_axes(), 2 * keys * numbers * num_bytes, count=2 * (hops + num_devices))
 
@@ -220,14 +223,15 @@ def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     times = round(len(cfg.model.stacks["blocks"]) * num_microbatches * pipeline.ticks_per_part)
     token = cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     choice = mlp.experts_per_token * 4  # bytes of the numbers of a token's experts, and of their weights
-    again = computes_again(cfg.training.remat, "product")
+    again = read_remat(cfg.training).computes_again("product")
     runs = 1 + again + pipeline.runs_again
     gathers = runs * (token + 2 * choice) + token
-    yield Transfer("all-gather", axes, times * own * gathers, overlaps=False, count=times * (3 * runs + 1))
+    count = round(times * (3 * runs + 1))
+    yield Transfer("all-gather", axes, round(times * own * gathers), overlaps=False, count=count)
     # In the backward pass of a block, nothing but a norm behind the experts needs their results again.
     scatters = 2 + pipeline.runs_again + again * (cfg.model.norm_placement != "pre")
-    num_bytes = times * own * (scatters * token + choice)
-    yield Transfer("reduce-scatter", axes, num_bytes, overlaps=False, count=times * (scatters + 1))
+    num_bytes = round(times * own * (scatters * token + choice))
+    yield Transfer("reduce-scatter", axes, num_bytes, overlaps=False, count=round(times * (scatters + 1)))
 
 
 def _numbers_of_heads(program: Program, mesh: Mesh | AbstractMesh) -> tuple[int, int, int]:

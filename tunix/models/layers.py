@@ -126,6 +126,7 @@ class Einsum(Matrix):
         # Codes lie along the width, so a weight without it rests as it is.
         qtype = cfg.lora.quantize_base if "D" in Equation(equation).w else None
         super().__init__(equation, cfg, layout, rngs, qtype)
+        self.kept_as = f"product.{name}"
         has_bias = cfg.biases is not None and re.search(cfg.biases, name)
         self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if has_bias else unchanged
         updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
@@ -133,7 +134,7 @@ class Einsum(Matrix):
 
     def __call__(self, x: jax.Array, noise: Noise | None = None) -> jax.Array:
         """`noise` draws what dropout leaves out, and is None outside of training."""
-        y = self.bias(product(self.equation, x, self.gathered(), self.layout, self.product))
+        y = self.bias(product(self.equation, x, self.gathered(), self.layout, self.product, self.kept_as))
         return y if self.lora is None else y + self.lora(x, noise)
 
 

@@ -14,12 +14,14 @@ from tunix.sharding.layout import Layout
 FEW_ROWS = 64  # rows of x up to which `few_rows` differs from `plain`; from 128 on both are equally fast
 
 
-def product(equation: Equation, x: jax.Array, w: jax.Array, layout: Layout, kind: str = "plain") -> jax.Array:
+def product(
+    equation: Equation, x: jax.Array, w: jax.Array, layout: Layout, kind: str = "plain", name: str = "product"
+) -> jax.Array:
     """Return y of `x,w->y`, where the layout has activations of these dimensions.
 
-    `w` is a gathered weight. `kind` is a key of `PRODUCTS`. The result has the name by which remat policies keep it.
+    `w` is a gathered weight. `kind` is a key of `PRODUCTS`. `name` is the one by which remat policies keep the result.
     """
-    return checkpoint_name(PRODUCTS[kind](equation, x, w, layout.activation(equation.y)), "product")
+    return checkpoint_name(PRODUCTS[kind](equation, x, w, layout.activation(equation.y)), name)
 
 
 def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Rematerialization: the values of a block's forward pass that are kept until its backward pass.
+"""Rematerialization: the values of a block's forward pass that are kept until its backward pass, and where.
 
 A policy is a set of names, a row of `REMAT` in config/training.py. A value has a name where
 `checkpoint_name(value, name)` gives it one, and only values with a name of the policy are kept. The backward pass
@@ -6,7 +6,8 @@ computes everything else again from them. Primitives play no part: a product or 
 (`jax.custom_vjp`) is kept like any other.
 
     name         value                                         computed again without it
-    product      result of each `product`                      a matrix product
+    product      result of each `product`; in attention and    a matrix product
+                 MLP `product.attention.q` and so on
     attention    result of the kernel, and what it needs       the kernel's forward pass
                  to go backward
     norm         result of each norm                           a mean over D
@@ -16,20 +17,94 @@ computes everything else again from them. Primitives play no part: a product or 
 
 No policy keeps a gathered weight: those of all blocks together are the whole model. They have no name of this table, so
 the backward pass gathers them again.
+
+What a block takes is always kept. Its name, `input`, is for policies whose values wait in the host's memory.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from tunix.config import PROJECTIONS
 from tunix.config.training import REMAT
 
+# (x, weights of a layer, its values, what all layers take) -> (x, results)
+Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
+Policy = Callable[..., bool]
 
-def keep_policy(name: str) -> Callable[..., bool]:
+
+class Remat(NamedTuple):
+    """What the blocks of a model keep from their forward to their backward pass: see the keys `training.remat*`."""
+
+    policy: str  # key of REMAT
+    every: int = 1  # of so many blocks, the first one follows the policy; the others keep what "none" keeps
+    on_host: bool = False  # kept values wait in the host's memory
+
+    def computes_again(self, value: str) -> float:
+        """Return the share of the blocks whose backward pass computes the values of this name once more."""
+        return 0.0 if _is_kept(value, self.policy) else 1 / self.every
+
+
+KEEP_ALL = Remat("none")
+
+
+def scan_blocks(block: Block, x: jax.Array, layers: Any, others: Any, remat: Remat) -> tuple[jax.Array, Any]:
+    """Return x after `block` of every layer, and the results of all layers with a first dimension L.
+
+    `layers` are weights and values, trees of arrays [L, ...]; all layers take `others`. With `remat.every` the scan takes so many layers at a time:
+
+        every=3     layer  0    1    2    |  3    4    5    |  ...       an iteration is a group of 3 layers
+                    again  yes  no   no   |  yes  no   no   |
+    """
+    again, kept = (checkpoint_block(block, remat._replace(policy=policy)) for policy in (remat.policy, "none"))
+    if remat.every == 1:
+        return jax.lax.scan(lambda x, layer: again(x, *layer, others), x, layers)
+
+    def group(x, layers):
+        results = []
+        for place in range(remat.every):
+            layer = jax.tree.map(partial(jax.lax.index_in_dim, index=place, keepdims=False), layers)
+            x, result = (kept if place else again)(x, *layer, others)
+            results.append(result)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
+
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, remat.every, *leaf.shape[1:]), layers)
+    x, results = jax.lax.scan(group, x, grouped)
+    return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
+
+
+def checkpoint_block(block: Block, remat: Remat) -> Block:
+    """Return the block as one whose backward pass computes again what the policy does not keep."""
+
+    def named(x, *rest):
+        return block(checkpoint_name(x, "input") if remat.on_host else x, *rest)
+
+    return jax.checkpoint(named, policy=keep_policy(remat), prevent_cse=False)
+
+
+def keep_policy(remat: Remat) -> Policy:
     """Return the policy of a row of `REMAT`, as `jax.checkpoint` takes it."""
-    return jax.checkpoint_policies.save_only_these_names(*REMAT[name])
+    products = [f"product.{name}" for name in PROJECTIONS]
+    names = [*REMAT[remat.policy], *(name for name in products if _is_kept(name, remat.policy))]
+    if not remat.on_host:
+        return jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input", *names],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
-def computes_again(name: str, value: str) -> bool:
-    """Return whether, under a policy, the backward pass computes the values of this name once more."""
-    return value not in REMAT[name]
+def product_name(parameter: str) -> str:
+    """Return the name of the product that takes a parameter: `product.mlp.up` of `blocks.mlp.up.w`."""
+    name = ".".join(parameter.split(".")[1:3])
+    return f"product.{name}" if name in PROJECTIONS else "product"
+
+
+def _is_kept(value: str, policy: str) -> bool:
+    return any(value == name or value.startswith(f"{name}.") for name in REMAT[policy])

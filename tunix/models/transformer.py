@@ -21,7 +21,7 @@ from tunix.models.noise import Noise
 from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, grow_queries, layer_rope
 from tunix.models.prefetch import scan_ahead
-from tunix.models.remat import keep_policy
+from tunix.models.remat import KEEP_ALL, Remat, checkpoint_block, scan_blocks
 from tunix.models.seen import seen_in_row
 from tunix.sharding.layout import Layout
 
@@ -145,7 +145,7 @@ class Rows(NamedTuple):
 class Transformer(nnx.Module):
     """Tokens to logits. The blocks are runs of equal ones, so a program is as long for 80 layers as for 8.
 
-    `remat` is a policy of `REMAT`. `parts_per_stage` matters where the layout splits the layers into stages: it is the
+    `remat` says what blocks keep for their backward pass. `parts_per_stage` matters where the layout splits the layers into stages: it is the
     number of parts of a batch that wait at each stage (see `run_stages`). With `prefetch` layers gather their weights
     ahead; they must not be gathered yet.
     """
@@ -155,7 +155,7 @@ class Transformer(nnx.Module):
         cfg: Model,
         layout: Layout,
         rngs: nnx.Rngs,
-        remat: str = "none",
+        remat: Remat = KEEP_ALL,
         parts_per_stage: int | None = None,
         prefetch: bool = False,
     ):
@@ -279,13 +279,13 @@ class Transformer(nnx.Module):
             after, result = self._one_layer(graphdef, Rows(x, *beside_x), (params, layer), mix_of, seed)
             return after.x, result
 
-        one_layer = jax.checkpoint(one_layer, policy=keep_policy(self.remat), prevent_cse=False)
         # What a block does not change stays outside: the scan would keep it for each layer.
         others = tuple(rows[1:]), seed
         if self.prefetch:
-            x, (kept, sums) = scan_ahead(one_layer, params, rows.x, values, others, self.block_layout)
+            again = checkpoint_block(one_layer, self.remat)
+            x, (kept, sums) = scan_ahead(again, params, rows.x, values, others, self.block_layout)
         else:
-            x, (kept, sums) = jax.lax.scan(lambda x, each: one_layer(x, each[0], each[1], others), rows.x, layers)
+            x, (kept, sums) = scan_blocks(one_layer, rows.x, layers, others, self.remat)
         return rows._replace(x=x), kept, join_layers(sums)
 
     def _one_layer(self, graphdef, rows: Rows, each, mix_of, seed) -> tuple[Rows, tuple[Any, BlockSums]]:

@@ -118,31 +118,11 @@ class Muon(Optimizer):
     """AdamW's epsilon, for embeddings and vectors."""
 
     def rule(self, weights):
-        """Return Muon for matrices by their fan-in and fan-out, whatever their number of dimensions, layer by layer."""
-        import jax
         import optax
-        from optax.contrib import MuonDimensionNumbers, muon
 
-        def dimensions(weight):
-            equation = weight.equation
-            if equation.is_vector or {"V", "P"} & set(equation.w):
-                return None  # vectors and tables: AdamW
-            kept = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + equation.copies]
-            return MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], kept)
+        from tunix.optimizers.muon import make_muon
 
-        return optax.chain(
-            muon(
-                1.0,
-                ns_steps=self.ns_steps,
-                beta=self.beta,
-                eps=self.eps,
-                adam_b1=self.b1,
-                adam_b2=self.b2,
-                muon_weight_dimension_numbers=jax.tree.map(dimensions, weights),
-                consistent_rms=0.2,  # updates as large as AdamW's: one learning rate serves both (arXiv:2502.16982)
-            ),
-            optax.scale(-1.0),
-        )
+        return optax.chain(make_muon(self, weights), optax.scale(-1.0))
 
 
 class SGD(Optimizer):

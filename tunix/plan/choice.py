@@ -1,4 +1,5 @@
-"""Values of `auto`: the mesh (plan.choose_mesh=true) and the micro batch (training.micro_batch_size=auto) of a run."""
+"""Values that a run leaves open: the mesh (plan.choose_mesh=true), and the micro batch (training.micro_batch_size=auto)
+or what blocks keep (training.remat=budget)."""
 
 import json
 import logging
@@ -10,7 +11,7 @@ import jax
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.costs.devices import find_kind, on_network
-from tunix.plan.ranking import GIB, explain_no_fit, fix_batch, rank, replace_mesh
+from tunix.plan.ranking import GIB, describe_choice, explain_no_fit, find_open_key, fix_batch, rank, replace_mesh
 from tunix.plan.topology import Cluster, read_topology
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, resolve
@@ -18,17 +19,18 @@ from tunix.sharding.mesh_shape import format_mesh_shape, resolve
 log = logging.getLogger(__name__)
 
 
-def resolve_auto(cfg: Config) -> Config:
-    """Return the config with numbers in place of `auto`, the same on every process.
+def resolve_auto(cfg: Config) -> tuple[Config, str]:
+    """Return the config with values in place of what it leaves open, the same on every process, and what was chosen.
 
-    Process 0 chooses the mesh that `tunix.plan` ranks first, and sends it to the others.
+    Process 0 chooses the mesh that `tunix.plan` ranks first, and sends it to the others. The text is empty where
+    nothing is open.
 
     Raises:
         UserError: nothing fits. The message says how much is missing and what would fit.
     """
     chooses_mesh = cfg.plan.choose_mesh and cfg.model.mesh_shape == "auto"
-    if not chooses_mesh and cfg.training.micro_batch_size != "auto":
-        return cfg
+    if not chooses_mesh and find_open_key(cfg) is None:
+        return cfg, ""
     cluster, answer = _cluster(cfg), {}
     if chooses_mesh:
         cfg = fix_batch(cfg, cluster.num_devices)
@@ -41,8 +43,8 @@ def resolve_auto(cfg: Config) -> Config:
     if "error" in answer:
         raise UserError(answer["error"])
     log.info("%s", answer["message"])
-    resolved = replace_mesh(cfg, answer["sizes"], answer["micro_batch_size"])
-    return resolved.model_copy(update={"launcher": cfg.launcher})
+    resolved = replace_mesh(cfg, answer["sizes"], answer["choice"])
+    return resolved.model_copy(update={"launcher": cfg.launcher}), answer["message"]
 
 
 def _choose(cfg: Config, cluster: Cluster) -> dict:
@@ -50,13 +52,14 @@ def _choose(cfg: Config, cluster: Cluster) -> dict:
     if not ranking.fit:
         raise UserError(explain_no_fit(ranking, cluster, "this run's devices"))
     best = ranking.fit[0]
-    size = best.cfg.training.sequences_per_shard
+    key, choice, also = find_open_key(cfg), None, ""
+    if key:
+        choice, also = getattr(best.cfg.training, key), f", {describe_choice(cfg, best.cfg)}"
     message = (
-        f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}, training.micro_batch_size={size}; "
-        f"predicted ({best.source}): {best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, "
-        f"{best.step_s:.3g} s a step"
+        f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}{also}; predicted ({best.source}): "
+        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.step_s:.3g} s a step"
     )
-    return {"sizes": best.sizes, "micro_batch_size": size, "message": message}
+    return {"sizes": best.sizes, "choice": choice, "message": message}
 
 
 def _resolve_mesh(cfg: Config) -> Config:

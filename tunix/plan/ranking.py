@@ -15,6 +15,7 @@ from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Config
 from tunix.config.task import Grpo
+from tunix.config.training import REMAT
 from tunix.costs.derived import Costs, assemble_once, derive
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
@@ -157,6 +158,8 @@ class Ranking:
     global_batch_size: int | None = None  # sequences on which the meshes are compared, where the config named none
     num_slower: int = 0  # meshes that divide the model, and are left out because they are predicted to be slower
     num_hopeless: int = 0  # and those whose weights, optimizer and gradients alone are too large
+    open_key: str | None = None  # key of `training` whose value each mesh chose for itself
+    limit_key: str = "plan.memory_share"  # the key that sets the limit
 
 
 def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda line: None) -> Ranking:
@@ -168,7 +171,8 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     `progress` is called with a line of text after each compile.
     """
     given, cfg = cfg, fix_batch(cfg, cluster.num_devices)
-    limit = cluster.kind.memory_gib * GIB * cfg.plan.memory_share
+    budget_gib = cfg.training.remat_memory_gib
+    limit = GIB * (budget_gib or cluster.kind.memory_gib * cfg.plan.memory_share)
     candidates: list[Candidate] = []
     refused = {}
     legal = []
@@ -205,6 +209,8 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         cfg.training.global_batch_size if cfg is not given else None,
         num_slower,
         num_hopeless,
+        find_open_key(cfg),
+        "training.remat_memory_gib" if budget_gib else "plan.memory_share",
     )
 
 
@@ -258,23 +264,30 @@ def _list_meshes(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
     return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.dims, False, "in plan.topology")]
 
 
-def replace_mesh(cfg: Config, sizes: dict[str, int], micro_batch_size: int | None = None) -> Config:
-    """Return the config with this mesh and, if given, this micro batch size."""
+def find_open_key(cfg: Config) -> str | None:
+    """Return the key of `training` whose value is the largest that fits; None if every value is given."""
+    if cfg.training.remat == "budget":
+        return "remat"
+    return "micro_batch_size" if cfg.training.micro_batch_size == "auto" else None
+
+
+def replace_mesh(cfg: Config, sizes: dict[str, int], choice: Any = None) -> Config:
+    """Return the config with this mesh and, if given, this value of its open key."""
     values: dict[str, Any] = cfg.model_dump(mode="json", by_alias=True)
     values["model"]["mesh_shape"] = [list(sizes.values()), list(sizes)]
-    if micro_batch_size is not None:
-        values["training"]["micro_batch_size"] = micro_batch_size
+    if choice is not None:
+        values["training"] |= {find_open_key(cfg): choice, "remat_memory_gib": None}
     values["launcher"] = {"name": "local"}
     return compose.build(values)
 
 
 def _derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:
-    """Derive the costs of a mesh. With training.micro_batch_size=auto, take the largest that fits by derived costs."""
-    if cfg.training.micro_batch_size != "auto":
+    """Derive the costs of a mesh. Where a key is open, take its largest value that fits by derived costs."""
+    if find_open_key(cfg) is None:
         return _make_candidate(cfg, sizes, None, cluster)
     best: Candidate | None = None
-    for size in list_micro_batch_sizes(cfg, sizes):
-        candidate = _make_candidate(cfg, sizes, size, cluster)
+    for choice in list_choices(cfg, sizes):
+        candidate = _make_candidate(cfg, sizes, choice, cluster)
         if best is not None and candidate.memory > limit:
             break
         best = candidate
@@ -283,14 +296,31 @@ def _derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limi
 
 
 def _make_candidate(
-    cfg: Config, sizes: dict[str, int], micro_batch_size: int | None, cluster: Cluster, with_activations: bool = True
+    cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
 ) -> Candidate:
-    with_mesh = replace_mesh(cfg, sizes, micro_batch_size)
+    with_mesh = replace_mesh(cfg, sizes, choice)
     costs, rollout = derive(with_mesh, sizes, find_backend(), with_activations), None
     if isinstance(cfg.task, Grpo):
         device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
         rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)
     return Candidate(sizes, with_mesh, costs, cluster, rollout)
+
+
+def list_choices(cfg: Config, sizes: dict[str, int]) -> list[Any]:
+    """Return the values that the open key of a config may take, the one of least memory first."""
+    return CHOICES[find_open_key(cfg) or ""](cfg, sizes)
+
+
+def _list_policies(cfg: Config, sizes: dict[str, int]) -> list[str]:
+    """Return the policies that training.remat=budget chooses from, the one that keeps the least first."""
+
+    policies = list(REMAT)  # most first: of two that need the same, the one that keeps less comes first here
+
+    def least_first(policy: str) -> tuple[int, int]:
+        num_bytes = derive(replace_mesh(cfg, sizes, policy), sizes).num_bytes["activations"]
+        return num_bytes, -policies.index(policy)
+
+    return sorted(policies, key=least_first)
 
 
 def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
@@ -314,6 +344,13 @@ def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
         assert first_error is not None
         raise first_error
     return allowed
+
+
+# What an open key may be, by the key.
+CHOICES: dict[str, Callable[[Config, dict[str, int]], list[Any]]] = {
+    "micro_batch_size": list_micro_batch_sizes,
+    "remat": _list_policies,
+}
 
 
 def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> list[int]:
@@ -348,11 +385,11 @@ def _compile_candidates(
 ) -> list[Candidate]:
     """Compile the candidates.
 
-    With training.micro_batch_size=auto each starts at the largest micro batch that may fit. While the compiled step
-    is too large, it is compiled again with the next smaller one. All candidates of a round compile side by side.
+    With an open key each starts at the largest value that may fit. While the compiled step is too large, it is compiled
+    again with the next smaller one. All candidates of a round compile side by side.
     """
     results = list(chosen)
-    if cfg.training.micro_batch_size == "auto":
+    if find_open_key(cfg):
         results = [_derive_candidate(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for each in chosen]
     places = list(range(len(results)))  # of the candidates that this round compiles
     while places:
@@ -364,7 +401,8 @@ def _compile_candidates(
                 progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
                 results[place] = replace(candidate, note=answer)
                 continue
-            progress(f"{format_mesh_shape(candidate.sizes)} compiled in {answer.compile_s:.0f} s")
+            choice = "" if find_open_key(cfg) is None else f" with {describe_choice(cfg, candidate.cfg)}"
+            progress(f"{format_mesh_shape(candidate.sizes)}{choice} compiled in {answer.compile_s:.0f} s")
             results[place] = replace(candidate, compiled=answer)
             if results[place].memory > limit and _list_smaller(cfg, candidate):
                 too_large.append(place)
@@ -375,12 +413,19 @@ def _compile_candidates(
     return results
 
 
-def _list_smaller(cfg: Config, candidate: Candidate) -> list[int]:
-    """Return the micro batch sizes below the candidate's, smallest first; none if the config gives the size."""
-    if cfg.training.micro_batch_size != "auto":
+def _list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:
+    """Return the values of the open key below the candidate's, smallest first; none if the config gives all values."""
+    key = find_open_key(cfg)
+    if key is None:
         return []
-    now = candidate.cfg.training.sequences_per_shard
-    return [size for size in list_micro_batch_sizes(cfg, candidate.sizes) if size < now]
+    choices = list_choices(cfg, candidate.sizes)
+    return choices[: choices.index(getattr(candidate.cfg.training, key))]
+
+
+def describe_choice(cfg: Config, chosen: Config) -> str:
+    """Return the open key of a config with the value that `chosen` has for it."""
+    key = find_open_key(cfg)
+    return f"training.{key}={getattr(chosen.training, key or '')}"
 
 
 def explain_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
@@ -399,5 +444,5 @@ def explain_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topolo
     return (
         f"the model fits on no mesh of {where}: {format_mesh_shape(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
         f"{over / GIB:.1f} more than the {ranking.limit / GIB:.1f} GiB that a device may use, most of it {largest}; "
-        f"take {devices}, {HELP[largest]}, or raise plan.memory_share"
+        f"take {devices}, {HELP[largest]}, or raise {ranking.limit_key}"
     )

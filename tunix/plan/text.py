@@ -23,7 +23,7 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     """Format the table of meshes, the reasons why others are refused, and the traffic and command of the best mesh."""
     candidates = [*ranking.fit, *ranking.too_large]
     lines = [as_text(_mesh_table(ranking, cluster), 190)] if candidates else []
-    lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use (plan.memory_share)")
+    lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use ({ranking.limit_key})")
     lines += _list_refused(ranking.refused)
     if ranking.num_slower or ranking.num_hopeless:
         lines.append(
@@ -33,6 +33,10 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in candidates if each.note]
     if ranking.global_batch_size:
         lines.append(f"meshes are compared on one global batch, of {ranking.global_batch_size:,} sequences")
+    if ranking.open_key == "remat":
+        lines += [
+            f"{format_mesh_shape(each.sizes)} takes training.remat={each.cfg.training.remat}" for each in candidates
+        ]
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
@@ -132,6 +136,7 @@ def record(candidate: Candidate) -> dict[str, Any]:
     return {
         "mesh_shape": format_mesh_shape(candidate.sizes),
         "micro_batch_size": candidate.cfg.training.micro_batch_size,
+        "remat": candidate.cfg.training.remat,
         "source": candidate.source,
         "bytes_per_device": {**candidate.num_bytes, "total": candidate.memory},
         "derived_bytes_per_device": {**candidate.costs.num_bytes, "total": candidate.costs.memory},
@@ -181,10 +186,11 @@ def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str])
 def format_command(overrides: list[str], ranking: Ranking) -> str:
     """Return the command that trains on the best mesh."""
     best = ranking.fit[0]
-    replaced = ("model.mesh_shape=", "mesh_shape=", "training.micro_batch_size=auto", "plan.")
-    words = [word for word in overrides if not word.lstrip("+").startswith(replaced)]
-    if any(word.lstrip("+") == "training.micro_batch_size=auto" for word in overrides):
-        words.append(f"training.micro_batch_size={best.cfg.training.micro_batch_size}")
+    key = ranking.open_key
+    replaced = ["model.mesh_shape=", "mesh_shape=", "plan.", *([f"training.{key}"] if key else [])]
+    words = [word for word in overrides if not word.lstrip("+").startswith(tuple(replaced))]
+    if key:
+        words.append(f"training.{key}={getattr(best.cfg.training, key)}")
     if ranking.global_batch_size:
         words = [word for word in words if not word.lstrip("+").startswith("training.gradient_accumulation_steps=")]
         words.append(f"training.global_batch_size={ranking.global_batch_size}")

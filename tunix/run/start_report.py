@@ -12,7 +12,7 @@ from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.task import Grpo
-from tunix.config.training import read_steps
+from tunix.config.training import Training, read_steps
 from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
 from tunix.costs.transfers import part_rows
@@ -30,8 +30,8 @@ from tunix.training.sizes import Sizes
 from tunix.training.state import Architecture, State, count
 
 
-def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None) -> str:
-    """Return every derived number as text; `corpus` is None in a dry run.
+def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str) -> str:
+    """Return every derived number as text; `corpus` is None in a dry run, `chosen` is what `resolve_auto` says.
 
     Process 0 alone derives them: what the backward pass keeps is traced, which takes seconds.
     """
@@ -52,7 +52,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)",
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
-        f"gradient sums {dtypes['reduce']}; remat {training.remat}",
+        f"gradient sums {dtypes['reduce']}; " + _remat(training),
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
         f"{shards} data shard(s) x {training.sequences_per_shard}; " + _reductions(program),
         **_describe_pipeline(cfg, mesh),
@@ -65,6 +65,8 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
         f"{sizes.tflop_per_step:.3f} TFLOP per step",
     }
+    if chosen:
+        rows["chosen"] = chosen
     num_tokens = corpus.vocabulary.num_tokens if corpus else None
     if idle := count_idle_rows(cfg, num_tokens):
         rows["vocabulary"] = (
@@ -117,6 +119,14 @@ def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
         "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{beside}"
         f"{dense}; {arch.num_active:,} parameters compute a token; no token is dropped"
     }
+
+
+def _remat(training: Training) -> str:
+    """Return in words what blocks keep for their backward pass, and what waits in the host's memory."""
+    text = f"remat {training.remat}"
+    if training.remat_every > 1:
+        text += f" in one of {training.remat_every} blocks, none in the others"
+    return text if training.offload == "none" else f"{text}; {training.offload} in the host's memory"
 
 
 def _attention(cfg: Config) -> str:

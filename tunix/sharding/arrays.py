@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
 
+HOST = "pinned_host"  # JAX's name for memory of the host that devices can read
+
 
 def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
     """Return the rows of a batch of `num_rows` sequences that live on this process's devices, in order."""
@@ -47,13 +49,38 @@ def rows_to_global(rows: np.ndarray, mesh: Mesh) -> jax.Array:
 
 
 def abstract_results(mesh: Mesh, function: Callable, *arguments: Any) -> Any:
-    """Return shapes, dtypes and shardings on the mesh of what a function returns for these arrays, or their shapes."""
+    """Return shapes, dtypes and shardings on the mesh of what a function returns for these arrays, or their shapes.
 
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    An array that the function puts into the host's memory has a sharding of this kind of memory.
+    """
+
+    def place(leaf: jax.ShapeDtypeStruct, result: Any) -> jax.ShapeDtypeStruct:
         spec = leaf.sharding.spec if leaf.sharding else PartitionSpec()
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        kind = HOST if result.memory_space == jax.memory.Space.Host else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
 
-    return jax.tree.map(place, jax.eval_shape(function, *arguments))
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, map(place, leaves, program.out_avals))
+
+
+def to_host_memory(tree: Any) -> Any:
+    """Return arrays in the host's pinned memory, from which devices read them at full speed; scalars stay."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host) if leaf.ndim else leaf, tree)
+
+
+def to_device_memory(tree: Any) -> Any:
+    """Return arrays that may be in the host's memory in that of the devices."""
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf, tree)
+
+
+def has_host_memory(mesh: Mesh) -> bool:
+    """Return whether the devices of a mesh can read arrays in the host's pinned memory.
+
+    Devices that are only described (a plan compiles for them) do not say; only CUDA's are described, and they can.
+    """
+    kinds = {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
+    return HOST in kinds or not kinds
 
 
 def lay_out(tree: Any, mesh: Mesh) -> Any:
@@ -75,9 +102,14 @@ def lay_out(tree: Any, mesh: Mesh) -> Any:
 
 
 def bytes_per_device(tree: object) -> int:
-    """Return the bytes that one device has of a tree of arrays or shapes; of a leaf without a sharding, all."""
+    """Return the bytes that one device has of a tree of arrays or shapes; of a leaf without a sharding, all.
+
+    Arrays in the host's memory take none of the device's.
+    """
 
     def size(leaf: jax.Array) -> int:
+        if leaf.sharding and leaf.sharding.memory_kind == HOST:
+            return 0
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
         return math.prod(shape) * leaf.dtype.itemsize
 

@@ -67,6 +67,7 @@ class Layout:
     # What the axes of the stages split here: `sequences` of a batch; `layers` inside of a stage, and nothing else; or
     # `tokens` of sequences, where one part of a batch is at work outside of the stages (1F1B).
     stages_split: str = "sequences"
+    moments_on_host: bool = False  # the optimizer's state is in the host's memory between two updates
 
     @property
     def stage_axes(self) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel, mesh_device
-from tunix.sharding.arrays import abstract_results
+from tunix.models.remat import Remat
+from tunix.sharding.arrays import abstract_results, has_host_memory
 from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
@@ -34,13 +35,19 @@ from tunix.training.step import Gradients, make_gradients, make_train_step
 def build_layout(cfg: Config, mesh: Mesh) -> Layout:
     strategy, dtypes = STRATEGIES[cfg.training.sharding_strategy], cfg.training.dtypes
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
-    layout = Layout(strategy, unsplit, dtypes["param"], dtypes["compute"], dtypes["reduce"])
+    on_host = cfg.training.offload == "optimizer"
+    layout = Layout(strategy, unsplit, dtypes["param"], dtypes["compute"], dtypes["reduce"], moments_on_host=on_host)
     return layout if num_stages(mesh.shape) > 1 else layout.with_all_layers()
 
 
 def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a run; see `device_mesh`."""
     return device_mesh(cfg.model.mesh_shape, cfg.dims, cfg.distributed.allow_idle_devices, devices)
+
+
+def read_remat(training: Training) -> Remat:
+    """Return what blocks keep for their backward pass; see `Training.remat_policy` for what it raises."""
+    return Remat(training.remat_policy, training.remat_every, on_host=training.offload == "activations")
 
 
 def choose_sync(training: Training, mesh: Mesh | AbstractMesh) -> int:
@@ -173,11 +180,12 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
             f"model.mlp.dense_layers={cfg.model.mlp.dense_layers} and experts behind them do not run on stages: leave "
             f"{', '.join(layout.stage_axes)} out of model.mesh_shape, or set model.mlp.dense_layers=0"
         )
+    _check_memory(cfg, mesh)
     sync_every = choose_sync(training, mesh)
     device = mesh_device()
     overlap = choose_overlap(training, layout, mesh, sync_every, device.platform if device else None)
     parts = training.parts_per_stage(mesh.shape)
-    arch = describe(cfg.model, layout, training.remat, parts, overlap.prefetch)
+    arch = describe(cfg.model, layout, read_remat(training), parts, overlap.prefetch)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies, guard = make_copies(training), make_guard(training)
     make = partial(start_state, arch, layout, optimizer, _dtypes(copies), guard)
@@ -190,3 +198,22 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
 
 def _dtypes(copies: dict[str, Copy]) -> dict[str, str]:
     return {name: copy.dtype for name, copy in copies.items()}
+
+
+def _check_memory(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
+    training = cfg.training
+    for layers in cfg.model.stacks.values():
+        count = len(layers) // num_stages(mesh.shape)
+        if count % training.remat_every:
+            legal = [every for every in range(1, count + 1) if count % every == 0]
+            raise UserError(
+                f"training.remat_every={training.remat_every} does not divide {count} layers in a row; it may be "
+                f"{', '.join(map(str, legal))}"
+            )
+    if training.offload != "none" and isinstance(mesh, Mesh) and not has_host_memory(mesh):
+        kind = mesh.devices.flat[0].device_kind
+        raise UserError(
+            f"training.offload={training.offload} needs devices that read the host's pinned memory, and {kind} does "
+            "not; leave training.offload=none, and save memory with training.remat and model.mesh_shape"
+        )

@@ -15,7 +15,9 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.paths import parameter_name
+from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
+from tunix.sharding.arrays import to_host_memory
 from tunix.sharding.dims import EXPERTS, Equation
 from tunix.sharding.layout import Layout
 from tunix.training.copies import start_copies
@@ -110,7 +112,7 @@ _known: dict[tuple[Any, ...], Architecture] = {}  # a plan asks for one model on
 
 
 def describe(
-    cfg: Model, layout: Layout, remat: str = "none", parts_per_stage: int | None = None, prefetch: bool = False
+    cfg: Model, layout: Layout, remat: Remat = KEEP_ALL, parts_per_stage: int | None = None, prefetch: bool = False
 ) -> Architecture:
     """Split the model on shapes only: no array is made. See `Transformer` for the other arguments."""
     key = cfg.model_dump_json(exclude={"mesh_shape"}), layout, remat, parts_per_stage, prefetch
@@ -121,7 +123,7 @@ def describe(
     return _known[key]
 
 
-def _describe(cfg: Model, layout: Layout, remat: str, parts_per_stage: int | None, prefetch: bool) -> Architecture:
+def _describe(cfg: Model, layout: Layout, remat: Remat, parts_per_stage: int | None, prefetch: bool) -> Architecture:
     model = nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat, parts_per_stage, prefetch))
     graphdef, variables = nnx.split(model)
 
@@ -179,8 +181,9 @@ def start_state(
     """Return the state of step 0 with these parameters."""
     params = jax.tree.map(lambda p, weight: reshard(p, layout.at_rest(weight.equation)), params, arch.weights)
     trained = optimizer_view(arch.trained(params), arch, layout)
-    zero = jnp.zeros((), jnp.int32)
-    state = {"params": params, "opt_state": optimizer.init(trained), "step": zero, "skipped": zero}
+    zero, moments = jnp.zeros((), jnp.int32), optimizer.init(trained)
+    moments = to_host_memory(moments) if layout.moments_on_host else moments
+    state = {"params": params, "opt_state": moments, "step": zero, "skipped": zero}
     return state | start_copies(copies, trained) | (guard.start() if guard else {})
 
 

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.data.batch import Batch
+from tunix.sharding.arrays import to_device_memory, to_host_memory
 from tunix.sharding.layout import Layout
 from tunix.training.balance import move_biases
 from tunix.training.copies import Copy, update_copies
@@ -58,7 +59,8 @@ def make_train_step(
             grad_norm = optax.tree.norm(grads)
             trained = arch.trained(state["params"])
             params = optimizer_view(trained, arch, layout)
-            direction, opt_state = update(grads, state["opt_state"], params)
+            moments = to_device_memory(state["opt_state"]) if layout.moments_on_host else state["opt_state"]
+            direction, opt_state = update(grads, moments, params)
             rate = schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
             reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
@@ -69,7 +71,7 @@ def make_train_step(
                 is_good, reported = finite & ~spike, reported | numbers
             copies = update_copies(copy_updates, state.get("copies", {}), params)
             new = {"params": params, "opt_state": opt_state, **copies}
-            old = {name: state[name] for name in new} | {"params": trained}
+            old = {name: state[name] for name in new} | {"params": trained, "opt_state": moments}
             kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
             if norms_every:
                 is_due = (state["step"] + 1) % norms_every == 0
@@ -78,6 +80,8 @@ def make_train_step(
                 trees = {"gradient": grads, "weight": kept["params"], "change": change}
                 nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(norms, trees))
                 reported |= {NORMS: jax.lax.cond(is_due, norms, lambda _: nothing, trees)}
+            if layout.moments_on_host:
+                kept["opt_state"] = to_host_memory(kept["opt_state"])
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         kept["params"] = arch.merge(kept["params"], state["params"])
         if bias_rate:
