@@ -125,6 +125,13 @@ def _add_sinks(values: dict[Any, Any]) -> None:
         values["logging"].setdefault(name, default[name])
 
 
+def _add_moments(values: dict[Any, Any]) -> None:
+    """The key that says how moments rest is new; not all optimizers have it."""
+    optimizer = values.get("optimizer", {})
+    if optimizer.get("name") in ("adamw", "lion"):
+        optimizer.setdefault("moments", "param")
+
+
 def _round_borders(values: dict[Any, Any]) -> None:
     """YaRN's key for borders that are not rounded is new."""
     scaling = values.get("model", {}).get("rope_scaling") or {}
@@ -140,6 +147,7 @@ def _add_biases_of_experts(values: dict[Any, Any]) -> None:
 
 
 CHANGES = (
+    _add_moments,
     _round_borders,
     _name_sinks,
     _add_sinks,

@@ -119,12 +119,12 @@ def _pipeline_flops(
 
 
 def assemble_once(cfg: Config, sizes: dict[str, int]) -> tuple[Program, AbstractMesh]:
-    """Return the program of one sequence per shard, and its mesh; the newest one is kept."""
+    """Return the program of one sequence per shard, and its mesh; the newest ones are kept."""
     smallest = cfg.model_copy(update={"training": cfg.training.model_copy(update=ONE_SEQUENCE)})
     return _program(smallest.model_dump_json(by_alias=True), tuple(sizes[axis] for axis in axis_names()))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)  # as many as there are policies that training.remat=budget compares, and a few more
 def _program(config: str, sizes: tuple[int, ...]) -> tuple[Program, AbstractMesh]:
     mesh = AbstractMesh(sizes, axis_names(), axis_types=(AxisType.Explicit,) * len(sizes))
     with jax.sharding.use_abstract_mesh(mesh):

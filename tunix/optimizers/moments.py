@@ -44,7 +44,9 @@ class Block(NamedTuple):
     size: int
 
 
-def store_moments(rule: optax.GradientTransformation, kind: str, weights: dict[str, Any]) -> optax.GradientTransformation:
+def store_moments(
+    rule: optax.GradientTransformation, kind: str, weights: dict[str, Any]
+) -> optax.GradientTransformation:
     """Return the rule with moments that rest as `kind` says: a key of `KINDS`.
 
     Moments of vectors, which are few, rest as they are. `weights` is the tree of `state.Weight`.

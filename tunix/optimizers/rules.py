@@ -47,6 +47,19 @@ class Optimizer(Section):
         """Raise `UserError` where code that a user brings does not work; nothing is to be tried where there is none."""
 
 
+# How moments rest between two updates: as the parameters do, or as one of `KINDS` of moments.py.
+Moments = Literal["param", "bfloat16", "int8"]
+
+
+def _stored(rule: "GradientTransformation", moments: str, weights: dict[str, Any]) -> "GradientTransformation":
+    """Return the rule with moments that rest as the key says."""
+    if moments == "param":
+        return rule
+    from tunix.optimizers.moments import store_moments
+
+    return store_moments(rule, moments, weights)
+
+
 class AdamW(Optimizer):
     """Loshchilov & Hutter 2019, arXiv:1711.05101."""
 
@@ -58,11 +71,14 @@ class AdamW(Optimizer):
     """Decay of the mean of squared gradients."""
     eps: Positive
     """Added to the root of the second moment."""
+    moments: Moments
+    """Both moments between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
 
     def rule(self, weights):
         import optax
 
-        return optax.scale_by_adam(self.b1, self.b2, self.eps)
+        return _stored(optax.scale_by_adam(self.b1, self.b2, self.eps), self.moments, weights)
 
 
 class Adafactor(Optimizer):
@@ -94,11 +110,14 @@ class Lion(Optimizer):
     """Weight of the momentum in the update."""
     b2: Share
     """Decay of the momentum."""
+    moments: Moments
+    """The momentum between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
 
     def rule(self, weights):
         import optax
 
-        return optax.scale_by_lion(self.b1, self.b2)
+        return _stored(optax.scale_by_lion(self.b1, self.b2), self.moments, weights)
 
 
 class Muon(Optimizer):

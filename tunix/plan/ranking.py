@@ -224,9 +224,11 @@ def _narrow(
     """
     bounds = []
     for sizes in legal:
-        size = None if cfg.training.micro_batch_size != "auto" else list_micro_batch_sizes(cfg, sizes)[0]
+        choices: dict[str | None, Any] = {None: None, "remat": min(REMAT, key=lambda policy: len(REMAT[policy]))}
+        key = find_open_key(cfg)
+        least = choices[key] if key in choices else list_choices(cfg, sizes)[0]
         try:
-            bounds.append(_make_candidate(cfg, sizes, size, cluster, with_activations=False))
+            bounds.append(_make_candidate(cfg, sizes, least, cluster, with_activations=False))
         except UserError:  # a part of the program refuses this mesh; the others are hundreds
             continue
     may_fit = [each for each in bounds if each.memory <= limit]

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 # A run and the checkpoint that it goes on from have these keys in common. The mesh, the number of processes, the
 # strategy, the batch and the schedule may change.
-SAME = ("model", "optimizer.name", "training.seq_len", "training.param_dtype", "seed")
+SAME = ("model", "optimizer.name", "optimizer.moments", "training.seq_len", "training.param_dtype", "seed")
 MAY_DIFFER = (
     "model.mesh_shape",
     "model.attention",

@@ -68,6 +68,10 @@ def _prefetch_lacks(training: Training, layout: Layout, sync_every: int) -> str 
     if layout.stage_axes:
         # The rule of such a scan takes the gradient of a block, and a kernel on stages needs `vmap` before that.
         return f"layers on stages ({', '.join(layout.stage_axes)}) gather when they begin"
+    if training.remat_every > 1:
+        return f"training.remat_every={training.remat_every} takes so many layers at a time"
+    if training.offload == "activations":
+        return "training.offload=activations waits for the host's memory in each layer"
     return None
 
 
