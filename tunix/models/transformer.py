@@ -145,9 +145,9 @@ class Rows(NamedTuple):
 class Transformer(nnx.Module):
     """Tokens to logits. The blocks are runs of equal ones, so a program is as long for 80 layers as for 8.
 
-    `remat` says what blocks keep for their backward pass. `parts_per_stage` matters where the layout splits the layers into stages: it is the
-    number of parts of a batch that wait at each stage (see `run_stages`). With `prefetch` layers gather their weights
-    ahead; they must not be gathered yet.
+    `remat` says what blocks keep for their backward pass. `parts_per_stage` matters where the layout splits the layers
+    into stages: it is the number of parts of a batch that wait at each stage (see `run_stages`). With `prefetch` layers
+    gather their weights ahead; they must not be gathered yet.
     """
 
     def __init__(
