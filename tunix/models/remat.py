@@ -55,8 +55,8 @@ KEEP_ALL = Remat("none")
 def scan_blocks(block: Block, x: jax.Array, layers: Any, others: Any, remat: Remat) -> tuple[jax.Array, Any]:
     """Return x after `block` of every layer, and the results of all layers with a first dimension L.
 
-    `layers` are weights and values, trees of arrays [L, ...]; all layers take `others`. With `remat.every` the scan takes
-    so many layers at a time:
+    `layers` are weights and values, trees of arrays [L, ...]; all layers take `others`. With `remat.every` the scan
+    takes so many layers at a time:
 
         every=3     layer  0    1    2    |  3    4    5    |  ...       an iteration is a group of 3 layers
                     again  yes  no   no   |  yes  no   no   |
