@@ -16,7 +16,7 @@ from support.harness import SMALL, batch
 from tunix.cli.compose import compose
 from tunix.sharding.arrays import to_global
 from tunix.training.losses import loss_kind
-from tunix.training.program import GRADIENTS, build_layout, build_mesh, choose_sync
+from tunix.training.program import GRADIENTS, build_layout, build_mesh, choose_sync, read_remat
 from tunix.training.state import describe
 
 TOLERANCE = 1e-5  # float32; sums in another order
@@ -46,7 +46,7 @@ def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
     schedule = training.pipeline(mesh.shape).schedule
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
-        arch = describe(cfg.model, layout, training.remat, training.parts_per_stage(mesh.shape))
+        arch = describe(cfg.model, layout, read_remat(training), training.parts_per_stage(mesh.shape))
         gradients = GRADIENTS[schedule](arch, loss_kind(cfg).make(cfg), layout, choose_sync(training, mesh))
 
         @jax.jit
