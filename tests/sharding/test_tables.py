@@ -28,11 +28,11 @@ def test_no_axis_is_named_outside_the_tables(path):
 
 def test_every_key_of_the_table_sets_its_dimension():
     cfg = program().cfg
-    of_experts = {letter for letter, dim in DIMS.items() if dim.key.startswith("model.mlp.")}
-    assert of_experts == set("UXYG")
-    assert not of_experts & cfg.dims.keys()  # a dense model
+    of_parts = {letter for letter, dim in DIMS.items() if dim.key.startswith(("model.mlp.", "model.latent."))}
+    assert of_parts == set("UXYG") | set("QCW")
+    assert not of_parts & cfg.dims.keys()  # a dense model, whose attention has no latents
     assert all(
-        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"cen", *of_experts}
+        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"cen", *of_parts}
     )
     assert cfg.dims["T"] == cfg.training.seq_len
 
