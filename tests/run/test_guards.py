@@ -46,7 +46,14 @@ def numbers(folder: Path) -> list[dict]:
 
 def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     guard = ["training.spike_deviations=25", "training.spike_window=4"]
-    run = tunix.train([*words, *guard, "training.max_steps=10", "checkpoint.save_every_steps=8"]).folder
+    norms = "logging.layer_norms_every=5"
+    run = tunix.train([*words, *guard, norms, "training.max_steps=10", "checkpoint.save_every_steps=8"]).folder
+    with_norms = [
+        line["step"]
+        for line in metrics(run)
+        if {"gradient/blocks.attention.q.w/0", "change/embedding.table"} <= line.keys()
+    ]
+    assert with_norms == [5, 10]
     assert [line["spikes"] for line in numbers(run)] == [0] * 8 + [1, 0]
     assert [line["loss_deviations"] is None for line in numbers(run)][:4] == [True, True, False, False]
     log = (run / "train.log").read_text()
