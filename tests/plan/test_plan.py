@@ -47,7 +47,7 @@ EXPERTS = (
         ("[[8],[fsdp]]", ["model.lora.rank=2"]),
         ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
         ("[[2,2,2],[dp,fsdp,tp]]", []),
-        ("[[4,2],[fsdp,tp]]", ["training.remat=projections", "training.remat_every=3"]),
+        ("[[4,2],[fsdp,tp]]", ["training.remat=projections", "training.remat_every=3", "model.num_layers=6"]),
         ("[[4,2],[pp,fsdp]]", ["model.num_layers=8", "model.global_every=2"]),
         ("[[2,4],[fsdp,cp]]", []),
         ("[[2,4],[fsdp,cp]]", ["model.cp_exchange=ring"]),
