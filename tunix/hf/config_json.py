@@ -259,6 +259,10 @@ def _rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> dict[s
     rotated = {} if PARTIAL.isdisjoint(family.absent) else _rotated_dim(raw, given, values["head_dim"])
     if kind == "longrope" and raw.get(ORIGINAL) is not None:  # of the whole file, or among the others
         given.setdefault(ORIGINAL, raw[ORIGINAL])
+    if kind == "longrope" and (factor := given.pop("factor", None)) and given.get("attention_factor") is None:
+        original = given.get(ORIGINAL) or values["context_length"]
+        if factor != values["context_length"] / original:  # else it is what the attention factor is made of anyway
+            given["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     if kind not in SCALINGS:
         raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
     grown = {}
@@ -316,6 +320,7 @@ PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
 SHARED = "n_shared_experts"  # whose width together is that of one shared expert
 QK_NORM = "use_qk_norm"
 LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
+WHOLE = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
 DERIVED = PARTIAL | LATENT | {SHARED, QK_NORM, "head_dim", "qk_head_dim"}  # keys that say in another way what ours say
 UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some, and as if not said
 
@@ -324,7 +329,9 @@ def write_config(model: Model) -> dict[str, Any]:
     """config.json of a model, in the keys that all versions of transformers read."""
     family = FAMILIES[model.family]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= {theirs: _whole(_converted(theirs, attrgetter(ours)(model), 1)) for ours, theirs in family.keys.items()}
+    config |= {
+        theirs: _typed(theirs, _converted(theirs, attrgetter(ours)(model), 1)) for ours, theirs in family.keys.items()
+    }
     config |= {key: names in (model.biases or "").split("|") for key, names in family.biases.items()}
     if "mlp_only_layers" in family.absent and isinstance(model.mlp, ExpertsMlp):
         config["mlp_only_layers"] = list(range(model.mlp.dense_layers))
@@ -348,12 +355,13 @@ def write_config(model: Model) -> dict[str, Any]:
         _split_magnitudes(given, model)
     if GROWTH in family.absent:
         given[GROWTH] = model.query_growth or 0.0
+    if kind == "longrope":  # Phi's own code reads the whole file's key, transformers 5 asks for the factor
+        config[ORIGINAL] = given[ORIGINAL]
+        given["factor"] = model.context_length / given[ORIGINAL]
     config["rope_theta"] = model.rope_theta
     config["rope_scaling"] = {"rope_type": kind, **given} if given else None
     if not PARTIAL.isdisjoint(family.absent):
         config["partial_rotary_factor"] = model.num_rotated / model.head_dim
-    if kind == "longrope":  # Phi's own code reads the whole file's key
-        config[ORIGINAL] = given[ORIGINAL]
     if model.unrotated_every is not None and not family.unrotated_global:
         config["no_rope_layer_interval"] = model.unrotated_every
         config["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
@@ -380,6 +388,6 @@ def _split_magnitudes(given: dict[str, Any], model: Model) -> None:
     given["mscale_all_dim"] = of_all_dims
 
 
-def _whole(value: Any) -> Any:
-    """A whole number without its point, as transformers wants it."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _typed(key: str, value: Any) -> Any:
+    """Return a value as transformers checks it: whole numbers of the keys `WHOLE` without a point, others with it."""
+    return int(value) if key in WHOLE and float(value).is_integer() else value
