@@ -311,6 +311,9 @@ def test_a_run_of_two_processes_that_is_killed_in_a_save_goes_on_in_one(server, 
     server.hold("/killed/checkpoints/6/digests.1.json")  # process 1 has written its shards, and dies before it says so
     both = Processes(*words, folder=tmp_path, count=2)
     both.wait_until(lambda: server.waiting.is_set(), "the second save")
+    # Process 0 may still be about to say that the first checkpoint is whole.
+    first = f"{home}/checkpoints/3"
+    both.wait_until(lambda: "digests.json" in buckets.list_names(first, "test"), "the end of the first save")
     for rank in (0, 1):
         for pid in (both.child(rank), both.started[rank].pid):
             with suppress(ProcessLookupError):
