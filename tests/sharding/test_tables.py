@@ -32,7 +32,7 @@ def test_every_key_of_the_table_sets_its_dimension():
     assert of_parts == set("UXYG") | set("QCW")
     assert not of_parts & cfg.dims.keys()  # a dense model, whose attention has no latents
     assert all(
-        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"cen", *of_parts}
+        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"ceno", *of_parts}
     )
     assert cfg.dims["T"] == cfg.training.seq_len
 

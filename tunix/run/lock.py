@@ -27,8 +27,8 @@ def hold_lock(folder: Path) -> Iterator[None]:
         UserError: another run still holds the lock after a while, and is named; or the disk is full.
     """
     with ExitStack() as stack:
-        peers.together(lambda: _lock(folder / LOCK, stack) if peers.is_main() else None, "the run's lock")
         try:
+            peers.together(lambda: _lock(folder / LOCK, stack) if peers.is_main() else None, "the run's lock")
             yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -64,6 +64,5 @@ def _lock(path: Path, stack: ExitStack) -> None:
         except OSError as error:
             log.warning("%s cannot be locked (%s): nothing keeps a second run out", path, error.strerror)
             return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {here}")
-    file.flush()
+    os.truncate(file.fileno(), 0)
+    os.write(file.fileno(), f"process {os.getpid()} on {here}".encode())  # at once: a full disk is noticed here
