@@ -63,7 +63,7 @@ MISTAKES = [
     ("optimizer=null", "optimizer=null: takes a file of conf/optimizer (adafactor, adamw, custom, lion, muon, sgd); its keys are set by optimizer.KEY"),
     ("training=5", "training=5: takes a file of conf/training"),
     ("mesh_shape=[[4,2],[fsdp,tp]]", "takes a file of conf/mesh_shape (auto, fsdp, hsdp, hybrid, tp); shapes go to model.mesh_shape"),
-    ("data=text", "data.paths must be given: files, folders or globs"),
+    ("data=text", "data.paths must be given: files, folders, globs, or addresses of them"),
     ("data=mixture data.parts={a:{source:text,paths:[x],held_out_fraction:0,extensions:[.txt],decode_errors:skp}} data.weights={a:1}", "data.parts.a.decode_errors=skp: expected one of skip, error, replace; did you mean skip?"),
     ("data=mixture data.parts={a:{source:text}} data.weights={a:1}", "data.parts.a.paths is missing"),
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:0.5}", "data.weights add up to 0.5, not to 1; scaled: {a: 1}"),
