@@ -258,7 +258,7 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
         (["checkpoint=run", "tokenizer.path=x"], "tokenizer.path=x: a run is measured with the tokenizer that it was"),
         (["checkpoint=nowhere"], "checkpoint=nowhere is neither a folder nor the ID of a model"),
         ([], "checkpoint must be given: a run's folder"),
-        (["checkpoint=run", "metric=exact"], "metric=exact: expected one of loss, reward, gsm8k, math_verify, reasoning_gym, exact_match, format, length, or package.module:name; did you mean exact_match?"),
+        (["checkpoint=run", "metric=exact"], "metric=exact: expected one of loss, reward, lm_eval, gsm8k, math_verify, reasoning_gym, exact_match, format, length, or package.module:name; did you mean exact_match?"),
         (["checkpoint=run", "num_promts=3"], "unknown key num_promts"),
         (["checkpoint=run", "metric=exact_match", "num_samples=3"], "num_samples=3 answers are all the same at temperature=0"),
         (["checkpoint=run", "output=none/results.json"], "output=none/results.json: there is no folder none"),
