@@ -12,18 +12,20 @@ import logging
 import threading
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import jax
 
 from tunix.base.buckets import explain, filesystem, join, list_names
-from tunix.base.digests import FILE, Damaged, digest_bytes
+from tunix.base.digests import FILE, digest_bytes
 from tunix.base.errors import UserError
 from tunix.cli.mirrored import list_steps
 from tunix.config import Checkpoint
 from tunix.processes import peers
 from tunix.run.objects import KEY, Objects, Part, check_objects, copy_part, fingerprint, list_parts, read_arrays
 from tunix.run.retention import Saved, list_dropped, make_rules
+from tunix.run.sealed import check_together
 from tunix.training.state import State
 
 log = logging.getLogger(__name__)
@@ -95,16 +97,10 @@ class BucketStore:
         Raises:
             Damaged: on every process, if an object is not what was written.
         """
-        address, damage = self._place(step), ""
+        address = self._place(step)
         if self.cfg.verify == "never" or (self.cfg.verify == "once" and self._is_verified(address)):
             return
-        try:
-            check_objects(address, jax.process_index(), jax.process_count())
-        except Damaged as error:
-            damage = str(error)
-        damage = next(filter(None, peers.gather(damage, "checkpoints are compared with their digests")), "")
-        if damage:
-            raise Damaged(damage)
+        check_together(partial(check_objects, address))
         if self.cfg.verify == "once" and peers.is_main():
             self.objects.write(f"{step}/{VERIFIED}", fingerprint(address).encode())
 

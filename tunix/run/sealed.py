@@ -13,17 +13,35 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import orbax.checkpoint as ocp
 
 from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
+from tunix.processes import peers
 from tunix.run.objects import check_objects, find_address
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 ITEMS = ("state", "run", "tokenizer", "metrics")
 UNSEALED = "commit_success.txt"  # Orbax writes it after the digests; nobody reads it
+
+
+def check_together(check: Callable[[int, int], T]) -> T:
+    """Return `check(process, number of processes)`, in which each process compares its share of the files.
+
+    Raises:
+        Damaged: on every process, if a file of one share is not what was written.
+    """
+    result, damage = None, ""
+    try:
+        result = check(jax.process_index(), jax.process_count())
+    except Damaged as error:
+        damage = str(error)
+    if damage := next(filter(None, peers.gather(damage, "checkpoints are compared with their digests")), ""):
+        raise Damaged(damage)
+    return cast(T, result)
 
 
 class Afterwards:

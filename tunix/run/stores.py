@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,14 +20,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from tunix.base.buckets import is_address
-from tunix.base.digests import FILE, Damaged, is_verified, note_verified
+from tunix.base.digests import FILE, is_verified, note_verified
 from tunix.base.errors import UserError
 from tunix.config import Checkpoint
 from tunix.processes import peers
 from tunix.run.bucket_store import BucketStore
 from tunix.run.objects import find_address, list_parts, read_arrays, read_item
 from tunix.run.retention import held_out_loss, make_rules
-from tunix.run.sealed import SealingManager, check_checkpoint
+from tunix.run.sealed import SealingManager, check_checkpoint, check_together
 from tunix.sharding.arrays import from_main, to_main
 from tunix.training.state import State
 
@@ -153,18 +154,11 @@ class SharedStore:
             Damaged: on every process, if a file is not what was written.
         """
         checkpoint = self.folder / str(step)
-        mark, damage, size = checkpoint / "state" / FILE, "", None
+        mark = checkpoint / "state" / FILE
         if self.verify == "never" or (self.verify == "once" and is_verified(checkpoint, mark)):
             return
         alone = self.processes.active_processes is not None
-        try:
-            size = check_checkpoint(checkpoint, *((0, 1) if alone else (jax.process_index(), jax.process_count())))
-        except Damaged as error:
-            damage = str(error)
-        if not alone:
-            damage = next(filter(None, peers.gather(damage, "checkpoints are compared with their digests")), "")
-        if damage:
-            raise Damaged(damage)
+        size = check_checkpoint(checkpoint) if alone else check_together(partial(check_checkpoint, checkpoint))
         if size is None:
             log.warning("the checkpoint of step %d has no digests (an older version wrote it): it is not checked", step)
         elif self.verify == "once" and peers.is_main():
