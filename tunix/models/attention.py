@@ -20,6 +20,7 @@ from tunix.config.model import KERNELS
 from tunix.models.exchanges import EXCHANGES
 from tunix.models.kernels import branches_are_cheap
 from tunix.models.seen import Seen
+from tunix.models.soft_cap import soft_cap
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 
@@ -185,8 +186,7 @@ def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap
     batch, length, num_heads, dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(mask[:, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, length, num_heads, -1)
     if not with_sums:

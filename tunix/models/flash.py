@@ -29,6 +29,7 @@ from jax.experimental.pallas import triton
 
 from tunix.models.flash_blocks import Block, Blocks, blocks_of
 from tunix.models.seen import first_keys
+from tunix.models.soft_cap import soft_cap
 
 LOG2_E = math.log2(math.e)  # the chip's fast exponential is 2 ** x
 MASKED = -1e30  # a score. It is finite, because a block may have no key at all for some of its queries
@@ -198,7 +199,7 @@ def _over_keys(body, carry, first, begin, block_q, block_k):
 
 
 def _capped(scores: jax.Array, cap: float | None) -> jax.Array:
-    return scores if cap is None else cap * jnp.tanh(scores / cap)
+    return soft_cap(scores, cap)
 
 
 def _through_cap(gradient: jax.Array, capped: jax.Array, cap: float | None) -> jax.Array:

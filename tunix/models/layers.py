@@ -16,6 +16,7 @@ from tunix.models.block_sums import NO_SUMS, BlockSums
 from tunix.models.noise import Noise
 from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
+from tunix.models.soft_cap import soft_cap
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
@@ -183,11 +184,6 @@ def unchanged(x: jax.Array) -> jax.Array:
     return x
 
 
-def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-    """Return cap * tanh(x / cap), which is near x for small x and never beyond the cap (Gemma 2, arXiv:2408.00118)."""
-    return cap * jnp.tanh(x / cap)
-
-
 class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + scale) in float32 (Zhang & Sennrich 2019).
 
@@ -259,7 +255,7 @@ class Embedding(nnx.Module):
         """[B, T, D] -> [B, T, V] float32, divided and capped as the family does it."""
         logits = product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
         logits = logits if self.divisor == 1 else logits / self.divisor
-        return logits if self.cap is None else soft_cap(logits, self.cap)
+        return soft_cap(logits, self.cap)
 
 
 class LearnedPositions(nnx.Module):

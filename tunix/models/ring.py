@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix.models.seen import Seen, first_keys
+from tunix.models.soft_cap import soft_cap
 from tunix.sharding.dims import token_axes
 
 MASKED = -1e30  # a score. It is finite, because a block may have no key at all for some of its queries
@@ -207,7 +208,7 @@ def _pull_back(q, queries, log_sums, delta, d_out, segments, cap, dq, block, ste
 
 
 def _capped(scores: jax.Array, cap: float | None) -> jax.Array:
-    return scores if cap is None else cap * jnp.tanh(scores / cap)
+    return soft_cap(scores, cap)
 
 
 def _unless_skipped(compute: Callable[..., Any], queries: Queries, key_places: jax.Array, carry: Any, *arguments: Any):

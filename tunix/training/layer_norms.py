@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.models.paths import named
-from tunix.sharding.dims import LAYERS, Equation
+from tunix.sharding.dims import Equation
 
 NORMS = "layer_norms"  # their name among the numbers of a step
 
@@ -30,6 +30,6 @@ def layer_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> di
 
 def _norm(x: jax.Array, equation: Equation) -> jax.Array:
     """Return the norm of each layer, whole on every device; the sum over split dimensions is one over devices."""
-    first = 1 if equation.w.startswith(LAYERS) else 0
+    first = int(equation.is_stacked)
     squares = jnp.square(x.astype(jnp.float32)).sum(range(first, x.ndim))
     return reshard(jnp.sqrt(squares), PartitionSpec(*[None] * first))
