@@ -2,35 +2,49 @@
 
 Training with the same keys finds the result in `loading.cache_dir`. A folder printed here can also be copied and read
 with `data=tokens data.paths=[FOLDER]`. After a kill, start it again: shards that are complete are not made again.
+Several processes, of one launcher, share the work where they share the cache.
 """
 
 import logging
+import os
 import sys
 
 from tunix.cli import command, compose
+from tunix.config import Config
 from tunix.processes import exits
-from tunix.processes.identity import refuse_several
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
     args = command.command_parser("prepare", __doc__).parse_intermixed_args()
-    return exits.report_errors(lambda: prepare(compose.add_search_path(args.overrides, args.config_dir)))
+    # Nothing is computed on accelerators: whoever trains on them meanwhile keeps their memory.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+    def run() -> int:
+        cfg = compose.compose(compose.add_search_path(args.overrides, args.config_dir)).config
+        return command.run_joined("prepare", cfg.distributed, compose.list_facts(cfg), lambda: prepare(cfg))
+
+    return exits.report_errors(run)
 
 
-def prepare(overrides: list[str]) -> None:
+def prepare(cfg: Config) -> None:
     """Prepare the corpus of the config, and print where it is."""
-    refuse_several("prepare")
-    config = compose.compose(overrides).config
-    from tunix.rl.feeds import FEEDS  # imports jax, which takes seconds: a wrong config is refused before
+    import jax
+
+    from tunix.data.shares import make_shares
+    from tunix.processes import peers
+    from tunix.rl.feeds import FEEDS
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
-    logging.getLogger("tunix").setLevel(logging.INFO)
-    config.data.try_out()
-    corpus = FEEDS[config.task.documents].load(config)
-    print(corpus.summary)
-    for name, prepared in corpus.prepared.items():
-        print(f"{name}: {prepared.folder}, fingerprint {prepared.fingerprint}")
+    logging.getLogger("tunix").setLevel(logging.INFO if peers.is_main() else logging.WARNING)
+    cfg.data.try_out()
+    if jax.process_count() > 1:
+        make_shares(cfg)
+    corpus = peers.main_first(lambda: FEEDS[cfg.task.documents].load(cfg), "preparing the data")
+    if peers.is_main():
+        print(corpus.summary)
+        for name, prepared in corpus.prepared.items():
+            print(f"{name}: {prepared.folder}, fingerprint {prepared.fingerprint}")
 
 
 if __name__ == "__main__":

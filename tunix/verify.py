@@ -6,15 +6,19 @@ RUN_DIR/checkpoints/STEP, of an export, of a prepared corpus) with their digests
 Every mesh starts from the same weights and takes the same global batches of the config's data, in float32 unless
 `training.mixed_precision` is given. Exit code 1 if loss or gradient norm differ by more than the tolerance. Without
 other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another number).
+
+Several processes, of one launcher, join as they do for training. A mesh that is no larger than the devices of process 0
+is trained on there alone, while the others wait; so one device is compared with a cluster.
 """
 
 import argparse
+import json
 import logging
 import math
 import os
 import sys
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -30,13 +34,12 @@ from tunix.data.position import Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
 from tunix.models.exchanges import choose_exchange
-from tunix.processes import exits
-from tunix.processes.identity import find_identity
+from tunix.processes import exits, peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import FEEDS
 from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
-from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
+from tunix.sharding.mesh_shape import check_divides, explicit_sizes, format_mesh_shape, meshes, resolve
 from tunix.trainer import compile_step
 from tunix.training.overlap import check_compiler_options
 from tunix.training.program import abstract_batch, assemble, build_mesh
@@ -45,6 +48,7 @@ from tunix.training.sizes import derive_sizes
 COMPARED = ("loss", "grad_norm")
 FAKE_DEVICES = 8
 EVERY = "all"  # what --meshes says for every mesh
+ASK_PEERS = ("prompt", "pair")  # documents whose feeds split work over all processes: rewards, scores of a reference
 
 
 @dataclass(frozen=True)
@@ -66,22 +70,51 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bo
     sequences = _global_batch(cfg)
     shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in choose_meshes(cfg, sequences, every)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
-    device_meshes = [build_mesh(each) for each in configs]  # all are checked before the first one trains
+    device_meshes = [build_mesh(each, _choose_devices(each)) for each in configs]  # all are checked before one trains
     check_compiler_options(cfg.training.compiler_options)
-    corpus = FEEDS[cfg.task.documents].load(cfg)
-    return [_train(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
+    corpus = peers.main_first(lambda: FEEDS[cfg.task.documents].load(cfg), "preparing the data")
+    return [_train_together(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
+
+
+def _choose_devices(cfg: Config) -> list[jax.Device]:
+    """Return the devices of process 0 if the mesh of the config fits on them, else all devices.
+
+    Raises:
+        UserError: some processes would have no device, and the run needs every process.
+    """
+    devices = jax.devices()
+    of_main = [device for device in devices if device.process_index == 0]
+    sizes = explicit_sizes(cfg.model.mesh_shape)
+    if sizes is None or math.prod(sizes.values()) > len(of_main) or len(of_main) == len(devices):
+        return devices
+    if reason := _find_need(cfg):
+        raise UserError(
+            f"mesh {format_mesh_shape(sizes)}: {reason} needs every process, and this mesh has devices of process 0 "
+            "alone; name meshes of more devices by --meshes"
+        )
+    return of_main
+
+
+def _find_need(cfg: Config) -> str:
+    """Return the key for which all processes of a run work together, beside the steps; empty where there is none."""
+    if cfg.task.documents in ASK_PEERS:
+        return f"task={cfg.task.name}"
+    source = cfg.model.init_from
+    return f"model.init_from={source}" if source and compose.find_run(source) else ""
 
 
 def choose_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict[str, int]]:
     """Choose one device, all devices on each axis alone, and the most even split over as many axes as possible.
 
-    With `every`, choose one device and each mesh of all devices that divides the model and the batch.
+    With `every`, choose one device and each mesh of all devices that divides the model and the batch. One device is
+    left out where several processes are needed.
     """
     num_devices = jax.device_count()
     legal = [sizes for sizes in meshes(num_devices) if _is_legal(cfg, sizes, sequences)]
     alone = [sizes for sizes in legal if max(sizes.values()) == num_devices]
     mixed = sorted(legal, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
-    chosen = [dict.fromkeys(axis_names(), 1), *alone, *(mixed if every else mixed[:1])]
+    one_device = [dict.fromkeys(axis_names(), 1)] if jax.process_count() == 1 or not _find_need(cfg) else []
+    chosen = [*one_device, *alone, *(mixed if every else mixed[:1])]
     return [sizes for place, sizes in enumerate(chosen) if sizes not in chosen[:place]]
 
 
@@ -113,6 +146,16 @@ def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
     values["training"] |= _in_sequences(sequences)
     values["distributed"]["allow_idle_devices"] = True
     return compose.build(values)
+
+
+def _train_together(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:
+    """Return the trial of a mesh on every process; where the mesh has devices of process 0 alone, it trains alone."""
+    if jax.process_count() == len({device.process_index for device in mesh.devices.flat}):
+        return _train(cfg, mesh, corpus, num_steps)
+    peers.hosts()  # asks all processes; from here on process 0 asks nobody
+    trial = peers.on_main(lambda: _train(cfg, mesh, corpus, num_steps), f"training on {cfg.model.mesh_shape}")
+    known = peers.agree(json.dumps(asdict(trial)) if trial else "", "the numbers of process 0")
+    return Trial(**json.loads(known))
 
 
 def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:
@@ -194,10 +237,7 @@ def _config(args: argparse.Namespace) -> Config:
     if not args.tolerance >= 0:
         raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
     precision = [] if "training.mixed_precision" in given else ["training.mixed_precision=fp32"]
-    cfg = compose.compose(compose.add_search_path([*precision, *args.overrides], args.config_dir)).config
-    if find_identity(cfg.distributed):
-        raise UserError("tunix.verify is one process with all devices of its machine; start it without a launcher")
-    return cfg
+    return compose.compose(compose.add_search_path([*precision, *args.overrides], args.config_dir)).config
 
 
 def _checked_folder(words: list[str]) -> str | None:
@@ -226,14 +266,25 @@ def main() -> int:
         ):
             jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
         every = args.meshes == EVERY
-        trials = verify(cfg, _read_meshes(args.meshes) if args.meshes and not every else None, args.steps, every)
-        table, largest = report(trials, args.tolerance)
-        print_table(table)
-        verdict = "within" if largest <= args.tolerance else "past"
-        print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {args.tolerance:g}")
-        return int(largest > args.tolerance)
+        mesh_shapes = _read_meshes(args.meshes) if args.meshes and not every else None
+        facts = compose.list_facts(cfg) | {"--meshes": args.meshes, "--steps": args.steps}
+
+        def compare() -> int:
+            return _report(verify(cfg, mesh_shapes, args.steps, every), args.tolerance)
+
+        return command.run_joined("verify", cfg.distributed, facts, compare)
 
     return exits.report_errors(work)
+
+
+def _report(trials: list[Trial], tolerance: float) -> int:
+    """Print the table on process 0; return the exit code, the same on every process."""
+    table, largest = report(trials, tolerance)
+    if peers.is_main():
+        print_table(table)
+        verdict = "within" if largest <= tolerance else "past"
+        print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {tolerance:g}")
+    return int(largest > tolerance)
 
 
 if __name__ == "__main__":

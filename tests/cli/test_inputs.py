@@ -6,8 +6,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.cli.inputs import refuse_missing_inputs
-from tunix.prepare import prepare
-from tunix.processes.identity import find_identity, refuse_idle_gpus, refuse_several
+from tunix.processes.identity import find_identity, refuse_idle_gpus
 
 SUBMITTED = ["launcher=slurm", "launcher.nodes=1"]
 
@@ -90,14 +89,3 @@ def test_gpus_without_work_are_refused():
     refuse("distributed.local_device_ids=[2,3]", CUDA_VISIBLE_DEVICES=eight)
     refuse(CUDA_VISIBLE_DEVICES="3")  # the launcher has hidden the others
     refuse(CUDA_VISIBLE_DEVICES=eight, LOCAL_WORLD_SIZE="1")  # one process for the host takes all
-
-
-def test_a_command_of_one_process_is_refused_as_one_of_several(monkeypatch):
-    with pytest.raises(UserError, match=r"tunix.prepare is one process .* process 1 of 8 \(RANK and WORLD_SIZE\)"):
-        refuse_several("prepare", LAUNCHED)
-    refuse_several("prepare", LAUNCHED | {"WORLD_SIZE": "1"})
-    refuse_several("prepare", {})
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="tunix.prepare is one process"):
-        prepare([])

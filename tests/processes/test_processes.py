@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.harness import PAIR, ROOT, cli_here, metrics
+from support.harness import PAIR, ROOT, SMALL, cli_here, metrics
 from support.processes import End, Processes
 
 import tunix
+from tunix.base.digests import VERIFIED
 from tunix.cli.command import read_settings
+from tunix.cli.compose import compose
 from tunix.config import Export, Generate
+from tunix.data.corpus import prepare_corpus
 from tunix.export import export
 from tunix.generate import generate
 from tunix.run.integrity import check_everything
@@ -109,6 +112,37 @@ def test_commands_of_two_processes(by_one, hf_dir, tmp_path):
     assert all(np.array_equal(parts[name], whole[name]) for name in whole)
     assert check_everything(str(tmp_path / "out"))[1]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_verify_and_prepare_of_two_processes(words, corpus, tmp_path):
+    """The mesh of both processes is compared with one device; both tokenize into the bytes that one process makes."""
+    data = ["data=text", f"data.paths=['{corpus}']", "loading.shard_bytes=9000"]
+    meshes = '--meshes=[[[1],["dp"]],[[2,2],["dp","fsdp"]]]'
+    program = ["verify", *words, "model.mesh_shape=auto", meshes, "--steps=1", "--", "prepare", *SMALL, *data]
+    with Processes(
+        *program,
+        f"loading.cache_dir={tmp_path}/two",
+        folder=tmp_path,
+        count=2,
+        devices=2,
+        script="tests/support/commands.py",
+    ) as run:
+        ends = run.ends()
+    assert [end.code for end in ends] == [0, 0], "".join(end.stderr for end in ends)
+    assert "within the tolerance of 1e-05" in ends[0].stdout
+    assert "2 processes have tokenized" in ends[0].stdout
+    assert not re.search("tolerance|fingerprint", ends[1].stdout)  # process 0 speaks
+    prepare_corpus(compose([*SMALL, *data, f"loading.cache_dir={tmp_path}/one"]).config)
+    one, two = (
+        {
+            path.relative_to(tmp_path / name).as_posix(): path.read_bytes()
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file() and path.name != VERIFIED
+        }
+        for name in ("one", "two")
+    )
+    assert sum(name.endswith("facts.json") for name in one) >= 4
+    assert one.items() <= two.items()  # `two` has the corpus of verify, too
 
 
 def test_a_mistake_is_everyones(words, tmp_path):

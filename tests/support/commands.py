@@ -5,6 +5,7 @@ Words that begin with distributed. go to every command.
 
 import sys
 
+from tunix import prepare, verify
 from tunix.cli.command import run_command
 from tunix.cli.compose import compose
 from tunix.config import Evaluate, Export, Generate
@@ -13,7 +14,13 @@ from tunix.export import export
 from tunix.generate import generate
 from tunix.processes import member
 
-COMMANDS = {"evaluate": (Evaluate, evaluate), "generate": (Generate, generate), "export": (Export, export)}
+COMMANDS = {
+    "evaluate": lambda: run_command(Evaluate, evaluate),
+    "generate": lambda: run_command(Generate, generate),
+    "export": lambda: run_command(Export, export),
+    "prepare": prepare.main,
+    "verify": verify.main,
+}
 
 
 def split(words: list[str]) -> list[list[str]]:
@@ -33,7 +40,7 @@ def main(words: list[str]) -> int:
         return code
     for name, *own in split(words):
         sys.argv[1:] = [*own, *shared]
-        if code := run_command(*COMMANDS[name]):
+        if code := COMMANDS[name]():
             return code
     return 0
 

@@ -1,7 +1,8 @@
 """Command lines beside training, `python -m tunix.NAME`. Imports no jax.
 
 `generate`, `evaluate` and `export` have keys of their own, a section of conf/command (`run_command`). `plan`, `doctor`,
-`verify` and `prepare` take the keys of training (`command_parser`).
+`verify` and `prepare` take the keys of training (`command_parser`). Commands that several processes can do together
+join by `run_joined`.
 """
 
 import argparse
@@ -49,25 +50,37 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
 
     def run() -> int:
         settings = read_settings(section, own, {"overrides": others} if others else {})
-        distributed = compose.compose(joins).config.distributed
-        if (code := member.supervise(distributed)) is not None:
-            return code
-        return member.run_member(distributed, lambda: _join_and_work(distributed, settings, work))
+        facts = flat({name: settings.model_dump(mode="json")})
+        if given := facts.get(f"{name}.overrides"):
+            facts[f"{name}.overrides"] = [word for word in given if not word.startswith(JOINING)]
+        return run_joined(name, compose.compose(joins).config.distributed, facts, lambda: _print_once(work(settings)))
 
     return exits.report_errors(run)
 
 
-def _join_and_work(distributed: Distributed, settings: S, work: Callable[[S], str | None]) -> None:
-    """Join the other processes, if there are any, and work with a watchdog that follows a process that fails."""
-    from tunix.processes import joining, peers, watchdog  # jax starts here, after the settings have passed
+def run_joined(name: str, distributed: Distributed, facts: dict[str, Any], work: Callable[[], int | None]) -> int:
+    """Return the exit code of `work()`, which one process does alone, or several that join before.
 
-    name = type(settings).__name__.lower()
-    facts = flat({name: settings.model_dump(mode="json")})
-    if words := facts.get(f"{name}.overrides"):
-        facts[f"{name}.overrides"] = [word for word in words if not word.startswith(JOINING)]
-    joining.start(distributed, versions() | facts)
-    with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
-        text = work(settings)
+    A parent watches over each of several, and a watchdog follows a process that fails. `facts` are values that must be
+    the same on all of them.
+    """
+    if (code := member.supervise(distributed)) is not None:
+        return code
+
+    def join_and_work() -> int | None:
+        from tunix.processes import joining, watchdog  # jax starts here, after the config has passed
+
+        joining.start(distributed, versions() | facts)
+        with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
+            return work()
+
+    return member.run_member(distributed, join_and_work)
+
+
+def _print_once(text: str | None) -> None:
+    """Print a text on process 0."""
+    from tunix.processes import peers
+
     if text is not None and peers.is_main():
         print(text)
 

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import grain
 from tokenizers import Tokenizer as Backend
@@ -103,7 +104,7 @@ def _load_set(name: str, source: Source, vocabulary: Vocabulary, cfg: Config) ->
     Raises:
         UserError: the documents make no sequence.
     """
-    everything = source.model_copy(update={"held_out_fraction": 0.0})  # nothing of it is trained on
+    everything = take_all(source)
     prepared = prepare(everything, find_units(everything, cfg.loading), cfg.task, vocabulary, cfg.loading)
     _warn_left_out(f"evaluation.sets.{name}", prepared)
     cache_dir = Path(cfg.loading.cache_dir).expanduser()
@@ -114,6 +115,11 @@ def _load_set(name: str, source: Source, vocabulary: Vocabulary, cfg: Config) ->
             f"training.seq_len={cfg.training.seq_len}; give more documents, or leave the set out"
         )
     return grain.MapDataset.source(sequences)
+
+
+def take_all(source: Source) -> Source:
+    """Return a source of evaluation.sets with nothing held out: all of it is evaluated on."""
+    return source.model_copy(update={"held_out_fraction": 0.0})
 
 
 def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> None:
@@ -134,13 +140,25 @@ def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> N
             log.warning("%s: left out", problem)
 
 
-def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
-    """Tokenize each source; return the results keyed by the sources' names, and the tokenizer that they share.
+class Parts(NamedTuple):
+    """Sources of a corpus by name, and the tokenizer that they share."""
 
-    A source may be a folder that `tunix.prepare` made, perhaps on another machine (`copied` below). Such a folder has
-    a tokenizer of its own, which is then the tokenizer of all sources.
+    copied: dict[str, Path]  # folders that `tunix.prepare` made, perhaps on another machine
+    units: dict[str, list[Unit]]  # of the other sources
+    vocabulary: Vocabulary
+
+
+def list_sources(cfg: Config) -> dict[str, Source]:
+    """Return the sources of the training data by name."""
+    return cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
+
+
+def find_parts(cfg: Config) -> Parts:
+    """List what there is to tokenize; read the tokenizer, or train it.
+
+    A copied folder has a tokenizer of its own, which is then the tokenizer of all sources.
     """
-    sources: dict[str, Source] = cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
+    sources = list_sources(cfg)
     copied = {name: folder for name, source in sources.items() if (folder := _find_copied(source))}
     units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in copied}
     cache_dir = Path(cfg.loading.cache_dir).expanduser()
@@ -151,8 +169,14 @@ def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
     pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
     vocabulary = find_vocabulary(tokenizer, cfg.task, pairs, cache_dir)
     check_fits(vocabulary, cfg.model.vocab_size)
+    return Parts(copied, units, vocabulary)
+
+
+def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
+    """Tokenize each source; return the results keyed by the sources' names, and the tokenizer that they share."""
+    copied, units, vocabulary = find_parts(cfg)
     prepared = {}
-    for name, source in sources.items():
+    for name, source in list_sources(cfg).items():
         if name in copied:
             prepared[name] = _open_copied(copied[name], vocabulary, cfg)
         else:

@@ -91,20 +91,11 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
     Raises:
         UserError: documents cannot be read, or there are none, or the cache cannot be written.
     """
-    template = "" if task.documents == "text" else str(vocabulary.chat_template)
-    system = [str(task.system)] if isinstance(task, Prompted) else []
-    kind, shard_size = IN_KEYS[task.documents], str(loading.shard_bytes)
-    key = _hash(FORMAT, _hash_source(source, units), kind, template, vocabulary.digest, shard_size, *system)
-    folder = Path(loading.cache_dir).expanduser() / "tokens" / key
+    folder = find_folder(source, units, task, vocabulary, loading)
     if not (folder / "index.json").exists():
         begun = time.perf_counter()
-        tokenizer = make_once(folder / "tokenizer", vocabulary.save)
-        limit = int(source.held_out_fraction * 2**HASH_BITS)
-        shard_bytes = 0 if isinstance(source, Tokens) else loading.shard_bytes  # 0: each file of tokens is a shard
-        plans = [
-            ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit)
-            for number, group in enumerate(_group_units(units, shard_bytes))
-        ]
+        plans = _plan_shards(source, units, task, vocabulary, loading, folder)
+        limit, tokenizer = int(source.held_out_fraction * 2**HASH_BITS), folder / "tokenizer"
         facts = _make_shards(plans, folder, loading)
         if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in facts):
             # A small corpus may have no document below the limit: hold out the one with the smallest hash, and make
@@ -120,6 +111,41 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
         note_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - begun, folder)
     return open_whole(folder, loading)
+
+
+def make_share(
+    source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading, share: slice
+) -> None:
+    """Make the missing ones of some shards of a source; afterwards `prepare` makes the others, and the index.
+
+    Raises:
+        UserError: documents cannot be read, or the cache cannot be written.
+    """
+    folder = find_folder(source, units, task, vocabulary, loading)
+    if not (folder / "index.json").exists():
+        _make_shards(_plan_shards(source, units, task, vocabulary, loading, folder)[share], folder, loading)
+
+
+def find_folder(source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Path:
+    """Return the folder of a tokenized corpus: its name is a hash of everything that decides what is in it."""
+    template = "" if task.documents == "text" else str(vocabulary.chat_template)
+    system = [str(task.system)] if isinstance(task, Prompted) else []
+    kind, shard_size = IN_KEYS[task.documents], str(loading.shard_bytes)
+    key = _hash(FORMAT, _hash_source(source, units), kind, template, vocabulary.digest, shard_size, *system)
+    return Path(loading.cache_dir).expanduser() / "tokens" / key
+
+
+def _plan_shards(
+    source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading, folder: Path
+) -> list[ShardPlan]:
+    """Return the plans of all shards of a source, and write the tokenizer that they name."""
+    tokenizer = make_once(folder / "tokenizer", vocabulary.save)
+    limit = int(source.held_out_fraction * 2**HASH_BITS)
+    shard_bytes = 0 if isinstance(source, Tokens) else loading.shard_bytes  # 0: each file of tokens is a shard
+    return [
+        ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit)
+        for number, group in enumerate(_group_units(units, shard_bytes))
+    ]
 
 
 def open_whole(folder: Path, loading: Loading) -> Prepared:
@@ -141,7 +167,7 @@ def _make_shards(plans: list[ShardPlan], folder: Path, loading: Loading, redo: s
     for name in redo or ():
         shutil.rmtree(folder / name)
     missing = [plan for plan in plans if not (folder / plan.name).exists()]
-    if len(missing) < len(plans) and redo is None:
+    if 0 < len(missing) < len(plans) and redo is None:
         log.info("%d of %d shards are there already", len(plans) - len(missing), len(plans))
     num_workers = min(len(missing), loading.prepare_processes or os.cpu_count() or 1)
     sizes = {plan.name: sum(unit.size for unit in plan.units) for plan in missing}

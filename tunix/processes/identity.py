@@ -69,17 +69,6 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
     return _check(identity) if identity.num_processes > 1 else None
 
 
-def refuse_several(command: str, environment: Environment = os.environ) -> None:
-    """Raise `UserError` if a launcher has started this process as one of several: the command would run in each."""
-    sources = (_read_torchrun, _read_slurm, _read_open_mpi)
-    found = next(filter(None, (source(environment) for source in sources)), None)
-    if found is not None and found.num_processes > 1:
-        raise UserError(
-            f"tunix.{command} is one process with all devices of its machine, and this is process {found.process_id} "
-            f"of {found.num_processes} ({found.source}); start it without a launcher"
-        )
-
-
 def refuse_idle_gpus(identity: Identity, distributed: Distributed, environment: Environment = os.environ) -> None:
     """Raise `UserError` if the processes of this host take one GPU each, and leave others without work."""
     platforms = environment.get("JAX_PLATFORMS", "cuda")

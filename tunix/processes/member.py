@@ -20,13 +20,12 @@ def supervise(distributed: Distributed) -> int | None:
     return supervisor.supervise(identity, distributed.heartbeat_timeout_s)
 
 
-def run_member(distributed: Distributed, work: Callable[[], object]) -> int:
-    """Return the exit code of `work()`; where it fails, the other processes of the run are told why."""
+def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
+    """Return the exit code that `work()` returns, 0 for None; where it fails, the other processes are told why."""
     from tunix.processes import peers  # jax starts here, after the config has passed
 
     try:
-        work()
-        return 0
+        return work() or 0
     except Ending as ending:
         code, why = ending.code, str(ending)
         if not ending.is_failure:
