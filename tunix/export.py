@@ -22,7 +22,7 @@ from tunix.base.errors import UserError
 from tunix.cli import architecture
 from tunix.cli.command import run_command
 from tunix.config import Export
-from tunix.hf.config_json import write_config
+from tunix.hf.config_json import read_num_rows, write_config
 from tunix.hf.names import FAMILIES
 from tunix.hf.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
@@ -142,6 +142,11 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
     names = FAMILIES[cfg.family].names
     if lora.train_also is not None:
         raise UserError(f"{lora.train_also} is trained fully, which an adapter does not hold; set merge_lora=true")
+    if model.files is not None and (in_base := read_num_rows(model.files)) < cfg.vocab_size:
+        raise UserError(
+            f"the model has {cfg.vocab_size} rows of vocabulary, {cfg.vocab_size - in_base} more than its base, which an "
+            "adapter does not hold; set merge_lora=true"
+        )
     tensors, modules = {}, set()
     for path, leaf in named(model.params):
         if ".lora." not in path:

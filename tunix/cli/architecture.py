@@ -11,7 +11,7 @@ from tunix.base.errors import UserError
 from tunix.cli.mirrored import split_step
 from tunix.cli.mistakes import validate
 from tunix.cli.saved import upgrade
-from tunix.config import Model
+from tunix.config import Model, Tokenizer
 from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.values import CONF
 from tunix.hf import config_json, hub
@@ -22,14 +22,50 @@ COMMON = {"init_from", "lora", "attention", "cp_exchange"}  # keys of the model 
 def _fill_from_pretrained(values: dict[Any, Any]) -> None:
     """Set what the folder of `model.init_from` decides: the architecture, and the tokenizer unless one is given.
 
+    The model may have more rows of vocabulary than the folder, for tokens that were added.
+
     Raises:
         UserError: a key of the model that contradicts config.json.
     """
     model, tokenizer = values["model"], values["tokenizer"]
     folder = hub.find(str(model["init_from"]))
-    _fill_architecture(model, config_json.read_config(folder), f"{folder}/config.json")
     if tokenizer["path"] is None:
         tokenizer["path"] = str(folder)
+    read, where = config_json.read_config(folder), f"{folder}/config.json"
+    read["vocab_size"] = _find_num_rows(values, read["vocab_size"], where)
+    _fill_architecture(model, read, where)
+
+
+def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
+    """Return the rows of vocabulary of a model that starts from a folder of tables with `in_files` rows."""
+    given = values["model"].get("vocab_size")
+    if given == "auto":
+        given = count_rows(values, at_least=in_files)
+    if not isinstance(given, int):
+        return in_files
+    if given < in_files:
+        raise UserError(
+            f"model.vocab_size={given}, but {where} says {in_files}: rows are added, never taken away; leave it out"
+        )
+    values["model"]["vocab_size"] = given
+    return given
+
+
+def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
+    """Return the rows of the embedding table (model.vocab_size=auto) for the tokenizer that the run will have.
+
+    `at_least` are the rows that are there already: they stay, if they are enough.
+    """
+    from tunix.tokenizer import vocabulary  # imported here: the import takes longer than checking a config
+
+    tokenizer, data = validate(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
+    if tokenizer.path is None and data["source"] == "tokens":  # a prepared folder brings its tokenizer
+        tokenizer = tokenizer.model_copy(update={"path": f"{data['paths'][0]}/tokenizer"})
+    if tokenizer.path is None or tokenizer.train:
+        num_tokens = tokenizer.vocab_size
+    else:
+        num_tokens = vocabulary.read_vocabulary(tokenizer).num_tokens
+    return at_least if num_tokens <= at_least else vocabulary.pad_rows(num_tokens)
 
 
 def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:

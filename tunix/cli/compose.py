@@ -25,12 +25,12 @@ from tunix.base.buckets import is_address
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError, did_you_mean
 from tunix.base.nested import flat
-from tunix.cli.architecture import _fill_from_pretrained, fill_from_run
+from tunix.cli.architecture import _fill_from_pretrained, count_rows, fill_from_run
 from tunix.cli.foreign import find_key
 from tunix.cli.mirrored import find_mirrored, mirror_run, split_step
 from tunix.cli.mistakes import explain_errors, unknown_key, validate
 from tunix.cli.saved import upgrade
-from tunix.config import Config, Tokenizer
+from tunix.config import Config
 from tunix.config.values import CONF
 
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # keys of `distributed`
@@ -199,20 +199,8 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
     elif values["model"]["family"] is None:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
     if values["model"]["vocab_size"] == "auto":
-        values["model"]["vocab_size"] = _count_rows(values)
+        values["model"]["vocab_size"] = count_rows(values)
     return build(values)
-
-
-def _count_rows(values: dict[Any, Any]) -> int:
-    """Return the rows of the embedding table (model.vocab_size=auto) for the tokenizer that the run will have."""
-    from tunix.tokenizer import vocabulary  # imported here: the import takes longer than checking a config
-
-    tokenizer, data = validate(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
-    if tokenizer.path is None and data["source"] == "tokens":  # a prepared folder brings its tokenizer
-        tokenizer = tokenizer.model_copy(update={"path": f"{data['paths'][0]}/tokenizer"})
-    if tokenizer.path is None or tokenizer.train:
-        return vocabulary.pad_rows(tokenizer.vocab_size)
-    return vocabulary.pad_rows(vocabulary.read_vocabulary(tokenizer).num_tokens)
 
 
 def find_run(source: str) -> tuple[Path, int | None] | None:

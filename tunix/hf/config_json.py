@@ -141,6 +141,11 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return {"family": name} | _by_section(values)
 
 
+def read_num_rows(folder: Path) -> int:
+    """Return the rows of the tables of a folder, one for each token."""
+    return int(read_config(folder)["vocab_size"])
+
+
 def _check_codes(quantization: dict[str, Any] | None, where: str) -> None:
     """Raise `UserError` for weights that rest as codes which are not read."""
     method = (quantization or {}).get("quant_method")

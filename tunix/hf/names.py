@@ -62,6 +62,11 @@ class Family:
         """Return the place of a parameter in the files, or None if it has none; all stacks have the same names."""
         return self.names.get(path.replace("dense_blocks.", "blocks.", 1))
 
+    @property
+    def tables(self) -> set[str]:
+        """Names of the tensors that have a row for each token."""
+        return {name.tensor for name in self.names.values() if name.dims.startswith("V,")}
+
 
 LLAMA_NAMES = {
     "embedding.table": Name("model.embed_tokens.weight", "V,D"),

@@ -3,11 +3,14 @@
 fp8       DeepSeek-V3     NAME [out, in] of 8-bit floats, NAME_scale_inv: a scale for each block of 128 x 128
 mxfp4     GPT-OSS         NAME_blocks [X, out, in / 32, 16] of two 4-bit floats in a byte, and
                           NAME_scales [X, out, in / 32]: exponents of two. The model has NAME [X, in, out].
+
+`Enlarged` is a table of fewer tokens than the model has: the tokens that were added have the mean of the others.
 """
 
 import json
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -135,6 +138,44 @@ class Mxfp4:
         numbers = numbers.reshape(*blocks.shape[:2], -1)
         begin = inner.start - first * PER_SCALE
         return np.swapaxes(numbers[..., begin : begin + inner.stop - inner.start], 1, 2)
+
+
+class Enlarged:
+    """A table [V, D] with rows behind those of its file, each of which is the mean of the file's."""
+
+    AT_ONCE = 4096  # rows of a file that are added up at one time
+
+    def __init__(self, table: Stored, num_rows: int):
+        self.table, self.shape, self.dtype, self.tensors = table, (num_rows, table.shape[1]), table.dtype, table.tensors
+
+    @cached_property
+    def mean(self) -> np.ndarray:
+        """Mean of the file's rows [D], in float32."""
+        rows, width = self.table.shape
+        total = np.zeros(width)
+        for first in range(0, rows, self.AT_ONCE):
+            part = self.table.read((slice(first, min(first + self.AT_ONCE, rows)), slice(0, width)))
+            total += part.astype(np.float32).sum(0, dtype=np.float64)
+        return (total / rows).astype(np.float32)
+
+    def read(self, index: Index) -> np.ndarray:
+        """Read a slice; one with new rows is float32."""
+        rows, columns = index
+        first, last, _ = rows.indices(self.shape[0])
+        in_file = self.table.shape[0]
+        if last <= in_file:
+            return self.table.read((slice(first, last), columns))
+        old = self.table.read((slice(min(first, in_file), in_file), columns)).astype(np.float32)
+        new = np.broadcast_to(self.mean[columns], (last - max(first, in_file), old.shape[1]))
+        return np.concatenate([old, new])
+
+
+def enlarge(tensors: dict[str, Stored], tables: Collection[str], num_rows: int, in_files: int) -> dict[str, Stored]:
+    """Return the tensors with tables of `in_files` rows, as their config.json says, enlarged to `num_rows`."""
+    return {
+        name: Enlarged(tensor, num_rows) if name in tables and tensor.shape[:1] == (in_files,) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def join_codes(tensors: dict[str, Plain], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:

@@ -9,19 +9,22 @@ from safetensors import SafetensorError, safe_open
 
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
-from tunix.hf.config_json import fp8_block_sizes
+from tunix.hf.config_json import fp8_block_sizes, read_num_rows
 from tunix.hf.names import Family
-from tunix.hf.stored import MappedFile, Plain, Stored, join_codes
+from tunix.hf.stored import MappedFile, Plain, Stored, enlarge, join_codes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class TensorFiles:
-    """Tensors of a model's folder, under the names of its family's table. A context: it closes the files at its end."""
+    """Tensors of a model's folder, under the names of its family's table. A context: it closes the files at its end.
 
-    def __init__(self, folder: Path, family: Family):
-        self.folder, self.family, self._open = folder, family, ExitStack()
+    Tables have `num_rows` rows, or as many as in the files: what is more is made up (`stored.Enlarged`).
+    """
+
+    def __init__(self, folder: Path, family: Family, num_rows: int | None = None):
+        self.folder, self.family, self.num_rows, self._open = folder, family, num_rows, ExitStack()
         self._tensors: dict[str, Stored] = {}
 
     def __enter__(self) -> "TensorFiles":
@@ -34,6 +37,8 @@ class TensorFiles:
             open_file = cache(partial(MappedFile, path))  # mapped when its first tensor is read
             tensors |= {self._canonical(name): Plain(file, name, open_file) for name in file.keys()}  # noqa: SIM118
         self._tensors = join_codes(tensors, fp8_block_sizes(self.folder))
+        if self.num_rows is not None and (in_files := read_num_rows(self.folder)) < self.num_rows:
+            self._tensors = enlarge(self._tensors, self.family.tables, self.num_rows, in_files)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -38,14 +38,15 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
     """Load the parameters of a model, laid out at rest; low-rank updates, which the files do not have, are None.
 
     `weights` is the tree of `state.Weight`. Each process reads the slices of its own devices and nothing else. It reads
-    matrices that are to be quantized one layer at a time.
+    matrices that are to be quantized one layer at a time. Tables of fewer tokens than the model has get rows with the
+    mean of theirs.
 
     Raises:
         UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
     """
     family = FAMILIES[cfg.family]
     loaded: dict[str, jax.Array] = {}
-    with TensorFiles(folder, family) as files:
+    with TensorFiles(folder, family, cfg.vocab_size) as files:
         _check(files, cfg, weights)
 
         def load(name: Name, equation: Equation, dtype: Any, layers: range) -> jax.Array:
@@ -85,7 +86,7 @@ def _numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
 
 def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
     """Check names and shapes as `load_weights` does, with its errors; reads only the headers of the files."""
-    with TensorFiles(folder, FAMILIES[cfg.family]) as files:
+    with TensorFiles(folder, FAMILIES[cfg.family], cfg.vocab_size) as files:
         _check(files, cfg, weights)
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from tunix.base.tables import as_text
 from tunix.cli.architecture import unlike_its_family
+from tunix.cli.compose import find_run
 from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
@@ -17,6 +18,8 @@ from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
 from tunix.costs.transfers import part_rows
 from tunix.data.prompts import AnyCorpus
+from tunix.hf.config_json import read_num_rows
+from tunix.hf.hub import find
 from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
 from tunix.processes import peers
@@ -189,7 +192,7 @@ def _processes() -> str:
 def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
     rows, lora = {}, cfg.model.lora
     if cfg.model.init_from:
-        rows["weights from"] = cfg.model.init_from
+        rows["weights from"] = cfg.model.init_from + _added_rows(cfg)
     if lora.rank:
         trained = arch.num_trained
         rows["trained"] = (
@@ -202,6 +205,16 @@ def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str,
         num_frozen = count(arch.frozen(arch.weights))
         rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {kept}"
     return rows
+
+
+def _added_rows(cfg: Config) -> str:
+    """Return in words how many rows of vocabulary the model has beyond those of the files it starts from."""
+    source = cfg.model.init_from
+    if source is None or cfg.resume or find_run(source):
+        return ""
+    in_files = read_num_rows(find(source))
+    added = cfg.model.vocab_size - in_files
+    return f"; {added:,} rows of vocabulary added to its {in_files:,}, each the mean of those" if added else ""
 
 
 def _overlap(program: Program) -> str:
