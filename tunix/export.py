@@ -144,8 +144,8 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
         raise UserError(f"{lora.train_also} is trained fully, which an adapter does not hold; set merge_lora=true")
     if model.files is not None and (in_base := read_num_rows(model.files)) < cfg.vocab_size:
         raise UserError(
-            f"the model has {cfg.vocab_size} rows of vocabulary, {cfg.vocab_size - in_base} more than its base, which an "
-            "adapter does not hold; set merge_lora=true"
+            f"the model has {cfg.vocab_size} rows of vocabulary, {cfg.vocab_size - in_base} more than its base; "
+            "an adapter does not hold them; set merge_lora=true"
         )
     tensors, modules = {}, set()
     for path, leaf in named(model.params):

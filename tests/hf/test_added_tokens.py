@@ -43,7 +43,7 @@ def test_rows_of_added_tokens(hf_dir, more_words, corpus, tmp_path, monkeypatch)
     ])  # fmt: skip
     report = Path("run/train.log").read_text()
     assert f"{hf_dir}; 64 rows of vocabulary added to its 320, each the mean of those" in report
-    with pytest.raises(UserError, match=r"has 384 rows of vocabulary, 64 more than its base, .*merge_lora=true"):
+    with pytest.raises(UserError, match=r"has 384 rows of vocabulary, 64 more than its base; .*merge_lora=true"):
         export(read_settings(Export, ["checkpoint=run", "output=out"]))
     export(read_settings(Export, ["checkpoint=run", "output=out", "merge_lora=true", "dtype=float32"]))
     assert json.loads(Path("out/config.json").read_text())["vocab_size"] == NEW
