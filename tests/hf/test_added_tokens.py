@@ -68,7 +68,9 @@ def test_rows_that_are_asked_for(hf_dir, more_words):
     larger = compose([*base, "model.vocab_size=auto", f"tokenizer.path={more_words}"]).config
     assert larger.model.vocab_size == NEW
     assert compose([*base, "model.vocab_size=333"]).config.model.vocab_size == 333
-    with pytest.raises(UserError, match="model.vocab_size=256, but .*config.json says 320: rows are added, never taken"):
+    with pytest.raises(
+        UserError, match="model.vocab_size=256, but .*config.json says 320: rows are added, never taken"
+    ):
         compose([*base, "model.vocab_size=256"])
 
 
