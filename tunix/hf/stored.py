@@ -146,7 +146,8 @@ class Enlarged:
     AT_ONCE = 4096  # rows of a file that are added up at one time
 
     def __init__(self, table: Stored, num_rows: int):
-        self.table, self.shape, self.dtype, self.tensors = table, (num_rows, table.shape[1]), table.dtype, table.tensors
+        self.table, self.dtype, self.tensors = table, table.dtype, table.tensors
+        self.shape: tuple[int, ...] = (num_rows, table.shape[1])
 
     @cached_property
     def mean(self) -> np.ndarray:
