@@ -8,7 +8,9 @@ one mesh, every digit), and each line counts the same tokens. Then a new run beg
 decides what happens and after which step; how far each process is at that moment depends on the machine.
 
 Exit code 1, with what was wrong, where a line is missing or other, where a process ends with a code that is not
-documented, or where some process is not gone after LIMIT_S.
+documented, or where some process is not gone after LIMIT_S; the folders of the runs are kept then. At the end stands
+a table of what happened, with the seconds lost: from the event until no process is left, and from the next start until
+the first step that had not been taken before.
 """
 
 import json
@@ -17,11 +19,13 @@ import random
 import resource
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +35,7 @@ from support.harness import PAIR
 from support.processes import Processes
 
 from benchmarks.faults import left
+from tunix.processes.supervisor import CHILD
 
 STEPS, EVERY, BATCH = 120, 10, 4
 LIMIT_S = 120
@@ -40,7 +45,7 @@ WORDS = [
     *PAIR, f"training.max_steps={STEPS}", f"training.global_batch_size={BATCH}", "evaluation.every_steps=40",
     f"evaluation.num_sequences={BATCH}", f"checkpoint.save_every_steps={EVERY}", "checkpoint.max_to_keep=4",
     "optimizer.learning_rate=1e-3", "distributed.heartbeat_timeout_s=10", "distributed.step_deadline_s=30",
-    "distributed.phase_deadline_s=120",
+    "distributed.phase_deadline_s=120", "distributed.init_timeout_s=60",
 ]  # fmt: skip
 
 
@@ -53,12 +58,22 @@ def fill_disk(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
 
 
+def pause(pid: int) -> None:
+    """Stop the process for less than its heartbeat, as a host does that is busy or is moved."""
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(pid, signal.SIGCONT)
+
+
 SIGNALS = {  # to the process that trains, by its id
     "SIGKILL": send(signal.SIGKILL), "SIGSTOP": send(signal.SIGSTOP), "disk full": fill_disk,
     "SIGTERM": send(signal.SIGTERM), "SIGUSR1": send(signal.SIGUSR1),
+    "pause": pause,
 }  # fmt: skip
 DAMAGES = ("bit flip", "truncation", "lost file")  # of the newest checkpoint, while no process runs
-KINDS = (*SIGNALS, "exception", *DAMAGES)
+FAULTS = {"exception": "exception", "clock jump": "clock"}  # by tests/support/faulty.py
+HARMLESS = ("pause", "clock jump")  # the run goes on
+KINDS = (*SIGNALS, *FAULTS, *DAMAGES)
 
 
 @dataclass
@@ -68,13 +83,39 @@ class Session:
     mesh: str
     what: str
     codes: list[int | None] = field(default_factory=list)
-    gone_s: float = 0.0
+    gone_s: float = 0.0  # from the event until no process was left
+    new_s: float = 0.0  # from the start to the first step that had not been taken before, or to the end
     lines: list[dict] = field(default_factory=list)  # of training
 
 
 def read_lines(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def newest_step(run: Path) -> int:
+    with suppress(ValueError):  # a line is being written
+        return max((line["step"] for line in read_lines(run)), default=0)
+    return 0
+
+
+@contextmanager
+def timing(session: Session, run: Path) -> Iterator[None]:
+    """Measure `session.new_s` of the run that the block starts and waits for."""
+    begun, reached, ended = time.time(), newest_step(run), threading.Event()
+
+    def watch() -> None:
+        while newest_step(run) <= reached and not ended.wait(0.1):
+            pass
+        session.new_s = time.time() - begun
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def damage(run: Path, what: str, rng: random.Random) -> bool:
@@ -116,14 +157,20 @@ def find_trainer(processes: Processes, rank: int) -> int:
         return processes.started[0].pid
     parent = processes.started[rank].pid
     children = Path(f"/proc/{parent}/task/{parent}/children")
-    processes.wait_until(lambda: bool(children.read_text()), "the process that trains")
+
+    def has_begun() -> bool:
+        # Before its exec, the child is a copy of its parent, which waits for it: a signal would hit both.
+        names = [Path(f"/proc/{name}/environ").read_bytes() for name in children.read_text().split()]
+        return any(CHILD.encode() in name for name in names)
+
+    processes.wait_until(has_begun, "the process that trains")
     return processes.child(rank)
 
 
 def start(folder: Path, data: list[str], rng: random.Random) -> Session:
     """Start or resume the run, hurt it, and wait until it is gone."""
     run, count = folder / "run", rng.choice([1, 2, 2, 4])
-    what = rng.choice([kind for kind in KINDS if count > 1 or kind not in ("SIGSTOP", "exception")])
+    what = rng.choice([kind for kind in KINDS if count > 1 or kind not in ("SIGSTOP", *FAULTS)])
     session = Session(rng.choice(MESHES[count]), what)
     if what in DAMAGES and not damage(run, what, rng):
         session.what = "nothing"
@@ -131,20 +178,31 @@ def start(folder: Path, data: list[str], rng: random.Random) -> Session:
     has_begun = (run / "config.yaml").exists()
     words = ["resume=run"] if has_begun else [*WORDS, *data]
     fault = {"script": "run_training.py"}
-    if what == "exception":
-        step = before + rng.randrange(1, STEPS // 2)
-        fault = {"script": "tests/support/faulty.py", "FAULT": f"{rng.randrange(count)} exception step {step}"}
+    if what in FAULTS:
+        step = newest_step(run) + rng.randrange(1, STEPS // 2)
+        fault = {"script": "tests/support/faulty.py", "FAULT": f"{rng.randrange(count)} {FAULTS[what]} step {step}"}
+    (folder / "happened").unlink(missing_ok=True)
     mesh = [f"model.mesh_shape={session.mesh}"]
-    with Processes(*words, *mesh, folder=folder, count=count, devices=1, fork=False, **fault) as processes:
-        happened = hurt(processes, what, run, rng) if what in SIGNALS else time.time()
+    with (
+        timing(session, run),
+        Processes(*words, *mesh, folder=folder, count=count, devices=1, fork=False, **fault) as processes,
+    ):
+        happened = hurt(processes, what, run, rng) if what in SIGNALS else None
         sessions = [process.pid for process in processes.started]
-        while left(sessions) and (what not in SIGNALS or time.time() < happened + LIMIT_S):
+        ends_soon = happened and what not in HARMLESS
+        while left(sessions) and (not ends_soon or time.time() < happened + LIMIT_S):
             time.sleep(0.05)
             for process in processes.started:
                 process.poll()
-        session.gone_s = time.time() - happened
+        ended = time.time()
         assert not left(sessions), f"{session}: not gone after {LIMIT_S} s"
         session.codes = [process.wait() for process in processes.started]
+    if what in FAULTS and (folder / "happened").exists():
+        happened = float((folder / "happened").read_text())
+    if any(session.codes):
+        session.gone_s = ended - (happened or ended)
+    elif what not in (*HARMLESS, *DAMAGES) or (what in FAULTS and happened is None):
+        session.what = "nothing"  # the run ended before
     session.lines = [line for line in read_lines(run)[before:] if "split" not in line]
     outputs = "".join(path.read_text() for path in sorted(folder.glob("std*.[0-9]")))
     assert set(session.codes) <= CODES, f"{session}\n{outputs[-4000:]}"
@@ -174,23 +232,58 @@ def account(sessions: list[Session], expected: dict[int, dict]) -> list[str]:
     return wrong
 
 
-def play(folder: Path, data: list[str], rng: random.Random, until: float) -> tuple[list[Session], list[str]]:
-    """Run until the last step, hurt again and again until then or until the time is over; return what is wrong too."""
-    sessions: list[Session] = []
+def play(folder: Path, data: list[str], rng: random.Random, until: float, sessions: list[Session]) -> list[str]:
+    """Run until the last step, hurt again and again until then or until the time is over; return what is wrong.
+
+    `sessions` gets each start.
+    """
     while not any(line["step"] == STEPS for session in sessions for line in session.lines):
         if time.time() > until:  # nothing happens from now on
-            with Processes("resume=run", "model.mesh_shape=[[2],[fsdp]]", folder=folder, count=2, fork=False) as last:
+            again = ["resume=run"] if (folder / "run" / "config.yaml").exists() else [*WORDS, *data]
+            with Processes(*again, "model.mesh_shape=[[2],[fsdp]]", folder=folder, count=2, fork=False) as last:
                 before = len(read_lines(folder / "run"))
                 codes = [end.code for end in last.ends()]
             lines = [line for line in read_lines(folder / "run")[before:] if "split" not in line]
-            sessions.append(Session("[[2],[fsdp]]", "nothing", codes, 0.0, lines))
+            sessions.append(Session("[[2],[fsdp]]", "nothing", codes, lines=lines))
+            assert codes == [0, 0], f"{sessions[-1].mesh}, undisturbed: codes {codes}"
             continue
         sessions.append(start(folder, data, rng))
         each = sessions[-1]
         steps = f"{each.lines[0]['step']} to {each.lines[-1]['step']}" if each.lines else "no step"
         print(f"{each.mesh:20} {each.what:12} {steps:12} codes {each.codes} gone after {each.gone_s:.1f} s", flush=True)
     whole = [line for line in read_lines(folder / "whole") if "split" not in line]
-    return sessions, account(sessions, {line["step"]: line for line in whole})
+    return account(sessions, {line["step"]: line for line in whole})
+
+
+def table(rounds: list[list[Session]]) -> str:
+    """Return a row for each kind of event: how often, and the seconds lost."""
+    gone: dict[str, list[float]] = {}
+    lost: dict[str, list[float]] = {}
+    for sessions in rounds:
+        for before, each in zip([None, *sessions], [*sessions, None], strict=True):
+            # A session begins anew because of what ended the one before, or with a checkpoint that was damaged.
+            again_s = each.new_s if each else 0.0
+            is_damaged = each is not None and each.what in DAMAGES
+            if before and any(before.codes):
+                gone.setdefault(before.what, []).append(before.gone_s)
+                lost.setdefault(before.what, []).append(before.gone_s + (0.0 if is_damaged else again_s))
+            if each and is_damaged:
+                lost.setdefault(each.what, []).append(again_s)
+            if each and each.what in HARMLESS and not any(each.codes):
+                lost.setdefault(each.what, []).append(0.0)
+    lines = [
+        "| event | times | seconds until all are gone: median, most | seconds lost: median, most |",
+        "|---|---|---|---|",
+    ]
+    for what in KINDS:
+        if what in lost:
+            numbers = (describe(gone.get(what, [])), describe(lost[what]))
+            lines.append(f"| {what} | {len(lost[what])} | {numbers[0]} | {numbers[1]} |")
+    return "\n".join(lines)
+
+
+def describe(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if any(seconds) else ""
 
 
 def main(words: list[str]) -> int:
@@ -204,23 +297,27 @@ def main(words: list[str]) -> int:
     data = ["data=text", f"data.paths=['{write_corpus(home / 'corpus')}']"]
     with Processes(*WORDS, *data, "hydra.run.dir=whole", folder=home, count=2, fork=False) as run:
         assert [end.code for end in run.ends()] == [0, 0], run.ends()
-    rng, rounds, wrong, sessions = random.Random(seed), 0, [], []
-    while not wrong and (not rounds or time.time() < until):
-        rounds += 1
-        folder = home / f"round{rounds}"
+    rng, wrong = random.Random(seed), []
+    rounds_of_sessions: list[list[Session]] = []
+    while not wrong and (not rounds_of_sessions or time.time() < until):
+        rounds_of_sessions.append([])
+        folder = home / f"round{len(rounds_of_sessions)}"
         folder.mkdir()
         shutil.copytree(home / "whole", folder / "whole")
-        more, wrong = play(folder, data, rng, until)
-        sessions += more
-    for what in sorted({each.what for each in sessions}):
-        of_kind = [each for each in sessions if each.what == what]
-        longest = max(each.gone_s for each in of_kind)
-        print(f"{what}: {len(of_kind)} times, {longest:.1f} s at most until the run was gone")
+        try:
+            wrong = play(folder, data, rng, until, rounds_of_sessions[-1])
+        except AssertionError as error:
+            wrong = [str(error)]
+    sessions = [each for of_round in rounds_of_sessions for each in of_round]
+    print(table(rounds_of_sessions))
     num_lines = sum(len(each.lines) for each in sessions)
-    print(f"seed {seed}: {rounds} runs, {len(sessions)} starts, {num_lines} lines of steps")
-    print("\n".join(wrong) or "nothing is lost", file=sys.stderr if wrong else sys.stdout)
+    print(f"seed {seed}: {len(rounds_of_sessions)} runs, {len(sessions)} starts, {num_lines} lines of steps")
+    if wrong:
+        print("\n".join(wrong), f"the folders of the runs: {home}", sep="\n", file=sys.stderr)
+        return 1
+    print("nothing is lost")
     shutil.rmtree(home)
-    return bool(wrong)
+    return 0
 
 
 if __name__ == "__main__":

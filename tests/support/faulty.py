@@ -1,10 +1,11 @@
 """run_training.py, but something happens to one process: FAULT="RANK WHAT PLACE STEP".
 
-WHAT is `exception`, `hang`, or the name of a signal; PLACE is a key of PHASES, and STEP the number of the step (0 at the
-start). The moment is left in the file `happened`, in seconds since the epoch.
+WHAT is `exception`, `hang`, `clock` (it jumps by an hour), or the name of a signal; PLACE is a key of PHASES, and STEP
+the number of the step (0 at the start). The moment is left in the file `happened`, in seconds since the epoch.
 """
 
 import os
+import random
 import signal
 import sys
 import time
@@ -30,6 +31,10 @@ def happen(what: str) -> None:
     Path("happened").write_text(str(time.time()))
     if what == "exception":
         raise RuntimeError("the disk caught fire")
+    if what == "clock":
+        real, jump = time.time, random.choice((-3600, 3600))
+        time.time = lambda: real() + jump  # what Python sees of the clock
+        return
     if what == "hang":
         time.sleep(10_000)
     os.kill(os.getppid() if what in STOP_REQUESTS else os.getpid(), getattr(signal, what))
