@@ -1,11 +1,11 @@
-# make train · make test · make lint · make bench · make faults · make chaos · make fuzz · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
+# make train · make test · make lint · make bench · make faults · make chaos · make soak · make fuzz · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
 PYTHON ?= python3
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements-%.txt)
 BIN := .venv/bin
 
-.PHONY: train test lint bench faults chaos fuzz docs site parity lock clean
+.PHONY: train test lint bench faults chaos soak fuzz docs site parity lock clean
 train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
@@ -24,6 +24,10 @@ faults: .venv/installed
 
 chaos: .venv/installed
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.chaos $(ARGS)
+
+# 300 starts and ends of everything, with their exit codes; ARGS="count=30" starts fewer.
+soak: .venv/installed
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.soak $(ARGS)
 
 # Random and damaged bytes for everything that reads input from outside: 10,000 of each kind.
 fuzz: .venv/installed

@@ -138,7 +138,7 @@ def run(job: compose.Job) -> Result:
                 metrics.text("config", compose.to_yaml(cfg), start.step)
                 metrics.text("report", report, start.step)
                 peak = peak_tflops(mesh.devices.flat[0].device_kind)
-                steps = StepLog(metrics, sizes, peak, source.samples, cfg.logging.layer_norms_every)
+                steps = StepLog(metrics, sizes, peak, source.samples, cfg.logging.layer_norms_every, watchdog.pace)
                 evaluation: dict[str, Any] = {}
                 if is_new and cfg.checkpoint.save_first:
                     checkpoints.save(state, start, improvement, cfg, corpus.tokenizer, None)

@@ -1,11 +1,13 @@
-"""The watchdog's thread ends before the block that it watches is left."""
+"""The watchdog's thread ends before the block that it watches is left, and names a process that is slow."""
 
+import json
 import threading
+import time
 
 import pytest
 
 from tunix.cli.compose import compose
-from tunix.processes import peers, watchdog
+from tunix.processes import pace, peers, watchdog
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -36,3 +38,43 @@ def test_a_deadline_leaves_no_thread():
     with peers.deadline(1000, "nothing happened"):
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
+
+
+def test_the_slow_process_is_named(monkeypatch, caplog):
+    """Each process publishes its pace; process 0 finds the one that the others wait for, and names it once."""
+    board: dict[str, str] = {}
+    monkeypatch.setattr(watchdog, "POLL_S", 0)
+    monkeypatch.setattr(watchdog, "PUBLISH_S", 0)
+    monkeypatch.setattr(peers, "publish", lambda key, value: board.__setitem__(key, value))
+
+    def published(folder: str) -> dict[str, str]:
+        return {key.removeprefix("progress/"): value for key, value in board.items() if key.startswith(f"{folder}/")}
+
+    monkeypatch.setattr(peers, "published", published)
+    others = [pace.Pace(), pace.Pace()]
+    for each, host_s in zip(others, (0.9, 0.02), strict=True):
+        for step_time_s in (0.5, 1.5):
+            each.note(step_time_s, step_time_s - host_s, host_s / 2)
+    for rank, each in enumerate(others, 1):
+        board[f"progress/{rank}"] = json.dumps({"host": f"node-{rank}", **each.own()})
+    with watchdog.Watchdog(compose([]).config.distributed) as dog:
+        dog.pace.note(1.0, 0.99, 0.0)
+        while len(board) < 3 or not dog.pace.slowest:
+            time.sleep(0.01)
+        for _ in range(3):
+            dog.pace.compare({1: json.loads(board["progress/1"]), 2: json.loads(board["progress/2"])})
+    expected = {"slowest_process": 1, "slowest_host_s": 0.9, "slowest_data_wait_s": 0.45}
+    assert dog.pace.slowest == pytest.approx(expected)
+    assert caplog.text.count("is slow") == 1
+    assert "process 1 (node-1) is slow: of a step of 1.000 s it spends 0.900 s beside its devices" in caplog.text
+
+
+def test_processes_of_one_pace_are_not_named(caplog):
+    """Where all are equally busy beside their devices, as on CPUs, nobody waits for one of them."""
+    own = pace.Pace()
+    own.compare({0: {"host": "a"}})
+    assert own.slowest == {}
+    same = {"step_time_s": 1.0, "host_s": 0.9, "data_wait_s": 0.1}
+    own.compare({rank: {"host": "a", **same} for rank in range(4)})
+    assert own.slowest["slowest_host_s"] == 0.9
+    assert "slow" not in caplog.text

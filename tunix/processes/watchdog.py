@@ -18,6 +18,7 @@ import jax
 
 from tunix.config import Distributed
 from tunix.processes import exits, peers
+from tunix.processes.pace import Pace
 
 log = logging.getLogger(__name__)
 POLL_S = 1.0
@@ -38,6 +39,7 @@ class Watchdog:
         self.cfg, self.steps = cfg, deque[float](maxlen=50)
         self.doing, self.number, self.since, self.limit = "starting", 0, time.monotonic(), float(cfg.phase_deadline_s)
         self.begun = self.since
+        self.pace = Pace()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -79,6 +81,8 @@ class Watchdog:
             if now - last_published > PUBLISH_S:
                 last_published = now
                 self._publish()
+                if jax.process_index() == 0:
+                    self.pace.compare(_read_states())
             for rank, failure in peers.published("failed").items():
                 if int(rank) != jax.process_index():
                     self._follow(int(rank), json.loads(failure))
@@ -86,7 +90,7 @@ class Watchdog:
                 self._expire(now - self.since)
 
     def _publish(self) -> None:
-        state = {"step": self.number, "doing": self.doing, "host": socket.gethostname()}
+        state = {"step": self.number, "doing": self.doing, "host": socket.gethostname(), **self.pace.own()}
         peers.publish(f"progress/{jax.process_index()}", json.dumps({**state, "for_s": time.monotonic() - self.since}))
 
     def _follow(self, rank: int, failure: dict[str, Any]) -> None:
@@ -106,7 +110,7 @@ class Watchdog:
         if self.since != since:
             log.warning("step %d took %.0f s, more than its deadline of %.0f s", self.number, waited_s, self.limit)
             return
-        states = {int(rank): json.loads(text) for rank, text in peers.published("progress").items()}
+        states = _read_states()
         lines = [
             f"process {rank} ({state['host']}): step {state['step']}, {state['doing']}, {state['for_s']:.0f} s"
             for rank, state in sorted(states.items())
@@ -131,3 +135,8 @@ class Watchdog:
         print(f"error: {why}", file=sys.stderr, flush=True)
         peers.leave(code, why)
         os._exit(code)
+
+
+def _read_states() -> dict[int, dict[str, Any]]:
+    """Return what each process has published of itself, by rank."""
+    return {int(rank): json.loads(text) for rank, text in peers.published("progress").items()}

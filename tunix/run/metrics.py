@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from tunix.processes import peers
+from tunix.processes.pace import Pace
 from tunix.sinks import Sink, Start, open_sink
 from tunix.sinks.background import Background
 from tunix.sinks.sink import give_table
@@ -85,13 +86,14 @@ class StepLog:
         peak_tflops: float | None,
         samples: Callable[[int], range],
         norms_every: int | None,
+        pace: Pace,
     ):
         """`samples` gives the samples of a step: those of a step that changed nothing are named in the log.
 
-        Norms of layers are written after every `norms_every` steps.
+        Norms of layers are written after every `norms_every` steps. `pace` learns the time of each step.
         """
         self.metrics, self.sizes, self.peak_tflops, self.samples = metrics, sizes, peak_tflops, samples
-        self.norms_every = norms_every
+        self.norms_every, self.pace = norms_every, pace
         self.pending: StartedStep | None = None
         self.last: dict[str, Any] = {}  # the newest line
         self.clock = time.perf_counter()
@@ -119,10 +121,12 @@ class StepLog:
         norms = scalars.pop(NORMS, {})
         if self.norms_every and started.step % self.norms_every == 0:
             scalars |= norms
+        waits_since = time.perf_counter()
         values = _named_numbers(scalars)  # waits for the step
         now = time.perf_counter()
         step_time_s, self.clock = now - self.clock, now
-        self.last = step_record(started, values, step_time_s, self.sizes, self.peak_tflops)
+        self.pace.note(step_time_s, now - waits_since, started.numbers["data_wait_s"])
+        self.last = step_record(started, values, step_time_s, self.sizes, self.peak_tflops) | self.pace.slowest
         if remark := remark_on_skipped(self.last, self.samples(started.step)):
             log.warning("%s", remark)
         self.metrics.write(self.last)
