@@ -120,5 +120,6 @@ def test_a_port_in_use_is_named():
 
 
 def test_process_0_never_comes():
-    with pytest.raises(UserError, match=r"no answer \(.*is process 0 running"):
+    """Its host may have died while it started: a job is queued again (76), and its config is not to blame."""
+    with pytest.raises(PeerLost, match=r"no answer of process 0 within distributed.init_timeout_s=1 \(.*is it running"):
         roll_call(Identity("torchrun", f"localhost:{free_port()}", 2, 1), {}, 1)

@@ -32,7 +32,7 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
 
     Raises:
         UserError: the host is unknown, the port is taken, or the processes do not belong together.
-        PeerLost: processes have not come after `timeout_s`; the message names them.
+        PeerLost: processes, or process 0, have not come after `timeout_s`; the message names them.
     """
     host, _, port = identity.coordinator_address.rpartition(":")
     host = host.strip("[]")  # of an IPv6 address
@@ -48,7 +48,7 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
     }
     deadline = time.monotonic() + timeout_s
     if identity.process_id:
-        answer = _report(host, int(port), about, deadline, subject)
+        answer = _report(host, int(port), about, deadline)
     else:
         families = {address[0] for address in addresses}
         try:
@@ -60,6 +60,11 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
             ) from None
         with server:
             answer = _call_roll(server, identity.num_processes, about, deadline)
+    if "silent" in answer:
+        raise PeerLost(
+            f"{subject}: no answer of process 0 within distributed.init_timeout_s={timeout_s:g} ({answer['silent']}); "
+            "is it running, is the port open between the hosts?"
+        )
     if "absent" in answer:
         raise PeerLost(f"{answer['absent']} within distributed.init_timeout_s={timeout_s:g}")
     if "mistake" in answer:
@@ -132,8 +137,11 @@ def _compare_clocks(present: dict[int, dict[str, Any]]) -> list[str]:
     return [f"the clock of {fast['host']} is {apart:.0f} s ahead of that of {slow['host']}; NTP would set them right"]
 
 
-def _report(host: str, port: int, about: dict[str, Any], deadline: float, subject: str) -> dict[str, Any]:
-    """Report to process 0 from any other process: try until it listens, then wait for the result and return it."""
+def _report(host: str, port: int, about: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Report to process 0 from any other process: try until it listens, then wait for the result and return it.
+
+    Where process 0 has not answered by the deadline, the result is {"silent": the last error}.
+    """
     while True:
         try:
             with socket.create_connection((host, port), timeout=5) as zero:
@@ -144,10 +152,7 @@ def _report(host: str, port: int, about: dict[str, Any], deadline: float, subjec
                 raise OSError("process 0 went away")
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"{subject}: no answer ({error}); is process 0 running, is the port open between the hosts? "
-                    "distributed.init_timeout_s waits longer"
-                ) from None
+                return {"silent": str(error)}
             time.sleep(0.2)
 
 
