@@ -60,10 +60,11 @@ def test_who_differs_is_named_with_every_key():
 def test_numbers_that_do_not_fit(who, said):
     heard = called(*((process, count, {}) for process, count in who), timeout_s=2)
     if said is None:
-        assert sorted(type(what).__name__ for what in heard) == ["UserError", "list", "list"]
+        assert sorted(isinstance(what, list) for what in heard) == [False, True, True], heard
         return
-    assert all(isinstance(what, UserError) for what in heard), heard
-    assert sum(said in str(what) for what in heard) >= 2
+    # One that comes after process 0 has told the others finds nobody (PeerLost).
+    assert all(isinstance(what, UserError | PeerLost) for what in heard), heard
+    assert sum(said in str(what) and isinstance(what, UserError) for what in heard) >= 2
 
 
 def test_two_of_number_0():
