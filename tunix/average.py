@@ -18,7 +18,7 @@ from tunix.config import Average
 from tunix.export import write_export
 from tunix.inference.pretrained import Pretrained, load_pretrained
 
-UNLIKE = {"mesh_shape", "attention", "init_from"}  # keys of the model in which checkpoints may differ
+UNLIKE = {"mesh_shape", "attention", "init_from", "init_adapter"}  # keys of the model in which checkpoints may differ
 
 
 def average(command: Average) -> str:

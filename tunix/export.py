@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from safetensors.numpy import save_file
 
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
@@ -22,13 +20,12 @@ from tunix.base.errors import UserError
 from tunix.cli import architecture
 from tunix.cli.command import run_command
 from tunix.config import Export
+from tunix.hf.adapter import gather_adapter
+from tunix.hf.adapter_config import CONFIG, WEIGHTS, write_adapter_config
 from tunix.hf.config_json import read_num_rows, write_config
-from tunix.hf.names import FAMILIES
 from tunix.hf.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
-from tunix.models.paths import named
 from tunix.processes import peers
-from tunix.sharding.arrays import replicate_part
 from tunix.tokenizer.vocabulary import PAD, Vocabulary, load_vocabulary, read_backend, tokenizer_digest
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
@@ -139,7 +136,6 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
 def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
     """Write the low-rank updates alone, as PEFT stores them: lora_A [r, in], lora_B [out, r]."""
     cfg, lora = model.cfg, model.cfg.lora
-    names = FAMILIES[cfg.family].names
     if lora.train_also is not None:
         raise UserError(f"{lora.train_also} is trained fully, which an adapter does not hold; set merge_lora=true")
     if model.files is not None and (in_base := read_num_rows(model.files)) < cfg.vocab_size:
@@ -147,40 +143,11 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
             f"the model has {cfg.vocab_size} rows of vocabulary, {cfg.vocab_size - in_base} more than its base; "
             "an adapter does not hold them; set merge_lora=true"
         )
-    tensors, modules = {}, set()
-    for path, leaf in named(model.params):
-        if ".lora." not in path:
-            continue
-        name = names[path.replace("lora.a", "w").replace("lora.b", "w")]
-        if name.fused:
-            raise UserError(
-                f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
-                "set merge_lora=true"
-            )
-        module = name.tensor.removesuffix(".weight")
-        modules.add(module.rpartition(".")[2])
-        for layer in range(cfg.num_layers):
-            factor = np.asarray(replicate_part(leaf, layer)).astype(jnp.dtype(dtype))
-            is_first = path.endswith(".a")
-            matrix = factor.reshape(-1, lora.rank) if is_first else factor.reshape(lora.rank, -1)
-            key = f"base_model.model.{module.format(layer)}.lora_{'A' if is_first else 'B'}.weight"
-            tensors[key] = np.ascontiguousarray(matrix.T)
-    adapter_config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": cfg.init_from,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted(modules),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    tensors, modules = gather_adapter(model.params, cfg, model.arch.weights, dtype)
 
     def write_files() -> None:
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        _write_json(folder / "adapter_config.json", adapter_config)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        _write_json(folder / CONFIG, write_adapter_config(cfg, modules))
         _write_tokenizer(model, folder)
 
     peers.on_main(write_files, "writing the adapter")

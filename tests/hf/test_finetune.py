@@ -24,10 +24,12 @@ from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import Speaker
 from tunix.inference.pretrained import load_pretrained
+from tunix.inference.start import check_init_from, load_init_from
 from tunix.models.paths import named
 from tunix.rl.quality import pass_at
 from tunix.sharding.arrays import to_global
 from tunix.training.losses import next_token_loss
+from tunix.training.program import assemble, build_mesh
 
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=2e-2"]
 SFT = [
@@ -66,6 +68,23 @@ def test_the_base_stays_and_the_answers_are_learnt(tuned, hf_dir):
     for name, weight in named(before.params):
         assert np.array_equal(np.asarray(weight), np.asarray(trained[name])), name
     assert any(".lora." in name for name in trained)
+
+
+def test_an_adapter_goes_on(tuned, hf_dir, monkeypatch):
+    """A run from an export begins with the weights of the run that was exported."""
+    folder, _ = tuned
+    monkeypatch.chdir(folder)
+    export(read_settings(Export, ["checkpoint=run", "output=adapter"]))
+    cfg = compose([f"model.init_from={hf_dir}", "model.init_adapter=adapter", *SFT]).config
+    assert (cfg.model.lora.rank, cfg.model.lora.targets) == (4, "attention|mlp")
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        built = assemble(cfg, mesh)
+        check_init_from(cfg, built.arch)
+        params = built.new_params(1, load_init_from(built, mesh))
+    trained = dict(named(tunix.load_pretrained("run").params))
+    for name, weight in named(params):
+        assert np.array_equal(np.asarray(weight), np.asarray(trained[name])), name
 
 
 def test_the_loss_is_of_answers_alone_in_the_words_of_the_folder(tuned, hf_dir, monkeypatch):

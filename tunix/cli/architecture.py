@@ -1,5 +1,6 @@
 """Architectures out of config.json files."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ from tunix.config import Model, Tokenizer
 from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.values import CONF
 from tunix.hf import config_json, hub
+from tunix.hf.adapter_config import list_projections, read_adapter
+from tunix.hf.names import FAMILIES
 
-COMMON = {"init_from", "lora", "attention", "cp_exchange"}  # keys of the model that are no part of an architecture
+COMMON = {
+    "init_from",
+    "init_adapter",
+    "lora",
+    "attention",
+    "cp_exchange",
+}  # keys of the model that are no part of an architecture
 
 
 def _fill_from_pretrained(values: dict[Any, Any]) -> None:
@@ -99,6 +108,31 @@ def _fill_mlp(given: dict[Any, Any], found: dict[str, Any], where: str) -> None:
     for name, value in given.items():
         if value != found.get(name):
             raise UserError(f"model.mlp.{name}={value}, but {where} says {found.get(name)}; leave it out")
+
+
+def fill_from_adapter(model: dict[Any, Any]) -> None:
+    """Set what the adapter of `model.init_adapter` decides: rank, alpha and targets of the low-rank updates.
+
+    Raises:
+        UserError: there is no base, or one of the three is given and contradicts the adapter.
+    """
+    source, lora = str(model["init_adapter"]), model["lora"]
+    folder = hub.find(source, hub.ABOUT + hub.WEIGHTS, key="model.init_adapter")
+    read = read_adapter(folder, model["family"])
+    defaults: Any = OmegaConf.load(CONF / "model" / "family" / "common.yaml").lora
+    existing = list_projections(FAMILIES[model["family"]])
+
+    def meaning(key: str, value: Any) -> Any:
+        return [name for name in existing if re.search(str(value), name)] if key == "targets" else value
+
+    for key, value in read.items():
+        if meaning(key, lora[key]) == meaning(key, value):
+            continue
+        if lora[key] != defaults[key]:
+            raise UserError(
+                f"model.lora.{key}={lora[key]}, but the adapter in {folder} has {key}={value}; leave it out"
+            )
+        lora[key] = value
 
 
 def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> None:

@@ -25,7 +25,7 @@ from tunix.base.buckets import is_address
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError, did_you_mean
 from tunix.base.nested import flat
-from tunix.cli.architecture import _fill_from_pretrained, count_rows, fill_from_run
+from tunix.cli.architecture import _fill_from_pretrained, count_rows, fill_from_adapter, fill_from_run
 from tunix.cli.foreign import find_key
 from tunix.cli.mirrored import find_mirrored, mirror_run, split_step
 from tunix.cli.mistakes import explain_errors, unknown_key, validate
@@ -196,6 +196,13 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
             fill_from_run(values, *run)
         else:
             _fill_from_pretrained(values)
+        if values["model"]["init_adapter"]:
+            fill_from_adapter(values["model"])
+    elif fresh and values["model"]["init_adapter"]:
+        raise UserError(
+            f"model.init_adapter={values['model']['init_adapter']} updates the matrices of a base; give it too: "
+            "model.init_from=DIR"
+        )
     elif values["model"]["family"] is None:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
     if values["model"]["vocab_size"] == "auto":

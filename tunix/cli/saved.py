@@ -38,6 +38,7 @@ ADDED: dict[str, Any] = {
     "model.logits_divisor": 1.0,
     "model.logits_cap": None,
     "model.cp_exchange": "auto",
+    "model.init_adapter": None,
     "training.pipeline_microbatches": "auto",
     "training.pipeline_schedule": "auto",
     "plan.network": None,

@@ -59,11 +59,6 @@ class Lora(Section):
     """Keep the frozen matrices of attention and MLP in 8 or 4 bits, with a scale for each 32 weights; null keeps them
     in training.param_dtype. Needs qwix."""
 
-    @property
-    def keeps_base(self) -> bool:
-        """True where only updates are trained: without them, the model is that of step 0."""
-        return self.rank > 0 and self.train_also is None
-
     _matches = field_validator("targets")(_match_projections)
 
 
@@ -158,6 +153,9 @@ class Model(Section):
     keys above, and the tokenizer unless tokenizer.path is given."""
     lora: Lora
     """Low-rank updates in place of full training."""
+    init_adapter: str | None
+    """Start from the low-rank updates of an adapter: a folder as PEFT or tunix.export writes it, or an ID of the
+    Hugging Face hub. Sets rank, alpha and targets of model.lora; the adapter's base is model.init_from."""
     attention: entry_of(KERNELS)  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
@@ -189,6 +187,11 @@ class Model(Section):
         dense = self.mlp.dense_layers if isinstance(self.mlp, ExpertsMlp) else 0
         first = {"dense_blocks": range(dense)} if dense else {}
         return first | {"blocks": range(dense, self.num_layers)}
+
+    @property
+    def keeps_base(self) -> bool:
+        """True where only updates are trained, from nothing: without them, the model is that of step 0."""
+        return self.lora.rank > 0 and self.lora.train_also is None and self.init_adapter is None
 
     @property
     def num_rotated(self) -> int:

@@ -79,7 +79,7 @@ def plan_rollout(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, devic
 def reference_bytes(program: Program) -> int:
     """Return the bytes of one device for the reference of task.kl_coefficient; 0 where no second model is kept."""
     task = program.cfg.task
-    if not (isinstance(task, Grpo) and task.kl_coefficient) or program.cfg.model.lora.keeps_base:
+    if not (isinstance(task, Grpo) and task.kl_coefficient) or program.cfg.model.keeps_base:
         return 0
     return bytes_per_device(reference_shapes(program))
 

@@ -62,6 +62,13 @@ class Family:
         """Return the place of a parameter in the files, or None if it has none; all stacks have the same names."""
         return self.names.get(path.replace("dense_blocks.", "blocks.", 1))
 
+    def usual_name(self, tensor: str) -> str:
+        """Return the name in `names` of a tensor whose class or version begins its names otherwise."""
+        for old, new in self.renamed:
+            if tensor.startswith(old):
+                return new + tensor.removeprefix(old)
+        return tensor
+
     @property
     def tables(self) -> set[str]:
         """Names of the tensors that have a row for each token."""

@@ -29,7 +29,7 @@ class TensorFiles:
 
     def __enter__(self) -> "TensorFiles":
         tensors: dict[str, Plain] = {}
-        for path in weight_files(self.folder):
+        for path in self.paths:
             try:
                 file = self._open.enter_context(safe_open(path, framework="np"))
             except (SafetensorError, OSError) as error:
@@ -44,6 +44,11 @@ class TensorFiles:
     def __exit__(self, *_: object) -> None:
         self._open.close()
         self._tensors.clear()  # a file stays mapped until the last view of it is gone
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return weight_files(self.folder)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -68,11 +73,8 @@ class TensorFiles:
             tensor.release()
 
     def _canonical(self, name: str) -> str:
-        """Return the name in the family's table of a tensor whose class or version begins its names otherwise."""
-        for old, new in self.family.renamed:
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
+        """Return the name in the family's table of a tensor in the files."""
+        return self.family.usual_name(name)
 
 
 def weight_files(folder: Path) -> list[Path]:

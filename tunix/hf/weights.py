@@ -51,11 +51,13 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
 
         def load(name: Name, equation: Equation, dtype: Any, layers: range) -> jax.Array:
             """Load some layers of a parameter."""
-            return _load(files, name, cfg, equation, NamedSharding(mesh, layout.at_rest(equation)), layers, dtype)
+            return load_parameter(
+                files, name, cfg, equation, NamedSharding(mesh, layout.at_rest(equation)), layers, dtype
+            )
 
         try:
             for path, name, weight in _in_files(weights, family):
-                layers = _layers_of(path, cfg)
+                layers = layers_of(path, cfg)
                 if weight.equation.is_quantized:
                     equation = weight.equation.dequantized()
                     matrices = (load(name, equation, "float32", layers[n : n + 1]) for n in range(len(layers)))
@@ -73,14 +75,14 @@ def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Nam
     return [(path, name, weight) for path, name, weight in all_names if name is not None]
 
 
-def _layers_of(path: str, cfg: Model) -> range:
+def layers_of(path: str, cfg: Model) -> range:
     """Return the numbers of the layers that a stacked parameter holds; of another parameter, none."""
     return cfg.stacks.get(path.partition(".")[0], range(0))
 
 
 def _numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
     """Return the numbers in the names of a parameter's tensors: (), or (layer,), or (layer, expert) of each."""
-    ranges = {LAYERS: _layers_of(path, cfg), EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
+    ranges = {LAYERS: layers_of(path, cfg), EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
     return list(itertools.product(*(ranges[letter] for letter in name.numbered)))
 
 
@@ -90,7 +92,7 @@ def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
         _check(files, cfg, weights)
 
 
-def _shape(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
+def shape_in_files(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim]."""
     shape = [math.prod(dims[letter] for letter in group) for group in name.dims.split(",")]
     if name.fused:
@@ -111,7 +113,7 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     """
     shapes, folder = files.shapes, files.folder
     wanted = {
-        name.tensor.format(*numbers): _shape(name, cfg.dims)
+        name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
         for path, name, _ in _in_files(weights, files.family)
         for numbers in _numbers(path, name, cfg)
     }
@@ -123,9 +125,9 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
         name for name in shapes.keys() - wanted.keys() if not any(re.match(pattern, name) for pattern in ignored)
     )
     if missing:
-        raise UserError(f"{folder} lacks {_first_names(missing)}")
+        raise UserError(f"{folder} lacks {first_names(missing)}")
     if extra:
-        raise UserError(f"{folder} has {_first_names(extra)}, which a {cfg.family} of its config.json does not have")
+        raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
     for name, number in constants.items():
         if name in shapes and not math.isclose(number, stored := files.read(name, ()), rel_tol=0.01):  # of 16 bits
             raise UserError(f"{folder}: {name} is {stored}, and layers of a {cfg.family} compute with {number}")
@@ -143,11 +145,11 @@ def _constants(family: Family, cfg: Model) -> dict[str, float]:
     }
 
 
-def _first_names(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _load(
+def load_parameter(
     files: TensorFiles, name: Name, cfg: Model, equation: Equation, sharding: NamedSharding, layers: range, dtype: Any
 ) -> jax.Array:
     """Load a parameter; of dimension L, only the layers of `layers`.
@@ -272,7 +274,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
     pieces_of: dict[str, list[Any]] = {}
     leaves = dict(named(params))
     for path, name, weight in _in_files(weights, family):
-        layers = _layers_of(path, cfg)
+        layers = layers_of(path, cfg)
         for numbers in _numbers(path, name, cfg):
             place = (numbers[0] - layers.start, *numbers[1:]) if numbers else ()
             pieces_of.setdefault(name.tensor.format(*numbers), []).append((numbers, place, name, leaves[path], weight))
@@ -284,7 +286,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
                 return None
             pieces = [
                 # The router's bias moves by steps that 16 bits do not resolve.
-                _packed(np.asarray(value), name, weight).astype("float32" if weight.equation.is_choice else dtype)
+                packed(np.asarray(value), name, weight).astype("float32" if weight.equation.is_choice else dtype)
                 for value, (_, _, name, _, weight) in zip(values, parts, strict=True)
             ]
             return np.ascontiguousarray(_fuse(pieces, parts[0][2]))
@@ -298,7 +300,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
         for tensor, number in _constants(family, cfg).items()
     ]
     return [
-        *((tensor, _shape(parts[0][2], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)),
+        *((tensor, shape_in_files(parts[0][2], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)),
         *constants,
     ]
 
@@ -317,7 +319,7 @@ def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:
     yield from sorted(pieces_of.items(), key=lambda item: item[1][0][0][:1])
 
 
-def _packed(value: np.ndarray, name: Name, weight) -> np.ndarray:
+def packed(value: np.ndarray, name: Name, weight) -> np.ndarray:
     """Return one layer of a parameter (of one expert) with the dimensions that the files have."""
     ours = "".join(letter for letter in weight.equation.w if letter not in name.numbered)
     letters = name.dims.replace(",", "")

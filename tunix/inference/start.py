@@ -3,15 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from tunix.base.digests import refuse_damaged
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.config import Config
+from tunix.hf.adapter import check_adapter, load_adapter
 from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import CHANGED, check_weights, load_weights
 from tunix.inference.pretrained import find_checkpoint
+from tunix.models.paths import parameter_name
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.stores import read_state
@@ -37,20 +40,43 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
         if peers.first_of_host():
             refuse_damaged(folder, "model.init_from", CHANGED)
         check_weights(folder, cfg.model, arch.weights)
+    if cfg.model.init_adapter is not None:
+        folder = _find_adapter(cfg.model.init_adapter)
+        if peers.first_of_host():
+            refuse_damaged(folder, "model.init_adapter", CHANGED)
+        check_adapter(folder, cfg.model, arch.weights)
 
 
 def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
-    """Parameters of `model.init_from` on the mesh, with None for those that it lacks; None if it is not set."""
+    """Parameters of `model.init_from` on the mesh, with None for those that it lacks; None if it is not set.
+
+    Low-rank updates are those of `model.init_adapter`, if it is set.
+    """
     model = program.cfg.model
     if model.init_from is None:
         return None
-    if run := compose.find_run(model.init_from):
+    params = _load_base(program, mesh, model.init_from)
+    if model.init_adapter is None:
+        return params
+    folder = _find_adapter(model.init_adapter)
+    updates = load_adapter(folder, model, program.arch.weights, program.layout, mesh)
+    return jax.tree.map_with_path(
+        lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
+    if run := compose.find_run(source):
         abstract = abstract_params(program.arch, mesh, program.layout)
         own, lacking = _without_updates(abstract)
         params = read_state(_find_checkpoint_of(program.cfg, *run), {"params": own})["params"]
         return _fill(params, lacking)
-    folder = find(model.init_from, ABOUT + WEIGHTS)
-    return load_weights(folder, model, program.arch.weights, program.layout, mesh)
+    folder = find(source, ABOUT + WEIGHTS)
+    return load_weights(folder, program.cfg.model, program.arch.weights, program.layout, mesh)
+
+
+def _find_adapter(source: str) -> Path:
+    return find(source, ABOUT + WEIGHTS, key="model.init_adapter")
 
 
 def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:

@@ -34,7 +34,7 @@ from tunix.training.scores import token_log_probs
 
 log = logging.getLogger(__name__)
 FORMAT = "1"  # of the files
-INDEPENDENT = {"mesh_shape", "init_from", "lora"}  # keys of the model that do not change what the base computes
+INDEPENDENT = {"mesh_shape", "init_from", "init_adapter"}  # keys of the model that do not change what it computes
 
 
 def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> None:
@@ -44,8 +44,10 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
     """
     begun = time.perf_counter()
     params = program.new_params(cfg.seed, load_init_from(program, mesh))
-    model = cfg.model.model_dump_json(exclude=INDEPENDENT)
-    about = FORMAT, model, program.layout.compute, str(cfg.training.seq_len), digest_weights(params)
+    has_updates = cfg.model.init_adapter is not None
+    model = cfg.model.model_dump_json(exclude=INDEPENDENT if has_updates else INDEPENDENT | {"lora"})
+    digest = digest_weights(params, with_updates=has_updates)
+    about = FORMAT, model, program.layout.compute, str(cfg.training.seq_len), digest
     score = jax.jit(_make_score(cfg, program))
     num_computed = 0
     for part in (*corpus.train.values(), *corpus.held_out_parts.values()):
@@ -97,12 +99,13 @@ def _compute(part: Sequences, score: Any, params: Any, cfg: Config, mesh: Mesh) 
     return tables
 
 
-def digest_weights(params: Any) -> str:
+def digest_weights(params: Any, with_updates: bool = False) -> str:
     """Digest of the weights; each device reads its own part, and it is the same on every mesh.
 
-    The first factors of low-rank updates, which each seed draws anew, are left out: the second factors are 0 at step 0.
+    The first factors of low-rank updates, which each seed draws anew, are left out unless the updates come from an
+    adapter: the second factors are 0 at step 0.
     """
-    leaves = [leaf for name, leaf in named(params) if not name.endswith(".lora.a")]
+    leaves = [leaf for name, leaf in named(params) if with_updates or not name.endswith(".lora.a")]
     sums = np.asarray(jax.jit(lambda leaves: jnp.stack([_sum_bits(leaf) for leaf in leaves]))(leaves))
     return hashlib.sha256(sums.tobytes()).hexdigest()
 

@@ -20,11 +20,12 @@ from tunix.training.scores import token_log_probs
 def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
     """Return the function that gives log-probabilities of the targets of a batch under the reference.
 
-    Where only low-rank updates are trained, the reference is the policy without them: no second model is kept. Else it
-    is made once more as step 0 made it, with the same bits, and rests beside the state in the dtype of products.
+    Where only low-rank updates are trained, from nothing, the reference is the policy without them: no second model is
+    kept. Else it is made once more as step 0 made it, with the same bits, and rests beside the state in the dtype of
+    products.
     """
     score = jax.jit(_make_scores(cfg, program))
-    if cfg.model.lora.keeps_base:
+    if cfg.model.keeps_base:
         remove = jax.jit(_without_updates)
         return lambda params, batch: score(remove(params), batch)
     start = program.new_params(cfg.seed, load_init_from(program, mesh))

@@ -193,6 +193,8 @@ def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str,
     rows, lora = {}, cfg.model.lora
     if cfg.model.init_from:
         rows["weights from"] = cfg.model.init_from + _added_rows(cfg)
+    if cfg.model.init_adapter:
+        rows["updates from"] = cfg.model.init_adapter
     if lora.rank:
         trained = arch.num_trained
         rows["trained"] = (

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from tunix.base.errors import UserError
-from tunix.config import Config, Training
+from tunix.config import Config, Model, Training
 from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
@@ -157,7 +157,7 @@ class Program:
             self.layout,
             self.copies,
             self.guard,
-            cfg.model.mlp.bias_rate if isinstance(cfg.model.mlp, ExpertsMlp) else None,
+            _bias_rate(cfg.model),
             cfg.logging.layer_norms_every,
         )
 
@@ -217,3 +217,8 @@ def _check_memory(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
             f"training.offload={training.offload} needs devices that read the host's pinned memory, and {kind} does "
             "not; leave training.offload=none, and save memory with training.remat and model.mesh_shape"
         )
+
+
+def _bias_rate(model: Model) -> float | None:
+    """Return the rate of the routers' biases; None where they have none, or where a frozen base keeps them."""
+    return model.mlp.bias_rate if isinstance(model.mlp, ExpertsMlp) and not model.lora.rank else None
