@@ -1,17 +1,21 @@
-# make train · make test · make lint · make bench · make faults · make chaos · make soak · make fuzz · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
+# make train · make test · make test-all · make lint · make bench · make faults · make chaos · make soak · make fuzz · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
 PYTHON ?= python3
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements-%.txt)
 BIN := .venv/bin
 
-.PHONY: train test lint bench faults chaos soak fuzz docs site parity lock clean
+.PHONY: train test test-all lint bench faults chaos soak fuzz docs site parity lock clean
 train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
 # Three workers on two cores: some tests wait (for Slurm, for a heartbeat that does not come).
+# `test` runs a twelfth of the cases marked `nightly`, in turn; `test-all` runs all of them, about twice as long.
 test: .venv/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+test-all: .venv/installed
+	$(BIN)/python -m pytest -n 3 --dist worksteal --nightly all $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

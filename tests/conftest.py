@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 
 from support.devices import xla_flags
 
@@ -21,13 +22,68 @@ composing.remember()
 # A machine with other work is slow at making input: no fault of a test.
 hypothesis.settings.register_profile("tests", suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
-KEPT = Path(__file__).parents[1] / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
-LONGEST = "test_the_default_job_learns"
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
+PARTS = 12  # of the nightly cases; a run of the tests has one part of them
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the long tests first, so that no worker is alone with one at the end."""
-    items.sort(key=lambda item: (item.name != LONGEST, item.get_closest_marker("slow") is None))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nightly",
+        choices=["part", "all", "none"],
+        default="part",
+        help="the nightly cases that are run; see CONTRIBUTING.md",
+    )
+
+
+def is_nightly(item: pytest.Item) -> bool:
+    """Return whether a case is marked `nightly`, and is none of those that its mark names as run each time."""
+    if (mark := item.get_closest_marker("nightly")) is None:
+        return False
+    callspec = getattr(item, "callspec", None)
+    return callspec is None or callspec.id not in mark.kwargs.get("but", ())
+
+
+def check_exceptions(items: list[pytest.Item]) -> None:
+    """Raise `pytest.UsageError` where a mark `nightly` names a case that is none: it would never run each time."""
+    wanted, ids = set(), set()
+    for item in items:
+        if mark := item.get_closest_marker("nightly"):
+            wanted |= {(item.originalname, name) for name in mark.kwargs.get("but", ())}
+            ids.add((item.originalname, item.callspec.id if hasattr(item, "callspec") else None))
+    if missing := sorted(wanted - ids):
+        raise pytest.UsageError(f"@pytest.mark.nightly(but=...) names cases that are not there: {missing}")
+
+
+def todays_part(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return one of `PARTS` parts of these cases. The number of commits chooses it, so that twelve commits run all.
+
+    Neighbours stay in one part, because they share what their module prepares.
+    """
+    count = subprocess.run(
+        ["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    part = int(count.stdout or 0) % PARTS
+    return items[part * len(items) // PARTS : (part + 1) * len(items) // PARTS]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the nightly cases that are not asked for, and start the long ones first.
+
+    A case that the command names by its test (`FILE::TEST`) is always run.
+    """
+    nightly = [item for item in items if is_nightly(item)]
+    by_name = any("::" in word for word in config.args)
+    if not by_name:
+        check_exceptions(items)
+    chosen = {"all": nightly, "none": [], "part": todays_part(nightly)}[config.getoption("--nightly")]
+    left_out = set() if by_name else {*nightly} - {*chosen}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    # No worker is alone with a long case at the end.
+    items[:] = sorted(
+        (item for item in items if item not in left_out),
+        key=lambda item: (item not in nightly, item.get_closest_marker("slow") is None),
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

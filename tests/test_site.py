@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 
+import pytest
 from support.devices import xla_flags
 from support.harness import ROOT
 
 SHORTER = {"max_steps=60": "max_steps=12", "every_steps=20": "every_steps=6", "max_steps=70": "max_steps=14"}
 
 
+@pytest.mark.nightly
 def test_the_tutorial(tmp_path):
     """The cells run as they are, for fewer steps."""
     cells = json.loads((ROOT / "docs/tutorial.ipynb").read_text())["cells"]
@@ -36,6 +38,7 @@ def test_the_tutorial(tmp_path):
     assert "def read(self" in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_site_builds(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],

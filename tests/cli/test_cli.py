@@ -86,6 +86,7 @@ def test_help_and_info(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_sweeps_jobs_never_share_a_folder(words, tmp_path):
     done = cli_here(*words, "--multirun", "training.max_steps=1,2", "seed=1", cwd=tmp_path, devices=1)
     assert done.returncode == 0, done.stderr
@@ -146,7 +147,7 @@ def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quick_test(tmp_path):
     done = cli(
         "+experiment=quick_test", cwd=tmp_path, devices=1, optimized=True, fork=False
@@ -156,7 +157,7 @@ def test_quick_test(tmp_path):
     assert "after >>>" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_default_job_learns(tmp_path):
     """`python run_training.py`, cut to a quarter of its steps: held-out bits per byte go well below the unigram entropy.
 
@@ -188,6 +189,7 @@ def forty_steps(corpus, tmp_path_factory) -> tuple[list[str], dict[int, float]]:
     return words, {line["step"]: line["loss"] for line in metrics(folder / "whole")}
 
 
+@pytest.mark.nightly(but=["0"])
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(2))
 def test_kill_9_at_a_random_moment_and_resume(attempt, forty_steps, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.harness import ROOT
@@ -23,35 +24,25 @@ PROGRAMS = {
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
-@pytest.fixture(scope="module")
-def plans(cache_dir, installs_dir) -> dict[str, dict]:
-    """What `python -m tunix.plan --json` says of each program; one worker of the session asks, all read."""
-    plugin, file = cuda_plugin(installs_dir), cache_dir / "gpu_programs.json"
+def compile_plan(name: str, cache_dir: Path, plugin: str) -> dict:
+    """Return what `python -m tunix.plan --json` says of a program; one worker of the session asks, all read."""
+    file = cache_dir / f"gpu_program {name}.json"
     with one_at_a_time("gpu_programs"):
         if not file.exists():
+            path = os.pathsep.join(filter(None, [plugin, os.environ.get("PYTHONPATH")]))
+            done = subprocess.run(
+                [sys.executable, "-m", "tunix.plan", *PROGRAMS[name][0], "plan.output=null", "--json"],
+                cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=600,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(compiled(plugin)))
-        return json.loads(file.read_text())
+            file.write_text(done.stdout)
+        return json.loads(file.read_text())["fit"][0]
 
 
-def compiled(plugin: str) -> dict[str, dict]:
-    path = os.pathsep.join(filter(None, [plugin, os.environ.get("PYTHONPATH")]))
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "tunix.plan", *words, "plan.output=null", "--json"],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for name, (words, *_) in PROGRAMS.items()
-    }  # fmt: skip
-    said = {name: process.communicate(timeout=600) for name, process in running.items()}
-    for name, (_, error) in said.items():
-        assert running[name].returncode == 0, error
-    return {name: json.loads(out)["fit"][0] for name, (out, _) in said.items()}
-
-
-@pytest.fixture(params=PROGRAMS)
-def program(request, plans) -> tuple[dict, float, float]:
-    found = plans[request.param]
+@pytest.fixture(params=["1b on 8", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*PROGRAMS][1:])])
+def program(request, cache_dir, installs_dir) -> tuple[dict, float, float]:
+    found = compile_plan(request.param, cache_dir, cuda_plugin(installs_dir))
     assert found["source"] == "compiled", found["not_compiled"]
     return found, *PROGRAMS[request.param][1:]
 

@@ -146,6 +146,7 @@ def test_a_flag_with_a_wrong_value():
     assert says[1].startswith("XLA does not know --xla_dump_too=/tmp (did you mean --xla_dump_to?)")
 
 
+@pytest.mark.nightly
 def test_a_platform_that_is_not_here(tmp_path):
     """Told in a line by the doctor and by a run, with the variable that asks for it."""
     for words, code in ((["-m", "tunix.doctor"], 1), ([str(ROOT / "run_training.py")], 2)):

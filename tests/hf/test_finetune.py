@@ -98,7 +98,7 @@ def test_the_loss_is_of_answers_alone_in_the_words_of_the_folder(tuned, hf_dir, 
     assert corpus.tokenizer.to_str() == tunix.load_pretrained(hf_dir).tokenizer.to_str()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_experiment(tmp_path):
     """Shortened: its held-out loss falls."""
     words = ["training.max_steps=12", "evaluation.every_steps=4", "hydra.run.dir=run"]
@@ -208,6 +208,7 @@ def test_a_hugging_face_directory(tuned, hf_dir, monkeypatch, capsys):
     assert numbers["loss"] > result.held_out["loss"] + 1
 
 
+@pytest.mark.nightly
 def test_a_run_with_a_tokenizer_of_its_own_on_other_data(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [*RUN, "data=text", f"data.paths=[{corpus}]", "hydra.run.dir=run", "evaluation.sample_tokens=0"]
@@ -220,6 +221,7 @@ def test_a_run_with_a_tokenizer_of_its_own_on_other_data(corpus, tmp_path, monke
     assert numbers["loss"] > result.held_out["loss"]
 
 
+@pytest.mark.nightly
 def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir, tmp_path, monkeypatch):
     """Answers, and leaves as Hugging Face's files, with the tokens and the template of its training."""
     monkeypatch.chdir(tmp_path)
@@ -256,6 +258,7 @@ def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir
     assert prompts["run"][0][0] == 1
 
 
+@pytest.mark.nightly
 def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     words = [*RUN, "data=text", f"data.paths=[{corpus}]", "model.mlp=gated_silu", "training.max_steps=1"]

@@ -25,6 +25,7 @@ def log_probs(model, tokens: list[int]) -> np.ndarray:
     return logits[np.arange(len(tokens) - 1), tokens[1:]]
 
 
+@pytest.mark.nightly
 def test_tasks_of_the_harness(hf_dir, tmp_path, monkeypatch):
     """`benchmarks/harness.py` compares the same tasks with the harness's own backend for transformers."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

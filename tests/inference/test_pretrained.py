@@ -194,6 +194,7 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
         )
 
 
+@pytest.mark.nightly
 def test_full_training_of_a_pretrained_model_goes_on_after_a_resume(hf_dir, corpus, tmp_path, monkeypatch):
     """Also where the folder that it came from is gone."""
     monkeypatch.chdir(tmp_path)
@@ -208,6 +209,7 @@ def test_full_training_of_a_pretrained_model_goes_on_after_a_resume(hf_dir, corp
     assert metrics(whole.folder)[0]["loss"] == metrics(resumed.folder)[0]["loss"]
 
 
+@pytest.mark.nightly(but=["[[4,2],[fsdp,tp]]"])
 @pytest.mark.parametrize("mesh", ["[[1],[fsdp]]", "[[4,2],[fsdp,tp]]"])
 def test_a_process_holds_its_slices_and_at_most_one_tensor_more(mesh, tmp_path):
     """Anonymous memory of a process while it loads 96 MB in several files, above the arrays that it ends with."""

@@ -96,16 +96,19 @@ def test_ctrl_c_saves_and_stops(words, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
 
 
+@pytest.mark.nightly
 def test_torchrun(words, losses, torch_bin, tmp_path):
     command = [torch_bin / "torchrun", "--standalone", "--nproc-per-node=2", "--no-python", *TRAINING, *words]
     assert trained(command, tmp_path) == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_accelerate(words, losses, torch_bin, tmp_path):
     launch = [torch_bin / "accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--no_python"]
     assert trained([*launch, *TRAINING, *words], tmp_path) == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_mpirun(words, losses, tmp_path):
     installs.apt(("mpirun",), ("openmpi-bin",))
     launch = ["mpirun", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "--oversubscribe", "-np", "2"]

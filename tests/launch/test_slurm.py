@@ -245,7 +245,7 @@ def task(plan: str) -> list[str]:
     return [f"launcher.train_script={TASK}", f"launcher.extra_env=['PLAN={plan}']"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_queued_again_after_each_end_that_deserves_it(cluster, tmp_path):
     """Stopped early, a process lost while another waits for it, a task killed from outside; then done."""
     job = submitted(*task("75,75 wait,76 wait,wait 0,0"), cwd=tmp_path)
@@ -263,7 +263,7 @@ def test_queued_again_after_each_end_that_deserves_it(cluster, tmp_path):
     assert list((tmp_path / "run").glob("exit_codes*")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_near_its_end_preempted_and_without_a_node(cluster, tmp_path):
     """Slurm's own reasons to end a job: `--signal` before the time limit, a job of a partition with more rights, a node
     that is gone. Each time it is queued again, once, and starts anew."""

@@ -41,6 +41,7 @@ def reference() -> tuple[Program, list[dict]]:
     return trained(*ONE)
 
 
+@pytest.mark.nightly(but=["fsdp, ep, tp"])
 @pytest.mark.parametrize(
     "words",
     [

@@ -56,6 +56,7 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 
 
+@pytest.mark.nightly
 def test_a_step_is_that_of_the_plain_kernel(monkeypatch):
     """In a shard_map over explicit axes, with windows, documents, and more devices on tp than key/value heads."""
     # Pallas' interpreter does not know types of arrays that vary over a mesh; on GPUs they are checked.
@@ -151,13 +152,9 @@ def test_a_kernel_is_compared_with_the_plain_one_before_the_first_step():
     assert compared(f"{__name__}:wrong", "training.check_attention=false") is None
 
 
-# The other rows take half a minute each on a busy machine: TUNIX_ALL_CHIPS=1 compiles them too. Programs of the H200 are
-# compiled in tests/costs/test_gpu_program.py.
-TIGHT = [("l40s", 256), ("b200", 256)]  # chips with the least memory of a kind
-ALL = [(chip.lower(), dim) for chip, rows in BLOCKS.items() for dim in rows]
-
-
-@pytest.mark.parametrize(("chip", "dim"), ALL if os.environ.get("TUNIX_ALL_CHIPS") else TIGHT)
+# Programs of the H200 are compiled in tests/costs/test_gpu_program.py.
+@pytest.mark.nightly(but=["b200-256"])
+@pytest.mark.parametrize(("chip", "dim"), [(chip.lower(), dim) for chip, rows in BLOCKS.items() for dim in rows])
 def test_blocks_fit_into_the_chip(chip, dim, installs_dir):
     """XLA refuses a kernel that needs more shared memory, or tensor memory, than the chip has."""
     path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))

@@ -106,6 +106,7 @@ def test_peft_loads_an_adapter(python, tmp_path):
     assert np.abs(logits - np.asarray(base(tokens))).max() > 0.1
 
 
+@pytest.mark.nightly
 def test_the_models_are_made_as_the_script_makes_them(python, tmp_path):
     subprocess.run([python, str(PARITY / "make.py"), str(tmp_path)], check=True, capture_output=True)
     for path in PARITY.glob("*/expected.safetensors"):

@@ -25,6 +25,7 @@ LARGEST_ERROR = {  # of a weight, in parts of the largest of its block of 32
 ROUNDED = 2**-8  # of a scale in bfloat16
 
 
+@pytest.mark.nightly(but=["int8-[[2,2],[fsdp,tp]]"])
 @pytest.mark.parametrize(("qtype", "mesh"), [("int8", "[[2,2],[fsdp,tp]]"), ("nf4", "[[2,4],[tp,fsdp]]")])
 def test_same_loss_on_every_mesh_and_a_frozen_base(qtype, mesh):
     """Two blocks of a scale split over two devices, and whole on four."""
@@ -56,6 +57,7 @@ def assert_near(read, weights, axis, qtype):
     assert (error <= size.max(1, keepdims=True) * (LARGEST_ERROR[qtype] + ROUNDED)).all()
 
 
+@pytest.mark.nightly
 def test_a_run(hf_dir, corpus, tmp_path, monkeypatch):
     """From Hugging Face's files to Hugging Face's files."""
     monkeypatch.chdir(tmp_path)

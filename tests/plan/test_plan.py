@@ -37,6 +37,7 @@ EXPERTS = (
 )
 
 
+@pytest.mark.nightly(but=["fsdp", "ep", "all axes"])
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
@@ -313,6 +314,7 @@ def test_a_run_takes_what_plan_would():
     assert resolve_auto(untouched) == (untouched, "")
 
 
+@pytest.mark.nightly
 def test_a_budget_keeps_the_most_that_fits():
     """Derived, and compiled once; the run's report says what was chosen."""
     budget = [*SMALL, "training.remat=budget", "model.mesh_shape=[[8],[fsdp]]"]
@@ -346,6 +348,7 @@ def test_a_run_that_fits_nowhere():
         resolve_auto(cfg)
 
 
+@pytest.mark.nightly
 def test_what_would_make_it_fit(run):
     """Weights and optimizer of 405 billion parameters: 4.4 TiB."""
     code, out, error = run("model=llama3_405b", "plan.topology=h200:8")

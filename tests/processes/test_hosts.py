@@ -99,6 +99,7 @@ def hosts(tmp_path) -> Iterator[Hosts]:
         yield both
 
 
+@pytest.mark.nightly
 def test_the_link_is_cut_and_comes_back(hosts, corpus):
     """Both end with 76 in bounded time; the run goes on from the checkpoint of process 0 to the same digits."""
     words = [*PAIR, "data=text", f"data.paths=['{corpus}']", "evaluation.every_steps=null", "scheduler=constant", "scheduler.warmup_steps=0",

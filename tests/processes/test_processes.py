@@ -49,6 +49,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder)]
 
 
+@pytest.mark.nightly(but=["[[2,2],[fsdp,tp]]"])
 # On the last mesh both processes have parts of the same sequences, and read the same rows.
 @pytest.mark.parametrize("mesh", ["[[2,2],[fsdp,tp]]", "[[2,2],[tp,dp]]", "[[4],[cp]]"])
 def test_two_processes_are_one_run(words, by_one, mesh, tmp_path):
@@ -66,6 +67,7 @@ def test_two_processes_are_one_run(words, by_one, mesh, tmp_path):
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_four_processes_go_on_for_one_and_one_for_four(words, by_one, tmp_path):
     expected = losses(by_one)
     shutil.copytree(by_one, tmp_path / "run")
@@ -181,6 +183,7 @@ def test_elastic(words, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_sweep(words, tmp_path):
     """Each point once, one after the other."""
     words = [word for word in words if not word.startswith("hydra.run.dir")]
@@ -229,6 +232,7 @@ sys.exit(run_training.main())
 """
 
 
+@pytest.mark.nightly
 def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
     """Each reads its slices alone; the frozen base is quantized as one process does it, and it goes out whole."""
     tuning = [

@@ -1,6 +1,7 @@
 """A model learns from rewards alone what no data show it, and learns nothing from rewards that do not depend on it."""
 
 import numpy as np
+import pytest
 from support.harness import metrics
 from support.rollouts import ONE, TASK
 
@@ -22,6 +23,7 @@ def test_rewards_alone_teach(tmp_path):
     assert shares[-5:].mean() > 0.7
 
 
+@pytest.mark.nightly
 def test_control_rewards_teach_nothing(tmp_path):
     terms = "[support.own_reward:places,{function: support.own_reward:digits, weight: 0}]"
     shares = learn(tmp_path / "control", terms)

@@ -97,6 +97,7 @@ def test_one_device_draws_and_learns_the_same(wide, tmp_path):
         assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_has_the_same_digits(wide):
     tunix.train([f"resume={wide}/checkpoints/2"])
     before, after = metrics(wide)[2:4], metrics(wide)[4:]
@@ -106,6 +107,7 @@ def test_a_resumed_run_has_the_same_digits(wide):
     assert samples(wide)[64:] == samples(wide)[32:64]
 
 
+@pytest.mark.nightly
 def test_several_steps_on_a_rollout(tmp_path):
     """Two steps on one rollout, more prompts than they take, a divergence from the start, cut answers masked.
 
@@ -223,7 +225,7 @@ def test_what_only_the_data_tell_is_refused_before_anything_is_written(tmp_path)
         assert not folder.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_path, monkeypatch):
     """After kill -9 it goes on from step 2; after SIGTERM it has saved the step that was scored. No digit changes."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
@@ -283,6 +285,7 @@ def test_two_processes_killed_and_resumed_are_one_run(tmp_path):
         assert by_step[line["step"]]["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_low_rank_updates_of_a_run_have_it_as_their_reference(wide, tmp_path):
     """model.init_from takes the run, at its newest step; the reference is the policy without its updates.
 

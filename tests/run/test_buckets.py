@@ -259,6 +259,7 @@ def test_files_of_data_are_found_and_read(server, texts, corpus):
             find_files((f"{texts}/{missing}",), ends)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
     folder, home = run
     expected = [line["loss"] for line in metrics(folder)]
@@ -276,6 +277,7 @@ def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
         check_home(compose([f"resume={again}", "checkpoint.folder=elsewhere"]))
 
 
+@pytest.mark.nightly
 def test_commands_take_addresses(run, texts, files, tmp_path):
     _, home = run
     lines, is_whole = check_everything(home)
@@ -293,6 +295,7 @@ def test_commands_take_addresses(run, texts, files, tmp_path):
     assert cfg.tokenizer.path == f"{home}/tokenizer"
 
 
+@pytest.mark.nightly
 def test_a_local_folder_keeps_the_checkpoints_too(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [*RUN, "data=text", f"data.paths=['{corpus}']", *TWO, "training.max_steps=3", "hydra.run.dir=run"]

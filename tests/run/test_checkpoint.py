@@ -89,6 +89,7 @@ def test_resume_on_the_same_mesh_is_bit_identical(run, finished):
     assert held_out[0][0] == held_out[0][1] == held_out[1][0]
 
 
+@pytest.mark.nightly(but=["[[2,4],[fsdp,tp]]"])
 @pytest.mark.parametrize("mesh", ["[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]", "[[2,4],[fsdp,tp]]"])
 def test_resume_on_another_mesh_sees_the_same_data(run, finished_copy, mesh):
     part = finished_copy("training.global_batch_size=8")
@@ -99,6 +100,7 @@ def test_resume_on_another_mesh_sees_the_same_data(run, finished_copy, mesh):
     np.testing.assert_allclose(again, expected, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_resume_under_another_strategy(run):
     folder = run("training.sharding_strategy=no_shard")
     shutil.rmtree(folder / "checkpoints" / "6")
@@ -125,6 +127,7 @@ def test_a_longer_run_goes_on_where_it_ended(run, finished_copy):
     assert len(metrics(folder)) == 8
 
 
+@pytest.mark.nightly(but=["training.num_epochs"])
 @pytest.mark.parametrize("limit", ["training.max_tokens=1024", "training.num_epochs"])
 def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
     """Four sequences a step until step 3; the sequences that are left are cut into steps of eight."""
@@ -165,6 +168,7 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
     assert "after >>>" in Path("it/train.log").read_text()
 
 
+@pytest.mark.nightly
 def test_what_is_kept(run):
     folder = run(
         "training.max_steps=8", "checkpoint.save_every_steps=1", "checkpoint.max_to_keep=2", "checkpoint.keep_every_steps=3",
@@ -325,6 +329,7 @@ def abstract_copy(folder):
     return {"copies": {"ema": jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), weights)}}
 
 
+@pytest.mark.nightly
 def test_a_moving_average_goes_on_bit_identically_and_is_exported(run):
     words = ["training.ema_decay=0.5", "checkpoint.max_to_keep=9"]
     whole, part = run("hydra.run.dir=whole", *words), run("hydra.run.dir=part", *words)
@@ -371,6 +376,7 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
             average(read_settings(Average, [f"checkpoint={run}", "output=other", *words]))
 
 
+@pytest.mark.nightly
 def test_a_moving_average_may_begin_and_end_with_a_resume(run):
     folder = run("training.max_steps=3", CONSTANT)
     before = tunix.load_pretrained(folder).params

@@ -44,6 +44,7 @@ def numbers(folder: Path) -> list[dict]:
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     guard = ["training.spike_deviations=25", "training.spike_window=4"]
     norms = "logging.layer_norms_every=5"
@@ -85,6 +86,7 @@ def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     assert "data of 1 steps: 9 to 9" in (run / "train.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_run_ends_when_the_held_out_loss_stays(words):
     keys = ["evaluation.every_steps=1", "evaluation.patience=2", "evaluation.min_improvement=100"]
     result = tunix.train([*words, *keys])

@@ -89,6 +89,7 @@ def test_one_run_at_a_time_writes_into_a_folder(words, monkeypatch):
     tunix.train([f"resume={folder}", "training.max_steps=2"])  # a lock ends with its process
 
 
+@pytest.mark.nightly
 def test_one_sequence_of_one_chunk(words):
     """[B, T] with B = 1, whose logits are made at one time."""
     more = ["training.micro_batch_size=1", "training.seq_len=16", "training.loss_chunk_size=16", "training.max_steps=2"]

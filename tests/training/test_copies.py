@@ -50,6 +50,7 @@ def test_several_averages_in_a_dtype_of_their_own():
     jax.tree.map(lambda a, p: np.testing.assert_array_equal(a, p.astype(jnp.bfloat16)), copies["ema_0"], params)
 
 
+@pytest.mark.nightly(but=["full_shard"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 def test_the_moving_average_is_the_same_on_every_mesh(strategy):
     """Also of a model of which only some parameters are trained: the others are not copied."""

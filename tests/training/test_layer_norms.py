@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from support.harness import batch, program
 
 from tunix.models.paths import named
@@ -9,6 +10,7 @@ from tunix.sharding.arrays import to_global
 from tunix.training.layer_norms import NORMS
 
 
+@pytest.mark.nightly
 def test_norms_are_those_of_numpy():
     """On layers and matrices that are split, and in whole ones; run/test_guards.py has the lines of a run."""
     words = ["model.num_layers=2", "model.global_every=2", "logging.layer_norms_every=2"]

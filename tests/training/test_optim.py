@@ -62,6 +62,7 @@ def test_steps_are_optaxs(name, weights):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, expected)
 
 
+@pytest.mark.nightly(but=["int8-1.2-0.05"])
 @pytest.mark.parametrize(("moments", "bytes_of_a_number", "tolerance"), [("bfloat16", 2, 0.01), ("int8", 1.2, 0.05)])
 def test_smaller_moments_give_almost_the_same_direction(moments, bytes_of_a_number, tolerance, weights):
     """Norms and biases keep float32."""
@@ -84,6 +85,7 @@ def test_smaller_moments_give_almost_the_same_direction(moments, bytes_of_a_numb
     assert held <= 2 * numbers * bytes_of_a_number
 
 
+@pytest.mark.nightly(but=["int8"])
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_smaller_moments_are_the_same_on_every_mesh(moments):
     words = [f"optimizer.moments={moments}", "optimizer.learning_rate=1e-3", *CONSTANT]
@@ -239,6 +241,7 @@ def test_a_schedule_longer_than_the_run_is_told_of(words, steps, told):
     assert bool(told) == bool(said)
 
 
+@pytest.mark.nightly(but=["adamw", "muon"])
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
 def test_every_optimizer_gives_the_same_on_every_mesh(name):
     words = [f"optimizer={name}", "optimizer.learning_rate=1e-3", *CONSTANT]

@@ -26,6 +26,7 @@ def reference() -> list[dict[str, float]]:
     return program("model.mesh_shape=[[1],[fsdp]]", IDLE, *NOISY, "training.micro_batch_size=8").run(batch(16, 2))
 
 
+@pytest.mark.nightly(but=["1f1b, gathered in blocks"])
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
@@ -46,6 +47,7 @@ def test_stages_leave_the_result_unchanged(mesh, more, reference):
     assert query.addressable_shards[0].data.shape[0] == 4 // step.mesh.shape["pp"]
 
 
+@pytest.mark.nightly
 def test_memory_of_1f1b_does_not_grow_with_parts():
     """Twice the microbatches are twice the parts; the batch itself is an argument of the step."""
 
@@ -59,6 +61,7 @@ def test_memory_of_1f1b_does_not_grow_with_parts():
     assert temporary(4) <= 1.02 * temporary(2)
 
 
+@pytest.mark.nightly
 def test_quantized_layers_on_stages_are_traced():
     """Codes become matrices inside of a stage."""
     step = program("model.mesh_shape=[[2,4],[pp,fsdp]]", *LAYERS[:3], "model.lora.quantize_base=nf4")

@@ -237,7 +237,7 @@ def test_a_run_with_low_rank_updates(hf_dir, tmp_path, monkeypatch, caplog):
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.glob("cache/reference/*/*.npy")) == tables
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_are_one_run(tmp_path):
     """Each scores and learns the pairs of its own rows; process 0 keeps the reference."""
     rows = [{"prompt": f"say {n}", "chosen": "yes, this", "rejected": "no"} for n in range(24)]

@@ -38,11 +38,13 @@ def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]])
         np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=TOLERANCE)
 
 
+@pytest.mark.nightly(but=["[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]", "[[2,2,2],[fsdp,cp,tp]]"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_same_loss_and_gradient_norm_on_every_mesh(mesh, reference):
     assert_same(program(f"model.mesh_shape={mesh}").run(batch(), steps=3), reference)
 
 
+@pytest.mark.nightly(but=["[[2,2,2],[fsdp,cp,tp]]-words1"])
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [("[[8],[cp]]", []), ("[[2,2,2],[fsdp,cp,tp]]", ["model.cp_exchange=ring"])],  # 8 devices do not divide 4 heads
@@ -53,6 +55,7 @@ def test_keys_that_go_round_in_a_ring(mesh, words, reference, monkeypatch):
     assert_same(program(f"model.mesh_shape={mesh}", *words).run(batch(), steps=3), reference)
 
 
+@pytest.mark.nightly
 def test_capped_scores_and_sinks_on_every_exchange():
     """In a ring, and where devices swap tokens for heads; sinks that are not 0 move with their gradients."""
     words = ["model.attention_cap=0.5", "model.attention_sinks=true", "model.logits_cap=2.0"]
@@ -63,6 +66,7 @@ def test_capped_scores_and_sinks_on_every_exchange():
         assert_same(step.run(batch(), steps=3), expected)
 
 
+@pytest.mark.nightly
 def test_more_devices_on_tp_than_key_value_heads(reference):
     wide = ["model.num_heads=8", "model.head_dim=4", "model.num_kv_heads=2"]
     expected = program(*ONE, *wide).run(batch())
@@ -70,6 +74,7 @@ def test_more_devices_on_tp_than_key_value_heads(reference):
     assert expected[0]["loss"] != reference[0]["loss"]
 
 
+@pytest.mark.nightly(but=["1-no_shard", "1-shard_optimizer", "2-shard_grad_op"])
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optimizer", "no_shard"])
 @pytest.mark.parametrize("sync", [1, 2])
 def test_strategies_and_sync_leave_the_result_unchanged(strategy, sync, reference):
@@ -80,6 +85,7 @@ def test_strategies_and_sync_leave_the_result_unchanged(strategy, sync, referenc
     assert_same(cut.run(batch(microbatches=4), steps=3), reference)
 
 
+@pytest.mark.nightly(but=["2-2", "4-1"])
 @pytest.mark.parametrize(("microbatches", "sync"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_accumulation_equals_one_batch_under_a_random_mask(microbatches, sync, reference):
     cut = program("model.mesh_shape=[[4],[fsdp]]", "distributed.allow_idle_devices=true", f"training.sync_gradients_every={sync}",
@@ -87,6 +93,7 @@ def test_accumulation_equals_one_batch_under_a_random_mask(microbatches, sync, r
     assert_same(cut.run(batch(microbatches=microbatches), steps=3), reference)
 
 
+@pytest.mark.nightly(but=["lora"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -105,6 +112,7 @@ def test_sequences_that_lie_on_several_devices(words):
     assert_same(program("model.mesh_shape=[[2,2,2],[dp,fsdp,cp]]", *words).run(batch(microbatches=2)), expected)
 
 
+@pytest.mark.nightly(but=["words1", "words3"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -121,6 +129,7 @@ def test_what_is_kept_and_where_leaves_the_result_unchanged(words, reference):
     assert moments == {"pinned_host" if step.cfg.training.offload == "optimizer" else "device"}
 
 
+@pytest.mark.nightly(but=["full"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_scores_of_long_sequences_are_not_kept(remat, reference, monkeypatch):
     """Of more tokens than a block of queries; the result is the same."""
@@ -244,6 +253,7 @@ def low_rank_reference() -> list[dict[str, float]]:
     return program(*ONE, *LOW_RANK).run(batch(sequences=4, microbatches=2), steps=3)
 
 
+@pytest.mark.nightly(but=["full_shard"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"])
 def test_low_rank_updates_learn_and_the_rest_stays(strategy, low_rank_reference):
     """Frozen parameters are the same bits after steps; the loss is the same under every strategy and accumulation."""

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ MAX_DIFF = 1 << 20  # characters of the difference to the commit that are kept
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)  # in names of variables
 
 
+@cache
 def _list_packages() -> dict[str, str]:
     """Return the version of every installed package by its name."""
     packages: dict[str, str] = {}
