@@ -42,8 +42,8 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
     from safetensors.numpy import save_file
 
     from tunix.cli.compose import compose
+    from tunix.families import FAMILIES
     from tunix.hf.config_json import write_config
-    from tunix.hf.names import FAMILIES
     from tunix.hf.weights import _shape
     from tunix.models.paths import named
     from tunix.training.program import build_layout, build_mesh

@@ -1,13 +1,20 @@
 """docs/extending.md: a user's own parts, in a folder outside of the repository."""
 
+import json
 import shlex
+import shutil
 
+import numpy as np
 import pytest
-from support.extending import my_command, my_parts
-from support.harness import RUN, cli, metrics
+from safetensors.numpy import load_file
+from support.extending import my_command, my_parts, my_values
+from support.harness import ROOT, RUN, cli, metrics
 
+import tunix
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.cli.architecture import unlike_its_family
+from tunix.cli.compose import add_search_path, compose
+from tunix.export import write_export
 
 WRONG = """
 import optax
@@ -64,6 +71,56 @@ def test_a_run_of_a_users_own_parts(folder):
     assert [mark.split(":")[0] for mark in marks if mark.startswith("train")] == [
         f"train step {n}" for n in range(1, 7)
     ]
+
+
+SIZE = """
+defaults: [family/my_family@_here_]
+vocab_size: 320
+embed_dim: 32
+mlp_dim: 64
+num_layers: 2
+num_heads: 4
+num_kv_heads: 2
+head_dim: 8
+"""
+
+
+def test_a_family_of_ones_own(folder):
+    """Qwen 2 by another name: logits, a run's config, a size, and files that go out as they came."""
+    own, name = "model.family=my_parts:MY_FAMILY", "my_parts:MY_FAMILY"
+    parity = ROOT / "tests/models/parity/qwen2"
+    shutil.copytree(parity, folder / "hf")
+    about = json.loads((parity / "config.json").read_text()) | {"model_type": "my_model"}
+    (folder / "hf/config.json").write_text(json.dumps(about))
+    (folder / "my_conf/model/family").mkdir(parents=True)
+    (folder / "my_conf/model/family/my_family.yaml").write_text(my_values())
+    (folder / "my_conf/model/my_model_1b.yaml").write_text(SIZE)
+
+    model, expected = tunix.load_pretrained("hf", family=name), load_file(parity / "expected.safetensors")
+    np.testing.assert_allclose(np.asarray(model(expected["tokens"])), expected["logits"], atol=1e-4)
+    assert unlike_its_family(model.cfg) == ""
+    write_export("out", lambda strategy: model, "bfloat16", 5.0, merge_lora=False)
+    written = json.loads((folder / "out/config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("my_model", ["MyModelForCausalLM"])
+    before, after = (load_file(path / "model.safetensors") for path in (parity, folder / "out"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[tensor], after[tensor]) for tensor in before)
+
+    short = ["training.seq_len=32", "tokenizer.vocab_size=300"]
+    read = compose([own, "model.init_from=hf", *short]).config.model
+    assert read.model_dump(exclude={"init_from", "mesh_shape"}) == model.cfg.model_dump(
+        exclude={"init_from", "mesh_shape"}
+    )
+    sized = compose(add_search_path(["model=my_model_1b", *short], "my_conf")).config.model
+    assert (sized.family, sized.biases, sized.embed_dim, sized.rope_theta) == (name, "attention.[qkv]", 32, 1e6)
+
+    for words, message in (
+        (["model.init_from=hf"], "model_type=my_model is not understood; .*a family of your own: model.family=package"),
+        (["model.init_from=hf", "model.family=my_parts:MY_FAMLY"], "has no Family MY_FAMLY; did you mean MY_FAMILY?"),
+        ([f"model.init_from={parity}", own], "model_type=qwen2 is not understood; understood are my_model"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compose([*words, *short])
 
 
 def try_out(words: list[str]) -> None:

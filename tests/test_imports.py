@@ -9,7 +9,7 @@ from support.harness import ROOT
 
 # From the ground up. Code in one of these imports only from those before it and from itself.
 ORDER = (
-    "base", "sharding", "sources", "optimizers", "sinks", "rewards", "config", "processes", "models", "hf", "tokenizer", "cli", "data", "training", "costs", "run",
+    "base", "families", "sharding", "sources", "optimizers", "sinks", "rewards", "config", "processes", "models", "hf", "tokenizer", "cli", "data", "training", "costs", "run",
     "inference", "rl",  # subjects end here; what follows are commands, and the program
     "plan", "launch", "doctor", "trainer", "prepare", "verify", "generate", "evaluate", "export", "compare", "average", "__init__", "__main__",
 )  # fmt: skip
@@ -41,7 +41,7 @@ def test_no_two_files_share_a_name():
 
 
 JAX_FREE = (
-    "sharding.dims", "sharding.mesh_shape", "sources", "optimizers", "sinks", "rewards.worker", "rl.scoring", "config", "hf.names", "hf.config_json", "hf.hub", "cli.compose", "cli.command",
+    "sharding.dims", "sharding.mesh_shape", "sources", "optimizers", "sinks", "rewards.worker", "rl.scoring", "config", "families", "hf.config_json", "hf.hub", "cli.compose", "cli.command",
     "processes.identity", "processes.rollcall", "processes.supervisor", "processes.exits", "launch.__main__", "__main__",
 )  # fmt: skip
 

@@ -19,8 +19,8 @@ from tokenizers.models import BPE
 
 from tunix.base.digests import Damaged, check_files
 from tunix.base.errors import UserError
+from tunix.families import FAMILIES
 from tunix.hf.config_json import read_config
-from tunix.hf.names import FAMILIES
 from tunix.hf.tensor_files import INDEX, TensorFiles, weight_files
 from tunix.processes import rollcall
 from tunix.sources.files import Unit

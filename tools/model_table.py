@@ -10,7 +10,7 @@ from tunix.cli.compose import compose
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.values import CONF
-from tunix.hf.names import FAMILIES, Family
+from tunix.families import FAMILIES, Family
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"

@@ -20,6 +20,7 @@ from tunix.base.errors import UserError
 from tunix.cli import architecture
 from tunix.cli.command import run_command
 from tunix.config import Export
+from tunix.families import find_family
 from tunix.hf.adapter import gather_adapter
 from tunix.hf.adapter_config import CONFIG, WEIGHTS, write_adapter_config
 from tunix.hf.config_json import read_num_rows, write_config
@@ -138,7 +139,7 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
     cfg, lora = model.cfg, model.cfg.lora
     if lora.train_also is not None:
         raise UserError(f"{lora.train_also} is trained fully, which an adapter does not hold; set merge_lora=true")
-    if model.files is not None and (in_base := read_num_rows(model.files)) < cfg.vocab_size:
+    if model.files is not None and (in_base := read_num_rows(model.files, find_family(cfg.family))) < cfg.vocab_size:
         raise UserError(
             f"the model has {cfg.vocab_size} rows of vocabulary, {cfg.vocab_size - in_base} more than its base; "
             "an adapter does not hold them; set merge_lora=true"

@@ -12,8 +12,8 @@ from support.harness import ROOT
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.families import FAMILIES
 from tunix.hf.config_json import read_config
-from tunix.hf.names import FAMILIES
 from tunix.hf.tensor_files import TensorFiles
 from tunix.models.paths import named
 

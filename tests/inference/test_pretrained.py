@@ -64,7 +64,7 @@ def without_norm(folder):
 BAD = {
     "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
-    "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are gemma3_text, gemma2, llama"),
+    "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are apertus, deepseek_v3, exaone4"),
     "unknown key": (lambda folder: change_config(folder, num_experts=8), "num_experts=8 is not understood for model_type=llama"),
     "unsupported value": (lambda folder: change_config(folder, mlp_bias=True), "mlp_bias=True is not supported; it must be False"),
     "remote code": (lambda folder: change_config(folder, auto_map={"AutoModel": "m.M"}), "auto_map asks for code of the model's own, which is never run"),

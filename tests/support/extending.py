@@ -15,3 +15,8 @@ def my_parts() -> str:
 def my_command() -> str:
     """Return the training command of the page in one line."""
     return re.findall(r"```sh\n(python run_training.py .*?)```", PAGE, re.DOTALL)[0].replace("\\\n", " ")
+
+
+def my_values() -> str:
+    """Return the file of values of a family on the page."""
+    return re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]

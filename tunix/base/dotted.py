@@ -13,8 +13,10 @@ from pydantic import AfterValidator
 from tunix.base.errors import UserError, did_you_mean
 
 
-def import_object(path: str) -> Any:
-    """Return the function or class that `package.module:name` names; the current folder is searched for modules too.
+def import_object(path: str, kind: type | None = None) -> Any:
+    """Return the object that `package.module:name` names; the current folder is searched for modules too.
+
+    It is of this kind, or a function or class where no kind is given.
 
     Raises:
         UserError: no such module, an error while the module is imported, or no such name in the module.
@@ -31,18 +33,24 @@ def import_object(path: str) -> Any:
             f"module {module_name} cannot be imported ({_first_line(error)}); modules are looked for in the current "
             "folder and on PYTHONPATH"
         ) from None
-    if not callable(getattr(module, name, None)):
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise UserError(f"module {module_name} has no function or class {name}{did_you_mean(name, names)}")
+    fitting = {
+        name: value
+        for name, value in vars(module).items()
+        if (callable(value) if kind is None else isinstance(value, kind))
+    }
+    if name not in fitting:
+        what = "function or class" if kind is None else kind.__name__
+        hint = did_you_mean(name, [name for name in fitting if not name.startswith("_")])
+        raise UserError(f"module {module_name} has no {what} {name}{hint}")
     return getattr(module, name)
 
 
-def _check(path: str) -> str:
-    import_object(path)
+def _check(path: str, kind: type | None = None) -> str:
+    import_object(path, kind)
     return path
 
 
-DottedPath = Annotated[str, AfterValidator(_check)]
+DottedPath = Annotated[str, AfterValidator(lambda path: _check(path))]
 
 
 def _check_if_dotted(name: str) -> str:
@@ -59,12 +67,12 @@ class Choices(NamedTuple):
     names: tuple[str, ...]
 
 
-def entry_of(table: Collection[str]) -> Any:
-    """Return the type of a key that takes the name of an entry of the table, or a dotted path."""
+def entry_of(table: Collection[str], kind: type | None = None) -> Any:
+    """Return the type of a key that takes the name of an entry of the table, or a dotted path (to a `kind`)."""
 
     def check(name: str) -> str:
         if is_dotted(name):
-            return _check(name)
+            return _check(name, kind)
         if name not in table:
             hint = did_you_mean(name, list(table))
             raise ValueError(f"expected one of {', '.join(table)}, or package.module:name{hint}")

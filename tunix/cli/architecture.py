@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from tunix.base.buckets import is_address, join
 from tunix.base.disk import list_numbers
+from tunix.base.dotted import is_dotted
 from tunix.base.errors import UserError
 from tunix.cli.mirrored import split_step
 from tunix.cli.mistakes import validate
@@ -15,9 +17,9 @@ from tunix.cli.saved import upgrade
 from tunix.config import Model, Tokenizer
 from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.values import CONF
+from tunix.families import find_family
 from tunix.hf import config_json, hub
 from tunix.hf.adapter_config import list_projections, read_adapter
-from tunix.hf.names import FAMILIES
 
 COMMON = {
     "init_from",
@@ -40,9 +42,21 @@ def _fill_from_pretrained(values: dict[Any, Any]) -> None:
     folder = hub.find(str(model["init_from"]))
     if tokenizer["path"] is None:
         tokenizer["path"] = str(folder)
-    read, where = config_json.read_config(folder), f"{folder}/config.json"
+    family = model.get("family")
+    own = family if family is not None and is_dotted(str(family)) else None
+    if own is not None:
+        _check_family(own)
+    read, where = config_json.read_config(folder, own), f"{folder}/config.json"
     read["vocab_size"] = _find_num_rows(values, read["vocab_size"], where)
     _fill_architecture(model, read, where)
+
+
+def _check_family(path: str) -> None:
+    """Raise `UserError`, with the key, if a dotted path names no family."""
+    try:
+        find_family(path)
+    except UserError as error:
+        raise UserError(f"model.family={path}: {error}") from None
 
 
 def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
@@ -78,11 +92,32 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
 
 
 def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
-    files = (CONF / "model" / "family" / f"{name}.yaml" for name in ("common", read["family"]))
-    family: Any = OmegaConf.to_container(OmegaConf.merge(*map(OmegaConf.load, files)))
+    name = read["family"]
+    family: Any = OmegaConf.to_container(_read_parts(find_family(name).values or _file_of_values(name)))
     mlp = {**family["mlp"], **read.get("mlp", {})}
     found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
     _fill(model, {key: found[key] for key in found.keys() - COMMON - {"defaults"}}, where)
+
+
+def _file_of_values(family: str) -> Path:
+    return CONF / "model" / "family" / f"{family}.yaml"
+
+
+def _read_parts(path: Path) -> Any:
+    """Return the values of a family's file, on top of those of the files that its `defaults` name.
+
+    Raises:
+        UserError: there is no such file, or its defaults are no families of tunix.
+    """
+    try:
+        own: Any = OmegaConf.load(path)
+        names = [
+            choice for choice in own.pop("defaults", []) if isinstance(choice, str)
+        ]  # others are of other sections
+        below = [_read_parts(_file_of_values(name.removesuffix("@_here_"))) for name in names]
+        return OmegaConf.merge(*below, own)
+    except (OSError, AttributeError, YAMLError) as error:
+        raise UserError(f"model.family: the file of values {path} cannot be read: {error}") from None
 
 
 def _fill(model: dict[Any, Any], found: dict[str, Any], where: str) -> None:
@@ -120,7 +155,7 @@ def fill_from_adapter(model: dict[Any, Any]) -> None:
     folder = hub.find(source, hub.ABOUT + hub.WEIGHTS, key="model.init_adapter")
     read = read_adapter(folder, model["family"])
     defaults: Any = OmegaConf.load(CONF / "model" / "family" / "common.yaml").lora
-    existing = list_projections(FAMILIES[model["family"]])
+    existing = list_projections(find_family(model["family"]))
 
     def meaning(key: str, value: Any) -> Any:
         return [name for name in existing if re.search(str(value), name)] if key == "targets" else value
@@ -161,10 +196,13 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
     model["init_from"] = home if at is None else join(home, "checkpoints", str(at))
 
 
-def trained_model(folder: Path, mesh_shape: Any) -> Model:
-    """The model of a run's folder, or of one of Hugging Face's, on another mesh."""
+def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> Model:
+    """The model of a run's folder, or of one of Hugging Face's, on another mesh.
+
+    `family` is the dotted path of a family that tunix does not have, of a folder of Hugging Face's.
+    """
     if not (folder / "config.yaml").is_file():
-        return _described(config_json.read_config(folder), f"{folder}/config.json", mesh_shape)
+        return _described(config_json.read_config(folder, family), f"{folder}/config.json", mesh_shape)
     values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     return validate(Model, upgrade(values)["model"] | {"mesh_shape": mesh_shape}, "model")
 
@@ -182,7 +220,8 @@ def unlike_its_family(cfg: Model) -> str:
     """Return in words which keys of the model its family's config.json cannot express; empty if there are none."""
     try:
         where = "its config.json"
-        expressed = _described(config_json.understood(config_json.write_config(cfg), where), where, cfg.mesh_shape)
+        read = config_json.understood(config_json.write_config(cfg), where, cfg.family)
+        expressed = _described(read, where, cfg.mesh_shape)
     except UserError as error:
         return str(error)
     other = [

@@ -9,14 +9,11 @@ from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
 from tunix.config.mlp import AnyMlp, ExpertsMlp
 from tunix.config.rope import RopeLong, RopeScaling
-from tunix.config.values import CONF
+from tunix.families import FAMILIES, Family
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
-
-# Families: each has a file of values, and a row in `FAMILIES` of hf/names.py.
-FAMILY_NAMES = tuple(sorted({path.stem for path in (CONF / "model" / "family").glob("*.yaml")} - {"common"}))
 
 # Attention kernels. Each is a function, given by its place so that this module needs no jax; `models/attention.py` says
 # what a kernel takes and gives.
@@ -76,8 +73,8 @@ class Latent(Section):
 class Model(Section):
     """A decoder's architecture and size, and the mesh it is laid out on."""
 
-    family: Literal[FAMILY_NAMES]  # type: ignore[valid-type]
-    """Whose names and config.json the model has in Hugging Face's files."""
+    family: entry_of(FAMILIES, Family)  # type: ignore[valid-type]
+    """Whose names and config.json the model has in Hugging Face's files; or your own, `package.module:name`."""
     vocab_size: Count
     """Rows of the embedding table, at least the tokenizer's tokens; `auto`: their number rounded up to 128s."""
     embed_dim: Count

@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.families import Family, Name, find_family
 from tunix.hf.adapter_config import PREFIX, WEIGHTS
-from tunix.hf.names import FAMILIES, Family, Name
 from tunix.hf.tensor_files import TensorFiles
 from tunix.hf.weights import FLOATS, first_names, layers_of, load_parameter, packed, shape_in_files
 from tunix.models.paths import named
@@ -50,7 +50,7 @@ def check_adapter(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
         for path, name, _ in _factors(cfg, weights)
         for layer in layers_of(path, cfg)
     }
-    with AdapterFiles(folder, FAMILIES[cfg.family]) as files:
+    with AdapterFiles(folder, find_family(cfg.family)) as files:
         if missing := sorted(wanted.keys() - files.shapes.keys()):
             raise UserError(f"{folder} lacks {first_names(missing)}; every layer must have the same updates")
         if extra := sorted(files.shapes.keys() - wanted.keys()):
@@ -67,7 +67,7 @@ def load_adapter(
 ) -> dict[str, jax.Array]:
     """Load the factors of all updates by the names of their parameters, laid out at rest; see `load_weights`."""
     check_adapter(folder, cfg, weights)
-    with AdapterFiles(folder, FAMILIES[cfg.family]) as files:
+    with AdapterFiles(folder, find_family(cfg.family)) as files:
         return {
             path: load_parameter(
                 files,
@@ -108,7 +108,7 @@ def gather_adapter(
 
 def _factors(cfg: Model, weights: Mapping[str, Any]) -> list[tuple[str, Name, Any]]:
     """Return the parameters of low-rank updates with their places in an adapter's files."""
-    family = FAMILIES[cfg.family]
+    family = find_family(cfg.family)
     return [
         (path, _place(path, weight.equation.w, family), weight) for path, weight in named(weights) if ".lora." in path
     ]

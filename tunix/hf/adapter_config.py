@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import PROJECTIONS, Model
-from tunix.hf.names import FAMILIES, Family
+from tunix.families import Family, find_family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # begins the names of all tensors
@@ -48,7 +48,7 @@ def read_adapter(folder: Path, family: str) -> dict[str, Any]:
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(f"{where}: r={rank} and lora_alpha={alpha} must be numbers")
-    updated = _find_projections(folder, FAMILIES[family], family)
+    updated = _find_projections(folder, find_family(family), family)
     return {
         "rank": rank,
         "alpha": float(alpha * math.sqrt(rank) if raw.get("use_rslora") else alpha),

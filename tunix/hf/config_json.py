@@ -10,7 +10,7 @@ from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
-from tunix.hf.names import FAMILIES, Family
+from tunix.families import FAMILIES, Family, find_family
 
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
 # concern training elsewhere.
@@ -74,34 +74,37 @@ MAX_LAYERS = 10_000  # a number beyond is a damaged file
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the keys of the section `model` that config.json decides; conf/model/family decides the others.
+def read_config(folder: Path, family: str | None = None) -> dict[str, Any]:
+    """Read the keys of the section `model` that config.json decides; the family's file of values decides the others.
+
+    `family` is a name or a dotted path; None finds the one of tunix's that has the file's model_type.
 
     Raises:
         UserError: there is no config.json, or it has a key or value that is not understood; the message names it.
     """
     where = f"{folder}/config.json"
     try:
-        return understood(read_json(folder / "config.json"), where)
+        return understood(read_json(folder / "config.json"), where, family)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise UserError(f"{where}: a key has a value of the wrong type ({error})") from None
 
 
-def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
+def understood(raw: dict[str, Any], where: str, family_name: str | None = None) -> dict[str, Any]:
     """Return the keys of the section `model` that `raw`, the content of config.json, decides; see `read_config`.
 
     `where` is the file's path, for messages.
     """
-    if isinstance(raw.get("text_config"), dict):  # a model for images and text: take its decoder
-        raw = {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
+    raw = _decoder(raw)
     kind = raw.get("model_type")
-    name = next((name for name, family in FAMILIES.items() if kind in (family.model_type, *family.also)), None)
-    if "auto_map" in raw and not (name and FAMILIES[name].published_code):
+    families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
+    name = next((name for name, family in families.items() if kind in (family.model_type, *family.also)), None)
+    if "auto_map" in raw and not (name and families[name].published_code):
         raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
     if name is None:
-        known = ", ".join(family.model_type for family in FAMILIES.values())
-        raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}")
-    family = FAMILIES[name]
+        known = ", ".join(family.model_type for family in families.values())
+        own = "" if family_name else ", and a family of your own: model.family=package.module:name"
+        raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}{own}")
+    family = families[name]
     _check_codes(raw.get(QUANTIZATION), where)
     raw = {family.synonyms.get(key, key): value for key, value in raw.items() if key != QUANTIZATION}
     keys = {
@@ -141,9 +144,17 @@ def understood(raw: dict[str, Any], where: str) -> dict[str, Any]:
     return {"family": name} | _by_section(values)
 
 
-def read_num_rows(folder: Path) -> int:
+def _decoder(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of the decoder, of a config.json that may be of a model for images and text."""
+    if not isinstance(raw.get("text_config"), dict):
+        return raw
+    return {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
+
+
+def read_num_rows(folder: Path, family: Family) -> int:
     """Return the rows of the tables of a folder, one for each token."""
-    return int(read_config(folder)["vocab_size"])
+    raw = family.absent | _decoder(read_json(folder / "config.json"))
+    return int(raw[family.keys["vocab_size"]])
 
 
 def _check_codes(quantization: dict[str, Any] | None, where: str) -> None:
@@ -332,7 +343,7 @@ UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some,
 
 def write_config(model: Model) -> dict[str, Any]:
     """config.json of a model, in the keys that all versions of transformers read."""
-    family = FAMILIES[model.family]
+    family = find_family(model.family)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {
         theirs: _typed(theirs, _converted(theirs, attrgetter(ours)(model), 1)) for ours, theirs in family.keys.items()

@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
+from tunix.families import Family
 from tunix.hf.config_json import fp8_block_sizes, read_num_rows
-from tunix.hf.names import Family
 from tunix.hf.stored import MappedFile, Plain, Stored, enlarge, join_codes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -37,7 +37,7 @@ class TensorFiles:
             open_file = cache(partial(MappedFile, path))  # mapped when its first tensor is read
             tensors |= {self._canonical(name): Plain(file, name, open_file) for name in file.keys()}  # noqa: SIM118
         self._tensors = join_codes(tensors, fp8_block_sizes(self.folder))
-        if self.num_rows is not None and (in_files := read_num_rows(self.folder)) < self.num_rows:
+        if self.num_rows is not None and (in_files := read_num_rows(self.folder, self.family)) < self.num_rows:
             self._tensors = enlarge(self._tensors, self.family.tables, self.num_rows, in_files)
         return self
 

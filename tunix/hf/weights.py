@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.hf.names import FAMILIES, Family, Name
+from tunix.families import Family, Name, find_family
 from tunix.hf.tensor_files import INDEX, SINGLE, TensorFiles
 from tunix.models.paths import named, parameter_name
 from tunix.models.quantized import stacked_codes
@@ -44,7 +44,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
     Raises:
         UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
     """
-    family = FAMILIES[cfg.family]
+    family = find_family(cfg.family)
     loaded: dict[str, jax.Array] = {}
     with TensorFiles(folder, family, cfg.vocab_size) as files:
         _check(files, cfg, weights)
@@ -88,7 +88,7 @@ def _numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
 
 def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
     """Check names and shapes as `load_weights` does, with its errors; reads only the headers of the files."""
-    with TensorFiles(folder, FAMILIES[cfg.family], cfg.vocab_size) as files:
+    with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         _check(files, cfg, weights)
 
 
@@ -270,9 +270,11 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
 
     The function of (dtype, is_own) gathers the tensor, with all processes, and returns it, None if it is not `is_own`.
     """
-    family = FAMILIES[cfg.family]
+    family = find_family(cfg.family)
     pieces_of: dict[str, list[Any]] = {}
     leaves = dict(named(params))
+    if nameless := [path for path in leaves if ".lora." not in path and family.name(path) is None]:
+        raise UserError(f"model.family={cfg.family} has no name for {first_names(nameless)}, which its parts have")
     for path, name, weight in _in_files(weights, family):
         layers = layers_of(path, cfg)
         for numbers in _numbers(path, name, cfg):

@@ -102,6 +102,7 @@ def load_pretrained(
     mesh_shape: Any = None,
     weights: str = "trained",
     strategy: str = "no_shard",
+    family: str | None = None,
 ) -> Pretrained:
     """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
@@ -109,7 +110,8 @@ def load_pretrained(
     if the `strategy` says so. Axes of `mesh_shape` that split the tokens of a sequence split sequences instead: a text
     is of any length, and grows by one token at a time. Without a mesh, it is one device; of several processes, which
     all call this, fsdp over all of their devices. `weights` names a copy of the parameters that the run has kept, like
-    `ema`, or those that it has trained.
+    `ema`, or those that it has trained. `family` is the dotted path of a family of one's own, of a folder of Hugging
+    Face's.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
@@ -118,7 +120,7 @@ def load_pretrained(
     folder = run[0] if run else _fetch(str(source), ABOUT)
     if mesh_shape is None:
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
-    cfg = architecture.trained_model(folder, mesh_shape)
+    cfg = architecture.trained_model(folder, mesh_shape, family)
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").with_all_layers()

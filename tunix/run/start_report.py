@@ -18,6 +18,7 @@ from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
 from tunix.costs.transfers import part_rows
 from tunix.data.prompts import AnyCorpus
+from tunix.families import find_family
 from tunix.hf.config_json import read_num_rows
 from tunix.hf.hub import find
 from tunix.models.exchanges import choose_exchange
@@ -214,7 +215,7 @@ def _added_rows(cfg: Config) -> str:
     source = cfg.model.init_from
     if source is None or cfg.resume or find_run(source):
         return ""
-    in_files = read_num_rows(find(source))
+    in_files = read_num_rows(find(source), find_family(cfg.model.family))
     added = cfg.model.vocab_size - in_files
     return f"; {added:,} rows of vocabulary added to its {in_files:,}, each the mean of those" if added else ""
 

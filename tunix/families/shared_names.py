@@ -1,0 +1,111 @@
+"""Names of tensors and keys of config.json that several families share. Imports no jax."""
+
+import re
+
+from tunix.families.family import Name
+
+LLAMA_NAMES = {
+    "embedding.table": Name("model.embed_tokens.weight", "V,D"),
+    "blocks.pre_attention.scale": Name("model.layers.{}.input_layernorm.weight", "D"),
+    "blocks.attention.q.w": Name("model.layers.{}.self_attn.q_proj.weight", "NH,D"),
+    "blocks.attention.k.w": Name("model.layers.{}.self_attn.k_proj.weight", "KH,D"),
+    "blocks.attention.v.w": Name("model.layers.{}.self_attn.v_proj.weight", "KH,D"),
+    "blocks.attention.o.w": Name("model.layers.{}.self_attn.o_proj.weight", "D,NH"),
+    "blocks.pre_mlp.scale": Name("model.layers.{}.post_attention_layernorm.weight", "D"),
+    "blocks.mlp.gate.w": Name("model.layers.{}.mlp.gate_proj.weight", "F,D"),
+    "blocks.mlp.up.w": Name("model.layers.{}.mlp.up_proj.weight", "F,D"),
+    "blocks.mlp.down.w": Name("model.layers.{}.mlp.down_proj.weight", "D,F"),
+    "final_norm.scale": Name("model.norm.weight", "D"),
+    "head.table": Name("lm_head.weight", "V,D"),
+}
+LLAMA_KEYS = {
+    "vocab_size": "vocab_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "context_length": "max_position_embeddings", "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}  # fmt: skip
+LLAMA_ABSENT = {
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4,
+    "num_key_value_heads": None, "head_dim": None,
+}  # fmt: skip
+
+
+QKV = ("NH", "KH", "KH")  # queries, keys and values in one tensor
+
+
+def fused(names: dict[str, Name], tensor: str, *parts: tuple[str, str]) -> dict[str, Name]:
+    """Put weights, given as (parameter, rows), into one tensor of each layer, one after the other."""
+    rows = tuple(letters for _, letters in parts)
+    return names | {
+        f"blocks.{path}.w": Name(f"model.layers.{{}}.{tensor}.weight", f"{letters},D", part, rows)
+        for part, (path, letters) in enumerate(parts)
+    }
+
+
+def qkv_biases() -> dict[str, Name]:
+    """Return the names of the biases of queries, keys and values."""
+    return {
+        f"blocks.attention.{x}.bias.b": Name(f"model.layers.{{}}.self_attn.{x}_proj.bias", letters)
+        for x, letters in zip("qkv", QKV, strict=True)
+    }
+
+
+# Families whose config.json has one window for all layers, or null.
+ALL_LOCAL = {"sliding_window": None, "sliding_window_pattern": 0}
+
+
+def qk_norm(*dims: str) -> dict[str, Name]:
+    """Return the names of the norms of queries and of keys, whose scales have these dimensions."""
+    return {
+        f"blocks.attention.{x}_norm.scale": Name(f"model.layers.{{}}.self_attn.{x}_norm.weight", letters)
+        for x, letters in zip("qk", dims, strict=True)
+    }
+
+
+def renamed(names: dict[str, Name], **tensors: str) -> dict[str, Name]:
+    """Replace the names of the norms before and after each part; a norm without a new name is left out."""
+    norms = {f"blocks.{norm}.scale": Name(f"model.layers.{{}}.{name}.weight", "D") for norm, name in tensors.items()}
+    return {path: name for path, name in names.items() if not re.match(r"blocks\.(pre|post)", path)} | norms
+
+
+def expert_names(router: str, expert: str, gate: str, up: str, down: str) -> dict[str, Name]:
+    """Return the names of a router and of the three matrices of each expert."""
+    parts = {"gate": (gate, "G,D"), "up": (up, "G,D"), "down": (down, "D,G")}
+    return {"blocks.mlp.router.w": Name(f"model.layers.{{}}.{router}.weight", "Y,D")} | {
+        f"blocks.mlp.expert_{part}.w": Name(f"model.layers.{{}}.{expert}.{{}}.{tensor}.weight", dims)
+        for part, (tensor, dims) in parts.items()
+    }
+
+
+EXPERT_NAMES = expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+EXPERT_KEYS = {"mlp.num_experts": "num_experts", "mlp.experts_per_token": "num_experts_per_tok"}
+EVERY_MLP = {"mlp_dim": "intermediate_size", "mlp.expert_dim": "intermediate_size"}  # no dense layers: one width
+OLMO_NAMES = renamed(
+    LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
+) | qk_norm("NH", "KH")
+
+GEMMA_NAMES = renamed(
+    LLAMA_NAMES,
+    pre_attention="input_layernorm",
+    post_attention="post_attention_layernorm",
+    pre_mlp="pre_feedforward_layernorm",
+    post_mlp="post_feedforward_layernorm",
+)
+PLAIN_NAMES = {path: name for path, name in LLAMA_NAMES.items() if path != "blocks.mlp.gate.w"}
+
+ROUTER_BIAS = {"blocks.mlp.router.bias": Name("model.layers.{}.mlp.gate.e_score_correction_bias", "Y")}
+SHARED_NAMES = {
+    f"blocks.mlp.shared.{part}.w": Name(f"model.layers.{{}}.mlp.shared_experts.{part}_proj.weight", dims)
+    for part, dims in (("gate", "U,D"), ("up", "U,D"), ("down", "D,U"))
+}
+# Experts as DeepSeek-V3 has them: a sigmoid for each, groups, a bias in the choice, a shared one, dense first layers.
+DEEPSEEK_KEYS = {
+    "mlp.num_experts": "n_routed_experts", "mlp.experts_per_token": "num_experts_per_tok",
+    "mlp.expert_dim": "moe_intermediate_size", "mlp.dense_layers": "first_k_dense_replace",
+    "mlp.normalized": "norm_topk_prob", "mlp.scale": "routed_scaling_factor", "mlp.num_groups": "n_group",
+    "mlp.groups_per_token": "topk_group",
+}  # fmt: skip
+DEEPSEEK_FIXED = {
+    "hidden_act": ("silu",), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+}  # fmt: skip
+NEXT_TOKENS = (r"model\.layers\.{num_layers}\.",)  # layers behind the last one, which predict further tokens
