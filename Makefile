@@ -1,11 +1,11 @@
-# make train · make test · make test-all · make lint · make bench · make faults · make chaos · make soak · make fuzz · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
+# make train · make test · make test-all · make lint · make bench · make faults · make chaos · make soak · make fuzz · make audit · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
 PYTHON ?= python3
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements-%.txt)
 BIN := .venv/bin
 
-.PHONY: train test test-all lint bench faults chaos soak fuzz docs site parity lock clean
+.PHONY: train test test-all lint bench faults chaos soak fuzz audit docs site parity lock clean
 train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
@@ -18,7 +18,12 @@ test-all: .venv/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal --nightly all $(ARGS)
 
 lint: .venv/installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m tools.licences
+
+# Known weaknesses of the locked packages, by PyPI's database: needs the network.
+audit: .venv/installed
+	$(BIN)/python -m venv .venv/audit && .venv/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	.venv/audit/bin/python -m pip_audit --strict --no-deps --disable-pip -r requirements.txt
 
 bench: .venv/installed
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.step
@@ -40,6 +45,7 @@ fuzz: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.model_table
+	$(BIN)/python -m tools.licences
 
 # The pages, the tutorial and the API as a site in build/site; every link is checked.
 site: .venv/installed

@@ -118,12 +118,14 @@ def timing(session: Session, run: Path) -> Iterator[None]:
         thread.join()
 
 
-def damage(run: Path, what: str, rng: random.Random) -> bool:
-    """Damage a file of the newest checkpoint; return whether there are two, so that one is left."""
-    steps = sorted((int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit()), reverse=True)
-    if len(steps) < 2:
-        return False
-    files = sorted(path for path in (run / "checkpoints" / str(steps[0])).rglob("*") if path.is_file())
+def list_steps(run: Path) -> list[int]:
+    """Return the steps of the checkpoints, the newest last."""
+    return sorted(int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def damage(run: Path, what: str, rng: random.Random) -> None:
+    """Damage a file of the newest checkpoint."""
+    files = sorted(path for path in (run / "checkpoints" / str(list_steps(run)[-1])).rglob("*") if path.is_file())
     file = rng.choice([path for path in files if path.stat().st_size])
     content = bytearray(file.read_bytes())
     if what == "lost file":
@@ -134,7 +136,6 @@ def damage(run: Path, what: str, rng: random.Random) -> bool:
         bit = rng.randrange(8 * len(content))
         content[bit // 8] ^= 1 << bit % 8
         file.write_bytes(content)
-    return True
 
 
 def hurt(processes: Processes, what: str, run: Path, rng: random.Random) -> float:
@@ -170,10 +171,13 @@ def find_trainer(processes: Processes, rank: int) -> int:
 def start(folder: Path, data: list[str], rng: random.Random) -> Session:
     """Start or resume the run, hurt it, and wait until it is gone."""
     run, count = folder / "run", rng.choice([1, 2, 2, 4])
-    what = rng.choice([kind for kind in KINDS if count > 1 or kind not in ("SIGSTOP", *FAULTS)])
+    several, two = count > 1, len(list_steps(run)) > 1  # one checkpoint must be left
+    what = rng.choice(
+        [kind for kind in KINDS if (several or kind not in ("SIGSTOP", *FAULTS)) and (two or kind not in DAMAGES)]
+    )
     session = Session(rng.choice(MESHES[count]), what)
-    if what in DAMAGES and not damage(run, what, rng):
-        session.what = "nothing"
+    if what in DAMAGES:
+        damage(run, what, rng)
     before = len(read_lines(run))
     has_begun = (run / "config.yaml").exists()
     words = ["resume=run"] if has_begun else [*WORDS, *data]
