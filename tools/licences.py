@@ -36,9 +36,9 @@ SPDX = {
 }  # fmt: skip
 HEADING = """# Licences
 
-tunix itself is under the Apache License 2.0. This table lists the packages that it needs at run time, without the extras
-of `pyproject.toml`, and their licences as their authors name them. `python -m tools.licences` renews it, and `make lint`
-fails for a package whose licence is not one of: {allowed}.
+tunix itself is under the Apache License 2.0. This table lists the packages that it needs at run time, without the
+extras of `pyproject.toml`, and their licences as their authors name them. `python -m tools.licences` renews it, and
+`make lint` fails for a package whose licence is not one of: {allowed}.
 
 | package | licence |
 |---|---|
