@@ -151,6 +151,15 @@ def test_tokenizer_json(folder, data):
     load_vocabulary(str(folder), eos="a")
 
 
+def test_a_tokenizer_whose_library_panics(tmp_path):
+    """The prefix of a token is longer than the token; found by `make fuzz`."""
+    whole = json.loads(SEED_TOKENIZER)
+    whole["model"]["continuing_subword_prefix"] = "##"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(UserError, match=r"cannot be read as a tokenizer.json: .*out of range"):
+        load_vocabulary(str(tmp_path), eos="a")
+
+
 SETTINGS = [
     {"bos_token": "a", "eos_token": {"content": "b"}, "chat_template": [{"name": "default", "template": PLAIN}]}
 ]

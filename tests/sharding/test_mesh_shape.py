@@ -44,6 +44,7 @@ def test_resolve(shape, devices, sizes):
             4,
             'needs 16 devices, 4 are visible; legal here: [[2,2],["fsdp","tp"]], [[4,1],["fsdp","tp"]]',
         ),
+        (((8, 2), ("fsdp", "tp")), 4, "or start 4 times as many processes, as with --nnodes=4"),
         (((-1, 3), ("fsdp", "tp")), 8, "3 does not divide the 8 devices that are visible"),
         (
             ((1, 16), ("fsdp", "tp")),

@@ -98,6 +98,9 @@ def resolve(
     elif fixed > num_devices or (fixed < num_devices and not allow_idle):
         can_idle = fixed < num_devices and which == "visible"
         idle = ", or distributed.allow_idle_devices=true to leave the rest idle" if can_idle else ""
+        if which == "visible" and fixed > num_devices and fixed % num_devices == 0:
+            times = fixed // num_devices
+            idle = f"; or start {times} times as many processes, as with --nnodes={times} (docs/distributed.md)"
         raise UserError(
             f"model.mesh_shape {product} needs {fixed} devices, {num_devices} are {which}; "
             f"{_nearest(named, num_devices, dims)}{idle}"

@@ -233,7 +233,11 @@ def _read_backend(path: str, files: dict[str, Path]) -> Backend:
     if "tokenizer.json" in files:
         try:
             return Backend.from_file(str(files["tokenizer.json"]))
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:
+            # The library raises bare Exception. Where its Rust code panics, it raises a PanicException, which is no
+            # Exception and cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"tokenizer.path={path} cannot be read as a tokenizer.json: {error}") from None
     if "tokenizer.model" in files:
         return sentencepiece.convert(files["tokenizer.model"])
