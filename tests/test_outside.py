@@ -156,7 +156,7 @@ def test_a_tokenizer_whose_library_panics(tmp_path):
     whole = json.loads(SEED_TOKENIZER)
     whole["model"]["continuing_subword_prefix"] = "##"
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
-    with pytest.raises(UserError, match=r"cannot be read as a tokenizer.json: .*out of range"):
+    with pytest.raises(UserError, match="cannot be read as a tokenizer.json"):
         load_vocabulary(str(tmp_path), eos="a")
 
 
