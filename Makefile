@@ -72,6 +72,7 @@ lock:
 	uv pip compile --universal --python-version 3.11 --extra buckets --extra servers -c requirements.txt pyproject.toml -o requirements-buckets.txt
 	uv pip compile --universal --python-version 3.11 --extra lm_eval -c requirements.txt pyproject.toml -o requirements-lm-eval.txt
 	uv pip compile --universal --python-version 3.11 --extra reasoning -c requirements.txt pyproject.toml -o requirements-reasoning.txt
+	uv pip compile --universal --python-version 3.11 --extra ray -c requirements.txt pyproject.toml -o requirements-ray.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda12 -c requirements.txt pyproject.toml -o requirements-cuda12.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda13 -c requirements.txt pyproject.toml -o requirements-cuda13.txt
 

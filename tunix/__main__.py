@@ -192,7 +192,13 @@ def write_for_kubernetes(job: compose.Job) -> int:
     return kubernetes.launch(job)
 
 
-LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes}
+def start_on_ray(job: compose.Job) -> int:
+    from tunix.launch import ray
+
+    return ray.launch(job)
+
+
+LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes, "ray": start_on_ray}
 
 
 if __name__ == "__main__":

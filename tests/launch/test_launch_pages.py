@@ -10,11 +10,11 @@ from launch.test_launch import TWO_MACHINES
 from support.harness import ROOT
 
 from tunix.cli import compose
-from tunix.launch import accelerate, kubernetes, rendezvous, slurm
+from tunix.launch import accelerate, kubernetes, ray, rendezvous, slurm
 from tunix.launch.__main__ import parser
 from tunix.launch.nodes import Node, NodeFlags, find_node
 
-PAGES = [ROOT / "docs" / name for name in ("coming_from.md", "slurm.md", "kubernetes.md")]
+PAGES = [ROOT / "docs" / name for name in ("coming_from.md", "slurm.md", "kubernetes.md", "ray.md")]
 HERE = {  # what the shell of each example has
     "NUM_NODES": "2", "HOST_NODE_ADDR": "10.0.0.1:29400", "JOB_ID": "7", "NODE": "1", "MASTER_ADDR": "10.0.0.1", "CUDA_VISIBLE_DEVICES": "0,1,2,3",
 }  # fmt: skip
@@ -63,6 +63,8 @@ def test_command(environment, words, tmp_path, monkeypatch):
         assert f"--nodes={job.config.launcher.nodes}" in slurm.format_script(job.config, job.config.launcher, tmp_path)
     if job.config.launcher.name == "kubernetes":
         assert len(kubernetes.make_manifests(job.config, job.config.launcher, "name")) == 2
+    if job.config.launcher.name == "ray":
+        assert ray.list_sizes(job.config, job.config.launcher)[0] == job.config.launcher.nodes
 
 
 def launched(words: list[str], environment: dict[str, str]) -> Node:

@@ -158,7 +158,7 @@ def a_plan(folder: Path, corpus: Path) -> Callable[[], None]:
 def the_launchers(folder: Path, corpus: Path) -> Callable[[], None]:
     pods = ["launcher=kubernetes", "launcher.image=a", "launcher.volume_claim=b", f"hydra.run.dir={folder}/pods"]
     slurm = ["launcher=slurm", "launcher.dry_run=true", "launcher.container_image=a", f"hydra.run.dir={folder}/job"]
-    jobs = [compose(pods), compose(slurm)]
+    jobs = [compose(pods), compose(slurm), compose(["launcher=ray", "dry_run=true"])]
 
     def use() -> None:
         for job in jobs:
@@ -235,10 +235,13 @@ def test_every_key_is_read(reads):
 
 
 def untested() -> tuple[str, ...]:
-    """Keys whose reads are not seen: by a Slurm, by a bucket, by a sink (which gets plain values), by a package that is missing."""
+    """Keys whose reads are not seen: by a Slurm, by a Ray cluster, by a bucket, by a sink (which gets plain values), by a package that is missing."""
     return (
         "Checkpoint.timeout_s",
         "Slurm.show_logs",
+        "Ray.address",
+        "Ray.max_restarts",
+        "Ray.start_timeout_s",
         "Logging.every_steps",
         "Logging.close_timeout_s",
         "Logging.wandb",

@@ -10,7 +10,7 @@ from tunix.base.section import Flag, Section, Seed
 from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network
 from tunix.config.data import AnyData, Loading, Tokenizer
 from tunix.config.decoding import Sampling
-from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Slurm
+from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Ray, Slurm
 from tunix.config.model import PROJECTIONS, Lora, Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.task import AnyTask, Dpo, Grpo, Task
@@ -22,7 +22,7 @@ from tunix.sharding.dims import read_dims
 __all__ = [
     "PROJECTIONS", "Average", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export",
     "Generate", "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Network", "Optimizer", "ParameterGroup",
-    "Plan", "Profile", "Sampling", "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training",
+    "Plan", "Profile", "Ray", "Sampling", "Scheduler", "Section", "Slurm", "Task", "Tokenizer", "Training",
 ]  # fmt: skip
 
 

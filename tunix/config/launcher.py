@@ -1,11 +1,11 @@
-"""Launchers, which start the processes of a run: on this machine, by Slurm, on Kubernetes."""
+"""Launchers, which start the processes of a run: on this machine, by Slurm, on Kubernetes, on a Ray cluster."""
 
 import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tunix.base.section import Count, CountOrZero, Flag, Section
+from tunix.base.section import Count, CountOrZero, Flag, Positive, Section
 
 
 def _assignment(text: str) -> str:
@@ -32,8 +32,24 @@ def _label(text: str) -> str:
     return text
 
 
+def _head_node(text: str) -> str:
+    if text != "auto" and not re.fullmatch(r"[^\s/]+:\d+", text):
+        raise ValueError(
+            "expected auto, or HOST:PORT of the head node; without access to a node, use `ray job submit` (docs/ray.md)"
+        )
+    return text
+
+
+def _amount(text: str) -> str:
+    if not re.fullmatch(r"[^\s=]+=\d+(\.\d+)?", text):
+        raise ValueError("expected NAME=NUMBER, in quotes")
+    return text
+
+
 Assignment = Annotated[str, AfterValidator(_assignment), AfterValidator(_one_line)]
 Label = Annotated[str, AfterValidator(_label)]
+Amount = Annotated[str, AfterValidator(_amount)]
+HeadNode = Annotated[str, AfterValidator(_head_node)]
 TimeLimit = Annotated[str, AfterValidator(_time_limit)]
 Line = Annotated[str, AfterValidator(_one_line)]
 
@@ -184,10 +200,45 @@ class Kubernetes(Nodes):
 
     @model_validator(mode="after")
     def _check_env(self) -> "Kubernetes":
-        for name in (text.partition("=")[0] for text in self.extra_env):
-            if name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-                raise ValueError(f"launcher.extra_env has {name}, which the manifest sets for each pod; leave it out")
+        _refuse_ranks(self.extra_env, "the manifest sets for each pod")
         return self
 
 
-AnyLauncher = Annotated[Local | Slurm | Kubernetes, Field(discriminator="name")]
+class Ray(Nodes):
+    """Start the run on a Ray cluster and follow it (docs/ray.md)."""
+
+    name: Literal["ray"]
+    """What starts the processes."""
+    address: HeadNode
+    """The cluster: auto finds the one that this machine belongs to; or HOST:PORT of its head node."""
+    min_nodes: Count | None
+    """Fewest nodes that the run goes on with when others are lost or busy; null: launcher.nodes."""
+    cpus_per_task: Positive
+    """CPU cores of each process, by Ray's count; Ray does not enforce it."""
+    resources: tuple[Amount, ...]
+    """Further resources of each node, each 'NAME=NUMBER': 'accelerator_type:H100=0.001'."""
+    start_timeout_s: Positive
+    """Seconds to wait for launcher.nodes nodes at each start; then fewer will do, down to launcher.min_nodes."""
+    max_restarts: CountOrZero
+    """Times that the run is started again after a node or a process was lost."""
+    grace_period_s: Positive
+    """Seconds between SIGTERM and SIGKILL for the other processes after one has died."""
+    train_script: Line | None
+    """Script that each process runs; null takes tunix as it is installed on the nodes."""
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> "Ray":
+        _refuse_ranks(self.extra_env, "the launcher sets for each process")
+        if self.min_nodes is not None and self.min_nodes > self.nodes:
+            raise ValueError(f"launcher.min_nodes={self.min_nodes} is more than launcher.nodes={self.nodes}")
+        return self
+
+
+def _refuse_ranks(extra_env: tuple[str, ...], who: str) -> None:
+    """Raise ValueError if the environment of a run has a variable that tells its processes apart."""
+    for name in (text.partition("=")[0] for text in extra_env):
+        if name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+            raise ValueError(f"launcher.extra_env has {name}, which {who}; leave it out")
+
+
+AnyLauncher = Annotated[Local | Slurm | Kubernetes | Ray, Field(discriminator="name")]

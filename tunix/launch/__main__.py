@@ -30,7 +30,7 @@ def main(words: list[str]) -> int:
             file = accelerate.read_config(args.accelerate_config)
             flags, environment = flags.with_defaults(file.flags, environment), environment | file.environment
         command = children.build_command(args.script, args.arguments, args.module, args.no_python)
-        return children.run(find_node(flags, environment), command, environment, args.log_dir, args.grace_s)
+        return children.run(find_node(flags, environment), command, environment, args.log_dir, args.grace_s, args.label)
 
     try:
         return exits.report_errors(work)
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     flag("accelerate_config", type=Path, metavar="FILE", help="read an accelerate config; flags win over it")
     flag("log_dir", type=Path, help="folder for train.RANK.log; a temporary one if not given")
     flag("grace_s", type=float, default=30.0, help="seconds between SIGTERM and SIGKILL after a process died [30]")
+    flag("label", action="store_true", help="show the output of every process, each line behind its rank")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     flag("no_python", action="store_true", help="SCRIPT is a program, not a Python script")
     parser.add_argument("script", metavar="SCRIPT")

@@ -20,7 +20,7 @@ RUN_TRAINING = Path(__file__).parents[2] / "run_training.py"
 # States of a job that has not ended.
 GOING = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STAGE_OUT", "SIGNALING"}
 POLL_S = 1.0
-AGAIN = f"143|138|{exits.STOPPED}|{exits.PEER}|134|137"  # exit codes after which a job is queued again, the worst last
+AGAIN = "|".join(map(str, submission.AGAIN))  # exit codes after which a job is queued again
 
 
 def launch(job: compose.Job) -> int:
@@ -62,7 +62,7 @@ def launch(job: compose.Job) -> int:
         print(f"not submitted (launcher.dry_run): sbatch {shlex.quote(str(file))}")
         return 0
     output = logs / f"slurm-{number}.out"
-    print(f"submitted job {number}: {_describe(job.config, slurm)}")
+    print(f"submitted job {number}: {submission.describe(job.config, slurm)}")
     print(f"its output: tail -F {shlex.quote(str(output))}    end it: scancel {number}", flush=True)
     return follow(number, output) if slurm.show_logs else 0
 
@@ -125,7 +125,7 @@ def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int |
     python = slurm.python or ("python3" if slurm.container_image else sys.executable)
     training = shlex.join([python, str(Path(slurm.train_script or RUN_TRAINING).absolute())])
     return f"""#!/bin/bash
-# {config.project_name}: {_describe(config, slurm)}.
+# {config.project_name}: {submission.describe(config, slurm)}.
 # Written by `python run_training.py launcher=slurm`. Submitted again, it goes on with the newest checkpoint.
 {options}
 
@@ -165,11 +165,7 @@ exit $code
 
 
 def _resume_word(path: Path) -> str:
-    """Return the override `resume=PATH`, quoted for Hydra and for the shell."""
-    if re.fullmatch(r"[\w/.:+-]+", str(path)):
-        return f"resume={path}"
-    escaped = str(path).replace("'", "\\'")
-    return shlex.quote(f"resume='{escaped}'")
+    return shlex.quote(submission.make_resume_word(path))
 
 
 def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:
@@ -216,17 +212,6 @@ def _srun_command(slurm: Slurm, folder: Path) -> str:
 def _export(assignment: str) -> str:
     name, _, value = assignment.partition("=")
     return f"export {name}={shlex.quote(value)}"
-
-
-def _describe(config: Config, slurm: Slurm) -> str:
-    """Return the size of the job in words: `2 nodes, 8 GPUs each, 16 processes`."""
-
-    def count(number: int, noun: str) -> str:
-        return f"{number} {noun}{'' if number == 1 else 's' if noun[-1] != 's' else 'es'}"
-
-    devices = count(slurm.gpus_per_node, "GPU") if slurm.gpus_per_node else "CPUs only"
-    where = f"{count(slurm.nodes, 'node')}, {devices} each, {count(slurm.nodes * slurm.tasks, 'process')}"
-    return f"{config.run_name}, {where}" if config.run_name else where
 
 
 def _log_folder(slurm: Slurm, folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """The folder of a run that will start elsewhere: it holds the resolved config, ready for `resume=RUN_DIR`."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +10,15 @@ from pathlib import Path
 
 from tunix.base.errors import UserError
 from tunix.cli import compose
-from tunix.config import Local
+from tunix.config import Config, Local
+from tunix.config.launcher import Nodes
+from tunix.processes import exits
 from tunix.processes.identity import find_identity
 from tunix.run import run_folder
+
+# Exit codes after which a run starts again, the worst last: stopped before it began, stopped early, lost a process,
+# aborted by JAX's runtime, killed. After every other code the next start would fail in the same way.
+AGAIN = (143, 138, exits.STOPPED, exits.PEER, 134, 137)
 
 
 @contextmanager
@@ -44,6 +51,25 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
         else:
             _remove(folder)
         raise
+
+
+def describe(config: Config, nodes: Nodes) -> str:
+    """Return the size of the run in words: `2 nodes, 8 GPUs each, 16 processes`."""
+
+    def count(number: int, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 's' if noun[-1] != 's' else 'es'}"
+
+    devices = count(nodes.gpus_per_node, "GPU") if nodes.gpus_per_node else "CPUs only"
+    where = f"{count(nodes.nodes, 'node')}, {devices} each, {count(nodes.nodes * nodes.tasks, 'process')}"
+    return f"{config.run_name}, {where}" if config.run_name else where
+
+
+def make_resume_word(path: Path) -> str:
+    """Return the override `resume=PATH`, quoted for Hydra."""
+    if re.fullmatch(r"[\w/.:+-]+", str(path)):
+        return f"resume={path}"
+    escaped = str(path).replace("'", "\\'")
+    return f"resume='{escaped}'"
 
 
 def write_file(path: Path, text: str) -> Path:

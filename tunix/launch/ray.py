@@ -1,0 +1,163 @@
+"""Start the processes of a run on a Ray cluster (https://docs.ray.io), follow them, and start them again elsewhere.
+
+    this process (the driver)                 each node of the run
+    ─────────────────────────                 ────────────────────
+    a placement group: a bundle per node  ──> actor `RayNode` in its bundle
+    address of process 0, run's folder    ──>   python -m tunix.launch --node_rank=...  ──>  processes
+    signals                               ──>                                           ──>
+    output, exit code                     <──                                           <──
+
+So a process finds its rank and the address of process 0 as it does without Ray. When a node is lost, the others are
+ended, and all start again with `resume`: on as many nodes as before, or on fewer where `launcher.min_nodes` allows it.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from tunix.base.errors import Ending, UserError
+from tunix.cli import compose
+from tunix.config import Config, Ray
+from tunix.launch import submission, watch
+from tunix.processes import exits
+
+if TYPE_CHECKING:
+    from tunix.launch import ray_cluster  # imports ray, which is optional
+
+
+def launch(job: compose.Job) -> int:
+    """Run on the cluster until the end; return the exit code of the run.
+
+    Raises:
+        UserError: Ray is not installed, there is no cluster, or it lacks the nodes. No file is left then.
+    """
+    launcher = job.config.launcher
+    assert isinstance(launcher, Ray)
+    sizes = list_sizes(job.config, launcher)
+    if job.config.dry_run:
+        words = make_words(launcher, 0, sizes[0], ("ADDRESS", 0), job.run_dir.absolute(), job.resume_step)
+        shown = {
+            "nodes": sizes,
+            "bundle": make_bundle(launcher),
+            "environment": make_environment(launcher),
+            "python": words,
+        }
+        print(f"# {submission.describe(job.config, launcher)}. A bundle and a command for each node, node 0's here.")
+        print(yaml.safe_dump(shown, sort_keys=False, width=1000), end="")
+        return 0
+    if find_spec("ray") is None:
+        raise UserError("launcher=ray needs the package ray: pip install 'tunix-trainer[ray]'")
+    from tunix.launch import ray_cluster
+
+    with ray_cluster.connect(launcher.address), watch.receive_signals() as received:
+
+        def take_nodes() -> list[ray_cluster.Node]:
+            return ray_cluster.take_nodes(make_bundle(launcher), sizes, launcher.start_timeout_s, received)
+
+        with submission.prepare_folder(job) as folder:
+            nodes = take_nodes()
+        print(f"run folder: {folder}", flush=True)
+        start_at = job.resume_step
+        for restart in range(launcher.max_restarts + 1):
+            code, is_asked = _run_once(launcher, nodes, folder, start_at, received)
+            if is_asked or code not in submission.AGAIN or _stops_by_itself(job.config, code):
+                break
+            if restart == launcher.max_restarts:
+                watch.say(f"exit code {code}; launcher.max_restarts={restart} are used up")
+                break
+            watch.say(f"exit code {code}: starts again, {restart} of {launcher.max_restarts} times so far")
+            start_at = None  # now from the newest checkpoint
+            try:
+                nodes = take_nodes()
+            except Ending as ending:
+                watch.say(str(ending))
+                break
+        return code
+
+
+def _run_once(
+    launcher: Ray, nodes: "list[ray_cluster.Node]", folder: Path, step: int | None, received: list[int]
+) -> tuple[int, bool]:
+    """Start the run on these nodes, wait for its end and give the nodes back.
+
+    Returns the exit code, and whether a signal to this process has asked the run to stop.
+    """
+    from tunix.launch import ray_cluster
+
+    watch.say(f"{len(nodes)} nodes, {launcher.tasks} processes each; process 0 is on {nodes[0].host}")
+    config = folder / "config.yaml"
+    try:
+        for node in nodes:
+            words = make_words(launcher, node.rank, len(nodes), nodes[0].address, folder, step)
+            node.start(words, make_environment(launcher), str(Path.cwd()), config, config.read_text())
+        is_asked = watch.wait_for_all(nodes, received, launcher.grace_period_s)
+    finally:
+        ray_cluster.give_back(nodes)
+    worst = watch.find_worst(nodes)
+    assert worst.code is not None
+    return worst.code, is_asked
+
+
+def list_sizes(config: Config, launcher: Ray) -> list[int]:
+    """Return the numbers of nodes on which the run can train: `launcher.nodes`, then fewer, down to `min_nodes`.
+
+    Raises:
+        UserError: the mesh or the batch does not fit on `min_nodes`, or the batch is not fixed.
+    """
+    least = launcher.min_nodes or launcher.nodes
+    if least < launcher.nodes and not (config.training.global_batch_size or config.training.global_batch_tokens):
+        raise UserError(
+            f"launcher.min_nodes={least} needs training.global_batch_size or training.global_batch_tokens: without "
+            "them the batch of a step would shrink with the number of nodes"
+        )
+    sizes = [launcher.nodes]
+    values = config.model_dump(mode="json", by_alias=True)
+    for number in range(launcher.nodes - 1, least - 1, -1):
+        values["launcher"] |= {"nodes": number, "min_nodes": None}
+        try:
+            compose.build(values)
+        except UserError as error:
+            if number == least:
+                raise UserError(f"launcher.min_nodes={least}: the run does not fit: {error}") from None
+        else:
+            sizes.append(number)
+    return sizes
+
+
+def make_bundle(launcher: Ray) -> dict[str, float]:
+    """Return what the run takes of each node, by Ray's names."""
+    amounts = (text.rpartition("=") for text in launcher.resources)
+    bundle = {"CPU": launcher.cpus_per_task * launcher.tasks, "GPU": float(launcher.gpus_per_node)}
+    bundle |= {name: float(amount) for name, _, amount in amounts}
+    return {name: amount for name, amount in bundle.items() if amount}
+
+
+def make_words(
+    launcher: Ray, rank: int, num_nodes: int, address: tuple[str, int], folder: Path, step: int | None
+) -> list[str]:
+    """Return the command of one node, for Python: the launcher of a node, and what each process runs.
+
+    Args:
+        address: host and port of node 0; process 0 listens on the port after it.
+        step: of the checkpoint to begin with; None takes the newest.
+    """
+    resume = submission.make_resume_word(folder if step is None else folder / "checkpoints" / str(step))
+    nodes = [f"--nnodes={num_nodes}", f"--node_rank={rank}", f"--nprocs={launcher.tasks}"]
+    meeting = [f"--master_addr={address[0]}", f"--master_port={address[1]}"]
+    own = [f"--grace_s={launcher.grace_period_s:g}", f"--log_dir={folder}", "--label"]
+    script = [launcher.train_script] if launcher.train_script else ["-m", "tunix"]
+    return ["-m", "tunix.launch", *nodes, *meeting, *own, *script, resume]
+
+
+def make_environment(launcher: Ray) -> dict[str, str]:
+    """Return the environment variables of the run, beside those that Ray's workers have."""
+    pairs = (text.partition("=") for text in launcher.extra_env)
+    cpu = {} if launcher.gpus_per_node else {"JAX_PLATFORMS": "cpu"}  # Ray hides no GPUs from those that ask for none
+    return cpu | {name: value for name, _, value in pairs}
+
+
+def _stops_by_itself(config: Config, code: int) -> bool:
+    """Return True for the end that the run's own keys ask for: to start again at once would undo it."""
+    return code == exits.STOPPED and bool(config.training.time_limit_s or config.training.hard_stop)
