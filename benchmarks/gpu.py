@@ -151,7 +151,7 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
     with jax.set_mesh(mesh):
         program, shapes = assemble(cfg, mesh), abstract_batch(cfg, mesh)
         sizes = derive_sizes(cfg, mesh, program.arch, None)
-        train_step = jax.jit(program.step(1000, sizes.batch.num_tokens), donate_argnums=0)
+        train_step = jax.jit(program.step([(1000, sizes.batch.num_tokens)]), donate_argnums=0)
         options: Any = cfg.training.compiler_options
         compiled = train_step.lower(program.abstract, shapes).compile(compiler_options=options)
         shape = shapes["tokens"].shape

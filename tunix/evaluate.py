@@ -113,6 +113,8 @@ def _config(cmd: Evaluate) -> Config:
     cfg = compose.compose([origin, *(word for word in cmd.overrides if not _is_sampling(word))]).config
     if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
+    # An evaluation has no stages of the batch, which perhaps do not fit its devices.
+    cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"batch_stages": ()})})
     if cfg.training.remat == "budget":  # nothing goes backward here
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": "full"})})
     own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}

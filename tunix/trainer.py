@@ -17,7 +17,6 @@ from tunix.cli import compose
 from tunix.cli.intent import remark_on_tiny
 from tunix.config import Config
 from tunix.costs.devices import peak_tflops
-from tunix.costs.hlo import read_collectives, summarise
 from tunix.data.position import Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
@@ -28,7 +27,8 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import FEEDS, Feed, Measure
 from tunix.run import logs, run_folder
 from tunix.run.checkpoint import Checkpoints
-from tunix.run.compile_cache import count_reads, keep_programs
+from tunix.run.compile_cache import keep_programs
+from tunix.run.compiled_steps import CompiledSteps, memory_report
 from tunix.run.endings import REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
 from tunix.run.home import check_home, find_home, write_home
 from tunix.run.improvement import Improvement
@@ -43,8 +43,8 @@ from tunix.tokenizer.vocabulary import tokenizer_digest
 from tunix.training.kernel_check import check_attention
 from tunix.training.optim import check_phases
 from tunix.training.overlap import check_compiler_options
-from tunix.training.program import Program, abstract_batch, assemble, build_mesh
-from tunix.training.sizes import Sizes, derive_sizes, last_step
+from tunix.training.program import Program, assemble, assemble_stages, build_mesh
+from tunix.training.sizes import Sizes, derive_sizes
 from tunix.training.state import Architecture, State
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,10 @@ def run(job: compose.Job) -> Result:
         # 3. the report of every derived number, at which a dry run ends;
         # 4. checks that need the devices, the data or a download.
         program = assemble(cfg, mesh)
-        program.try_out_loss(mesh)
         arch = program.arch
+        programs = assemble_stages(program, cfg.training.batch_schedule(mesh.shape), mesh)
+        for each in programs.values():
+            each.try_out_loss(mesh)
         check_before_reading(cfg, mesh, arch)
         clock.end("program")
         with watchdog.phase("preparing the data", math.inf):
@@ -120,19 +122,22 @@ def run(job: compose.Job) -> Result:
         with hold_lock(folder), Checkpoints(store) as checkpoints:
             state, start, improvement, is_new = first_state(job, checkpoints, program, mesh, corpus, feed)
             clock.end("state")
-            last = end_of_run(cfg, corpus, sizes, start, improvement)
+            whole_run, sizes = sizes, derive_sizes(cfg, mesh, arch, corpus.num_samples, start)
+            last = end_of_run(cfg, whole_run, sizes, start, improvement)
+            spans = whole_run.schedule.spans(last)
             run_folder.write_record(job, folder, shared, waiting_log)
             run_folder.keep_files(cfg, corpus.vocabulary, folder)
             write_home(job, folder, home)
             log.info("writing to %s", folder)
+            traced = programs[sizes.schedule.at(cfg.profile.after_step + 1).shape].cfg
             with (
                 Metrics(cfg.logging.sinks, Start(folder, cfg.model_dump(mode="json"), start.step, last)) as metrics,
-                CommunicationTrace(cfg, mesh, folder / "profile", metrics) as trace,
+                CommunicationTrace(traced, mesh, folder / "profile", metrics) as trace,
                 closing(feed.batches(start, last, metrics, folder)) as source,
             ):
                 trace.starts_after(start.step)
-                step_fn = program.step(last, sizes.batch.num_tokens)
-                train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), program.compiler_options(mesh))
+                compiled = CompiledSteps(programs, sizes.schedule, mesh, spans, watchdog)
+                train_step = compiled.at(min(start.step + 1, last), state)
                 clock.end("step")
                 log.info("%s", clock)
                 metrics.text("config", compose.to_yaml(cfg), start.step)
@@ -143,13 +148,18 @@ def run(job: compose.Job) -> Result:
                 if is_new and cfg.checkpoint.save_first:
                     checkpoints.save(state, start, improvement, cfg, corpus.tokenizer, None)
 
-                # The loop. While a step runs on the devices, the next batch travels to them and the numbers of the step
-                # before are written. After a step: trace, read, ask the reasons to end, evaluate, save. An evaluation
-                # comes before the save, because the best checkpoint is chosen by its held-out loss.
+                # The loop. Where the batch changes, its step is compiled first. While a step runs on the devices, the
+                # next batch travels to them and the numbers of the step before are written. After a step: trace, read,
+                # ask the reasons to end, evaluate, save. An evaluation comes before the save, because the best
+                # checkpoint is chosen by its held-out loss.
                 if start.step < last:
                     with watchdog.phase(source.phase):
                         batch, numbers = source.next(state)
                 for step in range(start.step + 1, last + 1):
+                    if step in compiled.changes:
+                        steps.finish()
+                        train_step = compiled.change_to(step, state)
+                        steps.restart_clock()
                     watchdog.step(step)
                     with jax.profiler.StepTraceAnnotation("train", step_num=step):
                         state, scalars = train_step(state, batch)
@@ -227,28 +237,29 @@ def first_state(
     return program.new_state(job.config.seed, load_init_from(program, mesh)), fresh, Improvement(), True
 
 
-def end_of_run(cfg: Config, corpus: AnyCorpus, sizes: Sizes, start: Position, improvement: Improvement) -> int:
-    """Return the last step of a run that goes on from `start`; without a change of batch that is `total_steps`."""
+def end_of_run(cfg: Config, whole_run: Sizes, sizes: Sizes, start: Position, improvement: Improvement) -> int:
+    """Return the last step of a run that goes on from `start`, as `sizes` do.
+
+    Where all steps before had the batches that the config says, that is the last step of `whole_run`.
+    """
     if improvement.is_over(cfg.evaluation):
         log.warning(
             "nothing is left to train after step %d: evaluation.patience=%s ended the run; raise it to go on",
             start.step, cfg.evaluation.patience,
         )  # fmt: skip
         return start.step
-    cycle, num_tokens = sizes.cycle, sizes.batch.num_tokens
-    assert sizes.total_steps is not None
-    limit = last_step(cfg.training, cycle, num_tokens, corpus.num_samples, start)
-    last = limit or sizes.total_steps
-    if start.num_samples * cycle.steps != start.step * cycle.samples:
+    last = sizes.total_steps
+    assert last is not None
+    if start.num_samples != whole_run.course.taken(start.step):
         log.warning(
             "steps so far were not all of %d sequences: sample %d comes after step %d; the last step is %d, not %d",
-            sizes.batch.num_sequences, start.next_sample, start.step, last, sizes.total_steps,
+            sizes.batch.num_sequences, start.next_sample, start.step, last, whole_run.total_steps,
         )  # fmt: skip
     if last == start.step:
         limits = {f"training.{key}": getattr(cfg.training, key) for key in ("max_steps", "max_tokens", "num_epochs")}
         reached = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
         log.warning("nothing is left to train after step %d: %s; raise it to go on", last, reached)
-    if warning := check_phases(cfg.scheduler, last, num_tokens):
+    if warning := check_phases(cfg.scheduler, whole_run.schedule.spans(last)):
         log.warning("%s", warning)
     return last
 
@@ -264,30 +275,6 @@ def check_before_writing(cfg: Config, arch: Architecture, total_steps: int) -> N
     """Raise `UserError` for what only the length of the data or a download can tell."""
     check_window(cfg, total_steps)
     peers.main_first(lambda: check_init_from(cfg, arch), "looking at model.init_from")
-
-
-def compile_step(step_fn, state: State, batch: dict[str, jax.ShapeDtypeStruct], options: dict[str, Any]) -> Any:
-    """Compile the step for these devices; its state is donated. `batch` gives shapes. Logs memory and collectives."""
-    begun, reads = time.perf_counter(), count_reads()
-    compiled = jax.jit(step_fn, donate_argnums=0).lower(state, batch).compile(compiler_options=options)
-    memory: Any = compiled.memory_analysis()
-    log.info(
-        "step %s in %.1f s: %.3f GiB state and batch + %.3f GiB temporary per device",
-        "read from the compile cache" if count_reads() > reads else "compiled",
-        time.perf_counter() - begun,
-        memory.argument_size_in_bytes / 2**30,
-        memory.temp_size_in_bytes / 2**30,
-    )
-    log.info("collectives of a step: %s", summarise(read_collectives(compiled.as_text() or "")))
-    return compiled
-
-
-def memory_report(compiled: Any, peak_gib: float | None) -> str:
-    """Return in words the predicted memory of the compiled step, beside the largest that a device has used."""
-    memory = compiled.memory_analysis()
-    predicted = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
-    measured = "not measured here" if peak_gib is None else f"{peak_gib:.3f} GiB, {peak_gib / predicted - 1:+.1%}"
-    return f"memory of a device: predicted {predicted:.3f} GiB (compiled step); peak {measured}"
 
 
 def due(every: int | None, step: int, last: int) -> bool:

@@ -3,9 +3,10 @@
 `python -m tunix.verify checkpoint=RUN_DIR` does something else: it compares the files of a run's checkpoints (or of
 RUN_DIR/checkpoints/STEP, of an export, of a prepared corpus) with their digests. Exit code 1 if one is damaged.
 
-Every mesh starts from the same weights and takes the same global batches of the config's data, in float32 unless
-`training.mixed_precision` is given. Exit code 1 if loss or gradient norm differ by more than the tolerance. Without
-other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another number).
+Every mesh starts from the same weights and takes the same global batches of the config's data, those behind all
+training.batch_stages, in float32 unless `training.mixed_precision` is given. Exit code 1 if loss or gradient norm differ
+by more than the tolerance. Without other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose
+another number).
 
 Several processes, of one launcher, join as they do for training. A mesh that is no larger than the devices of process 0
 is trained on there alone, while the others wait; so one device is compared with a cluster.
@@ -37,10 +38,10 @@ from tunix.models.exchanges import choose_exchange
 from tunix.processes import exits, peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import FEEDS
+from tunix.run.compiled_steps import compile_step
 from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, explicit_sizes, format_mesh_shape, meshes, resolve
-from tunix.trainer import compile_step
 from tunix.training.overlap import check_compiler_options
 from tunix.training.program import abstract_batch, assemble, build_mesh
 from tunix.training.sizes import derive_sizes
@@ -134,9 +135,10 @@ def _global_batch(cfg: Config) -> int:
     return cfg.training.batch_shape(sizes).num_sequences
 
 
-def _in_sequences(count: int) -> dict[str, int | None]:
-    """The keys of `training` that ask for a global batch of so many sequences."""
-    return {"gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": count}
+def _in_sequences(count: int) -> dict[str, Any]:
+    """The keys of `training` that ask for a global batch of so many sequences, without stages of other batches."""
+    keys = {"gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": count}
+    return keys | {"batch_stages": ()}
 
 
 def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
@@ -166,7 +168,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: i
         sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples)
         assert sizes.total_steps is not None
         state = program.new_state(cfg.seed, load_init_from(program, mesh))
-        step_fn = program.step(sizes.total_steps, sizes.batch.num_tokens)
+        step_fn = program.step(sizes.schedule.spans(sizes.total_steps))
         train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), program.compiler_options(mesh))
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
         feed = FEEDS[cfg.task.documents].make(cfg, corpus, program, mesh, Watchdog(cfg.distributed))

@@ -9,7 +9,7 @@ from tunix.cli.compose import compose
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
 from tunix.data.course import Course
-from tunix.data.position import Position
+from tunix.data.position import BEGINNING, Position
 from tunix.training.sizes import last_step
 
 
@@ -53,12 +53,13 @@ def test_a_rollout_is_left_out_as_one():
 def test_samples_that_are_left_out_bring_the_end_of_an_epoch_nearer():
     keys = ["training.max_steps=null", "training.num_epochs=2", "training.skip_steps=[3:4,30]"]
     training = compose(keys).config.training
-    assert last_step(training, Cycle(4, 1), 100, 30, Position(0, 0, "", "")) == 13  # of 15 times 4 samples
-    assert last_step(training, Cycle(4, 1), 100, 30, Position(5, 28, "", "", left_out=[[8, 16]])) == 13
+    after = Position(5, 28, "", "", left_out=[[8, 16]])
+    assert last_step(training, Course(BEGINNING, Cycle(4, 1), training.skip_steps), 100, 30) == 13  # of 15 x 4 samples
+    assert last_step(training, Course(after, Cycle(4, 1), training.skip_steps), 100, 30) == 13
     training = compose(
         ["training.max_steps=null", "training.max_tokens=1000", "training.skip_steps=[3:4]"]
     ).config.training
-    assert last_step(training, Cycle(4, 1), 100, 30, Position(5, 28, "", "", left_out=[[8, 16]])) == 10
+    assert last_step(training, Course(after, Cycle(4, 1), training.skip_steps), 100, 30) == 10
 
 
 @pytest.mark.parametrize(

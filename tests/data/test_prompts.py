@@ -9,12 +9,15 @@ from support.harness import SMALL
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.config import Config
-from tunix.config.task import Prompted
+from tunix.config.task import Cycle, Prompted
+from tunix.data.course import Course
+from tunix.data.position import BEGINNING
 from tunix.data.prompts import gather_columns, load_prompts
 from tunix.data.samples import Samples
 from tunix.prepare import prepare
 
 WORDS = [*SMALL, "task=sft", "tokenizer.train_bytes=300"]
+FOUR = Course(BEGINNING, Cycle(4, 1), ())  # samples a step
 FILE = ["data=jsonl", "data.paths=[a.jsonl]", "data.held_out_fraction=0.2"]
 PAIRS = ["data.columns.prompt=question", "data.columns.completion=solution"]
 
@@ -80,7 +83,7 @@ def test_one_number_is_the_place_in_the_order(rows):
     corpus = load_prompts(prompted(*PAIRS), 100)
     size = len(corpus.train["jsonl"])
     cfg = prompted(*PAIRS, "seed=3")
-    first, again = (Samples(corpus.train, cfg, 4, 32) for _ in range(2))
+    first, again = (Samples(corpus.train, cfg, FOUR, 32) for _ in range(2))
     levels = [first[n].columns["level"] for n in range(2 * size)]
     assert levels[size : 2 * size] == [again[n].columns["level"] for n in range(size, 2 * size)]
     assert sorted(levels[:size]) == sorted(levels[size:]) != levels[:size]
@@ -133,7 +136,7 @@ def test_a_mixture_of_prompts(rows):
         {"a": part | {"columns": columns}, "b": part | {"columns": columns, "held_out_fraction": 0.5}}
     ).replace('"', "")
     cfg = prompted("data=mixture", f"data.parts={parts}", "data.weights={a:0.75,b:0.25}", "data.weight_unit=sample")
-    samples = Samples(load_prompts(cfg, 100).train, cfg, 4, 32)
+    samples = Samples(load_prompts(cfg, 100).train, cfg, FOUR, 32)
     assert samples.order.count_by_part(40) == [30, 10]
     assert samples.source_tokens(40) == {"a": 30 * 32, "b": 10 * 32}
     assert "a: samples (epochs)" in samples.stages(10)

@@ -52,6 +52,8 @@ def a_run(folder: Path, corpus: Path) -> Callable[[], None]:
         "evaluation.sample_tokens=3",
         "training.ema_decay=0.9",
         "evaluation.every_steps=2",  # and at the end: two numbers to compare
+        "training.global_batch_size=4",
+        "training.batch_stages=[{until_tokens: 1, global_batch_size: 4}]",  # its shape is that of the run
     ]
     words = [
         "data=text",
@@ -117,7 +119,7 @@ def the_optimizers(folder: Path, corpus: Path) -> Callable[[], None]:
     def use() -> None:
         for optimizer in optimizers:
             make_optimizer(optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4), "float32")}, 1.0)
-        make_schedule(scheduler, 1.0, 10, 10)
+        make_schedule(scheduler, 1.0, [(10, 10)])
 
     return use
 
@@ -141,7 +143,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
         mesh = build_mesh(with_experts)
         with jax.set_mesh(mesh):
             program = assemble(with_experts, mesh)
-            jax.eval_shape(program.step(10, 10), program.abstract, abstract_batch(with_experts, mesh))
+            jax.eval_shape(program.step([(10, 10)]), program.abstract, abstract_batch(with_experts, mesh))
 
     return use
 

@@ -76,7 +76,7 @@ def program(*overrides: str, fresh: bool = False) -> Program:
     mesh = training.build_mesh(cfg)
     with jax.set_mesh(mesh):
         built = training.assemble(cfg, mesh)
-        step = built.step(100, 1000)
+        step = built.step([(100, 1000)])
         if fresh:
             state = built.new_state(cfg.seed)
         else:

@@ -185,7 +185,7 @@ def test_a_group_that_matches_nothing_is_an_error(groups, weights):
 
 def schedule(*overrides: str, steps: int = 100) -> np.ndarray:
     cfg = compose(list(overrides)).config.scheduler
-    rate = make_schedule(cfg, 2.0, steps, tokens_per_step=10)
+    rate = make_schedule(cfg, 2.0, [(steps, 10)])
     return np.array([float(rate(jnp.asarray(step))) for step in range(steps)]) / 2.0
 
 
@@ -217,7 +217,7 @@ def test_schedules():
 
 def test_phases_in_steps_tokens_and_ratio():
     def warmup(*words: str) -> int:
-        return phase_steps(compose(list(words)).config.scheduler, "warmup", 200, tokens_per_step=10)
+        return phase_steps(compose(list(words)).config.scheduler, "warmup", [(200, 10)])
 
     assert warmup("scheduler.warmup_ratio=0.1") == 20
     assert warmup("scheduler.warmup_tokens=500") == 50
@@ -236,7 +236,7 @@ def test_phases_in_steps_tokens_and_ratio():
     ],
 )  # fmt: skip
 def test_a_schedule_longer_than_the_run_is_told_of(words, steps, told):
-    said = check_phases(compose(words.split()).config.scheduler, steps, tokens_per_step=10)
+    said = check_phases(compose(words.split()).config.scheduler, [(steps, 10)])
     assert told in said
     assert bool(told) == bool(said)
 

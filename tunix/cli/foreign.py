@@ -11,6 +11,7 @@ from tunix.base.errors import UserError
 
 ACCUMULATION = "training.gradient_accumulation_steps=4"
 SIZES = "training.micro_batch_size=4"
+STAGES = "training.global_batch_size=256 training.batch_stages=[{until_step:1000,global_batch_size:64}]"
 
 # A name without its section, in lower case with underscores, and our words.
 KEYS: dict[str, str] = {
@@ -66,6 +67,12 @@ KEYS: dict[str, str] = {
     "accumulate_grad_batches": ACCUMULATION,
     "batch_accumulation_per_replica": ACCUMULATION,
     "train_batch_size": "training.global_batch_size=256",
+    "rampup_batch_size": STAGES,
+    "step_batch_size_schedule": STAGES,
+    "enable_rampup_batch_size": STAGES,
+    "global_rampup_samples": STAGES,
+    "per_device_batch_size_start": STAGES,
+    "batch_size_warmup": STAGES,
     "sequence_length": "training.seq_len=2048",
     "max_seq_len": "training.seq_len=2048",
     "max_seq_length": "training.seq_len=2048",

@@ -44,6 +44,7 @@ ADDED: dict[str, Any] = {
     "plan.network": None,
     "training.overlap": "none",
     "training.skip_steps": [],
+    "training.batch_stages": [],
     "training.spike_deviations": None,
     "training.spike_window": 128,
     "training.max_spikes": 5,

@@ -104,6 +104,12 @@ class Config(Section):
                 self.task.num_prompts(batch.num_sequences)
         if isinstance(self.task, Grpo):
             self._check_grpo(self.task)
+        for number, stage in enumerate(self.training.batch_stages):
+            if stage.seq_len is not None and self.task.documents != "text":
+                raise ValueError(
+                    f"training.batch_stages.{number}.seq_len={stage.seq_len} would cut a {self.task.documents} of "
+                    f"task={self.task.name} in parts; leave seq_len out, or set task=pretrain"
+                )
         if self.evaluation.sets and self.task.documents not in ("text", "conversation"):
             raise ValueError(
                 f"evaluation.sets.{next(iter(self.evaluation.sets))}: task={self.task.name} has no loss on other "
@@ -116,6 +122,11 @@ class Config(Section):
     def _check_grpo(self, task: Grpo) -> None:
         """Raise ValueError where sections contradict the task: the policy that learns must be the one that answers."""
         sampling = self.sampling
+        if self.training.batch_stages:
+            raise ValueError(
+                "training.batch_stages does not go with task=grpo, whose steps share rollouts of one size; leave it "
+                "out, or change training.global_batch_size with resume"
+            )
         if sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature=0 gives all answers of a group the same tokens, so none is better than another; "

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tunix.base.errors import UserError
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
+from tunix.config.batch import BatchSchedule, BatchShape, BatchStage, check_stages, schedule_batches, training_in_stage
 from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, token_shards
 
 Dtype = Literal["float32", "bfloat16"]
@@ -42,29 +43,6 @@ def _check_steps(text: str) -> str:
 
 
 Steps = Annotated[str, AfterValidator(_check_steps)]
-
-
-class BatchShape(NamedTuple):
-    """Shape [A, B, T] of the batch that one optimizer step takes, over the whole mesh."""
-
-    num_microbatches: int  # A
-    num_rows: int  # B: sequences of one microbatch, over all data shards
-    seq_len: int  # T
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of one step."""
-        return self.num_microbatches * self.num_rows
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of one step, padding included."""
-        return self.num_sequences * self.seq_len
-
-    def of(self, dims: str) -> tuple[int, ...]:
-        """Sizes of some of the dimensions A, B and T, given by their letters."""
-        sizes = dict(zip("ABT", self, strict=True))
-        return tuple(sizes[letter] for letter in dims)
 
 
 # Each has a function in `GRADIENTS` of training/program.py. Without stages it is the first.
@@ -116,6 +94,10 @@ class Training(Section):
     """Sequences per optimizer step over the whole mesh; null derives it."""
     global_batch_tokens: Count | None
     """Tokens per optimizer step over the whole mesh; null derives it."""
+    batch_stages: tuple[BatchStage, ...]
+    """Stages with another batch before that of the run, in order:
+    [{until_step:1000,global_batch_size:64,seq_len:512},{until_step:4000,global_batch_size:128}]. For a batch or
+    sequences that grow: the batch of the run follows the last stage."""
     sync_gradients_every: Count | Literal["auto"]
     """Microbatches between gradient reductions within a step; divides the accumulation. The result stays, memory
     grows, traffic falls. auto is once a step where that costs no memory: where no axis splits the gradients, as on dp
@@ -243,7 +225,7 @@ class Training(Section):
         return self.micro_batch_size
 
     def batch_shape(self, mesh_sizes: Mapping[str, int]) -> BatchShape:
-        """The batch of a step on a mesh of these sizes.
+        """The batch of a step on a mesh of these sizes, behind all of `batch_stages`.
 
         Raises:
             UserError: the keys do not fit one another on this mesh, with the nearest values that do.
@@ -278,7 +260,17 @@ class Training(Section):
             )
         self._num_parts(mesh_sizes)
         self._schedule(mesh_sizes)
+        for number in range(len(self.batch_stages)):
+            training_in_stage(self, number, mesh_sizes)
         return BatchShape(num_microbatches, num_rows, self.seq_len)
+
+    def batch_schedule(self, mesh_sizes: Mapping[str, int], step: int = 0, tokens: int = 0) -> BatchSchedule:
+        """The batch of each step of a run that has taken so many steps and tokens, on a mesh of these sizes.
+
+        Raises:
+            UserError: see `batch_shape`.
+        """
+        return schedule_batches(self, mesh_sizes, step, tokens)
 
     def pipeline(self, mesh_sizes: Mapping[str, int]) -> PipelineShape:
         """The pipeline on a mesh of these sizes; one stage has a microbatch as one part.
@@ -346,6 +338,7 @@ class Training(Section):
                 f"training.remat_memory_gib={self.remat_memory_gib:g} says how much training.remat=budget may take; "
                 f"training.remat={self.remat} takes what it needs: leave it out, or set training.remat=budget"
             )
+        check_stages(self)
         ranges = [read_steps(text) for text in self.skip_steps]
         for before, after in pairwise(ranges):
             if after[0] <= before[-1]:

@@ -36,12 +36,12 @@ from tunix.training.state import Weight, abstract_params, describe
 MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
 # Keys of the section training that say how many sequences there are.
 BATCH_KEYS = {
-    "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens",
+    "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens", "batch_stages",
     "pipeline_microbatches", "pipeline_schedule",
 }  # fmt: skip
 QUEUES = 3  # of the rows of a microbatch: what enters the stages, what leaves them, and one of their gradients
 LONG = 2048  # tokens of a sequence on one device, of which all are traced
-ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto"}
+ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto", "batch_stages": ()}
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     ):
         times *= 2
     values = {
-        "micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None,
+        "micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None, "batch_stages": (),
         "seq_len": cfg.training.seq_len // times,
     }  # fmt: skip
     marked = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tunix.config.training import BatchShape
+from tunix.config.batch import BatchShape
 from tunix.sharding.layout import activation_spec
 
 Batch = dict[str, jax.Array]  # [A, B, T] on the devices; [B, T] inside the loop over microbatches
@@ -48,6 +48,25 @@ def empty_example(seq_len: int, fields: Mapping[str, Field] = FIELDS) -> Example
     """One sequence of padding: zeros in every field, [T] or a scalar."""
     shape = BatchShape(1, 1, seq_len)
     return {name: np.zeros(shape.of(field.dims[2:]), field.dtype) for name, field in fields.items()}
+
+
+def cut_rows(batch: Example, num_cuts: int) -> Example:
+    """Cut each sequence of a batch `[A, B, T]` into rows: `[A, B * num_cuts, T / num_cuts]`.
+
+    A row is what packing would have made of its tokens alone: documents that began before the row begin with it.
+
+        segment_ids   1 1 1 2 2 2 2 0     two rows   1 1 1 2 | 1 1 1 0
+        positions     0 1 2 0 1 2 3 0                0 1 2 0 | 0 1 2 0
+    """
+    if num_cuts == 1:
+        return batch
+    sizes, num_rows, length = batch["tokens"].shape
+    shape = sizes, num_rows * num_cuts, length // num_cuts
+    rows = {name: leaf.reshape(shape) for name, leaf in batch.items()}
+    segments = rows["segment_ids"]
+    renumbered = np.where(segments > 0, segments - segments[..., :1] + 1, 0).astype(segments.dtype)
+    positions = np.minimum(rows["positions"], np.arange(shape[2], dtype=np.int32))
+    return rows | {"segment_ids": renumbered, "positions": positions}
 
 
 def stack_examples(microbatches: Sequence[Sequence[Example]]) -> Example:

@@ -1,5 +1,6 @@
 """Batches in an order that only the seed and the sample number decide, and the sources that give them to the loop."""
 
+import copy
 import time
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
@@ -10,11 +11,11 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.task import Cycle
-from tunix.data.batch import Batch, Example, stack_examples
-from tunix.data.course import Course
+from tunix.config.batch import BatchPeriod
+from tunix.data.batch import Batch, Example, cut_rows, stack_examples
+from tunix.data.course import Course, make_course, schedule_after
 from tunix.data.packing import Sequences
-from tunix.data.position import Position
+from tunix.data.position import BEGINNING, Position
 from tunix.data.samples import Samples
 from tunix.sharding.arrays import local_rows, to_global
 
@@ -22,24 +23,40 @@ Numbers = dict[str, float]  # of one step, by their names in metrics.jsonl
 
 
 class TrainBatches(Samples):
-    """The training data of a run: each step takes the next A x B samples of one endless shuffled sequence."""
+    """The training data of a run: each step takes the next samples of one endless shuffled sequence.
+
+    These are A x B samples. In a stage of `training.batch_stages` with shorter sequences a sample becomes several rows.
+    """
 
     def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh):
         self.cfg, self.mesh = cfg, mesh
-        self.shape = cfg.training.batch_shape(mesh.shape)
-        self.rows = local_rows(mesh, self.shape.num_rows)  # of B, those of this process
-        num_sequences = sum(map(len, parts.values()))
-        if num_sequences < self.shape.num_sequences:
+        periods = cfg.training.batch_schedule(mesh.shape).periods
+        self._set_period(periods[-1])
+        num_sequences, needed = sum(map(len, parts.values())), max(period.num_samples for period in periods)
+        if num_sequences < needed:
             raise UserError(
                 f"the training data make {num_sequences} sequences of training.seq_len={cfg.training.seq_len} tokens, "
-                f"one step needs {self.shape.num_sequences}; add data or make the batch or seq_len smaller"
+                f"one step needs {needed}; add data or make the batch or seq_len smaller"
             )
-        super().__init__(parts, cfg, self.shape.num_sequences, cfg.training.seq_len)
+        course = make_course(cfg, mesh.shape, BEGINNING)
+        super().__init__(parts, cfg, course, cfg.training.seq_len)
+
+    def _set_period(self, period: BatchPeriod) -> None:
+        self.batch_size, self.num_cuts = period.num_samples, period.num_cuts
+        self.num_rows = period.shape.num_rows // period.num_cuts  # samples of a microbatch
+        self.rows = local_rows(self.mesh, self.num_rows)  # those of this process
+
+    def in_period(self, period: BatchPeriod) -> "TrainBatches":
+        """Return these data in batches of another shape."""
+        data = copy.copy(self)
+        data._set_period(period)
+        return data
 
     def read(self, first_sample: int) -> Example:
         """This process's rows [A, B_local, T] of the batch that starts at `first_sample`."""
-        microbatches = range(first_sample, first_sample + self.batch_size, self.shape.num_rows)
-        return stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
+        microbatches = range(first_sample, first_sample + self.batch_size, self.num_rows)
+        examples = stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
+        return cut_rows(examples, self.num_cuts)
 
     def iterate(self, first_samples: Sequence[int]) -> Generator[Batch]:
         """Global batches that start at these samples, read ahead; any start costs the same."""
@@ -101,8 +118,13 @@ class ReadAhead:
 
     def __init__(self, data: TrainBatches, start: Position, last: int):
         self.data, self.start, self.step = data, start, start.step
-        self.course = Course(start, Cycle(data.batch_size, 1), data.cfg.training.skip_steps)
-        self.batches = data.iterate(FirstSamples(self.course, range(start.step + 1, last + 1)))
+        self.course = make_course(data.cfg, data.mesh.shape, start)
+        self.batches = self._iterate(last)
+
+    def _iterate(self, last: int) -> Generator[Batch]:
+        for period in schedule_after(self.start, self.data.cfg, self.data.mesh.shape).periods:
+            steps = period.steps(self.start.step + 1, last)
+            yield from self.data.in_period(period).iterate(FirstSamples(self.course, steps))
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         begun = time.perf_counter()
@@ -111,7 +133,7 @@ class ReadAhead:
         self.step += 1
         position = self.after(self.step)
         by_source = {f"tokens_{name}": count for name, count in position.source_tokens.items()}
-        tokens = position.num_samples * self.data.shape.seq_len
+        tokens = position.num_samples * self.data.tokens_per_sample
         return batch, {"tokens": tokens, **by_source, "data_wait_s": wait_s}
 
     def after(self, step: int) -> Position:

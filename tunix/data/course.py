@@ -7,8 +7,10 @@ samples    0-9   10-19   20-29   50-59   60-69        30-49, which steps 4 and 5
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tunix.config import Config
+from tunix.config.batch import BatchSchedule
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
 from tunix.data.position import Position
@@ -17,33 +19,94 @@ from tunix.data.position import Position
 class Course:
     """Samples of the steps after a position. They are read in cycles; a reading may serve several steps (rollouts)."""
 
-    def __init__(self, start: Position, cycle: Cycle, skip_steps: Sequence[str]):
+    def __init__(
+        self, start: Position, cycle: Cycle, skip_steps: Sequence[str], stages: Sequence[tuple[int, Cycle]] = ()
+    ):
+        """`stages` are those that end after `start`, each with its last step and its cycle; `cycle` follows them."""
         self.start, self.cycle = start, cycle
-        # (first step, readings to leave out before it). What was left out before `start` is in its position already.
-        ranges = [read_steps(text) for text in skip_steps]
-        self.gaps = [(steps[0], math.ceil(len(steps) / cycle.steps)) for steps in ranges if steps[0] > start.step]
+        self.stages: list[tuple[float, Cycle]] = [*stages, (math.inf, cycle)]
+        # The steps to leave out. What was left out before `start` is in its position already.
+        self.gaps = [steps for steps in map(read_steps, skip_steps) if steps[0] > start.step]
+
+    def taken(self, step: int) -> int:
+        """Return the samples that the steps from `start` to `step` read; within a reading, all of it."""
+        return self._count(range(self.start.step + 1, step + 1))
 
     def next_sample(self, step: int) -> int:
         """Return the first sample behind those of `step`; within a reading, behind all of it."""
-        readings = math.ceil((step - self.start.step) / self.cycle.steps)
-        skipped = sum(count for first, count in self.gaps if first <= self._first_step(readings))
-        return self.start.next_sample + (readings + skipped) * self.cycle.samples
+        begun = self._first_step(step)
+        skipped = sum(self._count(steps) for steps in self.gaps if steps[0] <= begun)
+        return self.start.next_sample + self.taken(step) + skipped
 
     def samples(self, step: int) -> range:
         """Return the samples of the reading that serves `step`."""
         end = self.next_sample(step)
-        return range(end - self.cycle.samples, end)
+        return range(end - self._stage(step)[1].samples, end)
 
     def left_out(self, step: int) -> list[list[int]]:
         """Return the samples [first, end) that the run has left out, from its beginning to `step`."""
-        readings = math.ceil((step - self.start.step) / self.cycle.steps)
         found = list(self.start.left_out)
-        for first, count in self.gaps:
-            if first <= self._first_step(readings):
-                end = self.samples(first).start
-                found.append([end - count * self.cycle.samples, end])
+        for steps in self.gaps:
+            if steps[0] <= self._first_step(step):
+                end = self.samples(steps[0]).start
+                found.append([end - self._count(steps), end])
         return found
 
-    def _first_step(self, readings: int) -> int:
-        """Return the first step that the newest of so many readings serves."""
-        return self.start.step + (readings - 1) * self.cycle.steps + 1
+    def last_step_within(self, num_samples: int) -> int:
+        """Return the last step until which at most so many samples are read after `start`; it ends a reading."""
+        step, rest, cycle = self._locate(num_samples)
+        return step + rest // cycle.samples * cycle.steps
+
+    def steps_of(self, num_samples: int) -> float:
+        """Return the steps, with a fraction, that read so many samples after `start`."""
+        step, rest, cycle = self._locate(num_samples)
+        return step - self.start.step + rest / cycle.samples * cycle.steps
+
+    def _locate(self, num_samples: int) -> tuple[int, int, Cycle]:
+        """Return the last step before the stage in which so many samples end, the samples in that stage, its cycle."""
+        step = self.start.step
+        for end, cycle in self.stages[:-1]:
+            of_stage = self._count(range(step + 1, int(end) + 1))
+            if num_samples < of_stage:
+                return step, num_samples, cycle
+            step, num_samples = int(end), num_samples - of_stage
+        return step, num_samples, self.cycle
+
+    def _count(self, steps: range) -> int:
+        """Return the samples of the readings that serve these steps, of which the first begins a reading."""
+        count, first = 0, steps.start
+        for end, cycle in self.stages:
+            last = min(steps.stop - 1, end)
+            if last >= first:
+                count += math.ceil((last - first + 1) / cycle.steps) * cycle.samples
+                first = int(last) + 1
+        return count
+
+    def _first_step(self, step: int) -> int:
+        """Return the first step of the reading that serves `step`."""
+        before, cycle = self._stage(step)
+        return before + (step - before - 1) // cycle.steps * cycle.steps + 1
+
+    def _stage(self, step: int) -> tuple[int, Cycle]:
+        """Return the last step before the stage of `step`, and its cycle."""
+        before = self.start.step
+        for end, cycle in self.stages[:-1]:
+            if step <= end:
+                return before, cycle
+            before = int(end)
+        return before, self.cycle
+
+
+def make_course(cfg: Config, mesh_sizes: Mapping[str, int], start: Position) -> Course:
+    """Return the course of a run that goes on from `start`."""
+    *before, rest = schedule_after(start, cfg, mesh_sizes).periods
+    stages = []
+    for period in before:
+        assert period.last_step is not None
+        stages.append((period.last_step, cfg.task.cycle(period.num_samples)))
+    return Course(start, cfg.task.cycle(rest.num_samples), cfg.training.skip_steps, stages)
+
+
+def schedule_after(start: Position, cfg: Config, mesh_sizes: Mapping[str, int]) -> BatchSchedule:
+    """Return the batch of each step of a run that goes on from `start`."""
+    return cfg.training.batch_schedule(mesh_sizes, start.step, start.num_samples * cfg.training.seq_len)

@@ -18,6 +18,7 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.base.tables import as_text
 from tunix.config.data import Mixture
+from tunix.data.course import Course
 
 PRECISION = 10**6  # shares are whole millionths
 
@@ -87,7 +88,7 @@ class SampleOrder(grain.transforms.DatasetSelectionMap):
         return part, before[part]
 
 
-def read_stages(mixture: Mixture | None, parts: Mapping[str, SamplePart], batch_size: int, seq_len: int) -> list[Stage]:
+def read_stages(mixture: Mixture | None, parts: Mapping[str, SamplePart], course: Course, seq_len: int) -> list[Stage]:
     """Return the stages of a run, in samples; None, a single source, is a mixture of one part with one stage.
 
     Raises:
@@ -100,7 +101,7 @@ def read_stages(mixture: Mixture | None, parts: Mapping[str, SamplePart], batch_
         if stage.from_tokens is not None:
             first = -(-stage.from_tokens // seq_len)
         else:
-            first = (stage.from_step or 0) * batch_size
+            first = course.taken(stage.from_step or 0)
         if first <= stages[-1].first_sample:
             raise UserError(
                 f"data.stages: stage {stage.name} begins at sample {first}, not after stage {stages[-1].name} "
@@ -125,15 +126,16 @@ def stage_table(
     order: SampleOrder,
     mixture: Mixture,
     parts: Mapping[str, SamplePart],
-    num_samples: int,
-    batch_size: int,
+    num_steps: int,
+    course: Course,
     seq_len: int,
 ) -> str:
-    """Format the stages of a run of `num_samples`: where each begins, and the samples and epochs of each part.
+    """Format the stages of a run of `num_steps`: where each begins, and the samples and epochs of each part.
 
     Raises:
         UserError: a part would be repeated more often than data.max_epochs allows.
     """
+    num_samples = course.taken(num_steps)
     total = dict(zip(parts, order.count_by_part(num_samples), strict=True))
     for name, most in (mixture.max_epochs or {}).items():
         epochs = total[name] / len(parts[name])
@@ -152,5 +154,5 @@ def stage_table(
         before, after = order.count_by_part(first), order.count_by_part(max(first, min(end, num_samples)))
         counts = [b - a for a, b in zip(before, after, strict=True)]
         cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
-        table.add_row(stage.name, f"{first / batch_size:,.4g}", f"{first * seq_len:,}", *cells)
+        table.add_row(stage.name, f"{course.steps_of(first):,.4g}", f"{first * seq_len:,}", *cells)
     return as_text(table)

@@ -18,3 +18,6 @@ class Position:
     def num_samples(self) -> int:
         """Samples that the steps so far took."""
         return self.next_sample - sum(end - first for first, end in self.left_out)
+
+
+BEGINNING = Position(0, 0, "", "")

@@ -21,11 +21,12 @@ class Samples:
     Each part (source) is shuffled anew in each epoch. In a mixture, `SampleOrder` says which part gives sample n.
     """
 
-    def __init__(self, parts: Mapping[str, SamplePart], cfg: Config, batch_size: int, tokens_per_sample: int):
-        """`batch_size` is the samples of one step, `tokens_per_sample` the tokens that a sample counts for."""
-        self.parts, self.batch_size, self.tokens_per_sample = parts, batch_size, tokens_per_sample
+    def __init__(self, parts: Mapping[str, SamplePart], cfg: Config, course: Course, tokens_per_sample: int):
+        """`course` is that of a whole run, one step a reading; `tokens_per_sample` are the tokens that a sample counts
+        for."""
+        self.parts, self.course, self.tokens_per_sample = parts, course, tokens_per_sample
         self.mixture = cfg.data if isinstance(cfg.data, Mixture) else None
-        self.order = SampleOrder(read_stages(self.mixture, parts, batch_size, tokens_per_sample))
+        self.order = SampleOrder(read_stages(self.mixture, parts, course, tokens_per_sample))
         shuffled = [grain.MapDataset.source(part).seed(cfg.seed).shuffle().repeat() for part in parts.values()]
         self.samples = grain.MapDataset.select_from_datasets(shuffled, self.order)
 
@@ -46,8 +47,7 @@ class Samples:
         """
         if self.mixture is None:
             return ""
-        num_samples = num_steps * self.batch_size
-        return stage_table(self.order, self.mixture, self.parts, num_samples, self.batch_size, self.tokens_per_sample)
+        return stage_table(self.order, self.mixture, self.parts, num_steps, self.course, self.tokens_per_sample)
 
     def position_after(self, step: int, start: Position, course: Course) -> Position:
         """Return the position after `step` of a course that began at `start`."""

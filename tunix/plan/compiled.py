@@ -178,7 +178,7 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
     mesh = build_mesh(cfg, devices)
     with jax.set_mesh(mesh):
         program, batch = assemble(cfg, mesh), abstract_batch(cfg, mesh)
-        step = program.step(1000, cfg.training.batch_shape(mesh.shape).num_tokens)
+        step = program.step([(1000, cfg.training.batch_shape(mesh.shape).num_tokens)])
         lowered = jax.jit(step, donate_argnums=0).lower(program.abstract, batch)
         options: Any = program.compiler_options(mesh)
         executable = lowered.compile(compiler_options=options)

@@ -51,6 +51,7 @@ class Candidate:
     rollout: RolloutPlan | None = None  # with task=grpo
     compiled: Compiled | None = None
     note: str = ""  # the reason, if its compile failed
+    stages: tuple["Candidate", ...] = ()  # the mesh with each other batch of training.batch_stages; derived
 
     @property
     def reference_bytes(self) -> int:
@@ -74,7 +75,9 @@ class Candidate:
     @property
     def memory(self) -> int:
         step = self.compiled.memory if self.compiled else self.costs.memory
-        return max(step + self.reference_bytes, self.rollout_memory)
+        # What a stage of the batch takes beyond the batch behind it is derived.
+        more = max((stage.costs.memory - self.costs.memory for stage in self.stages), default=0)
+        return max(step + max(0, more) + self.reference_bytes, self.rollout_memory)
 
     @property
     def rollout_memory(self) -> int:
@@ -305,7 +308,11 @@ def _make_candidate(
     if isinstance(cfg.task, Grpo):
         device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
         rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)
-    return Candidate(sizes, with_mesh, costs, cluster, rollout)
+    stages = {}
+    for period in with_mesh.training.batch_schedule(sizes).periods[:-1]:
+        with_batch = with_mesh.model_copy(update={"training": period.training})
+        stages[period.shape] = _make_candidate(with_batch, sizes, None, cluster, with_activations)
+    return Candidate(sizes, with_mesh, costs, cluster, rollout, stages=tuple(stages.values()))
 
 
 def list_choices(cfg: Config, sizes: dict[str, int]) -> list[Any]:

@@ -41,6 +41,8 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     if ranking.fit:
         if ranking.fit[0].compiled:
             lines += ["", as_text(_traffic_table(ranking.fit[0]), 190)]
+        if ranking.fit[0].stages:
+            lines += ["", as_text(_stage_table(ranking.fit[0]), 190)]
         lines += ["", format_command(overrides, ranking)]
     return "\n".join(lines)
 
@@ -92,6 +94,26 @@ def _traffic_table(candidate: Candidate) -> Table:
         if each.num_bytes >= 2**20:
             row = ("+".join(each.axes), each.kind, each.dtype, f"{each.count:,}", f"{each.num_bytes / GIB:.3f}")
             table.add_row(*row)
+    return table
+
+
+def _stage_table(candidate: Candidate) -> Table:
+    """Make a table of the batches of training.batch_stages, and of the batch that follows them."""
+    table = Table(title=f"stages of the batch on {format_mesh_shape(candidate.sizes)}", title_justify="left")
+    for name in ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("steps", "from") else "right")
+    by_shape = {each.cfg.training.batch_shape(each.sizes): each for each in (*candidate.stages, candidate)}
+    for period in candidate.cfg.training.batch_schedule(candidate.sizes).periods:
+        each, shape = by_shape[period.shape], period.shape
+        numbers = shape.num_sequences, shape.seq_len, shape.num_tokens
+        table.add_row(
+            period.in_words,
+            *(f"{number:,}" for number in numbers),
+            each.source,
+            f"{each.memory / GIB:.2f}",
+            f"{each.step_s:.3f}",
+            f"{each.tokens_per_s:,.0f}",
+        )
     return table
 
 
@@ -157,6 +179,7 @@ def record(candidate: Candidate) -> dict[str, Any]:
             "rollout_s": candidate.rollout_s if candidate.rollout else None,
         },
         "rollout_bytes_per_device": candidate.rollout_memory or None,
+        "batch_stages": [record(stage) for stage in candidate.stages],
     }
 
 

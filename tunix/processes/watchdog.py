@@ -62,6 +62,11 @@ class Watchdog:
         self.doing, self.number, self.begun, self.since = "a step", number, now, now
         self.limit = min(limit, self.cfg.phase_deadline_s)
 
+    def start_over(self) -> None:
+        """Forget how long steps took: those that follow have another batch. The next one has a phase's deadline."""
+        self.steps.clear()
+        self.doing, self.since, self.limit = "a change of batch", time.monotonic(), float(self.cfg.phase_deadline_s)
+
     @contextmanager
     def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
         """Name the work of the block, which may take `limit_s`, or `phase_deadline_s` where that is None."""

@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.task import Grpo
+from tunix.config.task import Cycle, Grpo
 from tunix.data.batches import BatchSource, ReadAhead, TrainBatches
 from tunix.data.corpus import Corpus, load_corpus
-from tunix.data.position import Position
+from tunix.data.course import Course
+from tunix.data.position import BEGINNING, Position
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
 from tunix.data.samples import Samples
 from tunix.inference.sampling import Sampler, Sampling
@@ -153,7 +154,8 @@ class PromptFeed:
                 "make training.global_batch_size, task.oversample or task.steps_per_rollout smaller"
             )
         per_step = max(1, cycle.samples // cycle.steps)
-        self.samples = Samples(corpus.train, cfg, per_step, shape.num_tokens // per_step)
+        course = Course(BEGINNING, Cycle(per_step, 1), ())
+        self.samples = Samples(corpus.train, cfg, course, shape.num_tokens // per_step)
         self.scorer = Scorer(task.rewards, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.asker = Asker(cfg, corpus, program, mesh, self.scorer, watchdog)
         self.held_out = HeldOutAnswers(cfg, corpus, self.asker) if corpus.num_held_out else None

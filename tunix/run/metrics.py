@@ -147,8 +147,9 @@ def step_record(
     started: StartedStep, values: dict[str, float], step_time_s: float, sizes: Sizes, peak_tflops: float | None
 ) -> dict[str, Any]:
     """The line of metrics.jsonl for a step; a number that is not finite is None."""
-    speed = sizes.batch.num_tokens / step_time_s
-    tflops = speed * sizes.flops_per_token / sizes.num_devices / 1e12
+    batch = sizes.schedule.at(started.step).shape
+    speed = batch.num_tokens / step_time_s
+    tflops = speed * sizes.flops_by_length[batch.seq_len] / sizes.num_devices / 1e12
     return {
         "step": started.step,
         **{name: value if math.isfinite(value) else None for name, value in values.items()},

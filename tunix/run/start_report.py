@@ -59,6 +59,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         f"gradient sums {dtypes['reduce']}; " + _remat(training),
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
         f"{shards} data shard(s) x {training.sequences_per_shard}; " + _reductions(program),
+        **_describe_stages(sizes),
         **_describe_pipeline(cfg, mesh),
         "overlap": _overlap(program),
         "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
@@ -159,6 +160,26 @@ def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
     }
 
 
+def _describe_stages(sizes: Sizes) -> dict[str, str]:
+    """Return the batch of each stage in words, and nothing where there are no stages."""
+    periods = sizes.schedule.periods
+    if len(periods) == 1:
+        return {}
+    batches = []
+    for period in periods:
+        shape = period.shape
+        not_reached = sizes.total_steps is not None and period.first_step > sizes.total_steps
+        batches.append(
+            f"steps {period.in_words}: {shape.num_sequences:,} x {shape.seq_len:,} = {shape.num_tokens:,} tokens in "
+            f"{shape.num_microbatches} microbatch(es)" + (", not reached" if not_reached else "")
+        )
+    num_programs = len({period.shape for period in periods})
+    return {
+        "batch stages": f"{'; '.join(batches)}; {num_programs} compiled programs, each made when its first step comes; "
+        "the learning rate goes by steps, held-out sequences have all their tokens"
+    }
+
+
 def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:
     """Return the numbers of a rollout, and its memory beside the training state, which a step does not need then."""
     cfg = program.cfg
@@ -238,9 +259,10 @@ def _length(cfg: Config, sizes: Sizes) -> str:
     if sizes.total_steps is None:
         return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
     steps = sizes.total_steps
-    warmup, decay = (phase_steps(cfg.scheduler, phase, steps, sizes.batch.num_tokens) for phase in ("warmup", "decay"))
+    spans = sizes.schedule.spans(steps)
+    warmup, decay = (phase_steps(cfg.scheduler, phase, spans) for phase in ("warmup", "decay"))
     tail = f", decay over the last {decay}" if cfg.scheduler.shape.has_decay else ""
     return (
-        f"{steps:,} steps, {steps * sizes.batch.num_tokens:,} tokens; "
+        f"{steps:,} steps, {sum(count * tokens for count, tokens in spans):,} tokens; "
         f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
     )

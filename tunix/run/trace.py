@@ -15,6 +15,7 @@ from jax.profiler import ProfileData
 
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.config.batch import stage_ends
 from tunix.costs import communication_report
 from tunix.costs.communication import measure, predict
 from tunix.costs.communication_report import draw_communication
@@ -38,6 +39,13 @@ def check_window(cfg: Config, total_steps: int) -> None:
         raise UserError(
             f"profile.after_step={cfg.profile.after_step} and profile.steps={cfg.profile.steps} need {wanted} steps, "
             f"the run has {total_steps}; lower them or raise training.max_steps"
+        )
+    first, last = cfg.profile.after_step + 1, wanted
+    if within := [end for end in stage_ends(cfg.training) if first <= end < last]:
+        raise UserError(
+            f"profile.after_step={cfg.profile.after_step} and profile.steps={cfg.profile.steps}: the batch changes "
+            f"after step {within[0]} (training.batch_stages), among the steps that are traced; set "
+            f"profile.after_step={within[-1]} or more"
         )
     absent = [rank for rank in cfg.profile.ranks or () if rank >= jax.process_count()]
     if absent or cfg.profile.ranks == ():

@@ -10,6 +10,7 @@ import optax
 
 from tunix.base.errors import UserError
 from tunix.config import Optimizer, Scheduler
+from tunix.config.batch import Spans
 from tunix.models.paths import parameter_name
 from tunix.optimizers.schedules import Phases
 
@@ -72,22 +73,24 @@ class _Settings(tuple):
     """Weight decay and learning rate of one parameter: a leaf, where jax would take a plain tuple for a branch."""
 
 
-def make_schedule(scheduler: Scheduler, peak: float, total_steps: int, tokens_per_step: int) -> Schedule:
-    """Return the function from a step, counted from 0, to its learning rate."""
-    warmup, decay = (phase_steps(scheduler, phase, total_steps, tokens_per_step) for phase in ("warmup", "decay"))
+def make_schedule(scheduler: Scheduler, peak: float, spans: Spans) -> Schedule:
+    """Return the function from a step, counted from 0, to its learning rate, for the steps of a run."""
+    warmup, decay = (phase_steps(scheduler, phase, spans) for phase in ("warmup", "decay"))
+    total_steps = count_steps(spans)
     shape = scheduler.shape.factor(Phases(warmup, max(1, total_steps - warmup), decay, scheduler.final_ratio))
     rise = optax.linear_schedule(1 / max(1, warmup), 1.0, max(1, warmup - 1))
     factor = optax.join_schedules([rise, shape], [warmup])
     return lambda step: jnp.asarray(peak * factor(step), jnp.float32)
 
 
-def check_phases(scheduler: Scheduler, total_steps: int, tokens_per_step: int) -> str:
+def check_phases(scheduler: Scheduler, spans: Spans) -> str:
     """Return a warning where the warmup and the decay do not fit into the run; empty where they fit.
 
     This is no error: a trial of a few steps keeps the schedule of the long run that it tries.
     """
     phases = ("warmup", "decay") if scheduler.shape.has_decay else ("warmup",)
-    steps = {phase: phase_steps(scheduler, phase, total_steps, tokens_per_step) for phase in phases}
+    steps = {phase: phase_steps(scheduler, phase, spans) for phase in phases}
+    total_steps = count_steps(spans)
     if sum(steps.values()) <= total_steps:
         return ""
     phrase = " and ".join(f"{phase} of {count}" for phase, count in steps.items())
@@ -97,11 +100,26 @@ def check_phases(scheduler: Scheduler, total_steps: int, tokens_per_step: int) -
     )
 
 
-def phase_steps(scheduler: Scheduler, phase: str, total_steps: int, tokens_per_step: int) -> int:
+def count_steps(spans: Spans) -> int:
+    """Return the steps of a run."""
+    return sum(count for count, _ in spans)
+
+
+def phase_steps(scheduler: Scheduler, phase: str, spans: Spans) -> int:
     """Return the length in steps of the `warmup` or `decay` phase, given in steps, tokens or as a share of the run."""
     steps, tokens = getattr(scheduler, f"{phase}_steps"), getattr(scheduler, f"{phase}_tokens")
     if steps is not None:
         return steps
     if tokens is not None:
-        return round(tokens / tokens_per_step)
-    return round(getattr(scheduler, f"{phase}_ratio") * total_steps)
+        return _steps_with(tokens, spans if phase == "warmup" else spans[::-1])
+    return round(getattr(scheduler, f"{phase}_ratio") * count_steps(spans))
+
+
+def _steps_with(tokens: int, spans: Spans) -> int:
+    """Return how many steps have so many tokens, rounded; beyond the last span they go on as in it."""
+    steps, (*before, last) = 0, spans
+    for count, tokens_per_step in before:
+        if tokens <= count * tokens_per_step:
+            return steps + round(tokens / tokens_per_step)
+        steps, tokens = steps + count, tokens - count * tokens_per_step
+    return steps + round(tokens / last[1])

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training
+from tunix.config.batch import BatchSchedule, BatchShape, Spans
 from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
@@ -144,10 +145,10 @@ class Program:
         """Return XLA's options for the step on a mesh; those of the config win."""
         return known_options(self.overlap.options, mesh) | self.cfg.training.compiler_options
 
-    def step(self, num_steps: int, tokens_per_step: int) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
-        """The train step of a run of `num_steps`, on which the learning rate depends; to be compiled."""
+    def step(self, spans: Spans) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
+        """The train step of a run of these steps, on which the learning rate depends; to be compiled."""
         cfg = self.cfg
-        schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, num_steps, tokens_per_step)
+        schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, spans)
         gradients = GRADIENTS[self.pipeline_schedule](self.arch, self.loss_fn, self.layout, self.sync_every)
         return make_train_step(
             gradients,
@@ -194,6 +195,20 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     return Program(
         cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), pipeline, sync_every, overlap, copies, guard, abstract
     )
+
+
+def assemble_stages(program: Program, schedule: BatchSchedule, mesh: Mesh) -> dict[BatchShape, Program]:
+    """Return a program for each shape of the batch, in the order in which a run needs them.
+
+    `program` is that of the batch behind all stages. All programs have the same state.
+    """
+    programs: dict[BatchShape, Program] = {}
+    last = schedule.periods[-1].shape
+    for period in schedule.periods:
+        if period.shape not in programs:
+            cfg = program.cfg.model_copy(update={"training": period.training})
+            programs[period.shape] = program if period.shape == last else assemble(cfg, mesh)
+    return programs
 
 
 def _dtypes(copies: dict[str, Copy]) -> dict[str, str]:

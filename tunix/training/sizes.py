@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from tunix.config import Config, Training
-from tunix.config.task import Cycle
-from tunix.config.training import BatchShape
-from tunix.data.course import Course
-from tunix.data.position import Position
+from tunix.config.batch import BatchSchedule, BatchShape
+from tunix.data.course import Course, make_course, schedule_after
+from tunix.data.position import BEGINNING, Position
 from tunix.models.flops import flops_per_token
 from tunix.training.state import Architecture
 
@@ -19,51 +18,56 @@ from tunix.training.state import Architecture
 class Sizes:
     """The numbers that follow from config and mesh."""
 
-    batch: BatchShape
-    cycle: Cycle  # of reading the data
+    schedule: BatchSchedule
+    course: Course  # through the data
     total_steps: int | None  # None: only the data will tell
-    flops_per_token: float
+    flops_by_length: dict[int, float]  # FLOPs of a token, keyed by the length of its sequence
     num_devices: int
+
+    @property
+    def batch(self) -> BatchShape:
+        """The batch of the run, which follows all stages."""
+        return self.schedule.periods[-1].shape
+
+    @property
+    def flops_per_token(self) -> float:
+        return self.flops_by_length[self.batch.seq_len]
 
     @property
     def tflop_per_step(self) -> float:
         return self.flops_per_token * self.batch.num_tokens / 1e12
 
 
-def derive_sizes(cfg: Config, mesh: Mesh, arch: Architecture, num_samples: int | None) -> Sizes:
-    """`num_samples`, those to train on, is None in a dry run."""
+def derive_sizes(
+    cfg: Config, mesh: Mesh, arch: Architecture, num_samples: int | None, start: Position = BEGINNING
+) -> Sizes:
+    """Derive the sizes of a run that goes on from `start`. `num_samples`, those to train on, is None in a dry run."""
     training = cfg.training
-    batch = training.batch_shape(mesh.shape)
-    cycle = cfg.task.cycle(batch.num_sequences)
+    schedule, course = schedule_after(start, cfg, mesh.shape), make_course(cfg, mesh.shape, start)
+    lengths = {period.shape.seq_len for period in schedule.periods}
     return Sizes(
-        batch,
-        cycle,
-        last_step(training, cycle, batch.num_tokens, num_samples, Position(0, 0, "", "")),
-        flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, training.seq_len),
+        schedule,
+        course,
+        last_step(training, course, schedule.periods[-1].shape.num_tokens, num_samples),
+        {length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) for length in lengths},
         mesh.size,
     )
 
 
-def last_step(
-    training: Training,
-    cycle: Cycle,
-    tokens_per_step: int,
-    num_samples: int | None,
-    start: Position,
-) -> int | None:
-    """The step at which the first limit is reached, going on from `start` with `cycle`; it ends a cycle.
+def last_step(training: Training, course: Course, tokens_per_step: int, num_samples: int | None) -> int | None:
+    """The step at which the first limit is reached on a course; it ends a cycle.
 
-    None: only the data will tell, and their `num_samples` are not known.
+    `tokens_per_step` are those behind all stages. None: only the data will tell, and their `num_samples` are not known.
     """
-    limits = []
+    limits, start, cycle = [], course.start, course.cycle
     if training.max_tokens is not None:
         samples = training.max_tokens * cycle.samples // (tokens_per_step * cycle.steps)
-        limits.append(start.step + (samples - start.num_samples) // cycle.samples * cycle.steps)
+        limits.append(course.last_step_within(samples - start.num_samples))
     if training.num_epochs is not None and num_samples is not None:
         # Samples that are left out belong to their epoch: they bring its end nearer.
-        end, course = math.floor(training.num_epochs * num_samples), Course(start, cycle, training.skip_steps)
-        most = max(0, (end - start.next_sample) // cycle.samples)
-        steps = range(start.step, start.step + most * cycle.steps + 1, cycle.steps)
+        end = math.floor(training.num_epochs * num_samples)
+        most = course.last_step_within(max(0, end - start.next_sample))
+        steps = range(start.step, most + 1, cycle.steps)
         limits.append(steps[bisect_right(steps, end, key=course.next_sample) - 1])
     limits = [max(1, limit) for limit in limits]
     if training.max_steps is not None:
