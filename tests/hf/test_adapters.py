@@ -76,7 +76,7 @@ def test_an_adapter_of_latents_learns():
     }  # fmt: skip
     with jax.set_mesh(mesh):
         batch = to_global({name: leaf[None] for name, leaf in rows.items()}, mesh)
-        step = jax.jit(built.step(100, 1000)).lower(state, batch).compile()
+        step = jax.jit(built.step([(100, 1000)])).lower(state, batch).compile()
         losses = []
         for _ in range(2):
             state, metrics = step(state, batch)
