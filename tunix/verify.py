@@ -4,9 +4,9 @@
 RUN_DIR/checkpoints/STEP, of an export, of a prepared corpus) with their digests. Exit code 1 if one is damaged.
 
 Every mesh starts from the same weights and takes the same global batches of the config's data, those behind all
-training.batch_stages, in float32 unless training.mixed_precision is given. Exit code 1 if loss or gradient norm differ by
-more than the tolerance. Without other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another
-number).
+training.batch_stages, in float32 unless training.mixed_precision is given. Exit code 1 if loss or gradient norm differ
+by more than the tolerance. Without other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose
+another number).
 
 Several processes, of one launcher, join as they do for training. A mesh that is no larger than the devices of process 0
 is trained on there alone, while the others wait; so one device is compared with a cluster.

@@ -188,7 +188,7 @@ def test_a_plan_shows_each_stage():
 def test_the_example_of_the_page():
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
     (block,) = (text for text in blocks if "batch_stages" in text)
-    _, _, *words = shlex.split(block)
+    _, _, *words = shlex.split(block.replace("\\\n", " "))
     periods = compose(words).config.training.batch_schedule(ONE).periods
     found = [(each.in_words, each.shape.num_sequences, each.shape.seq_len, each.num_samples) for each in periods]
     assert found == [("1 to 50", 64, 32, 16), ("51 to 123", 32, 128, 32), ("124 to the end", 64, 128, 64)]

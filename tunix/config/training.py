@@ -8,7 +8,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tunix.base.errors import UserError
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
-from tunix.config.batch import BatchSchedule, BatchShape, BatchStage, check_stages, schedule_batches, training_in_stage
+from tunix.config.batch_stages import (
+    BatchSchedule,
+    BatchShape,
+    BatchStage,
+    check_stages,
+    schedule_batches,
+    training_in_stage,
+)
 from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, token_shards
 
 Dtype = Literal["float32", "bfloat16"]

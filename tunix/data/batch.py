@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tunix.config.batch import BatchShape
+from tunix.config.batch_stages import BatchShape
 from tunix.sharding.layout import activation_spec
 
 Batch = dict[str, jax.Array]  # [A, B, T] on the devices; [B, T] inside the loop over microbatches

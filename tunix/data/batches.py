@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.batch import BatchPeriod
+from tunix.config.batch_stages import BatchPeriod
 from tunix.data.batch import Batch, Example, cut_rows, stack_examples
 from tunix.data.course import Course, make_course, schedule_after
 from tunix.data.packing import Sequences

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tunix.config import Config
-from tunix.config.batch import BatchSchedule
+from tunix.config.batch_stages import BatchSchedule
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
 from tunix.data.position import Position

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tunix.config.batch import BatchSchedule, BatchShape, Spans
+from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
 from tunix.costs.hlo import read_collectives, summarise
 from tunix.processes.watchdog import Watchdog
 from tunix.run.compile_cache import count_reads

@@ -15,7 +15,7 @@ from jax.profiler import ProfileData
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.batch import stage_ends
+from tunix.config.batch_stages import stage_ends
 from tunix.costs import communication_report
 from tunix.costs.communication import measure, predict
 from tunix.costs.communication_report import draw_communication

@@ -10,7 +10,7 @@ import optax
 
 from tunix.base.errors import UserError
 from tunix.config import Optimizer, Scheduler
-from tunix.config.batch import Spans
+from tunix.config.batch_stages import Spans
 from tunix.models.paths import parameter_name
 from tunix.optimizers.schedules import Phases
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training
-from tunix.config.batch import BatchSchedule, BatchShape, Spans
+from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
 from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from tunix.config import Config, Training
-from tunix.config.batch import BatchSchedule, BatchShape
+from tunix.config.batch_stages import BatchSchedule, BatchShape
 from tunix.data.course import Course, make_course, schedule_after
 from tunix.data.position import BEGINNING, Position
 from tunix.models.flops import flops_per_token
