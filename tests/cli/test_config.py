@@ -21,6 +21,7 @@ MISTAKES = [
     ("+training.foo=1", "unknown key training.foo; docs/config.md lists all keys"),
     ("modl=tiny", "unknown key modl; did you mean model?"),
     ("optimizer=lion optimizer.eps=1", "unknown key optimizer.eps: optimizer=lion has none; its keys are learning_rate,"),
+    ("model=deepseek_v3 model.attention=cudnn", "model.attention=cudnn: cuDNN takes values as wide as keys, and model.latent.value_dim=128 is not model.head_dim=192"),
     ("model=gemma3_2b", "model=gemma3_2b: conf/model has no such file; choose from adder, apertus_70b, apertus_8b, deepseek_v3"),
     ("model=gemma3_1bb", "did you mean gemma3_1b?"),
     ("experiment=quick_test", "write +experiment="),

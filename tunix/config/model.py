@@ -27,7 +27,7 @@ KERNELS = {
 
 PROJECTIONS = (
     "attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down",
-    "attention.q_down", "attention.kv_down", "attention.kv_up",
+    "attention.q_down", "attention.kv_down", "attention.kv_up", "attention.q_whole",
 )  # fmt: skip
 
 
@@ -48,7 +48,8 @@ class Lora(Section):
     """Share of an update's inputs that a training step leaves out."""
     targets: Regex
     """Regular expression of the projections that are updated: of attention.q, attention.k, attention.v, attention.o,
-    mlp.gate, mlp.up and mlp.down; with model.latent also attention.q_down, attention.kv_down and attention.kv_up."""
+    mlp.gate, mlp.up and mlp.down; with model.latent also attention.q_down (or
+    attention.q_whole in its and attention.q's place), attention.kv_down and attention.kv_up."""
     train_also: Regex | None
     """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
     none."""
@@ -62,8 +63,8 @@ class Lora(Section):
 class Latent(Section):
     """Queries, keys and values out of narrow vectors of each token (DeepSeek-V2, arXiv:2405.04434)."""
 
-    query_dim: Count
-    """Width of the vector that a token's queries are made of (Q)."""
+    query_dim: Count | None
+    """Width of the vector that a token's queries are made of (Q); null for queries out of the token's whole vector."""
     dim: Count
     """Width of the vector that a token's keys and values are made of (C): a cache keeps it in their place."""
     value_dim: Count
@@ -256,6 +257,12 @@ class Model(Section):
             raise ValueError(
                 f"model.rotated_dim={self.rotated_dim} must be a number below model.head_dim={self.head_dim} with "
                 "model.latent"
+            )
+        if self.attention == "cudnn" and latent.value_dim != self.head_dim:
+            raise ValueError(
+                "model.attention=cudnn: cuDNN takes values as wide as keys, and "
+                f"model.latent.value_dim={latent.value_dim} is not model.head_dim={self.head_dim}; set "
+                "model.attention=auto"
             )
         if latent.value_dim > self.head_dim:
             raise ValueError(

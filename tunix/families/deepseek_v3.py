@@ -21,6 +21,7 @@ FAMILY = Family(
         "blocks.attention.q_down.w": Name("model.layers.{}.self_attn.q_a_proj.weight", "Q,D"),
         "blocks.attention.q_norm.scale": Name("model.layers.{}.self_attn.q_a_layernorm.weight", "Q"),
         "blocks.attention.q.w": Name("model.layers.{}.self_attn.q_b_proj.weight", "NH,Q"),
+        "blocks.attention.q_whole.w": Name("model.layers.{}.self_attn.q_proj.weight", "NH,D"),
         "blocks.attention.kv_norm.scale": Name("model.layers.{}.self_attn.kv_a_layernorm.weight", "C"),
         "blocks.attention.kv_up.w": Name("model.layers.{}.self_attn.kv_b_proj.weight", "NO,C"),
         "blocks.attention.o.w": Name("model.layers.{}.self_attn.o_proj.weight", "D,NW"),

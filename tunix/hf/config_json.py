@@ -183,8 +183,6 @@ def _converted(theirs: str, value: Any, direction: int) -> Any:
 
 def _latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of latent attention whose numbers config.json has in parts."""
-    if values["latent.query_dim"] is None:
-        raise ValueError("q_lora_rank=None is not supported: queries are made of a latent too; it must be a number")
     plain, rotated = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
     return {
         "head_dim": plain + rotated,

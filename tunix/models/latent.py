@@ -1,6 +1,7 @@
 """Latent attention: queries, keys and values are made of narrow vectors (DeepSeek-V2, arXiv:2405.04434).
 
     x [B, T, D] --+-- q_down, norm --> [B, T, Q] -- q -------> queries [B, T, N, H]         the last R of H are rotated
+                  |   (or at once: q_whole)
                   +-- kv_down, norm -> [B, T, C] -- kv_up ---> keys [B, T, N, H - R], values [B, T, N, W]
                   +-- k -------------> [B, T, R], rotated: the rest of the key, the same for all heads
 
@@ -40,16 +41,22 @@ class LatentAttention(nnx.Module):
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
         self.num_plain = cfg.head_dim - cfg.num_rotated  # numbers of a query and of a key that are not rotated
-        self.q_down = Einsum("attention.q_down", "BTD,DQ->BTQ", cfg, layout, rngs)
-        self.q = Einsum("attention.q", "BTQ,QNH->BTNH", cfg, layout, rngs)
+        assert cfg.latent is not None
+        self.queries_have_latent = cfg.latent.query_dim is not None
+        if self.queries_have_latent:
+            self.q_down = Einsum("attention.q_down", "BTD,DQ->BTQ", cfg, layout, rngs)
+            self.q = Einsum("attention.q", "BTQ,QNH->BTNH", cfg, layout, rngs)
+            self.q_norm = NORMS[cfg.norm]("BTQ", cfg, layout)
+        else:
+            self.q_whole = Einsum("attention.q_whole", "BTD,DNH->BTNH", cfg, layout, rngs)
         self.kv_down = Einsum("attention.kv_down", "BTD,DC->BTC", cfg, layout, rngs)
         self.k = Einsum("attention.k", "BTD,DR->BTR", cfg, layout, rngs)
         self.kv_up = Einsum("attention.kv_up", "BTC,CNO->BTNO", cfg, layout, rngs)
         self.o = Einsum("attention.o", "BTNW,NWD->BTD", cfg, layout, rngs)
-        self.q_norm, self.kv_norm = (NORMS[cfg.norm](letters, cfg, layout) for letters in ("BTQ", "BTC"))
+        self.kv_norm = NORMS[cfg.norm]("BTC", cfg, layout)
 
     def __call__(self, x, positions, rope, mix, noise):
-        q = self.q(self.q_norm(self.q_down(x, noise)), noise)
+        q = self._make_queries(x, noise)
         plain, rotated = q[..., : self.num_plain], q[..., self.num_plain :]
         rotated = apply_rope(rotated, positions, rope, self.cfg.rotated_pairs)
         q = jnp.concatenate([plain, rotated], -1) * self.scale
@@ -61,6 +68,12 @@ class LatentAttention(nnx.Module):
 
         out, kept = mix(q, (latent, shared), Heads(expand, self._look_back))
         return self.o(out, noise), kept
+
+    def _make_queries(self, x: jax.Array, noise: Any) -> jax.Array:
+        """Return the queries [B, T, N, H] of tokens [B, T, D], not rotated yet."""
+        if not self.queries_have_latent:
+            return self.q_whole(x, noise)
+        return self.q(self.q_norm(self.q_down(x, noise)), noise)
 
     def _expand(self, latent: jax.Array, shared: jax.Array, noise: Any = None) -> tuple[jax.Array, jax.Array]:
         """Return keys [B, S, N, H] and values [B, S, N, W] of latents [B, S, C] and the keys of all heads [B, S, R]."""

@@ -149,6 +149,12 @@ CONFIGS = {
         topk_group=1, first_k_dense_replace=1, num_mtp_layers=0, max_position_embeddings=64,
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     ),
+    "deepseek_v3_whole_queries": transformers.DeepseekV3Config(  # of the smaller models of its type
+        **TWO, vocab_size=96, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=9, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=16, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=1, num_mtp_layers=0, max_position_embeddings=64,
+        rope_parameters=PLAIN_ROPE,
+    ),
     "apertus": transformers.ApertusConfig(
         **TWO, vocab_size=97, num_key_value_heads=2, rope_parameters=LLAMA_ROPE, max_position_embeddings=64,
     ),
