@@ -17,7 +17,8 @@ RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 320, length).tolist() for length in (5, 20, 3, 9)]
 STOP = tuple(range(0, 320, 16))  # most answers end early, at different lengths; some do not
 HOW = Sampling(40, temperature=1.3, stop=STOP)
-MESHES = ("[[1],[fsdp]]", "[[8],[fsdp]]", "[[4,2],[fsdp,tp]]", "[[2,2,2],[fsdp,cp,tp]]")
+ALONE, PURE_TP = "[[1],[fsdp]]", "[[2],[tp]]"
+MESHES = (ALONE, PURE_TP, "[[8],[fsdp]]", "[[4,2],[fsdp,tp]]", "[[2,2,2],[fsdp,cp,tp]]", "[[2,2],[pp,fsdp]]")
 WORDS = ["model.num_layers=2", "model.global_every=2", "distributed.allow_idle_devices=true"]
 
 
@@ -49,7 +50,7 @@ def rollouts():
 
 @pytest.fixture
 def alone(rollouts):
-    return rollouts["[[1],[fsdp]]"]
+    return rollouts[ALONE]
 
 
 def test_same_answers_on_every_mesh(rollouts):
@@ -60,8 +61,9 @@ def test_same_answers_on_every_mesh(rollouts):
         for mine, same in zip(first, other, strict=True):
             np.testing.assert_allclose(mine.drawn_log_probabilities, same.drawn_log_probabilities, atol=1e-5)
     assert len({tuple(answer.tokens) for answer in first}) == len(first)
-    assert rollouts[MESHES[0]].halved[:2] == [16, 8]  # of 32 rows on a device; elsewhere each has 8 or fewer
-    assert not any(rollouts[mesh].halved for mesh in MESHES[1:])
+    assert rollouts[ALONE].halved[:2] == rollouts[PURE_TP].halved[:2] == [16, 8]  # of 32 rows on a device
+    # On the other meshes each device has 8 rows or fewer.
+    assert {mesh for mesh in MESHES if rollouts[mesh].halved} == {ALONE, PURE_TP}
 
 
 def test_an_answer_ends_at_its_first_stop_id_or_at_its_length(alone):
