@@ -6,6 +6,7 @@ GOOGLE_APPLICATION_CREDENTIALS, ...). fsspec and the package of a scheme are imp
 
 import importlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,13 @@ REASONS = {
     "FileNotFoundError": "there is no such bucket or object",
     "EndpointConnectionError": "the server cannot be reached",
     "ClientConnectorError": "the server cannot be reached",
+}
+# Reasons for an error whose class says nothing, by words in its text: those of Google, tensorstore and gcsfs.
+WORDS = {
+    "Anonymous caller": "there are no credentials (GOOGLE_APPLICATION_CREDENTIALS)",
+    "NOT_FOUND": REASONS["FileNotFoundError"],
+    "PERMISSION_DENIED": REASONS["PermissionError"],
+    "Forbidden": REASONS["PermissionError"],
 }
 
 
@@ -58,6 +66,8 @@ def filesystem(address: str, key: str) -> Any:
     try:
         fsspec = importlib.import_module("fsspec")
         importlib.import_module(PACKAGES[scheme])
+        # gcsfs logs its errors with their traceback; without a handler, Python prints them before a run has a log.
+        logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     except ImportError:
         raise UserError(f"{key}={address} needs {PACKAGES[scheme]}: pip install 'tunix-trainer[buckets]'") from None
     # A listing that is kept would not show what other processes write.
@@ -79,7 +89,9 @@ def explain(error: BaseException) -> str:
     """Return in one line what an error of a server means."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = (str(error).strip() or repr(error)).splitlines()[0][:300]
-    reason = next((reason for kind, reason in REASONS.items() if kind in kinds), "")
+    by_kind = (reason for kind, reason in REASONS.items() if kind in kinds)
+    by_text = (reason for words, reason in WORDS.items() if words in text)
+    reason = next(by_kind, "") or next(by_text, "")
     return f"{reason} ({text})" if reason else text
 
 

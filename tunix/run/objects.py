@@ -57,6 +57,9 @@ def _open_s3(address: str, retries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_gs(address: str, retries: dict[str, Any]) -> dict[str, Any]:
+    """tensorstore's driver for Google's buckets, on the server that fsspec talks to."""
+    if server := os.environ.get("STORAGE_EMULATOR_HOST"):
+        os.environ["TENSORSTORE_GCS_HTTP_URL"] = server if "://" in server else f"http://{server}"
     return {"driver": "gcs", "gcs_request_retries": retries}
 
 
