@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from support.harness import batch, program
 
+from tunix.base.errors import UserError
 from tunix.sharding.arrays import bytes_per_device
+from tunix.training.program import assemble
 
 FAST = ["optimizer.learning_rate=0.1", "scheduler=constant", "scheduler.warmup_ratio=0", "training.ema_decay=0.5"]
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
@@ -62,6 +64,28 @@ def test_the_moving_average_is_the_same_on_every_mesh(strategy):
     first, second = (on_host(each.state["copies"]["ema"]) for each in (one, many))
     assert len(jax.tree.leaves(first)) == len(jax.tree.leaves(many.arch.trained_weights))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), first, second)
+
+
+def test_an_average_in_the_memory_of_the_host_has_the_same_bits(monkeypatch):
+    """Sharded alike; a step that is not finite leaves it as it was; a checkpoint without it starts it there."""
+    words = [MESH, *FAST, "training.ema_memory=host"]
+    trained, expected = program(*words, fresh=True), program(MESH, *FAST, fresh=True)
+    bad = batch()
+    bad["loss_mask"][0, 3, 5] = np.nan
+    for rows in (batch(), bad, batch()):
+        for each in (trained, expected):
+            each.run(rows, steps=1)
+    jax.tree.map(np.testing.assert_array_equal, on_host(trained.state["copies"]), on_host(expected.state["copies"]))
+    for here, there in zip(*(jax.tree.leaves(each.state["copies"]) for each in (trained, expected)), strict=True):
+        assert (here.sharding.memory_kind, here.sharding.spec) == ("pinned_host", there.sharding.spec)
+    with jax.set_mesh(trained.mesh):
+        whole = assemble(trained.cfg, trained.mesh)
+        started = whole.complete({"params": trained.state["params"]})["copies"]
+    assert bytes_per_device(whole.abstract["copies"]) == 0
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(started)} == {"pinned_host"}
+    monkeypatch.setattr("tunix.training.program.has_host_memory", lambda mesh: False)
+    with pytest.raises(UserError, match=r"training.ema_memory=host needs devices that read .* pinned memory, and cpu"):
+        program(*words, fresh=True)
 
 
 def test_a_copy_is_sharded_like_the_moments():

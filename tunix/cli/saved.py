@@ -11,6 +11,7 @@ from tunix.config.values import CONF
 ADDED: dict[str, Any] = {
     "training.ema_decay": None,
     "training.ema_dtype": "float32",
+    "training.ema_memory": "device",
     "training.check_attention": True,
     "task.loss": None,
     "checkpoint.verify": "always",

@@ -149,6 +149,9 @@ class Training(Section):
     ema_dtype: Literal["float32", "bfloat16"]
     """dtype in which averages are kept. bfloat16 halves their memory, and does not follow steps whose part of the
     average is less than a 256th of it: it suits decays up to 0.99."""
+    ema_memory: Literal["device", "host"]
+    """Where averages are between two steps: device, beside the parameters; host, in the pinned memory of the host,
+    sharded alike. Each step then moves them to the devices and back."""
     z_loss: PositiveOrZero
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
     remat: Literal[("budget", *REMAT)]  # type: ignore[valid-type]

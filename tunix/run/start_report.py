@@ -88,9 +88,9 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
             "a row end the run"
         )
     if copies := program.abstract.get("copies", {}):
-        rows["copies"] = (
-            f"{', '.join(copies)}: {bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
-        )
+        size = f"{bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
+        place = "in the host's memory" if training.ema_memory == "host" else size
+        rows["copies"] = f"{', '.join(copies)}: {place}"
     if isinstance(cfg.task, Grpo):
         rows |= _describe_rollout(program, cfg.task, mesh)
     if why := unlike_its_family(cfg.model):

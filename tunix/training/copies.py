@@ -11,20 +11,24 @@ import jax
 import jax.numpy as jnp
 
 from tunix.config import Training
+from tunix.sharding.arrays import to_device_memory, to_host_memory
 
 Tree = dict[str, Any]
 Update = Callable[[Tree, Tree], Tree]  # (copy, trained parameters after the step) -> copy after the step
 
 
 class Copy(NamedTuple):
-    """A copy of the parameters: how a step changes it, and the dtype in which it is kept."""
+    """A copy of the parameters: how a step changes it, the dtype in which it is kept, and where between two steps."""
 
     update: Update
     dtype: str = "float32"
+    on_host: bool = False
 
 
 def _moving_averages(training: Training) -> dict[str, Copy]:
     """Exponential moving averages over steps, one for each of `training.ema_decay`."""
+
+    on_host = training.ema_memory == "host"
 
     def average(decay: float) -> Copy:
         share = 1 - decay
@@ -34,7 +38,7 @@ def _moving_averages(training: Training) -> dict[str, Copy]:
             now = a.astype(jnp.float32)
             return (now + share * (p - now)).astype(a.dtype)
 
-        return Copy(lambda average, params: jax.tree.map(move, average, params), training.ema_dtype)
+        return Copy(lambda average, params: jax.tree.map(move, average, params), training.ema_dtype, on_host)
 
     return {name: average(decay) for name, decay in training.ema_names.items()}
 
@@ -55,13 +59,27 @@ def make_copies(training: Training) -> dict[str, Copy]:
     return copies
 
 
-def start_copies(dtypes: dict[str, str], params: Tree) -> dict[str, Tree]:
-    """New copies of the trained parameters, by name, as a part of the state: {} or {"copies": {name: tree}}."""
-    copies = {name: jax.tree.map(lambda p, d=dtype: p.astype(d), params) for name, dtype in dtypes.items()}
-    return {"copies": copies} if copies else {}
+def start_copies(copies: dict[str, Copy], params: Tree) -> dict[str, Any]:
+    """Return new copies of the trained parameters as a part of the state: {} or {"copies": {name: tree}}."""
+    trees = {name: jax.tree.map(lambda p, d=copy.dtype: p.astype(d), params) for name, copy in copies.items()}
+    return put_copies(copies, {"copies": trees} if trees else {})
+
+
+def fetch_copies(copies: dict[str, Copy], state: dict[str, Any]) -> dict[str, Tree]:
+    """Return the copies of a state by name, all in the memory of the devices."""
+    trees = state.get("copies", {})
+    return {name: to_device_memory(tree) if copies[name].on_host else tree for name, tree in trees.items()}
 
 
 def update_copies(copies: dict[str, Copy], trees: dict[str, Tree], params: Tree) -> dict[str, Any]:
-    """The copies after a step that came to `params`, as a part of the state: {} or {"copies": {name: tree}}."""
+    """Return the copies after a step that came to `params`, as a part of the state: {} or {"copies": {name: tree}}."""
     new = {name: copies[name].update(tree, params) for name, tree in trees.items()}
     return {"copies": new} if new else {}
+
+
+def put_copies(copies: dict[str, Copy], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the copies of a state where they are kept between two steps: {} or {"copies": {name: tree}}."""
+    if "copies" not in state:
+        return {}
+    trees = state["copies"]
+    return {"copies": {name: to_host_memory(tree) if copies[name].on_host else tree for name, tree in trees.items()}}

@@ -100,9 +100,7 @@ class Program:
         arrays are donated.
         """
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        make = partial(
-            new_state, self.arch, self.cfg.model, self.layout, self.optimizer, _dtypes(self.copies), self.guard
-        )
+        make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, self.copies, self.guard)
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
 
     def new_params(self, seed: int, given: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -133,13 +131,14 @@ class Program:
             return state
         log.warning("the checkpoint has no %s of the parameters: it starts from those of now", " and ".join(absent))
 
-        dtypes = _dtypes({name: self.copies[name] for name in absent})
+        copies = {name: self.copies[name] for name in absent}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: self.abstract["copies"][name] for name in absent})
 
-        @jax.jit
         def start(params):
-            return start_copies(dtypes, optimizer_view(self.arch.trained(params), self.arch, self.layout))["copies"]
+            return start_copies(copies, optimizer_view(self.arch.trained(params), self.arch, self.layout))["copies"]
 
-        return state | {"copies": state.get("copies", {}) | start(state["params"])}
+        started = jax.jit(start, out_shardings=shardings)(state["params"])
+        return state | {"copies": state.get("copies", {}) | started}
 
     def compiler_options(self, mesh: Mesh) -> Options:
         """Return XLA's options for the step on a mesh; those of the config win."""
@@ -189,7 +188,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     arch = describe(cfg.model, layout, read_remat(training), parts, overlap.prefetch)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
     copies, guard = make_copies(training), make_guard(training)
-    make = partial(start_state, arch, layout, optimizer, _dtypes(copies), guard)
+    make = partial(start_state, arch, layout, optimizer, copies, guard)
     abstract = abstract_results(mesh, make, abstract_params(arch, mesh, layout))
     pipeline = training.pipeline(mesh.shape).schedule
     return Program(
@@ -211,10 +210,6 @@ def assemble_stages(program: Program, schedule: BatchSchedule, mesh: Mesh) -> di
     return programs
 
 
-def _dtypes(copies: dict[str, Copy]) -> dict[str, str]:
-    return {name: copy.dtype for name, copy in copies.items()}
-
-
 def _check_memory(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
     training = cfg.training
@@ -226,11 +221,18 @@ def _check_memory(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
                 f"training.remat_every={training.remat_every} does not divide {count} layers in a row; it may be "
                 f"{', '.join(map(str, legal))}"
             )
-    if training.offload != "none" and isinstance(mesh, Mesh) and not has_host_memory(mesh):
-        kind = mesh.devices.flat[0].device_kind
+    if not isinstance(mesh, Mesh) or has_host_memory(mesh):
+        return
+    kind = mesh.devices.flat[0].device_kind
+    if training.offload != "none":
         raise UserError(
             f"training.offload={training.offload} needs devices that read the host's pinned memory, and {kind} does "
             "not; leave training.offload=none, and save memory with training.remat and model.mesh_shape"
+        )
+    if training.ema_decay is not None and training.ema_memory == "host":
+        raise UserError(
+            f"training.ema_memory=host needs devices that read the host's pinned memory, and {kind} does not; leave "
+            "training.ema_memory=device, and halve the averages with training.ema_dtype=bfloat16"
         )
 
 

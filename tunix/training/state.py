@@ -20,7 +20,7 @@ from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import to_host_memory
 from tunix.sharding.dims import EXPERTS, Equation
 from tunix.sharding.layout import Layout
-from tunix.training.copies import start_copies
+from tunix.training.copies import Copy, start_copies
 from tunix.training.spikes import SpikeGuard
 
 # params, opt_state: trees of arrays; copies: such trees by name (copies.py), absent where there are none;
@@ -156,7 +156,7 @@ def new_state(
     model: Model,
     layout: Layout,
     optimizer: optax.GradientTransformation,
-    copies: dict[str, str],
+    copies: dict[str, Copy],
     guard: SpikeGuard | None,
     seed: jax.Array | int,
     given: dict[str, Any] | None = None,
@@ -174,7 +174,7 @@ def start_state(
     arch: Architecture,
     layout: Layout,
     optimizer: optax.GradientTransformation,
-    copies: dict[str, str],
+    copies: dict[str, Copy],
     guard: SpikeGuard | None,
     params: dict[str, Any],
 ) -> State:

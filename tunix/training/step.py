@@ -13,7 +13,7 @@ from tunix.data.batch import Batch
 from tunix.sharding.arrays import to_device_memory, to_host_memory
 from tunix.sharding.layout import Layout
 from tunix.training.balance import move_biases
-from tunix.training.copies import Copy, update_copies
+from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
 from tunix.training.layer_norms import NORMS, layer_norms
 from tunix.training.optim import Schedule
 from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
@@ -69,9 +69,10 @@ def make_train_step(
             if guard:
                 spike, watched, numbers = guard.check(state["spikes"], reported, finite)
                 is_good, reported = finite & ~spike, reported | numbers
-            copies = update_copies(copy_updates, state.get("copies", {}), params)
+            old_copies = fetch_copies(copy_updates, state)
+            copies = update_copies(copy_updates, old_copies, params)
             new = {"params": params, "opt_state": opt_state, **copies}
-            old = {name: state[name] for name in new} | {"params": trained, "opt_state": moments}
+            old = {"params": trained, "opt_state": moments} | ({"copies": old_copies} if old_copies else {})
             kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
             if norms_every:
                 is_due = (state["step"] + 1) % norms_every == 0
@@ -82,6 +83,7 @@ def make_train_step(
                 reported |= {NORMS: jax.lax.cond(is_due, norms, lambda _: nothing, trees)}
             if layout.moments_on_host:
                 kept["opt_state"] = to_host_memory(kept["opt_state"])
+            kept |= put_copies(copy_updates, kept)
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         kept["params"] = arch.merge(kept["params"], state["params"])
         if bias_rate:
