@@ -110,5 +110,7 @@ def test_mistakes(monkeypatch):
         with pytest.raises(UserError, match=message):
             program("model.lora.quantize_base=nf4", *words)
     monkeypatch.setitem(sys.modules, "qwix", None)
-    with pytest.raises(UserError, match="model.lora.quantize_base needs qwix: pip install qwix"):
+    with pytest.raises(
+        UserError, match=r"model.lora.quantize_base needs qwix: pip install 'tunix-trainer\[quantize\]'"
+    ):
         program("model.lora.quantize_base=nf4", "model.lora.rank=2")

@@ -90,5 +90,5 @@ def _qwix() -> Any:
     try:
         import qwix
     except ImportError:
-        raise UserError("model.lora.quantize_base needs qwix: pip install qwix") from None
+        raise UserError("model.lora.quantize_base needs qwix: pip install 'tunix-trainer[quantize]'") from None
     return qwix

@@ -1,0 +1,13 @@
+# tunix on GPUs with an NVIDIA driver 525 and newer. CUDA 12 comes in packages of PyPI; the host gives the driver alone.
+#   docker build -f containers/cuda12.Dockerfile -t tunix:cuda12 .
+#   docker run --gpus all --ipc host --ulimit memlock=-1 -v "$PWD:/work" tunix:cuda12 model=gemma3_270m
+FROM python:3.12-slim
+WORKDIR /tunix
+COPY requirements-cuda12.txt ./
+RUN pip install --no-cache-dir -r requirements-cuda12.txt
+COPY pyproject.toml README.md LICENSE run_training.py ./
+COPY conf conf
+COPY tunix tunix
+RUN pip install --no-cache-dir --no-deps .
+WORKDIR /work
+ENTRYPOINT ["tunix"]
