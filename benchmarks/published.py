@@ -3,9 +3,12 @@
 The runs are those of benchmarks/published.yaml. Each is compiled once for its cluster, which takes one to four minutes,
 and its program is kept in .cache/published. Then its time is predicted twice: with the constants of tunix, and with a
 share of the peak (`efficiency`) that is chosen on the other runs alone ("leave one out").
+
+`python -m benchmarks.published derived` derives all times, which takes seconds and needs no plugin.
 """
 
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,8 +80,15 @@ class Run:
         return Candidate(sizes, self.cfg, derive(self.cfg, sizes), self.cluster).step_s
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     runs = [Run(name, **values) for name, values in yaml.safe_load(RUNS.read_text()).items()]
+    if words == ["derived"]:
+        print("| run | nodes | published s | derived |\n|---|---|---|---|")
+        errors = [run.derive() / run.seconds - 1 for run in runs]
+        for run, error in zip(runs, errors, strict=True):
+            print(f"| {run.source} | {run.cluster.num_nodes} | {run.seconds:g} | {error:+.0%} |")
+        print(f"derived: median {statistics.median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}")
+        return
     published = np.array([run.seconds for run in runs])
     ours = np.array([run.predict(iter([run.cluster.kind.efficiency]))[0] for run in runs]) / published - 1
     derived = np.array([run.derive() for run in runs]) / published - 1
@@ -101,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
