@@ -44,6 +44,7 @@ ADDED: dict[str, Any] = {
     "training.pipeline_schedule": "auto",
     "plan.network": None,
     "training.overlap": "none",
+    "training.sequence_parallel": False,
     "training.skip_steps": [],
     "training.batch_stages": [],
     "training.spike_deviations": None,

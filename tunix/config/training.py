@@ -16,7 +16,7 @@ from tunix.config.batch_stages import (
     schedule_batches,
     training_in_stage,
 )
-from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, token_shards
+from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, stream_shards, token_shards
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -117,6 +117,10 @@ class Training(Section):
     """When stages of the pp axis go forward and backward: gpipe, all parts of a microbatch forward, then all backward;
     1f1b, backward through a part while others go forward, so that memory does not grow with their number, and stages
     fill once a step. auto is 1f1b where stages (times cp) divide seq_len, else gpipe."""
+    sequence_parallel: Flag | Literal["auto"]
+    """Devices that share products (tp) split the tokens of the residual stream: norms, sums and dropout of own tokens,
+    a reduce-scatter and an all-gather in the place of each all-reduce. auto is true where tp (times cp and pp) divides
+    seq_len."""
     sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
     """ZeRO stage 3, 2, 1 or 0 on the fsdp axis."""
     mixed_precision: Literal["bf16", "fp32"]
@@ -311,6 +315,24 @@ class Training(Section):
                 f"nearest: {' or '.join(map(str, nearest(legal, parts)))}, or auto"
             )
         return parts
+
+    def splits_stream(self, mesh_sizes: Mapping[str, int]) -> bool:
+        """Return whether devices split the tokens of the residual stream on a mesh; see `sequence_parallel`.
+
+        Raises:
+            UserError: it is true, and the devices do not divide the tokens.
+        """
+        if self.sequence_parallel is False or stream_shards(mesh_sizes) == 1:
+            return False
+        # Stages split the tokens of a part further, outside of the blocks.
+        split = stream_shards(mesh_sizes) * token_shards(mesh_sizes) * num_stages(mesh_sizes)
+        if self.sequence_parallel is True and self.seq_len % split:
+            low = max(1, self.seq_len // split) * split
+            raise UserError(
+                f"training.sequence_parallel=true splits training.seq_len={self.seq_len} over {split} devices; "
+                f"nearest: {low} or {low + split}, or training.sequence_parallel=auto"
+            )
+        return self.seq_len % split == 0
 
     def _schedule(self, mesh_sizes: Mapping[str, int]) -> str:
         """The schedule; 1F1B splits the tokens of a part over stages and over devices that share sequences."""

@@ -177,7 +177,7 @@ def rollout_costs(
 
 def _weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
     """Bytes of all weights gathered; of a quantized one those of its matrix, if all matrices fit."""
-    layout, codes, matrices = program.layout.with_all_layers(), 0, 0  # stages are laid out anew
+    layout, codes, matrices = program.layout.for_generation(), 0, 0
     for weight in jax.tree.leaves(program.arch.weights):
         spec = layout.in_use(weight.equation)
         size = shard_bytes(weight, spec, gathered_dtype(weight, layout), mesh)

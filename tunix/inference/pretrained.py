@@ -123,7 +123,7 @@ def load_pretrained(
     cfg = architecture.trained_model(folder, mesh_shape, family)
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
-    layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").with_all_layers()
+    layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").for_generation()
     with jax.set_mesh(mesh):
         arch = describe(cfg, layout)
         params, tokenizer = load_params(str(source), cfg, arch, layout, mesh, weights)

@@ -76,7 +76,7 @@ class Sampler:
 
     def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
         self.context_length, self.mesh = context_length, whole_sequences(mesh)
-        self.arch = arch = arch.with_all_layers()
+        self.arch = arch = arch.for_generation()
         self.begin = jax.jit(partial(begin, arch), static_argnames=("how", "repeats", "num_slots"))
         self.stretch = jax.jit(partial(stretch, arch), static_argnames="how", donate_argnames="rows")
         self.grow = jax.jit(grow, static_argnums=1)

@@ -67,21 +67,21 @@ GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 class Routes(NamedTuple):
     """Experts of each token, and the weights of their results."""
 
-    experts: jax.Array  # [B, T, k] int32
-    weights: jax.Array  # [B, T, k] float32
+    experts: jax.Array  # [B, t, k] int32
+    weights: jax.Array  # [B, t, k] float32
 
 
 class Router(Matrix):
-    """Scores of experts for a token, and the choice of the best: [B, T, D] -> `Routes`, and sums for the loss."""
+    """Scores of experts for a token, and the choice of the best: [B, t, D] -> `Routes`, and sums for the loss."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        super().__init__("BTD,DY->BTY", cfg, layout, rngs)
+        super().__init__("BtD,DY->BtY", cfg, layout, rngs)  # each device has whole experts' scores of its own tokens
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.mlp = cfg.mlp
-        self.logits_bias = Bias("Y", cfg, layout) if self.mlp.biases else unchanged
+        self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else unchanged
         if self.mlp.bias_rate is not None:
             zeros = jnp.zeros(self.mlp.num_experts)  # float32: a step adds less than 16 bits resolve
-            self.bias = nnx.Param(zeros, equation=Equation("BTY,Y->BTY"))
+            self.bias = nnx.Param(zeros, equation=Equation("BtY,Y->BtY"))
 
     def __call__(self, x: jax.Array) -> tuple[Routes, BlockSums]:
         logits = product(self.equation, x, self.gathered(), self.layout).astype(jnp.float32)
@@ -104,7 +104,7 @@ class Router(Matrix):
         """
         if self.mlp.bias_rate is not None:
             scores = scores + jax.lax.stop_gradient(self.bias[...].astype(jnp.float32))
-        spec = self.layout.activation("BTY")
+        spec = self.layout.activation("BtY")
         stand_in = lambda scores: scores[..., : self.mlp.experts_per_token].astype(jnp.int32)  # noqa: E731
         return stage_shard_map(self._choose_here, spec, spec, self.layout.stages_around, stand_in)(scores)
 
@@ -150,7 +150,7 @@ class ExpertBias(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The experts of a layer behind their router, and a shared one beside them: [B, T, D] -> [B, T, D]."""
+    """The experts of a layer behind their router, and a shared one beside them: [B, t, D] -> [B, t, D]."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         assert isinstance(cfg.mlp, ExpertsMlp)
@@ -166,7 +166,7 @@ class Experts(nnx.Module):
         self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, rngs, "gated", width="U")
 
     def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
-        """Return [B, T, D], and the sums of the router."""
+        """Return [B, t, D], and the sums of the router."""
         with jax.named_scope("router"):
             routes, sums = self.router(x)
         with jax.named_scope("experts"):
@@ -177,21 +177,30 @@ class Experts(nnx.Module):
         return y, sums
 
     def _compute(self, x: jax.Array, routes: Routes) -> jax.Array:
-        """Return the sum over each token's experts of weight x result, [B, T, D]."""
-        layout, of_tokens = self.layout, self.layout.activation("BT")
+        """Return the sum over each token's experts of weight x result, [B, t, D]."""
+        layout, of_tokens = self.layout, self.layout.activation("Bt")
         parts: list[Any] = [self.expert_gate, self.expert_up, self.expert_down]
         parts += [part for part in (self.gate_bias, self.up_bias, self.down_bias) if part is not None]
         weights = [layout.enter_devices(part.gathered()) for part in parts]
         specs = [jax.typeof(weight).sharding.spec for weight in weights]
         split_width = layout.product_axes(self.expert_down.equation)
+        assert layout.stream_axes in ((), split_width), "the axes that split the stream split the width of experts"
 
         def on_each_device(x, experts, shares, weights):
-            # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
-            tokens = jax.lax.pcast(x, split_width, to="varying")
+            if layout.stream_axes:  # these devices have parts of the same experts, and other tokens: all meet all parts
+                each = (jax.lax.all_gather(each, split_width, axis=1, tiled=True) for each in (x, experts, shares))
+                tokens, experts, shares = each
+            else:
+                # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
+                tokens = jax.lax.pcast(x, split_width, to="varying")
+            shape = tokens.shape
             tokens, experts, shares = (each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares))
             own_results = partial(self._own_results, weights)
             y = EXCHANGES["gather"](tokens, experts, shares, layout.expert_axes, own_results)
-            return jax.lax.psum(y, split_width).astype(x.dtype).reshape(x.shape)
+            if layout.stream_axes:
+                y = y.reshape(shape).astype(x.dtype)
+                return jax.lax.psum_scatter(y, split_width, scatter_dimension=1, tiled=True)
+            return jax.lax.psum(y, split_width).astype(x.dtype).reshape(shape)
 
         in_specs = of_tokens, of_tokens, of_tokens, specs
         mapped = stage_shard_map(on_each_device, in_specs, of_tokens, layout.stages_around, lambda x, *_: x)

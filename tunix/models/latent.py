@@ -36,7 +36,7 @@ class Heads(NamedTuple):
 
 
 class LatentAttention(nnx.Module):
-    """Attention [B, T, D] -> [B, T, D], and what `mix` keeps, over keys and values made of a latent."""
+    """Attention [B, t, D] -> [B, t, D], and what `mix` keeps, over keys and values made of a latent."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
@@ -52,10 +52,11 @@ class LatentAttention(nnx.Module):
         self.kv_down = Einsum("attention.kv_down", "BTD,DC->BTC", cfg, layout, rngs)
         self.k = Einsum("attention.k", "BTD,DR->BTR", cfg, layout, rngs)
         self.kv_up = Einsum("attention.kv_up", "BTC,CNO->BTNO", cfg, layout, rngs)
-        self.o = Einsum("attention.o", "BTNW,NWD->BTD", cfg, layout, rngs)
+        self.o = Einsum("attention.o", "BTNW,NWD->BtD", cfg, layout, rngs)
         self.kv_norm = NORMS[cfg.norm]("BTC", cfg, layout)
 
     def __call__(self, x, positions, rope, mix, noise):
+        x = self.layout.enter_branch(x)
         q = self._make_queries(x, noise)
         plain, rotated = q[..., : self.num_plain], q[..., self.num_plain :]
         rotated = apply_rope(rotated, positions, rope, self.cfg.rotated_pairs)

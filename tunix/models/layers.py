@@ -61,18 +61,20 @@ class Xielu(nnx.Module):
 
 
 class Bias(nnx.Module):
-    """A vector added to the [..., N, H], [..., F] or [..., D] of every token; zero at first."""
+    """A vector [N, H], [F] or [D] added to every token of [B, T, N, H], [B, T, F], [B, t, D]; zero at first."""
 
     def __init__(self, letters: str, cfg: Model, layout: Layout):
-        self.equation, self.layout = Equation(f"BT,{letters}->BT{letters}"), layout
-        zeros = jnp.zeros([cfg.dims[letter] for letter in letters], layout.param)
+        """`letters` are those of the array that it is added to."""
+        self.tokens, of_vector = letters[:2], letters[2:]
+        self.equation, self.layout = Equation(f"{self.tokens},{of_vector}->{letters}"), layout
+        zeros = jnp.zeros([cfg.dims[letter] for letter in of_vector], layout.param)
         self.b = nnx.Param(zeros, equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = self.layout.gather(self.b[...], self.equation)
         spread = jnp.einsum(
             self.equation.text,
-            jnp.ones(x.shape[:2], bias.dtype, out_sharding=self.layout.activation("BT")),
+            jnp.ones(x.shape[:2], bias.dtype, out_sharding=self.layout.activation(self.tokens)),
             bias,
             out_sharding=self.layout.activation(self.equation.y),
         )
@@ -129,7 +131,7 @@ class Einsum(Matrix):
         super().__init__(equation, cfg, layout, rngs, qtype)
         self.kept_as = f"product.{name}"
         has_bias = cfg.biases is not None and re.search(cfg.biases, name)
-        self.bias = Bias(self.equation.y.removeprefix("BT"), cfg, layout) if has_bias else unchanged
+        self.bias = Bias(self.equation.y, cfg, layout) if has_bias else unchanged
         updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
         self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
 
@@ -152,6 +154,7 @@ class LowRank(nnx.Module):
         self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
 
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
+        x = self.layout.meet(x, self.first)
         if noise is not None and self.dropout:
             kept = noise.draw(self.place, 1 - self.dropout, x.shape)
             x = jnp.where(reshard(kept, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
@@ -161,11 +164,12 @@ class LowRank(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, T, D] -> [B, T, D]."""
+    """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, t, D] -> [B, t, D]."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, kind: str, width: str = "F"):
         """`width` is the letter of the hidden width."""
-        into, out = f"BTD,D{width}->BT{width}", f"BT{width},{width}D->BTD"
+        into, out = f"BTD,D{width}->BT{width}", f"BT{width},{width}D->BtD"
+        self.layout = layout
         trains = cfg.mlp.activation == "xielu"  # the only activation with parameters
         self.activation = Xielu(f"BT{width}", layout) if trains else ACTIVATIONS[cfg.mlp.activation]
         self.gate = Einsum("mlp.gate", into, cfg, layout, rngs) if kind == "gated" else None
@@ -173,7 +177,8 @@ class MLP(nnx.Module):
         self.down = Einsum("mlp.down", out, cfg, layout, rngs)
 
     def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
-        """Return [B, T, D], and sums for the loss, of which this kind has none."""
+        """Return [B, t, D], and sums for the loss, of which this kind has none."""
+        x = self.layout.enter_branch(x)
         up = self.up(x, noise)
         h = self.activation(up) if self.gate is None else self.activation(self.gate(x, noise)) * up
         return self.down(h, noise), NO_SUMS
@@ -206,14 +211,14 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / standard deviation * (offset + scale) + bias over [B, T, D], in float32 (arXiv:1607.06450)."""
+    """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
 
     def __init__(self, letters: str, cfg: Model, layout: Layout, offset: float = 0.0):
         self.equation, self.eps, self.layout = Equation(f"{letters},{letters[-1]}->{letters}"), cfg.norm_eps, layout
         self.offset = offset
         scale = jnp.full(cfg.dims[letters[-1]], 1 - offset, layout.param)
         self.scale = nnx.Param(scale, equation=self.equation)
-        self.bias = Bias(letters[-1], cfg, layout)
+        self.bias = Bias(letters, cfg, layout)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
@@ -247,8 +252,8 @@ class Embedding(nnx.Module):
         return self.layout.gather(self.table[...], self.equation)
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """[B, T] int32 -> [B, T, D], times sqrt(D) if the family scales it."""
-        rows = table.at[tokens].get(out_sharding=self.layout.activation("BTD"))
+        """[B, T] int32 -> [B, t, D], times sqrt(D) if the family scales it."""
+        rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTD")))
         return rows * jnp.asarray(self.scale, table.dtype)
 
     def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
@@ -262,12 +267,13 @@ class LearnedPositions(nnx.Module):
     """A vector for each place in the context [P, D], added to the vector of the token there."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.equation, self.layout = Equation("BTP,PD->BTD"), layout
+        self.equation, self.layout = Equation("BtP,PD->BtD"), layout
         shape = (cfg.context_length, cfg.embed_dim)
         self.table = nnx.Param(
             jax.random.normal(rngs.params(), shape, layout.param) * cfg.embed_dim**-0.5, equation=self.equation
         )
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        table = self.layout.gather(self.table[...], self.equation)
-        return x + table.at[positions].get(out_sharding=self.layout.activation("BTD"))
+        """[B, t, D] and [B, T] int32 -> [B, t, D]"""
+        table, positions = self.layout.gather(self.table[...], self.equation), self.layout.split_stream(positions)
+        return x + table.at[positions].get(out_sharding=self.layout.activation("BtD"))

@@ -21,7 +21,9 @@ def product(
 
     `w` is a gathered weight. `kind` is a key of `PRODUCTS`. `name` is the one by which remat policies keep the result.
     """
-    return checkpoint_name(PRODUCTS[kind](equation, x, w, layout.activation(equation.y)), name)
+    einsum = Equation(equation.einsum_text)
+    y = PRODUCTS[kind](einsum, layout.meet(x, equation), w, layout.result(equation))
+    return checkpoint_name(layout.leave_branch(y, equation), name)
 
 
 def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:

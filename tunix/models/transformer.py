@@ -31,7 +31,7 @@ Mix = Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): [B, T, D] -> [B, T, D], and what `mix` keeps.
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): [B, t, D] -> [B, t, D], and what `mix` keeps.
 
     `mix` gives tokens what they take from one another; the rest of the model works on each token alone.
     """
@@ -41,9 +41,9 @@ class Attention(nnx.Module):
         self.q = Einsum("attention.q", "BTD,DNH->BTNH", cfg, layout, rngs)
         self.k = Einsum("attention.k", "BTD,DKH->BTKH", cfg, layout, rngs)
         self.v = Einsum("attention.v", "BTD,DKH->BTKH", cfg, layout, rngs)
-        self.o = Einsum("attention.o", "BTNH,NHD->BTD", cfg, layout, rngs)
+        self.o = Einsum("attention.o", "BTNH,NHD->BtD", cfg, layout, rngs)
         self.q_norm, self.k_norm = (self._norm(letters, cfg, layout) for letters in ("BTNH", "BTKH"))
-        self.sinks = Bias("N", cfg, layout) if cfg.attention_sinks else None
+        self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
 
     def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
         """Norm of queries or keys, over each head or over all heads together."""
@@ -53,6 +53,7 @@ class Attention(nnx.Module):
         return NORMS[cfg.norm](letters, cfg, layout, dims)
 
     def __call__(self, x, positions, rope, mix, noise):
+        x = self.layout.enter_branch(x)
         q, k = self.q_norm(self.q(x, noise)), self.k_norm(self.k(x, noise))
         if self.cfg.positions == "rope":
             q, k = (apply_rope(x, positions, rope, self.cfg.rotated_pairs) for x in (q, k))
@@ -93,7 +94,7 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: Model, layout: Layout, mlp: str, rngs: nnx.Rngs):
         def norm(wanted: bool) -> Any:
-            return NORMS[cfg.norm]("BTD", cfg, layout) if wanted else unchanged
+            return NORMS[cfg.norm]("BtD", cfg, layout) if wanted else unchanged
 
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
@@ -103,7 +104,7 @@ class Block(nnx.Module):
         self.pre_mlp, self.post_mlp = norm(before), norm(after)
 
     def __call__(self, x, positions, rope, mix: Mix, noise: Noise | None = None) -> tuple[jax.Array, Any, BlockSums]:
-        """Return [B, T, D], what `mix` keeps, and numbers for the loss."""
+        """Return [B, t, D], what `mix` keeps, and numbers for the loss."""
         with jax.named_scope("attention"):
             h, kept = self.attention(self.pre_attention(x), positions, rope, mix, noise)
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
@@ -134,7 +135,7 @@ class Layer(NamedTuple):
 class Rows(NamedTuple):
     """Arrays [B, ...] that a block takes of sequences. In a pipeline they travel from stage to stage together."""
 
-    x: Any  # [B, T, D], the residual stream; a block changes it and nothing else
+    x: Any  # [B, t, D], the residual stream; a block changes it and nothing else
     positions: Any  # [B, T] int32
     beside: Any  # what the mix needs of the sequences: a tree of arrays, or None
     # On stages alone:
@@ -167,7 +168,7 @@ class Transformer(nnx.Module):
         for stack in self.stacks:
             make = partial(Block, cfg, self.block_layout, stack.mlp)
             setattr(self, stack.name, _stacked(make, len(stack.layers), rngs))
-        self.final_norm = NORMS[cfg.norm]("BTD", cfg, layout)
+        self.final_norm = NORMS[cfg.norm]("BtD", cfg, layout)
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
 
     @property
@@ -213,7 +214,7 @@ class Transformer(nnx.Module):
         return mix
 
     def embed(self, tables, tokens, positions) -> jax.Array:
-        """[B, T] int32 -> [B, T, D], what the first block takes."""
+        """[B, T] int32 -> [B, t, D], what the first block takes."""
         with jax.named_scope("embed"):
             x = self.embedding.lookup(tables[0], tokens)
             return x if self.positions is None else self.positions(x, positions)
@@ -253,7 +254,7 @@ class Transformer(nnx.Module):
                 kept += kept_here if layers else [kept_here]
                 sums = join_stacks(sums, sums_here)
         with jax.named_scope("final_norm"):
-            return self.final_norm(rows.x), kept, sums
+            return self.layout.join_stream(self.final_norm(rows.x)), kept, sums
 
     def layers_of(self, stack: Stack, length: int, reach: int | jax.Array | None = None) -> tuple[Any, Layer]:
         """Return parameters and values of the layers of a stack, arrays [L, ...], for sequences of `length` tokens.

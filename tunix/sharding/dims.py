@@ -81,6 +81,8 @@ DIMS = {
         Dim("A", "microbatches"),
         Dim("B", "sequences",        None,    DATA),
         Dim("T", "tokens",           None,    "cp", key="training.seq_len"),
+        # Of the residual stream, between the branches of a block: there nothing needs other tokens or a part of a weight.
+        Dim("t", "tokens of the residual stream", None, ("cp", "tp")),
         Dim("D", "width",            KEEPING, None, key="model.embed_dim"),
         Dim("F", "MLP width",        "tp",    "tp", key="model.mlp_dim"),
         Dim("U", "shared expert's width", "tp", "tp", key="model.mlp.shared_dim"),
@@ -109,6 +111,7 @@ DIMS = {
     )
 }  # fmt: skip
 LAYERS = "L"  # blocks are stacked along it
+TOKENS, STREAM_TOKENS = "T", "t"  # the same tokens: inside of a branch, and in the residual stream between branches
 EXPERTS = "X"  # each has its own weights; a token meets a few of them
 
 
@@ -130,6 +133,11 @@ def keeping_axes() -> tuple[str, ...]:
 def token_axes() -> tuple[str, ...]:
     """Axes that split the tokens of a sequence: devices along them have equal shares of each sequence, in order."""
     return DIMS["T"].activation_axes
+
+
+def stream_axes() -> tuple[str, ...]:
+    """Axes that split the tokens of the residual stream, and not those of a sequence inside of a branch."""
+    return tuple(axis for axis in DIMS[STREAM_TOKENS].activation_axes if axis not in token_axes())
 
 
 def needed_dims() -> dict[str, str]:
@@ -166,9 +174,22 @@ def _expand(axes: Axes) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Equation:
-    """The product that a weight is for: `x,w->y` as einsum takes it, like `BTD,DNH->BTNH`."""
+    """The product that a weight is for: `x,w->y` as einsum takes it, like `BTD,DNH->BTNH`.
+
+    The last product of a branch, `BTF,FD->BtD`, gives its result to the residual stream, where fewer tokens of it may
+    lie on a device: einsum takes it with `einsum_text`.
+    """
 
     text: str
+
+    @property
+    def einsum_text(self) -> str:
+        return self.text.replace(STREAM_TOKENS, TOKENS)
+
+    @property
+    def leaves_branch(self) -> bool:
+        """True where the product takes the tokens of a branch and gives those of the residual stream."""
+        return TOKENS in self.x and STREAM_TOKENS in self.y
 
     @property
     def x(self) -> str:
@@ -232,6 +253,8 @@ class Equation:
     def low_rank(self) -> tuple["Equation", "Equation"]:
         """Return the two products of a low-rank update, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""
         between = "".join(letter for letter in self.x if letter not in self.summed) + "r"
+        if self.leaves_branch:  # with the narrow result of the first product
+            between = between.replace(TOKENS, STREAM_TOKENS)
         outer = "".join(letter for letter in self.w if letter not in self.summed)
         return Equation(f"{self.x},{self.summed}r->{between}"), Equation(f"{between},r{outer}->{self.y}")
 

@@ -16,6 +16,19 @@ tp at rest and in use; dp and fsdp split the batch, so that each data shard comp
 `reduced` and `unreduced` are types of JAX: a gradient cannot be used as if it were summed, and nothing is summed twice.
 The backward pass of `gather` is `sum_gradient`. So the place of `gather` decides when gradients are summed: in a block,
 once in each microbatch; before all microbatches, once in a step, which costs memory and saves traffic.
+
+Activations of a block go the same way with `splits_stream`, where tp splits the tokens t of the residual stream
+(sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198):
+
+    stream       [B, t, D]   P(data, tp, -)                norms, sums and dropout of own tokens
+       | enter_branch: all-gather over tp                  backward: reduce-scatter
+    branch       [B, T, D]   P(data, -, -)  reduced={tp}   all tokens meet this device's part of the weights
+       | products
+    result       [B, T, D]   P(data, -, -)  unreduced={tp} each device has its own part of the sum
+       | leave_branch: reduce-scatter over tp              backward: all-gather
+    stream       [B, t, D]   P(data, tp, -)
+
+Without it both places are [B, T, D], whole along tp, and the sum of a result is an all-reduce.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +37,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import DIMS, EXPERTS, LAYERS, Equation, axis_names
+from tunix.sharding.dims import DIMS, EXPERTS, LAYERS, STREAM_TOKENS, TOKENS, Equation, axis_names, stream_axes
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,7 @@ class Layout:
     # `tokens` of sequences, where one part of a batch is at work outside of the stages (1F1B).
     stages_split: str = "sequences"
     moments_on_host: bool = False  # the optimizer's state is in the host's memory between two updates
+    splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
@@ -96,6 +110,10 @@ class Layout:
         """Return the layout in which every device keeps all layers: then axes of stages split the batch alone."""
         return replace(self, unsplit=self.unsplit | {LAYERS})
 
+    def for_generation(self) -> "Layout":
+        """Return the layout of programs that draw answers, one token after the other: nobody can split tokens."""
+        return replace(self.with_all_layers(), splits_stream=False)
+
     def at_rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
         """Return where a weight lives between uses.
 
@@ -115,6 +133,54 @@ class Layout:
     def activation(self, letters: str) -> PartitionSpec:
         """Return where an activation of these dimensions lives."""
         return _spec([self._activation_axes(letter) for letter in letters])
+
+    def split_stream(self, x: jax.Array) -> jax.Array:
+        """Return [B, T, ...] as the residual stream has it, [B, t, ...]: each device keeps its own tokens."""
+        return reshard(x, self._with_tokens(x, STREAM_TOKENS)) if self.stream_axes else x
+
+    def join_stream(self, x: jax.Array) -> jax.Array:
+        """Return [B, t, ...] as [B, T, ...], the same on all devices that split the stream; so is its gradient."""
+        return reshard(x, self._with_tokens(x, TOKENS)) if self.stream_axes else x
+
+    def enter_branch(self, x: jax.Array) -> jax.Array:
+        """Return [B, t, D] of the residual stream as [B, T, D], which products of a branch take.
+
+        Each device adds its own part to the gradient. The backward pass sums these parts once, for all products.
+        """
+        if not self.stream_axes:
+            return x
+        spec = PartitionSpec(*self._with_tokens(x, TOKENS), reduced=set(self.stream_axes))
+        return checkpoint_name(reshard(x, spec), "exchange")
+
+    def meet(self, x: jax.Array, equation: Equation) -> jax.Array:
+        """Return x of a branch as this product takes it.
+
+        Where the devices along an axis have the whole weight, they all compute the same gradient of x: a part of no sum.
+        """
+        spec = jax.typeof(x).sharding.spec
+        parts = spec.reduced & set(self.product_axes(equation.transposed()))
+        return x if parts == spec.reduced else reshard(x, PartitionSpec(*spec.partitions, reduced=parts))
+
+    def result(self, equation: Equation) -> PartitionSpec:
+        """Return where the result of a product lives; one that leaves a branch is then given to `leave_branch`."""
+        if not (equation.leaves_branch and self.stream_axes):
+            return self.activation(equation.y)
+        own_parts = set(self.product_axes(equation))
+        return PartitionSpec(*self.activation(equation.y.replace(STREAM_TOKENS, TOKENS)), unreduced=own_parts)
+
+    def leave_branch(self, y: jax.Array, equation: Equation) -> jax.Array:
+        """Return the result of a product: one of [B, T, D] that leaves a branch as [B, t, D], summed over devices."""
+        return reshard(y, self.activation(equation.y)) if equation.leaves_branch and self.stream_axes else y
+
+    @property
+    def stream_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the residual stream's tokens, and not those of a branch; none without `splits_stream`."""
+        return stream_axes() if self.splits_stream else ()
+
+    def _with_tokens(self, x: jax.Array, letter: str) -> PartitionSpec:
+        """Return where an array [B, T, ...] or [B, t, ...] lives with its tokens split as those of this letter."""
+        rows, _, *others = jax.typeof(x).sharding.spec.partitions
+        return PartitionSpec(rows, *self.activation(letter), *others)
 
     def gather(self, weight: jax.Array, equation: Equation) -> jax.Array:
         """Return the weight as a matrix product takes it; a weight that is gathered already passes as it is.
@@ -215,12 +281,14 @@ class Layout:
     def _activation_axes(self, letter: str) -> tuple[str, ...]:
         if letter in self.unsplit:
             return ()
+        if letter == STREAM_TOKENS:  # innermost: a branch gathers neighbours
+            return (*self._activation_axes(TOKENS), *self.stream_axes)
         axes = DIMS[letter].activation_axes
         if self.stages_split == "sequences":
             return axes
         others = tuple(axis for axis in axes if axis not in self.stage_axes)
         # Stages split the share that a device has without them: the tokens of a part are put together over one axis.
-        return (*others, *self.stage_axes) if letter == "T" and self.stages_split == "tokens" else others
+        return (*others, *self.stage_axes) if letter == TOKENS and self.stages_split == "tokens" else others
 
     def _axes_at_rest(self, equation: Equation) -> list[tuple[str, ...]]:
         """Axes of each dimension of the weight between uses. Vectors are too small to be worth a gather.

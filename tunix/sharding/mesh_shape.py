@@ -17,6 +17,7 @@ from tunix.sharding.dims import (
     data_axes,
     keeping_axes,
     needed_dims,
+    stream_axes,
     suggested_axes,
     token_axes,
 )
@@ -165,6 +166,11 @@ def data_shards(sizes: Mapping[str, int]) -> int:
 def token_shards(sizes: Mapping[str, int]) -> int:
     """Return the number of parts that the tokens of a sequence are split into."""
     return count_devices(sizes, token_axes())
+
+
+def stream_shards(sizes: Mapping[str, int]) -> int:
+    """Return the number of devices that may split the tokens that one device has in a branch."""
+    return count_devices(sizes, stream_axes())
 
 
 def num_stages(sizes: Mapping[str, int]) -> int:

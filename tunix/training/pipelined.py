@@ -51,7 +51,8 @@ class AfterBlocks:
     def hidden(self, *_: Any) -> tuple[jax.Array, BlockSums]:
         """Return the result of the final norm, and the penalties; the routing of experts is counted in the ticks."""
         with jax.named_scope("final_norm"):
-            return self.model.final_norm(self.x), BlockSums(self.penalties, None)
+            x = self.model.layout.join_stream(self.model.final_norm(self.x))
+            return x, BlockSums(self.penalties, None)
 
     def __call__(self, *tokens: Any) -> jax.Array:
         """Return logits [B, T, V] float32."""
@@ -109,7 +110,7 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout
 
         def enter(others, number):
             spec, part = model.block_layout.activation, take(parts, number)
-            x = lanes.on_every_stage(embed(others, part), spec("BTD"))
+            x = stream_on_every_stage(embed(others, part))
             positions = lanes.on_every_stage(part["positions"], spec("BT"))
             segments = lanes.on_every_stage(part["segment_ids"], spec("BS"))
             entered = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), take(entering, number))
@@ -118,12 +119,19 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout
         def leave(condition, stream):
             (x, penalties), spec = stream, outer.layout.activation
             penalties = jax.tree.map(lambda each: lanes.from_stage(condition, each, spec("B")), penalties)
-            return lanes.from_stage(condition, x, spec("BTD")), penalties
+            x = reshard(x, PartitionSpec(lanes.stage_axes, *model.block_layout.activation("BTD")))
+            return outer.layout.split_stream(lanes.from_stage(condition, x, spec("BTD"))), penalties
 
         def spread(stream):
             (x, penalties), spec = stream, model.block_layout.activation
             penalties = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), penalties)
-            return lanes.on_every_stage(x, spec("BTD")), penalties
+            return stream_on_every_stage(x), penalties
+
+        def stream_on_every_stage(x):
+            """[B, t, D] outside of the stages -> [S, B, t, D], the same on each stage, whose axes split no tokens."""
+            spec = model.block_layout.activation
+            x = lanes.on_every_stage(outer.layout.join_stream(x), spec("BTD"))
+            return reshard(x, PartitionSpec(lanes.stage_axes, *spec("BtD")))
 
         def tick(carry, now, *, forward: bool, backward: bool):
             kept, forth, back, grads, (weight, sums), routing = carry

@@ -37,7 +37,15 @@ def build_layout(cfg: Config, mesh: Mesh) -> Layout:
     strategy, dtypes = STRATEGIES[cfg.training.sharding_strategy], cfg.training.dtypes
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     on_host = cfg.training.offload == "optimizer"
-    layout = Layout(strategy, unsplit, dtypes["param"], dtypes["compute"], dtypes["reduce"], moments_on_host=on_host)
+    layout = Layout(
+        strategy,
+        unsplit,
+        dtypes["param"],
+        dtypes["compute"],
+        dtypes["reduce"],
+        moments_on_host=on_host,
+        splits_stream=cfg.training.splits_stream(mesh.shape),
+    )
     return layout if num_stages(mesh.shape) > 1 else layout.with_all_layers()
 
 

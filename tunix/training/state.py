@@ -57,9 +57,10 @@ class Architecture:
     model: Model
     layout: Layout
 
-    def with_all_layers(self) -> "Architecture":
-        """Return the architecture of programs without stages: those that draw answers, one token after the other."""
-        return describe(self.model, self.layout.with_all_layers()) if self.layout.stage_axes else self
+    def for_generation(self) -> "Architecture":
+        """Return the architecture of programs that draw answers; see `Layout.for_generation`."""
+        layout = self.layout.for_generation()
+        return self if layout == self.layout else describe(self.model, layout)
 
     def with_tokens_on_stages(self) -> "Architecture":
         """Return the architecture of what is outside of the stages in 1F1B; see `Layout.with_tokens_on_stages`."""
