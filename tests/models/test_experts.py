@@ -127,7 +127,7 @@ def test_a_layer_is_its_definition(scores, groups, normalized, more):
     made, params = layer(scores=scores, normalized=str(normalized).lower(), **grouped, **more)
     x = np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)
     with jax.set_mesh(made.router.w.get_value().sharding.mesh):
-        y = jax.jit(lambda x: made(x, None)[0])(jax.reshard(x, made.layout.activation("BTD")))
+        y = jax.jit(lambda x: made(x, None)[0])(jax.reshard(x, made.layout.activation("BtD")))
     expected = defined(
         params, x.reshape(-1, 12), scores=scores, groups=groups, normalized=normalized, scale=more.get("scale", 2.0)
     )

@@ -83,7 +83,7 @@ def reference(*words: str) -> dict[str, float]:
     ("axes", "words"),
     [
         ("pp,dp,fsdp", []), ("pp,dp,cp", [GPIPE]), ("pp,dp,tp", [GPIPE]), ("pp,fsdp,cp", []), ("pp,cp,tp", [GPIPE]),
-        ("dp,cp,tp", []),
+        ("dp,cp,tp", []), ("dp,cp,tp", ["training.sequence_parallel=false"]),
     ],
 )  # fmt: skip
 def test_dense(axes, words):

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
+from tunix.costs.products import list_product_transfers
 from tunix.costs.transfers import (
     Transfer,
     gathered_dtype,
@@ -25,7 +26,7 @@ from tunix.models.kernels import choose_kernel
 from tunix.models.paths import parameter_name
 from tunix.models.remat import Remat, product_name
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.dims import axis_names, data_axes
+from tunix.sharding.dims import STREAM_TOKENS, axis_names, data_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.chunks import chunk_positions
@@ -86,7 +87,7 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, with_acti
     activations = _activation_bytes(cfg, program, mesh) if with_activations else 0
     return Costs(
         _state_bytes(program, mesh, microbatches) | {"activations": activations},
-        list_transfers(program, mesh, microbatches),
+        [*list_transfers(program, mesh, microbatches), *list_product_transfers(program, mesh, microbatches)],
         flops,
         all_flops + _pipeline_flops(cfg, mesh, all_flops, forward_flops, share),
         batch.num_tokens,
@@ -186,7 +187,7 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
     residual, pipeline = _residual_bytes(program, mesh), training.pipeline(mesh.shape)
     if pipeline.num_stages == 1:
         return round(training.sequences_per_shard * (residual + max(inside, logits)))
-    stream = own_tokens * cfg.model.embed_dim * jnp.dtype(program.layout.compute).itemsize
+    stream = _stream_bytes(cfg, program.layout, mesh)
     row = stream + 4 * (own_tokens + training.seq_len)  # with its positions and segments
     of_stage = part_rows(cfg, mesh) * (residual / pipeline.num_stages + inside)
     if pipeline.schedule == "1f1b":
@@ -255,14 +256,13 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     prime = next(prime for prime in MARKS if all(size % prime for size in cfg.dims.values() if size))
     # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
     # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.
-    times = 1
-    while cfg.training.seq_len % (2 * times) == 0 and cfg.training.seq_len // (2 * times) >= LONG * token_shards(
-        mesh.shape
-    ):
+    times, length = 1, cfg.training.seq_len
+    shards = length // shard_shape((length,), layout.activation(STREAM_TOKENS), mesh)[0]
+    while length % (2 * times * shards) == 0 and length // (2 * times) >= LONG * token_shards(mesh.shape):
         times *= 2
     values = {
         "micro_batch_size": prime, "global_batch_size": None, "global_batch_tokens": None, "batch_stages": (),
-        "seq_len": cfg.training.seq_len // times,
+        "seq_len": length // times,
     }  # fmt: skip
     marked = cfg.model_copy(update={"training": cfg.training.model_copy(update=values)})
     batch = abstract_batch(marked, mesh)  # type: ignore[arg-type]
@@ -270,10 +270,15 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
     num_bytes = times * bytes_per_device(grown) // prime
     if remat.on_host:
-        own_tokens = shard_shape((cfg.training.seq_len,), layout.activation("T"), mesh)[0]
-        num_bytes -= cfg.model.num_layers * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+        num_bytes -= cfg.model.num_layers * _stream_bytes(cfg, layout, mesh)
     _known_residual_bytes[key] = num_bytes
     return _known_residual_bytes[key]
+
+
+def _stream_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes of the residual stream of one sequence on one device."""
+    own_tokens = shard_shape((cfg.training.seq_len,), layout.activation(STREAM_TOKENS), mesh)[0]
+    return own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
 
 
 def _gathered_bytes(weight: Weight, layout: Layout, mesh: Mesh | AbstractMesh) -> int:

@@ -1,4 +1,4 @@
-"""Collectives of a training step, derived from equations: weights gathered, gradients reduced, activations summed."""
+"""Collectives of a training step, derived from equations: weights gathered, gradients reduced, tokens exchanged."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,7 @@ from tunix.config import Config, DeviceKind
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.links import Group, collective_s
 from tunix.models.exchanges import choose_exchange, repeats_of
-from tunix.models.paths import parameter_name
-from tunix.models.remat import product_name
-from tunix.sharding.dims import EXPERTS, Equation, axis_names, token_axes
+from tunix.sharding.dims import axis_names, token_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.losses import loss_kind
@@ -47,12 +45,11 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
 
 
 def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
-    """Return the collectives of one step; the mesh must be the one in use."""
+    """Return the collectives of one step but those of `list_product_transfers`; the mesh must be the one in use."""
     of_weights = _weight_transfers(program, mesh, num_microbatches)
-    sums = _activation_transfers(program, mesh, num_microbatches)
     of_attention = _attention_transfers(program, mesh, num_microbatches)
     of_experts = _expert_transfers(program, mesh, num_microbatches)
-    return [*of_weights, *sums, *of_attention, *of_experts, *_stage_transfers(program, mesh)]
+    return [*of_weights, *of_attention, *of_experts, *_stage_transfers(program, mesh)]
 
 
 def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -97,41 +94,6 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         yield Transfer("all-reduce", summed_over, size, overlaps=False, count=count)
 
 
-def _activation_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
-    """Sums of activations over devices, wherever a product sums over a dimension that a mesh axis splits.
-
-    A product `x,w->y` of a block runs forward, once more where `training.remat` computes it again, and transposed for
-    the gradient of x. A vocabulary that is split is summed over in the lookup of tokens and in the gradient of the
-    logits' product.
-    """
-    cfg, layout = program.cfg, program.layout
-    sizes = cfg.dims | {"B": cfg.training.batch_shape(mesh.shape).num_rows}
-    pipeline = cfg.training.pipeline(mesh.shape)
-    remat = read_remat(cfg.training)
-    products: list[tuple[Equation, float]] = []  # with the times that each runs for a sequence
-    of_experts: dict[Equation, float] = {}
-    for path, weight in jax.tree.leaves_with_path(program.arch.weights):
-        equation, num_layers = weight.equation.dequantized(), weight.shape[0]
-        if equation.is_stacked and not equation.is_vector and not equation.is_scales:
-            layers = num_layers * pipeline.ticks_per_part
-            again = remat.computes_again(product_name(parameter_name(path)))
-            forward_passes = 1 + again + pipeline.runs_again
-            both = [(equation, forward_passes * layers), (equation.transposed(), layers)]
-            products += [] if EXPERTS in equation.w else both
-            # The sums of experts' products are summed over devices once for each token: not once for each expert, and
-            # not apart for the two products that take it.
-            of_experts |= dict(both) if EXPERTS in equation.w else {}
-    table = program.arch.weights["embedding"]["table"].equation
-    products.append((table.transposed(), 2))
-    for equation, times in (*products, *of_experts.items()):
-        if axes := layout.product_axes(equation):
-            summed = "BTD" if EXPERTS in equation.w else equation.y
-            shape = shard_shape([sizes[letter] for letter in summed], layout.activation(summed), mesh)
-            num_bytes = math.prod(shape) * jnp.dtype(layout.compute).itemsize
-            count = round(num_microbatches * times)
-            yield Transfer("all-reduce", axes, count * num_bytes, overlaps=False, count=count)
-
-
 def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Transfer]:
     """Rows that stages send one another in each tick, their gradients, and what 1F1B does with all stages together."""
     cfg, layout = program.cfg, program.layout
@@ -140,7 +102,8 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Tr
         return
     rows, tokens = part_rows(cfg, mesh), cfg.training.seq_len
     own_tokens = tokens // token_shards(mesh.shape)
-    stream = rows * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+    joined = rows * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+    stream = joined // count_devices(mesh.shape, layout.stream_axes)
     beside = rows * (own_tokens + tokens) * 4  # positions, and segments of whole sequences; they have no gradient
     # The next stage waits for the rows.
     yield Transfer(
@@ -151,8 +114,10 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Tr
         return
     # A part comes in and its result goes out, forward; backward the gradients of both.
     times = pipeline.num_ticks + pipeline.num_microbatches * pipeline.num_parts
-    yield Transfer("all-gather", layout.stage_axes, times * stream + pipeline.num_ticks * beside, overlaps=False)
-    yield Transfer("reduce-scatter", layout.stage_axes, times * stream, overlaps=False)
+    yield Transfer("all-gather", layout.stage_axes, times * joined + pipeline.num_ticks * beside, overlaps=False)
+    yield Transfer("reduce-scatter", layout.stage_axes, times * joined, overlaps=False)
+    if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
+        yield Transfer("all-gather", layout.stream_axes, times * (joined + joined // pipeline.num_stages), False)
     # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
     fields = sum(field.dims == "ABT" for field in loss_kind(cfg).fields.values())
     batch = pipeline.num_microbatches * cfg.training.sequences_per_shard * own_tokens * 4

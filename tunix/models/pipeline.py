@@ -133,7 +133,13 @@ class Lanes:
 
     def choose(self, condition: jax.Array, ours: Any, others: Any) -> Any:
         """Return rows [S, ...]: ours on the stages where the condition [S] holds, the others elsewhere."""
-        return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b), ours, others)
+
+        def one(a: jax.Array, b: jax.Array) -> jax.Array:
+            spec = jax.typeof(a).sharding.spec
+            where = condition.reshape(-1, *[1] * (a.ndim - 1))
+            return jnp.where(jnp.broadcast_to(where, a.shape, out_sharding=spec), a, b)
+
+        return jax.tree.map(one, ours, others)
 
     def on_every_stage(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """[rows, ...] -> [S, rows, ...], the same rows on each stage, which has them laid out as `spec`."""

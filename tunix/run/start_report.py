@@ -25,9 +25,9 @@ from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_kernel
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.dims import DIMS
+from tunix.sharding.dims import DIMS, stream_axes
 from tunix.sharding.mesh import MAX_ROWS, device_table
-from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, unsplit_dims
+from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, stream_shards, token_shards, unsplit_dims
 from tunix.training.optim import phase_steps
 from tunix.training.program import Program
 from tunix.training.sizes import Sizes
@@ -57,6 +57,7 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; " + _remat(training),
+        **_describe_stream(cfg, program, mesh),
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
         f"{shards} data shard(s) x {training.sequences_per_shard}; " + _reductions(program),
         **_describe_stages(sizes),
@@ -145,6 +146,22 @@ def _attention(cfg: Config) -> str:
         return text
     why = f" ({exchange.reason})" if cfg.model.cp_exchange == "auto" else ""
     return f"{'xla attention' if exchange.name == 'ring' else text} by {exchange.name}{why}"
+
+
+def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
+    """Return in words which tokens of the residual stream a device has; nothing where no axis could split them."""
+    training, num_tokens = cfg.training, cfg.training.seq_len // token_shards(mesh.shape)
+    together = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in stream_axes())
+    if stream_shards(mesh.shape) == 1:
+        useless = f"training.sequence_parallel=true changes nothing with {together}"
+        return {"residual stream": useless} if training.sequence_parallel is True else {}
+    if program.layout.splits_stream:
+        text, why = f"{num_tokens // stream_shards(mesh.shape):,} of", f"split over {together}"
+    elif training.sequence_parallel is False:
+        text, why = "all", "training.sequence_parallel=false"
+    else:
+        text, why = "all", f"{together} and the other axes of the tokens do not divide training.seq_len"
+    return {"residual stream": f"{text} {num_tokens:,} tokens of a sequence in each branch on a device ({why})"}
 
 
 def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:

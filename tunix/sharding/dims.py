@@ -81,7 +81,7 @@ DIMS = {
         Dim("A", "microbatches"),
         Dim("B", "sequences",        None,    DATA),
         Dim("T", "tokens",           None,    "cp", key="training.seq_len"),
-        # Of the residual stream, between the branches of a block: there nothing needs other tokens or a part of a weight.
+        # Between the branches of a block nothing needs other tokens, or a part of a weight.
         Dim("t", "tokens of the residual stream", None, ("cp", "tp")),
         Dim("D", "width",            KEEPING, None, key="model.embed_dim"),
         Dim("F", "MLP width",        "tp",    "tp", key="model.mlp_dim"),

@@ -155,7 +155,7 @@ class Layout:
     def meet(self, x: jax.Array, equation: Equation) -> jax.Array:
         """Return x of a branch as this product takes it.
 
-        Where the devices along an axis have the whole weight, they all compute the same gradient of x: a part of no sum.
+        Devices that have the whole weight all compute the same gradient of x, which is a part of no sum.
         """
         spec = jax.typeof(x).sharding.spec
         parts = spec.reduced & set(self.product_axes(equation.transposed()))
@@ -174,7 +174,7 @@ class Layout:
 
     @property
     def stream_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the residual stream's tokens, and not those of a branch; none without `splits_stream`."""
+        """Mesh axes that split the tokens of the residual stream, but not in a branch; none without `splits_stream`."""
         return stream_axes() if self.splits_stream else ()
 
     def _with_tokens(self, x: jax.Array, letter: str) -> PartitionSpec:

@@ -1,0 +1,66 @@
+"""Sequence parallelism: devices that share products split the tokens of the residual stream.
+
+That loss and gradients are the same with it is held on every mesh with tp (sharding/test_every_mesh.py), that the derived
+bytes are the compiled ones by plan/test_plan.py.
+"""
+
+import pytest
+from support.harness import SMALL
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.costs.derived import assemble_once, derive
+from tunix.sharding.dims import axis_names
+
+TP = "model.mesh_shape=[[2,4],[fsdp,tp]]"
+
+
+def sizes(**of_axes: int) -> dict[str, int]:
+    return dict.fromkeys(axis_names(), 1) | of_axes
+
+
+def layout_of(*words: str, **of_axes: int):
+    return assemble_once(compose([*SMALL, *words]).config, sizes(**of_axes))[0].layout
+
+
+@pytest.mark.parametrize(
+    ("words", "axes", "splits"),
+    [
+        ([], {"fsdp": 2, "tp": 4}, True),
+        ([], {"cp": 2, "tp": 2}, True),
+        ([], {"fsdp": 8}, False),
+        (["training.sequence_parallel=false"], {"tp": 4}, False),
+        (["training.seq_len=30"], {"tp": 4}, False),
+    ],
+)
+def test_the_stream_is_split_where_devices_divide_its_tokens(words, axes, splits):
+    layout = layout_of(*words, **axes)
+    assert layout.splits_stream == splits
+    assert (layout.activation("BtD") != layout.activation("BTD")) == splits
+    assert layout.for_generation().activation("BtD") == layout.activation("BTD")  # of one token after the other
+
+
+def test_what_cannot_be_split_is_refused_where_it_is_asked_for():
+    training = compose([*SMALL, "training.seq_len=30", "training.sequence_parallel=true"]).config.training
+    with pytest.raises(
+        UserError, match="sequence_parallel=true splits training.seq_len=30 over 8 .* nearest: 24 or 32"
+    ):
+        training.splits_stream(sizes(cp=2, tp=4))
+
+
+def test_a_gradient_of_a_norm_is_a_sum_over_the_devices_that_split_the_stream():
+    program, _ = assemble_once(compose([*SMALL, TP]).config, sizes(fsdp=2, tp=4))
+    scale = program.arch.weights["blocks"]["pre_mlp"]["scale"].equation
+    assert "tp" in program.layout.gradient_axes(scale)
+    assert "tp" not in program.layout.gradient_axes(program.arch.weights["blocks"]["mlp"]["up"]["w"].equation)
+
+
+def test_what_a_block_keeps_is_split():
+    """With remat=full, what the backward pass keeps of the blocks is the stream alone."""
+    words = ["training.remat=full", "model.num_layers=12"]
+    kept = {}
+    for asked in ("true", "false"):
+        cfg = compose([*SMALL, TP, *words, f"training.sequence_parallel={asked}"]).config
+        kept[asked] = derive(cfg, sizes(fsdp=2, tp=4)).num_bytes["activations"]
+    stream = 12 * 32 * 32 * 4  # layers, tokens, width, float32
+    assert kept["false"] - kept["true"] > 0.7 * stream
