@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
-from tunix.costs.products import list_product_transfers
+from tunix.costs.product_transfers import list_product_transfers
 from tunix.costs.transfers import (
     Transfer,
     gathered_dtype,
