@@ -100,6 +100,17 @@ def test_the_data_are_those_of_a_run_without_stages(cache_dir, monkeypatch):
     together = np.concatenate([batch["tokens"].reshape(-1) for batch, _ in seen])
     assert (together == np.concatenate([data[number]["tokens"] for number in range(sum(SAMPLES[:8]))])).all()
 
+    halves = []  # of two processes
+    for process in range(2):
+        monkeypatch.setattr(
+            "tunix.data.batches.local_rows", lambda mesh, n, p=process: list(range(p * n // 2, (p + 1) * n // 2))
+        )
+        part = ReadAhead(data, BEGINNING, 4)
+        halves.append([part.next({})[0]["tokens"] for _ in range(4)])
+        part.close()
+    for (whole, _), *parts in zip(seen[:4], *halves, strict=True):
+        assert (np.concatenate(parts, axis=1) == whole["tokens"]).all()
+
     short = sequences([50, 7, 90] * 20, 8, "concat", cache_dir)
     first, _ = seen[0]
     for row in range(16):
