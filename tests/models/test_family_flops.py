@@ -1,0 +1,58 @@
+"""FLOPs of each family: what is derived equals the products of the program that computes its logits."""
+
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
+from models.test_parity import MODELS, PARITY
+
+from tunix.cli.architecture import trained_model
+from tunix.models.flops import forward_flops_per_token
+from tunix.sharding.layout import STRATEGIES, Layout
+from tunix.sharding.mesh import device_mesh
+from tunix.training.state import abstract_params, describe
+
+ROWS, LENGTH = 2, 24
+
+
+def products(jaxpr) -> Iterator[float]:
+    """Yield the FLOPs of each product of a program, those in a loop as often as it runs.
+
+    A product that sums over nothing is a vector at work, which the derived FLOPs have. A single number that
+    scales an activation (xIELU) is none.
+    """
+    for each in jaxpr.eqns:
+        if each.primitive.name == "dot_general":
+            (summed, _), _ = each.params["dimension_numbers"]
+            left, right = (value.aval.shape for value in each.invars)
+            num_summed = math.prod(left[dim] for dim in summed)
+            scales = 1 in (math.prod(left), math.prod(right))
+            yield 0.0 if scales else 2.0 * math.prod(each.outvars[0].aval.shape) * num_summed
+        elif each.primitive.name.startswith("ragged_dot"):  # a row meets the weights of one expert
+            yield 2.0 * math.prod(each.outvars[0].aval.shape) * each.invars[0].aval.shape[-1]
+        times = each.params.get("length", 1) if each.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(each.params):
+            yield times * sum(products(inner))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_of_a_forward_pass(name):
+    """The kernel computes the scores of all pairs; those that no query sees are not among what is derived."""
+    cfg = trained_model(PARITY / name, [[1], ["fsdp"]])
+    mesh = device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True)
+    layout = Layout(STRATEGIES["no_shard"], frozenset(), "float32", "float32", "float32").with_all_layers()
+    with jax.set_mesh(mesh):
+        arch = describe(cfg, layout)
+        params = abstract_params(arch, mesh, layout)
+        of_rows = NamedSharding(mesh, layout.activation("BT"))
+        tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=of_rows)
+        traced = jax.jit(lambda params, tokens: arch.module(params)(tokens)).trace(params, tokens)
+    value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
+    attended = sum(np.minimum(np.arange(1, LENGTH + 1), window).mean() for window in cfg.windows(LENGTH))
+    unseen = 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * (cfg.num_layers * LENGTH - attended)
+    derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + unseen
+    assert sum(products(traced.jaxpr.jaxpr)) / (ROWS * LENGTH) == pytest.approx(derived, rel=0.01)
