@@ -38,7 +38,7 @@ from benchmarks.faults import left
 from tunix.processes.supervisor import CHILD
 
 STEPS, EVERY, BATCH = 120, 10, 4
-LIMIT_S = 120
+LIMIT_S = 150  # more than the deadline of a phase
 CODES = {0, 1, 2, 75, 76, 137, -9}  # -9: a run of one process has no parent that says 137
 BEFORE_IT_BEGAN = {-10, -15, 138, 143}  # a stop signal while Python still imports: the default action
 MESHES = {1: ["[[1],[fsdp]]"], 2: ["[[2],[fsdp]]", "[[2],[dp]]"], 4: ["[[4],[fsdp]]", "[[2,2],[dp,fsdp]]"]}

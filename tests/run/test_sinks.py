@@ -9,7 +9,8 @@ from support.harness import RUN
 import tunix
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.sinks import SINKS
+from tunix.run.metrics import Metrics
+from tunix.sinks import SINKS, Start
 
 
 @pytest.fixture
@@ -86,3 +87,12 @@ def test_a_saved_config_with_the_old_key_is_understood(flag, sinks, tmp_path):
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
     assert compose([f"resume={tmp_path}"]).config.logging.sinks == sinks
     assert compose([f"resume={tmp_path}", "logging.sinks=[jsonl]"]).config.logging.sinks == ("jsonl",)
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    """The numbers of a run fill a disk first; what is still in a buffer does not hide the message."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    start = Start(tmp_path, compose([]).config.model_dump(mode="json"), 0, 10)
+    message = "the run's folder cannot be written: No space left on device; the checkpoints"
+    with pytest.raises(UserError, match=message), Metrics(["jsonl"], start) as metrics:
+        metrics.write({"step": 1, "loss": 1.0})

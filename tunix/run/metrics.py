@@ -3,13 +3,14 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from tunix.base.errors import UserError
 from tunix.processes import peers
 from tunix.processes.pace import Pace
 from tunix.sinks import Sink, Start, open_sink
@@ -39,7 +40,7 @@ class Metrics:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with ExitStack() as closing:  # closes all, also when one fails
             for sink in self.sinks:
-                closing.callback(sink.close, error)
+                closing.callback(_close, sink, error)
         # All that work in the background end side by side, and share the time.
         deadline = time.monotonic() + self.close_timeout_s
         for sink in self.sinks:
@@ -48,8 +49,9 @@ class Metrics:
 
     def write(self, record: dict[str, Any], group: str = "train") -> None:
         """Give a record of numbers, with its `step`, to every sink."""
-        for sink in self.sinks:
-            sink.write(record, group)
+        with _explain_full_disk():
+            for sink in self.sinks:
+                sink.write(record, group)
 
     def text(self, name: str, text: str, step: int) -> None:
         """Give a text of several lines to every sink."""
@@ -65,6 +67,23 @@ class Metrics:
         """Give a picture to every sink."""
         for sink in self.sinks:
             sink.image(name, png, step)
+
+
+def _close(sink: Sink, error: BaseException | None) -> None:
+    with _explain_full_disk():  # what is still in a buffer is written
+        sink.close(error)
+
+
+@contextmanager
+def _explain_full_disk() -> Iterator[None]:
+    """Raise `UserError` in place of an `OSError`: the run's folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the run's folder cannot be written: {error.strerror or error}; the checkpoints in it are complete: free "
+            "space, then go on with resume"
+        ) from None
 
 
 @dataclass(frozen=True)
