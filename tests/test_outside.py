@@ -24,7 +24,7 @@ from tunix.hf.config_json import read_config
 from tunix.hf.tensor_files import INDEX, TensorFiles, weight_files
 from tunix.processes import rollcall
 from tunix.sources.files import Unit
-from tunix.sources.rows import Jsonl
+from tunix.sources.rows import Columns, Csv, Jsonl, Parquet
 from tunix.tokenizer.chat import PLAIN, ChatTemplate
 from tunix.tokenizer.vocabulary import load_vocabulary
 
@@ -204,6 +204,46 @@ def test_jsonl(folder, data):
     source = Jsonl.model_construct(source="jsonl", paths=(str(path),), extensions=(".jsonl",))
     for item in source.read(Unit("rows", str(path), 0, len(data), len(data), "")):
         assert item.problem or isinstance(item.content, dict)
+
+
+SEED_CSV = b'text,answer\n"a, ""b""",c\n\xc3\xa9,"d\ne"\n'
+
+
+@outside(damaged(SEED_CSV) | st.binary(max_size=60))
+def test_csv(folder, data):
+    path = folder / "rows.csv"
+    path.write_bytes(data)
+    columns = Columns.model_construct(text="text")
+    source = Csv.model_construct(source="csv", paths=(str(path),), extensions=(".csv",), delimiter=",", columns=columns)
+    for item in source.read(Unit("rows", str(path), 0, len(data), len(data), "")):
+        assert item.problem or isinstance(item.content, dict)
+
+
+@pytest.fixture(scope="module")
+def parquet() -> bytes:
+    """A small file with two row groups."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    written = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"text": ["a", "bb", None], "n": [1, 2, 3]}), written, row_group_size=2)
+    return written.getvalue().to_pybytes()
+
+
+def test_parquet(parquet, tmp_path):
+    @outside(damaged(parquet))
+    def read(folder, data):
+        path = folder / "rows.parquet"
+        path.write_bytes(data)
+        columns = Columns.model_construct(text="text")
+        source = Parquet.model_construct(
+            source="parquet", paths=(str(path),), extensions=(".parquet",), columns=columns
+        )
+        for unit in source.units(1000):
+            for item in source.read_all_columns(unit):
+                assert item.problem or isinstance(item.content, dict)
+
+    read(tmp_path)
 
 
 DIGESTS = [{"step": 3, "files": {"state": {"size": 3, "crc32": [891568578]}}}]
