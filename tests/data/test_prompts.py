@@ -145,12 +145,13 @@ def test_a_mixture_of_prompts(rows):
 def test_prompts_are_prepared_once(rows, capsys):
     words = ["task=grpo", *FILE, *PAIRS, *(word for word in WORDS if word != "task=sft"), "sampling.max_new_tokens=4"]
     words += ["training.seq_len=128", "training.global_batch_size=8", "training.micro_batch_size=8"]
-    prepare(words)
+    cfg = compose(words).config
+    prepare(cfg)
     assert "prompts to train on" in capsys.readouterr().out
-    before = load_prompts(compose(words).config, 60)
+    before = load_prompts(cfg, 60)
     rows_file = next(iter(before.prepared.values())).folder / "00000" / "train.rows.npy"
     made = rows_file.stat().st_mtime_ns
-    prepare(words)
+    prepare(cfg)
     assert rows_file.stat().st_mtime_ns == made
 
 

@@ -237,6 +237,7 @@ def training_in_stage(training: "Training", number: int, mesh_sizes: Mapping[str
     own = training.model_copy(update=changed)
     try:
         own.batch_shape(mesh_sizes)
+        own.splits_stream(mesh_sizes)
     except UserError as error:
         raise UserError(f"{KEY}.{number}: {error}") from None
     return own
