@@ -68,7 +68,7 @@ lock:
 	uv pip compile --universal --python-version 3.11 --extra hf -c requirements.txt pyproject.toml -o requirements-hf.txt
 	uv pip compile --universal --python-version 3.11 --extra site -c requirements.txt pyproject.toml -o requirements-site.txt
 	uv pip compile --universal --python-version 3.11 --extra profile -c requirements.txt pyproject.toml -o requirements-profile.txt
-	uv pip compile --universal --python-version 3.11 --extra wandb --extra mlflow -c requirements.txt pyproject.toml -o requirements-sinks.txt
+	uv pip compile --universal --python-version 3.11 --extra wandb --extra mlflow --extra mlflow_server -c requirements.txt pyproject.toml -o requirements-sinks.txt
 	uv pip compile --universal --python-version 3.11 --extra buckets --extra servers -c requirements.txt pyproject.toml -o requirements-buckets.txt
 	uv pip compile --universal --python-version 3.11 --extra lm_eval -c requirements.txt pyproject.toml -o requirements-lm-eval.txt
 	uv pip compile --universal --python-version 3.11 --extra reasoning -c requirements.txt pyproject.toml -o requirements-reasoning.txt

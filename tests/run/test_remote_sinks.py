@@ -1,4 +1,4 @@
-"""Sinks outside of the run's folder: the real wandb (offline), the real MLflow (a store on disk), a server for messages.
+"""Sinks outside of the run's folder: the real wandb (offline), the real MLflow server, a server for messages.
 
 None of them stops or delays a run.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import RUN, metrics
+from support.mlflow_server import Door, can_serve, serve_mlflow
 
 import tunix
 from tunix.base.errors import Diverged, UserError
@@ -24,6 +25,10 @@ SMALLEST = [
     "model.global_every=1", "training.micro_batch_size=2", "training.max_steps=2", "checkpoint.save_every_steps=null",
     "evaluation.every_steps=null", "evaluation.sample_tokens=2", "project_name=demo", "run_name=first",
 ]  # fmt: skip
+
+needs_sinks = pytest.mark.skipif(
+    not (find_spec("wandb") and can_serve()), reason="requirements-sinks.txt is not installed"
+)
 
 
 @pytest.fixture
@@ -77,20 +82,23 @@ def start_of(folder: Path, *words: str) -> Start:
     return Start(folder, config, step=0, last_step=9)
 
 
-@pytest.mark.skipif(not (find_spec("wandb") and find_spec("mlflow")), reason="requirements-sinks.txt is not installed")
-def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpus, monkeypatch, server):
-    from mlflow import MlflowClient
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory):
+    with serve_mlflow(tmp_path_factory.mktemp("mlflow")) as server:
+        yield server
 
+
+@needs_sinks
+@pytest.mark.slow
+def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpus, monkeypatch, server, mlflow):
     monkeypatch.chdir(tmp_path)
     for name, value in (
-        ("MLFLOW_ALLOW_FILE_STORE", "true"),
         ("MLFLOW_DISABLE_TELEMETRY", "true"),
         ("WANDB_ERROR_REPORTING", "false"),
     ):
         monkeypatch.setenv(name, value)
-    store = f"file://{tmp_path}/mlruns"
     keys = [
-        "logging.sinks=[jsonl,wandb,mlflow,webhook]", f"logging.mlflow.tracking_uri={store}", "+logging.mlflow.tags.team=a",
+        "logging.sinks=[jsonl,wandb,mlflow,webhook]", f"logging.mlflow.tracking_uri={mlflow.url}", "+logging.mlflow.tags.team=a",
         "logging.wandb.mode=offline", "logging.wandb.group=trials", "logging.wandb.tags=[one,two]",
         "logging.wandb.artifacts=[config.yaml]", "hydra.run.dir=run", "logging.close_timeout_s=60",
     ]  # fmt: skip
@@ -100,16 +108,21 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
     tunix.train([f"resume={run}", "training.max_steps=3"])
     assert json.loads((run / "run_ids.json").read_text()) == ids
 
-    client = MlflowClient(tracking_uri=store)
-    (found,) = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
-    assert (found.info.run_id, found.info.run_name, found.info.status) == (ids["mlflow"], "first", "FINISHED")
-    assert (found.data.params["model.num_layers"], found.data.tags["team"]) == ("1", "a")
+    run_id = ids["mlflow"]
+    found = mlflow.ask("runs/get", run_id=run_id)["run"]
+    assert (found["info"]["run_name"], found["info"]["status"]) == ("first", "FINISHED")
+    experiment = mlflow.ask("experiments/get-by-name", experiment_name="demo")["experiment"]
+    assert found["info"]["experiment_id"] == experiment["experiment_id"]
+    params = {param["key"]: param["value"] for param in found["data"]["params"]}
+    assert (params["model.num_layers"], params["training.max_steps"]) == ("1", "2")
+    assert {"key": "team", "value": "a"} in found["data"]["tags"]
     losses = {line["step"]: line["loss"] for line in metrics(run)}
-    history = client.get_metric_history(ids["mlflow"], "train/loss")
-    assert {metric.step: metric.value for metric in history} == losses
-    held_out = client.get_metric_history(ids["mlflow"], "held_out/bits_per_byte")
-    assert [metric.step for metric in held_out] == [2, 3]
-    assert {file.path for file in client.list_artifacts(ids["mlflow"])} >= {"config", "report", "sample"}
+    assert mlflow.list_values(run_id, "train/loss") == losses
+    assert sorted(mlflow.list_values(run_id, "held_out/bits_per_byte")) == [2, 3]
+    folders = {file["path"] for file in mlflow.ask("artifacts/list", run_id=run_id)["files"]}
+    assert folders >= {"config", "report", "sample"}
+    (sample, *_) = mlflow.ask("artifacts/list", run_id=run_id, path="sample")["files"]
+    assert mlflow.fetch("get-artifact", run_uuid=run_id, path=sample["path"])
 
     first, second = (read_wandb(folder) for folder in sorted((run / "wandb").glob("offline-run-*")))
     (about,) = [record.run for record in first if record.WhichOneof("record_type") == "run"]
@@ -133,6 +146,40 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
     assert starts[0].startswith(f"demo / first starts: steps 0 to 2, {run} on ")
     assert starts[1].startswith("demo / first goes on: steps 2 to 3")
     assert ends[0].startswith(f"demo / first is done, step 2, train loss {losses[2]:.4f}, held_out loss ")
+
+
+@needs_sinks
+@pytest.mark.slow
+def test_a_server_that_dies_and_comes_back_gets_every_number(tmp_path, mlflow, monkeypatch, caplog):
+    monkeypatch.setattr("tunix.sinks.mlflow.FLUSH_S", 0.0)
+    monkeypatch.setattr("tunix.sinks.background.DELAYS_S", (0.05,) * 1000)
+    door = Door(mlflow)
+    start = start_of(tmp_path, f"logging.mlflow.tracking_uri={door.url}", "logging.mlflow.experiment=outage")
+    sink = open_sink("mlflow", start)
+    sink.write({"step": 1, "loss": 1.0}, "train")
+
+    def wait_until(happened) -> None:
+        deadline = time.monotonic() + 120
+        while not happened():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    wait_until((tmp_path / "run_ids.json").exists)
+    run_id = json.loads((tmp_path / "run_ids.json").read_text())["mlflow"]
+    wait_until(lambda: mlflow.list_values(run_id, "train/loss") == {1: 1.0})
+    door.shut()
+    for step in range(2, 200):  # the caller goes on without a server
+        sink.write({"step": step, "loss": float(step)}, "train")
+    wait_until(lambda: sink.failures > 3)
+    assert mlflow.list_values(run_id, "train/loss") == {1: 1.0}
+    door.open()
+    sink.close(None)
+    sink.wait(time.monotonic() + 120)
+    door.shut()
+    assert mlflow.list_values(run_id, "train/loss") == {step: float(step) for step in range(1, 200)}
+    assert mlflow.ask("runs/get", run_id=run_id)["run"]["info"]["status"] == "FINISHED"
+    assert caplog.text.count("logging.sinks=mlflow fails: ") == 1  # said once, counted at the end
+    assert "failures; 0 calls are lost" in caplog.text
 
 
 def test_a_message_says_how_a_run_failed_and_is_sent_again(tmp_path, server, monkeypatch, caplog):

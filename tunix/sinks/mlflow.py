@@ -1,5 +1,6 @@
 """MLflow: numbers as metrics GROUP/NAME, the config as parameters, texts and pictures as artifacts."""
 
+import os
 import re
 import tempfile
 import time
@@ -29,6 +30,8 @@ class Mlflow:
             raise UserError("logging.sinks=mlflow needs the package mlflow: pip install 'tunix-trainer[mlflow]'")
 
     def __init__(self, start: Start):
+        # `Background` tries again and says so. MLflow's own tries would take minutes before the first word in the log.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         from mlflow import MlflowClient
 
         self.start, config = start, start.config
