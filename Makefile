@@ -1,11 +1,11 @@
-# make train · make test · make test-all · make lint · make bench · make faults · make chaos · make soak · make fuzz · make audit · make docs · make site · make parity · make lock      ARGS='model=gemma3_1b ...' goes on
+# make train · make test · make test-all · make lint · make bench · make faults · make chaos · make soak · make fuzz · make audit · make docs · make site · make parity · make lock · make newest      ARGS='model=gemma3_1b ...' goes on
 PYTHON ?= python3
 DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
 CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements-%.txt)
 BIN := .venv/bin
 
-.PHONY: train test test-all lint bench faults chaos soak fuzz audit docs site parity lock clean
+.PHONY: train test test-all lint bench faults chaos soak fuzz audit docs site parity lock newest clean
 train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
@@ -75,6 +75,15 @@ lock:
 	uv pip compile --universal --python-version 3.11 --extra ray -c requirements.txt pyproject.toml -o requirements-ray.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda12 -c requirements.txt pyproject.toml -o requirements-cuda12.txt
 	uv pip compile --universal --python-version 3.11 --extra cuda13 -c requirements.txt pyproject.toml -o requirements-cuda13.txt
+
+# The newest release of every dependency in place of the locked one, and the short tests; docs/install.md has the last result.
+NEWEST := tests/sharding tests/models/test_models.py tests/models/test_parity.py tests/training/test_losses.py \
+	tests/training/test_step.py tests/training/test_optim.py tests/inference/test_rollout.py tests/run/test_checkpoint.py
+newest:
+	$(PYTHON) -m venv --clear build/newest
+	build/newest/bin/python -m pip install --quiet --disable-pip-version-check '.[dev]'
+	build/newest/bin/python -m pip list
+	build/newest/bin/python -m pytest -n 2 $(NEWEST) $(ARGS)
 
 clean:
 	rm -rf .venv .cache build *.egg-info

@@ -123,7 +123,9 @@ def test_the_gradient_of_the_table_is_added_up_in_float32():
     def carried(jaxpr):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "scan":
-                yield from (variable.aval for variable in equation.outvars[: equation.params["num_carry"]])
+                inside = equation.params["jaxpr"].jaxpr.outvars  # what is stacked has a dimension more outside
+                pairs = zip(equation.outvars, inside, strict=True)
+                yield from (result.aval for result, each in pairs if result.aval.shape == each.aval.shape)
             for inner in jaxprs_in_params(equation.params):
                 yield from carried(inner)
 
