@@ -1,8 +1,8 @@
 """Predicted step times beside published ones: `python -m benchmarks.published`, with JAX's CUDA plugin.
 
 The runs are those of benchmarks/published.yaml. Each is compiled once for its cluster, which takes one to four minutes,
-and its program is kept in .cache/published. Then its time is predicted twice: with the constants of tunix, and with a
-share of the peak (`efficiency`) that is chosen on the other runs alone ("leave one out").
+and its program is kept in .cache/published. Then its time is predicted twice: with the constants of tunix, and with the
+share of the peak (`efficiency`) times a factor that is chosen on the other runs alone ("leave one out").
 
 `python -m benchmarks.published derived` derives all times, which takes seconds and needs no plugin.
 """
@@ -28,7 +28,7 @@ from tunix.sharding.mesh_shape import explicit_sizes
 
 CACHE = Path(__file__).parents[1] / ".cache" / "published"
 RUNS = Path(__file__).with_suffix(".yaml")
-SHARES = np.arange(0.58, 0.781, 0.02)  # of the peak, from which one is chosen
+FACTORS = np.arange(0.82, 1.121, 0.03)  # of the `efficiency` of a kind of device, from which one is chosen
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Run:
             path.write_text(hlo)
         return path.read_text()
 
-    def predict(self, shares: Iterator[float]) -> list[float]:
-        """Return the predicted seconds of a step for several shares of the peak."""
+    def predict(self, factors: Iterator[float]) -> list[float]:
+        """Return the predicted seconds of a step for several factors of the efficiency of the kind of device."""
         cfg, cluster, hlo = self.cfg, self.cluster, self.hlo()
         sizes, collectives = explicit_sizes(cfg.model.mesh_shape), read_collectives(hlo)
         assert sizes is not None
         times = []
-        for share in shares:
-            kind = cluster.kind.model_copy(update={"efficiency": share})
+        for factor in factors:
+            kind = cluster.kind.model_copy(update={"efficiency": factor * cluster.kind.efficiency})
             speeds = _speeds(replace(cluster, kind=kind), sizes)
             times.append(walk(hlo, collectives, speeds, _pairs_per_row(cfg, cluster)).step_s)
         return times
@@ -90,20 +90,18 @@ def main(words: list[str]) -> None:
         print(f"derived: median {statistics.median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}")
         return
     published = np.array([run.seconds for run in runs])
-    ours = np.array([run.predict(iter([run.cluster.kind.efficiency]))[0] for run in runs]) / published - 1
+    ours = np.array([run.predict(iter([1.0]))[0] for run in runs]) / published - 1
     derived = np.array([run.derive() for run in runs]) / published - 1
-    by_share = np.array([run.predict(iter(SHARES)) for run in runs]) / published[:, None] - 1  # [runs, shares]
+    by_factor = np.array([run.predict(iter(FACTORS)) for run in runs]) / published[:, None] - 1  # [runs, factors]
     left_out = []
     for place in range(len(runs)):
-        others = np.delete(by_share, place, axis=0)
+        others = np.delete(by_factor, place, axis=0)
         best = int(np.abs(np.log1p(others)).mean(0).argmin())
-        left_out.append((SHARES[best], by_share[place, best]))
-    print(
-        "| run | nodes | published s | compiled | left out (share of the peak) | derived |\n|---|---|---|---|---|---|"
-    )
+        left_out.append((FACTORS[best], by_factor[place, best]))
+    print("| run | nodes | published s | compiled | left out (factor) | derived |\n|---|---|---|---|---|---|")
     for place, run in enumerate(runs):
-        share, error = left_out[place]
-        errors = f"{ours[place]:+.0%} | {error:+.0%} ({share:.2f}) | {derived[place]:+.0%}"
+        factor, error = left_out[place]
+        errors = f"{ours[place]:+.0%} | {error:+.0%} ({factor:.2f}) | {derived[place]:+.0%}"
         print(f"| {run.source} | {run.cluster.num_nodes} | {run.seconds:g} | {errors} |")
     for name, errors in (("compiled", ours), ("left out", [error for _, error in left_out]), ("derived", derived)):
         sizes = np.abs(errors)
