@@ -19,7 +19,15 @@ OPTIONAL = {
     "wandb": "wandb", "mlflow": "mlflow", "fsspec": "buckets", "s3fs": "buckets", "gcsfs": "buckets",
     "aiohttp": "buckets", "lm_eval": "lm_eval", "reasoning_gym": "reasoning", "ray": "ray",
 }  # fmt: skip
-NOT_IMPORTED = {"cuda12", "cuda13", "profile", "site", "servers", "dev"}  # extras without a module for tunix/
+NOT_IMPORTED = {
+    "cuda12",
+    "cuda13",
+    "profile",
+    "site",
+    "servers",
+    "mlflow_server",
+    "dev",
+}  # extras without a module for tunix/
 SOURCE_FILES = sorted((ROOT / "tunix").rglob("*.py"))
 
 
