@@ -15,7 +15,9 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.config import Config
 from tunix.costs.derived import derive
-from tunix.plan.ranking import GIB, Candidate, rank, replace_mesh
+from tunix.plan.candidates import GIB, Candidate
+from tunix.plan.open_keys import replace_mesh
+from tunix.plan.ranking import rank
 from tunix.plan.topology import Cluster, read_topology
 from tunix.sharding.mesh_shape import check_divides, explicit_sizes
 

@@ -21,8 +21,8 @@ from tunix.config import Config
 from tunix.costs.derived import derive
 from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import walk
+from tunix.plan.candidates import Candidate
 from tunix.plan.compiled import _pairs_per_row, _speeds, compile_for, describe_devices
-from tunix.plan.ranking import Candidate
 from tunix.plan.topology import Cluster, read_topology
 from tunix.sharding.mesh_shape import explicit_sizes
 

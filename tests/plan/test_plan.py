@@ -24,7 +24,8 @@ from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.choice import resolve_auto
 from tunix.plan.compiled import Compiled, find_backend
-from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, rank
+from tunix.plan.open_keys import list_micro_batch_sizes
+from tunix.plan.ranking import _pick_to_compile, rank
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards

@@ -11,7 +11,9 @@ import jax
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.costs.devices import find_kind, on_network
-from tunix.plan.ranking import GIB, describe_choice, explain_no_fit, find_open_key, fix_batch, rank, replace_mesh
+from tunix.plan.candidates import GIB
+from tunix.plan.open_keys import describe_choice, find_open_key, replace_mesh
+from tunix.plan.ranking import explain_no_fit, fix_batch, rank
 from tunix.plan.topology import Cluster, read_topology
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, resolve

@@ -1,7 +1,8 @@
 """A plan as a picture: memory of each mesh beside the limit of a device, and the parts of the time of its step."""
 
 from tunix.costs.figure import INK, PALE, Bar, Panel, draw
-from tunix.plan.ranking import GIB, Candidate, Ranking
+from tunix.plan.candidates import GIB, Candidate
+from tunix.plan.ranking import Ranking
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import format_mesh_shape
 

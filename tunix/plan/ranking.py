@@ -12,22 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.cli import compose
 from tunix.config import Config
-from tunix.config.task import Grpo
 from tunix.config.training import REMAT
-from tunix.costs.derived import Costs, assemble_once, derive
-from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
-from tunix.costs.transfers import seconds
 from tunix.models.exchanges import choose_exchange
-from tunix.plan.compiled import WORKERS, Compiled, compile_all, find_backend
+from tunix.plan.candidates import GIB, Candidate, derive_candidate, list_smaller, make_candidate
+from tunix.plan.compiled import WORKERS, compile_all
+from tunix.plan.open_keys import describe_choice, find_open_key, list_choices
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
 
-GIB = 2**30
-PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
 DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
-LARGEST_MICRO_BATCH = 1024
 MANY = 48  # meshes that are shown: of more than these, the fastest that fit by derived costs
 SMALLEST = 4  # and those that need the least memory
 # Keys that make a step smaller, by the purpose that takes the most memory.
@@ -38,116 +32,6 @@ HELP = {
     "optimizer": "optimizer=lion or adafactor (smaller moments), training.sharding_strategy=full_shard",
     "reference": "model.lora.rank=32, whose base is the reference, or task.kl_coefficient=0",
 }
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A mesh, the costs of a step on it, and the predicted time."""
-
-    sizes: dict[str, int]  # devices along each mesh axis
-    cfg: Config  # with this mesh
-    costs: Costs
-    cluster: Cluster
-    rollout: RolloutPlan | None = None  # with task=grpo
-    compiled: Compiled | None = None
-    note: str = ""  # the reason, if its compile failed
-    stages: tuple["Candidate", ...] = ()  # the mesh with each other batch of training.batch_stages; derived
-
-    @property
-    def reference_bytes(self) -> int:
-        """Bytes of a second model that stays beside the state (task.kl_coefficient); 0 without one."""
-        return self.rollout.reference_bytes if self.rollout else 0
-
-    @property
-    def num_bytes(self) -> dict[str, int]:
-        """Bytes of one device by purpose. Weights and optimizer are exact, and the total of a compiled step is too."""
-        derived = self.costs.num_bytes
-        state = derived["weights"] + derived["optimizer"]
-        if self.compiled is None:
-            rest = derived["gathered"] + derived["activations"]
-        else:
-            rest = max(0, self.compiled.memory - state - derived["gradients"])
-        reference = {"reference": self.reference_bytes} if self.reference_bytes else {}
-        return {name: derived[name] for name in ("weights", "optimizer")} | reference | {
-            "gradients": derived["gradients"], "temporary": rest,
-        }  # fmt: skip
-
-    @property
-    def memory(self) -> int:
-        step = self.compiled.memory if self.compiled else self.costs.memory
-        # What a stage of the batch takes beyond the batch behind it is derived.
-        more = max((stage.costs.memory - self.costs.memory for stage in self.stages), default=0)
-        return max(step + max(0, more) + self.reference_bytes, self.rollout_memory)
-
-    @property
-    def rollout_memory(self) -> int:
-        """Bytes of one device in a rollout: what rests there, and what the rollout needs beside it; 0 without one."""
-        if self.rollout is None:
-            return 0
-        state = self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"]
-        return state + self.reference_bytes + self.rollout.costs.memory
-
-    @property
-    def rollout_s(self) -> float:
-        """Seconds of rollouts for each step, if every answer is as long as it may be."""
-        if self.rollout is None:
-            return 0.0
-        return self.rollout.waves * self.rollout.costs.seconds(self.cluster.kind) / self.rollout.steps
-
-    @property
-    def source(self) -> str:
-        """Origin of the numbers: derived, compiled, or compiled by CPU."""
-        if self.compiled is None:
-            return "derived"
-        return "compiled" if self.compiled.step_time else "compiled by CPU"
-
-    @property
-    def compute_s(self) -> float:
-        if self.compiled and self.compiled.step_time:
-            return self.compiled.step_time.compute_s
-        kind, num_bytes = self.cluster.kind, self.costs.num_bytes
-        # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
-        update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
-        return self.costs.flops / (kind.peak_tflops * 1e12 * kind.efficiency * PRODUCTS_SHARE) + update_s
-
-    @property
-    def communication_s(self) -> float:
-        """Seconds of all collectives, hidden behind arithmetic or not."""
-        if self.compiled and self.compiled.step_time:
-            return self.compiled.step_time.communication_s
-        return self._derived_s(overlaps=True) + self._derived_s(overlaps=False)
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of communication for which arithmetic waits.
-
-        The compiled step's schedule shows them. Derived, they are all communication that cannot overlap arithmetic,
-        and the part of the rest that takes longer than arithmetic.
-        """
-        if self.compiled and self.compiled.step_time:
-            return self.compiled.step_time.exposed_s
-        return max(0.0, self._derived_s(overlaps=True) - self.compute_s) + self._derived_s(overlaps=False)
-
-    def _derived_s(self, *, overlaps: bool) -> float:
-        chosen = [transfer for transfer in self.costs.transfers if transfer.overlaps == overlaps]
-        return sum(seconds(each, self.sizes, self.cluster.kind, self.cluster.per_node) for each in chosen)
-
-    @property
-    def step_s(self) -> float:
-        return self.compute_s + self.exposed_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.costs.tokens_per_step / (self.step_s + self.rollout_s)
-
-    @property
-    def mfu(self) -> float:
-        return self.costs.model_flops / self.step_s / (self.cluster.kind.peak_tflops * 1e12)
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of one device in one step, including those that rematerialisation computes twice."""
-        return self.compiled.step_time.flops if self.compiled and self.compiled.step_time else self.costs.flops
 
 
 @dataclass(frozen=True)
@@ -194,7 +78,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         promising, num_slower, num_hopeless = _narrow(cfg, legal, cluster, limit)
     for sizes in promising:
         try:
-            candidates.append(_derive_candidate(cfg, sizes, cluster, limit))
+            candidates.append(derive_candidate(cfg, sizes, cluster, limit))
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)
     chosen = _pick_to_compile(candidates, cfg.plan.num_compiled, limit)
@@ -231,14 +115,14 @@ def _narrow(
         key = find_open_key(cfg)
         least = choices[key] if key in choices else list_choices(cfg, sizes)[0]
         try:
-            bounds.append(_make_candidate(cfg, sizes, least, cluster, with_activations=False))
+            bounds.append(make_candidate(cfg, sizes, least, cluster, with_activations=False))
         except UserError:  # a part of the program refuses this mesh; the others are hundreds
             continue
     may_fit = [each for each in bounds if each.memory <= limit]
     smallest = sorted(bounds, key=lambda each: each.memory)[:SMALLEST]
     chosen: list[dict[str, int]] = []
     for each in sorted(may_fit, key=lambda each: -each.tokens_per_s):
-        whole = _derive_candidate(cfg, each.sizes, cluster, limit)
+        whole = derive_candidate(cfg, each.sizes, cluster, limit)
         if whole.memory <= DERIVED_MARGIN * limit:
             chosen.append(each.sizes)
         if len(chosen) == MANY:
@@ -267,99 +151,6 @@ def _list_meshes(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
     if cfg.model.mesh_shape == "auto":
         return list(meshes(cluster.num_devices))
     return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.dims, False, "in plan.topology")]
-
-
-def find_open_key(cfg: Config) -> str | None:
-    """Return the key of `training` whose value is the largest that fits; None if every value is given."""
-    if cfg.training.remat == "budget":
-        return "remat"
-    return "micro_batch_size" if cfg.training.micro_batch_size == "auto" else None
-
-
-def replace_mesh(cfg: Config, sizes: dict[str, int], choice: Any = None) -> Config:
-    """Return the config with this mesh and, if given, this value of its open key."""
-    values: dict[str, Any] = cfg.model_dump(mode="json", by_alias=True)
-    values["model"]["mesh_shape"] = [list(sizes.values()), list(sizes)]
-    if choice is not None:
-        values["training"] |= {find_open_key(cfg): choice, "remat_memory_gib": None}
-    values["launcher"] = {"name": "local"}
-    return compose.build(values)
-
-
-def _derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:
-    """Derive the costs of a mesh. Where a key is open, take its largest value that fits by derived costs."""
-    if find_open_key(cfg) is None:
-        return _make_candidate(cfg, sizes, None, cluster)
-    best: Candidate | None = None
-    for choice in list_choices(cfg, sizes):
-        candidate = _make_candidate(cfg, sizes, choice, cluster)
-        if best is not None and candidate.memory > limit:
-            break
-        best = candidate
-    assert best is not None
-    return best
-
-
-def _make_candidate(
-    cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
-) -> Candidate:
-    with_mesh = replace_mesh(cfg, sizes, choice)
-    costs, rollout = derive(with_mesh, sizes, find_backend(), with_activations), None
-    if isinstance(cfg.task, Grpo):
-        device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
-        rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)
-    stages = {}
-    for period in with_mesh.training.batch_schedule(sizes).periods[:-1]:
-        with_batch = with_mesh.model_copy(update={"training": period.training})
-        stages[period.shape] = _make_candidate(with_batch, sizes, None, cluster, with_activations)
-    return Candidate(sizes, with_mesh, costs, cluster, rollout, stages=tuple(stages.values()))
-
-
-def list_choices(cfg: Config, sizes: dict[str, int]) -> list[Any]:
-    """Return the values that the open key of a config may take, the one of least memory first."""
-    return CHOICES[find_open_key(cfg) or ""](cfg, sizes)
-
-
-def _list_policies(cfg: Config, sizes: dict[str, int]) -> list[str]:
-    """Return the policies that training.remat=budget chooses from, the one that keeps the least first."""
-
-    policies = list(REMAT)  # most first: of two that need the same, the one that keeps less comes first here
-
-    def least_first(policy: str) -> tuple[int, int]:
-        num_bytes = derive(replace_mesh(cfg, sizes, policy), sizes).num_bytes["activations"]
-        return num_bytes, -policies.index(policy)
-
-    return sorted(policies, key=least_first)
-
-
-def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
-    """Return the values that training.micro_batch_size=auto may take, smallest first.
-
-    They are the powers of two that divide the global batch.
-
-    Raises:
-        UserError: there is none.
-    """
-    allowed, first_error = [], None
-    for size in (2**power for power in range(LARGEST_MICRO_BATCH.bit_length())):
-        training = cfg.training.model_copy(update={"micro_batch_size": size})
-        try:
-            training.batch_shape(sizes)
-        except UserError as error:
-            first_error = first_error or error
-        else:
-            allowed.append(size)
-    if not allowed:
-        assert first_error is not None
-        raise first_error
-    return allowed
-
-
-# What an open key may be, by the key.
-CHOICES: dict[str, Callable[[Config, dict[str, int]], list[Any]]] = {
-    "micro_batch_size": list_micro_batch_sizes,
-    "remat": _list_policies,
-}
 
 
 def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> list[int]:
@@ -399,7 +190,7 @@ def _compile_candidates(
     """
     results = list(chosen)
     if find_open_key(cfg):
-        results = [_derive_candidate(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for each in chosen]
+        results = [derive_candidate(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for each in chosen]
     places = list(range(len(results)))  # of the candidates that this round compiles
     while places:
         answers = compile_all([results[place].cfg for place in places], cluster)
@@ -413,28 +204,13 @@ def _compile_candidates(
             choice = "" if find_open_key(cfg) is None else f" with {describe_choice(cfg, candidate.cfg)}"
             progress(f"{format_mesh_shape(candidate.sizes)}{choice} compiled in {answer.compile_s:.0f} s")
             results[place] = replace(candidate, compiled=answer)
-            if results[place].memory > limit and _list_smaller(cfg, candidate):
+            if results[place].memory > limit and list_smaller(cfg, candidate):
                 too_large.append(place)
         for place in too_large:
-            smaller = _list_smaller(cfg, results[place])[-1]
-            results[place] = _make_candidate(cfg, results[place].sizes, smaller, cluster)
+            smaller = list_smaller(cfg, results[place])[-1]
+            results[place] = make_candidate(cfg, results[place].sizes, smaller, cluster)
         places = too_large
     return results
-
-
-def _list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:
-    """Return the values of the open key below the candidate's, smallest first; none if the config gives all values."""
-    key = find_open_key(cfg)
-    if key is None:
-        return []
-    choices = list_choices(cfg, candidate.sizes)
-    return choices[: choices.index(getattr(candidate.cfg.training, key))]
-
-
-def describe_choice(cfg: Config, chosen: Config) -> str:
-    """Return the open key of a config with the value that `chosen` has for it."""
-    key = find_open_key(cfg)
-    return f"training.{key}={getattr(chosen.training, key or '')}"
 
 
 def explain_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:

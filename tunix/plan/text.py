@@ -10,9 +10,10 @@ import jax
 from rich.table import Table
 
 from tunix.base.tables import as_text
+from tunix.plan.candidates import GIB, Candidate
 from tunix.plan.compiled import HBM_SHARE, find_backend
 from tunix.plan.picture import draw_plan
-from tunix.plan.ranking import GIB, MANY, Candidate, Ranking
+from tunix.plan.ranking import MANY, Ranking
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import format_mesh_shape
 

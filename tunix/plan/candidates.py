@@ -1,0 +1,164 @@
+"""A mesh with the costs and the predicted time of a step on it, derived or compiled."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tunix.config import Config
+from tunix.config.task import Grpo
+from tunix.costs.derived import Costs, assemble_once, derive
+from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
+from tunix.costs.transfers import seconds
+from tunix.plan.compiled import Compiled, find_backend
+from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
+from tunix.plan.topology import Cluster
+
+GIB = 2**30
+PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, the costs of a step on it, and the predicted time."""
+
+    sizes: dict[str, int]  # devices along each mesh axis
+    cfg: Config  # with this mesh
+    costs: Costs
+    cluster: Cluster
+    rollout: RolloutPlan | None = None  # with task=grpo
+    compiled: Compiled | None = None
+    note: str = ""  # the reason, if its compile failed
+    stages: tuple["Candidate", ...] = ()  # the mesh with each other batch of training.batch_stages; derived
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of a second model that stays beside the state (task.kl_coefficient); 0 without one."""
+        return self.rollout.reference_bytes if self.rollout else 0
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes of one device by purpose. Weights and optimizer are exact, and the total of a compiled step is too."""
+        derived = self.costs.num_bytes
+        state = derived["weights"] + derived["optimizer"]
+        if self.compiled is None:
+            rest = derived["gathered"] + derived["activations"]
+        else:
+            rest = max(0, self.compiled.memory - state - derived["gradients"])
+        reference = {"reference": self.reference_bytes} if self.reference_bytes else {}
+        return {name: derived[name] for name in ("weights", "optimizer")} | reference | {
+            "gradients": derived["gradients"], "temporary": rest,
+        }  # fmt: skip
+
+    @property
+    def memory(self) -> int:
+        step = self.compiled.memory if self.compiled else self.costs.memory
+        # What a stage of the batch takes beyond the batch behind it is derived.
+        more = max((stage.costs.memory - self.costs.memory for stage in self.stages), default=0)
+        return max(step + max(0, more) + self.reference_bytes, self.rollout_memory)
+
+    @property
+    def rollout_memory(self) -> int:
+        """Bytes of one device in a rollout: what rests there, and what the rollout needs beside it; 0 without one."""
+        if self.rollout is None:
+            return 0
+        state = self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"]
+        return state + self.reference_bytes + self.rollout.costs.memory
+
+    @property
+    def rollout_s(self) -> float:
+        """Seconds of rollouts for each step, if every answer is as long as it may be."""
+        if self.rollout is None:
+            return 0.0
+        return self.rollout.waves * self.rollout.costs.seconds(self.cluster.kind) / self.rollout.steps
+
+    @property
+    def source(self) -> str:
+        """Origin of the numbers: derived, compiled, or compiled by CPU."""
+        if self.compiled is None:
+            return "derived"
+        return "compiled" if self.compiled.step_time else "compiled by CPU"
+
+    @property
+    def compute_s(self) -> float:
+        if self.compiled and self.compiled.step_time:
+            return self.compiled.step_time.compute_s
+        kind, num_bytes = self.cluster.kind, self.costs.num_bytes
+        # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
+        update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
+        return self.costs.flops / (kind.peak_tflops * 1e12 * kind.efficiency * PRODUCTS_SHARE) + update_s
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives, hidden behind arithmetic or not."""
+        if self.compiled and self.compiled.step_time:
+            return self.compiled.step_time.communication_s
+        return self._derived_s(overlaps=True) + self._derived_s(overlaps=False)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication for which arithmetic waits.
+
+        The compiled step's schedule shows them. Derived, they are all communication that cannot overlap arithmetic,
+        and the part of the rest that takes longer than arithmetic.
+        """
+        if self.compiled and self.compiled.step_time:
+            return self.compiled.step_time.exposed_s
+        return max(0.0, self._derived_s(overlaps=True) - self.compute_s) + self._derived_s(overlaps=False)
+
+    def _derived_s(self, *, overlaps: bool) -> float:
+        chosen = [transfer for transfer in self.costs.transfers if transfer.overlaps == overlaps]
+        return sum(seconds(each, self.sizes, self.cluster.kind, self.cluster.per_node) for each in chosen)
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.costs.tokens_per_step / (self.step_s + self.rollout_s)
+
+    @property
+    def mfu(self) -> float:
+        return self.costs.model_flops / self.step_s / (self.cluster.kind.peak_tflops * 1e12)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one device in one step, including those that rematerialisation computes twice."""
+        return self.compiled.step_time.flops if self.compiled and self.compiled.step_time else self.costs.flops
+
+
+def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:
+    """Derive the costs of a mesh. Where a key is open, take its largest value that fits by derived costs."""
+    if find_open_key(cfg) is None:
+        return make_candidate(cfg, sizes, None, cluster)
+    best: Candidate | None = None
+    for choice in list_choices(cfg, sizes):
+        candidate = make_candidate(cfg, sizes, choice, cluster)
+        if best is not None and candidate.memory > limit:
+            break
+        best = candidate
+    assert best is not None
+    return best
+
+
+def make_candidate(
+    cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
+) -> Candidate:
+    with_mesh = replace_mesh(cfg, sizes, choice)
+    costs, rollout = derive(with_mesh, sizes, find_backend(), with_activations), None
+    if isinstance(cfg.task, Grpo):
+        device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
+        rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)
+    stages = {}
+    for period in with_mesh.training.batch_schedule(sizes).periods[:-1]:
+        with_batch = with_mesh.model_copy(update={"training": period.training})
+        stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations)
+    return Candidate(sizes, with_mesh, costs, cluster, rollout, stages=tuple(stages.values()))
+
+
+def list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:
+    """Return the values of the open key below the candidate's, smallest first; none if the config gives all values."""
+    key = find_open_key(cfg)
+    if key is None:
+        return []
+    choices = list_choices(cfg, candidate.sizes)
+    return choices[: choices.index(getattr(candidate.cfg.training, key))]
