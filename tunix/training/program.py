@@ -1,7 +1,8 @@
 """The training program of a config on a mesh: architecture, loss, optimizer, and the step made of them."""
 
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,9 +45,26 @@ def build_layout(cfg: Config, mesh: Mesh) -> Layout:
         dtypes["compute"],
         dtypes["reduce"],
         moments_on_host=on_host,
-        splits_stream=cfg.training.splits_stream(mesh.shape),
+        splits_stream=_splits_stream(cfg, mesh.shape),
     )
     return layout if num_stages(mesh.shape) > 1 else layout.with_all_layers()
+
+
+def _splits_stream(cfg: Config, sizes: Mapping[str, int]) -> bool:
+    """Return whether devices split the tokens of the residual stream.
+
+    XLA of jaxlib 0.10.2 aborts on a vector that is added to a split stream in a scan over layers: there it stays whole.
+    """
+    model = cfg.model
+    has_bias = model.biases is not None and any(re.search(model.biases, name) for name in ("attention.o", "mlp.down"))
+    if not cfg.training.splits_stream(sizes) or not (has_bias or model.norm.startswith("layer")):
+        return cfg.training.splits_stream(sizes)
+    if cfg.training.sequence_parallel is True:
+        raise UserError(
+            "training.sequence_parallel=true: this model adds biases to the residual stream "
+            f"(model.norm={model.norm}, model.biases={model.biases}); set training.sequence_parallel=auto"
+        )
+    return False
 
 
 def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
