@@ -57,6 +57,7 @@ def _splits_stream(cfg: Config, sizes: Mapping[str, int]) -> bool:
     """
     model = cfg.model
     has_bias = model.biases is not None and any(re.search(model.biases, name) for name in ("attention.o", "mlp.down"))
+    has_bias = has_bias or (isinstance(model.mlp, ExpertsMlp) and model.mlp.biases)
     if not cfg.training.splits_stream(sizes) or not (has_bias or model.norm.startswith("layer")):
         return cfg.training.splits_stream(sizes)
     if cfg.training.sequence_parallel is True:
