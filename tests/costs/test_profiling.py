@@ -78,8 +78,9 @@ def test_report_of_a_run(words, outputs):
     assert sum(float(row["exposed_s"]) for row in rows) > 0.5 * sum(float(row["time_s"]) for row in rows)  # CPUs wait
     assert milliseconds(text, "step") < 1000 * max(line["step_time_s"] for line in metrics(outputs / "run"))
     derived = predict(derive(compose([*words, MESH]).config, SIZES).transfers, SIZES, None, 8)
-    gathered = sum(int(row["bytes_per_step"]) for row in rows if row["kind"] == "all-gather")
-    assert gathered == pytest.approx(derived["all-gather", ("fsdp",)].num_bytes, rel=0.02)
+    for axis in ("fsdp", "tp"):  # weights, and tokens that enter branches
+        gathered = sum(int(row["bytes_per_step"]) for row in rows if (row["kind"], row["axes"]) == ("all-gather", axis))
+        assert gathered == pytest.approx(derived["all-gather", (axis,)].num_bytes, rel=0.02)
     traces = sorted((folder / "plugins/profile/after_step_2").iterdir())
     assert [trace.name for trace in traces] == [f"{socket.gethostname()}_{rank}.xplane.pb" for rank in range(2)]
     assert sum(trace.stat().st_size for trace in traces) < 20 * 2**20
