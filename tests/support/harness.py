@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from hydra.core.hydra_config import HydraConfig
 from support.devices import xla_flags
 from support.forks import start
 
@@ -163,8 +164,8 @@ def cli_here(*words: str, cwd: Path, devices: int | None = None) -> subprocess.C
 
 @contextlib.contextmanager
 def state_of_process() -> Iterator[None]:
-    """Put back what a program that has its process for itself changes: arguments, signal handlers, logging."""
-    argv, unraisable, raises = sys.argv, sys.unraisablehook, logging.raiseExceptions
+    """Put back what a program that has its process for itself changes: arguments, signals, logging, Hydra's config."""
+    argv, unraisable, raises, hydra = sys.argv, sys.unraisablehook, logging.raiseExceptions, HydraConfig.instance().cfg
     signals = {number: signal.getsignal(number) for number in exits.STOP_SIGNALS}
     loggers = [(logger, logger.level, logger.handlers[:]) for logger in (logging.root, logging.getLogger("tunix"))]
     logging.root.handlers.clear()  # a run closes those that it finds, and they are pytest's
@@ -172,6 +173,7 @@ def state_of_process() -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.unraisablehook, logging.raiseExceptions = argv, unraisable, raises
+        HydraConfig.instance().cfg = hydra  # that of a sweep stays there
         for number, handler in signals.items():
             signal.signal(number, handler)
         for logger, level, handlers in loggers:
