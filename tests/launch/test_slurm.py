@@ -154,6 +154,17 @@ def test_dry_run_of_the_training_writes_nothing(here, capsys):
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize(("launcher", "key"), [("slurm", "max_requeues"), ("kubernetes", "max_restarts")])
+def test_a_hard_stop_is_not_undone_by_a_new_start(launcher, key):
+    needed = ["launcher.image=x", "launcher.volume_claim=y"] if launcher == "kubernetes" else []
+    words = [f"launcher={launcher}", *needed, "training.hard_stop=50"]
+    with pytest.raises(
+        UserError, match=rf"training.hard_stop=50 ends .* launcher.{key}=10 starts it again, past that step; set"
+    ):
+        compose.compose(words)
+    compose.compose([*words, f"launcher.{key}=0"])
+
+
 def test_no_sbatch(here):
     with pytest.raises(UserError) as error:
         slurm.launch(compose.compose(["launcher=slurm"]))

@@ -89,6 +89,12 @@ class Config(Section):
                 f"training.seq_len={self.training.seq_len} is more than "
                 f"model.context_length={self.model.context_length}"
             )
+        again, hard_stop = self.launcher.again_key, self.training.hard_stop
+        if hard_stop is not None and again and (times := getattr(self.launcher, again)):
+            raise ValueError(
+                f"training.hard_stop={hard_stop} ends the job with exit code 75, and launcher.{again}={times} starts "
+                f"it again, past that step; set launcher.{again}=0"
+            )
         sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
         if not isinstance(self.launcher, Local):
             sizes = mesh_shape.resolve(

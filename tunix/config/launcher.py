@@ -1,7 +1,7 @@
 """Launchers, which start the processes of a run: on this machine, by Slurm, on Kubernetes, on a Ray cluster."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -57,6 +57,7 @@ Line = Annotated[str, AfterValidator(_one_line)]
 class Local(Section):
     """Train in this process; the environment tells it if it is one of several."""
 
+    again_key: ClassVar[str | None] = None
     name: Literal["local"]
     """What starts the processes."""
 
@@ -64,6 +65,8 @@ class Local(Section):
 class Nodes(Section):
     """Nodes of one kind, and the processes on each of them."""
 
+    # The key that counts new starts after exit code 75, whatever the reason; None: the launcher knows the reason.
+    again_key: ClassVar[str | None] = None
     nodes: Count
     """Nodes of the run."""
     gpus_per_node: CountOrZero
@@ -101,6 +104,7 @@ class Nodes(Section):
 class Slurm(Nodes):
     """Submit the run as a Slurm job (docs/slurm.md). Null leaves a setting to the cluster."""
 
+    again_key: ClassVar[str | None] = "max_requeues"
     name: Literal["slurm"]
     """What starts the processes."""
     cpus_per_task: Count | None
@@ -169,6 +173,7 @@ class Slurm(Nodes):
 class Kubernetes(Nodes):
     """Write the run as a JobSet for kubectl (docs/kubernetes.md). One pod is one node."""
 
+    again_key: ClassVar[str | None] = "max_restarts"
     name: Literal["kubernetes"]
     """What starts the processes."""
     image: Line
