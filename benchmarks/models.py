@@ -44,7 +44,7 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
     from tunix.cli.compose import compose
     from tunix.families import FAMILIES
     from tunix.hf.config_json import write_config
-    from tunix.hf.weights import _shape
+    from tunix.hf.weights import shape_in_files
     from tunix.models.paths import named
     from tunix.training.program import build_layout, build_mesh
     from tunix.training.state import describe
@@ -56,7 +56,7 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
     tensors = {}
     for path, _ in named(arch.weights):
         name = FAMILIES["llama"].names[path]
-        shape = _shape(name, cfg.model.dims)
+        shape = shape_in_files(name, cfg.model.dims)
         scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
         for layer in range(cfg.model.num_layers if "{}" in name.tensor else 1):
             noise = rng.standard_normal(shape, np.float32) * scale if len(shape) > 1 else np.ones(shape, np.float32)

@@ -34,6 +34,33 @@ def test_imports_run_downward(path):
         assert there == here or ORDER.index(there) < ORDER.index(here), f"{path} imports upward, from tunix.{there}"
 
 
+def names_in(path) -> set[str]:
+    """Return the names that a file defines or imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tools", "tests/support"])
+def test_what_others_import_is_there(folder):
+    """Benchmarks and tools run seldom: a name that has moved is found here."""
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tunix"):
+                continue
+            place = ROOT.joinpath(*node.module.split("."))
+            file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            for alias in node.names:
+                is_module = (place / alias.name).is_dir() or (place / f"{alias.name}.py").exists()
+                assert is_module or alias.name in names_in(file), f"{path}: {node.module} has no {alias.name}"
+
+
 def test_no_two_files_share_a_name():
     names = [path.stem for path in (ROOT / "tunix").rglob("*.py") if not path.stem.startswith("__")]
     same = {name for name in names if names.count(name) > 1}
