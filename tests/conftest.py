@@ -30,7 +30,7 @@ PARTS = 12  # of the nightly cases; a run of the tests has one part of them
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--nightly",
-        choices=["part", "all", "none"],
+        choices=list(CHOICES),
         default="part",
         help="the nightly cases that are run; see CONTRIBUTING.md",
     )
@@ -67,17 +67,20 @@ def todays_part(items: list[pytest.Item]) -> list[pytest.Item]:
     return items[part * len(items) // PARTS : (part + 1) * len(items) // PARTS]
 
 
+# The nightly cases that are run, by the value of --nightly.
+CHOICES = {"part": todays_part, "all": list, "none": lambda items: []}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the nightly cases that are not asked for, and start the long ones first.
 
     A case that the command names by its test (`FILE::TEST`) is always run.
     """
-    nightly = [item for item in items if is_nightly(item)]
-    by_name = any("::" in word for word in config.args)
-    if not by_name:
+    nightly = {item: None for item in items if is_nightly(item)}  # in order
+    left_out: set[pytest.Item] = set()
+    if not any("::" in word for word in config.args):
         check_exceptions(items)
-    chosen = {"all": nightly, "none": [], "part": todays_part(nightly)}[config.getoption("--nightly")]
-    left_out = set() if by_name else {*nightly} - {*chosen}
+        left_out = {*nightly} - {*CHOICES[config.getoption("--nightly")]([*nightly])}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     # No worker is alone with a long case at the end.
     items[:] = sorted(

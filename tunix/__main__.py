@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -180,25 +181,12 @@ def train(job: compose.Job) -> int:
     return member.run_member(distributed, work)
 
 
-def submit_to_slurm(job: compose.Job) -> int:
-    from tunix.launch import slurm
-
-    return slurm.launch(job)
-
-
-def write_for_kubernetes(job: compose.Job) -> int:
-    from tunix.launch import kubernetes
-
-    return kubernetes.launch(job)
+def launch_elsewhere(job: compose.Job) -> int:
+    """Hand the run to the launcher of the config, a file of tunix/launch; returns the exit code."""
+    return import_module(f"tunix.launch.{job.config.launcher.name}").launch(job)
 
 
-def start_on_ray(job: compose.Job) -> int:
-    from tunix.launch import ray
-
-    return ray.launch(job)
-
-
-LAUNCHERS = {"local": train, "slurm": submit_to_slurm, "kubernetes": write_for_kubernetes, "ray": start_on_ray}
+LAUNCHERS = {"local": train, "slurm": launch_elsewhere, "kubernetes": launch_elsewhere, "ray": launch_elsewhere}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Gemma 3 at Hugging Face."""
 
 from tunix.families.family import Family
-from tunix.families.shared_names import GEMMA_NAMES, LLAMA_KEYS, qk_norm
+from tunix.families.shared_names import GEMMA_NAMES, LLAMA_KEYS, SEEING_NAMES, SEEING_PARTS, qk_norm
 
 FAMILY = Family(
     model_type="gemma3_text",
@@ -20,6 +20,6 @@ FAMILY = Family(
         "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
     local_rope=True,
-    renamed=(("language_model.", ""), ("model.language_model.", "model.")),  # of the models that also see
-    ignored=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    renamed=SEEING_NAMES,
+    ignored=SEEING_PARTS,
 )  # fmt: skip

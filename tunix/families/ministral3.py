@@ -1,7 +1,7 @@
 """Ministral 3 at Hugging Face."""
 
 from tunix.families.family import Family
-from tunix.families.shared_names import ALL_LOCAL, LLAMA_ABSENT, LLAMA_KEYS, LLAMA_NAMES
+from tunix.families.shared_names import ALL_LOCAL, LLAMA_ABSENT, LLAMA_KEYS, LLAMA_NAMES, SEEING_NAMES, SEEING_PARTS
 
 FAMILY = Family(
     model_type="ministral3",
@@ -13,6 +13,6 @@ FAMILY = Family(
         "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8,
         "llama_4_scaling_beta": None,
     },
-    renamed=(("language_model.", ""), ("model.language_model.", "model.")),  # of the models that also see
-    ignored=(r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\."),
+    renamed=SEEING_NAMES,
+    ignored=SEEING_PARTS,
 )  # fmt: skip

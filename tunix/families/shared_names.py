@@ -109,3 +109,7 @@ DEEPSEEK_FIXED = {
     "hidden_act": ("silu",), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
 NEXT_TOKENS = (r"model\.layers\.{num_layers}\.",)  # layers behind the last one, which predict further tokens
+
+# Of models that also see: beginnings of the decoder's tensors in their files, and the tensors of their other parts.
+SEEING_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
+SEEING_PARTS = (r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\.")

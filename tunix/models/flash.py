@@ -198,10 +198,6 @@ def _over_keys(body, carry, first, begin, block_q, block_k):
     return _over_blocks(body, carry, low, full, last, high)
 
 
-def _capped(scores: jax.Array, cap: float | None) -> jax.Array:
-    return soft_cap(scores, cap)
-
-
 def _through_cap(gradient: jax.Array, capped: jax.Array, cap: float | None) -> jax.Array:
     """Return the gradient of scores, out of that of the capped scores."""
     return gradient if cap is None else gradient * (1 - (capped / cap) ** 2)
@@ -215,7 +211,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, bl
     def body(n, carry, *, masked):
         out, top, total = carry  # outputs and sums so far, relative to the largest score so far
         here = pl.ds(n * block_k, block_k)
-        scores = _capped(triton.dot(q, k_ref[here, :].T), cap) * LOG2_E
+        scores = soft_cap(triton.dot(q, k_ref[here, :].T), cap) * LOG2_E
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             scores = jnp.where((keys >= first[:, None]) & (keys <= rows[:, None]), scores, MASKED)
@@ -239,7 +235,7 @@ def _queries_kernel(q_ref, k_ref, v_ref, first_ref, log_sums_ref, delta_ref, d_o
     def body(n, dq, *, masked):
         here = pl.ds(n * block_k, block_k)
         k = k_ref[here, :]
-        scores = _capped(triton.dot(q, k.T), cap)
+        scores = soft_cap(triton.dot(q, k.T), cap)
         p = jnp.exp2(scores * LOG2_E - log_sums[:, None])
         if masked:
             keys = n * block_k + jnp.arange(block_k)
@@ -262,7 +258,7 @@ def _keys_kernel(q_ref, k_ref, v_ref, end_ref, log_sums_ref, delta_ref, d_out_re
         dk, dv = carry
         here = pl.ds(n * block_q, block_q)
         q, d_out = q_ref[here, head, :], d_out_ref[here, head, :]
-        scores = _capped(triton.dot(k, q.T), cap)  # [keys, queries]
+        scores = soft_cap(triton.dot(k, q.T), cap)  # [keys, queries]
         p = jnp.exp2(scores * LOG2_E - log_sums_ref[head, here][None, :])
         if masked:
             rows = n * block_q + jnp.arange(block_q)

@@ -162,7 +162,7 @@ def _add_block(q, queries, segments, cap, sums: Sums, block, step) -> Sums:
     key_places, key_segments = _facts_of_keys(k, segments, step)
 
     def compute(q, queries, sums):
-        scores = _capped(jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32), cap)
+        scores = soft_cap(jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32), cap)
         mask = _mask(queries, key_places, key_segments)
         top = jnp.maximum(sums.top, jnp.max(jnp.where(mask, scores, MASKED), -1))
         p = jnp.where(mask, jnp.exp(scores - top[..., None]), 0)
@@ -184,7 +184,7 @@ def _pull_back(q, queries, log_sums, delta, d_out, segments, cap, dq, block, ste
 
     def compute(q, queries, log_sums, delta, d_out, gradients):
         dq, dk, dv = gradients
-        scores = _capped(jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32), cap)
+        scores = soft_cap(jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32), cap)
         p = jnp.where(_mask(queries, key_places, key_segments), jnp.exp(scores - log_sums[..., None]), 0)
         dv += jnp.einsum("bqkgs,bqkgh->bskh", p.astype(v.dtype), d_out, preferred_element_type=jnp.float32)
         dp = jnp.einsum("bqkgh,bskh->bqkgs", d_out, v, preferred_element_type=jnp.float32)
@@ -205,10 +205,6 @@ def _pull_back(q, queries, log_sums, delta, d_out, segments, cap, dq, block, ste
     nothing = tuple(jnp.zeros_like(x, jnp.float32) for x in block)
     (dk, dv), dq = jax.lax.scan(one_chunk, nothing, (q, queries, log_sums, delta, d_out, dq))
     return dq, dk, dv
-
-
-def _capped(scores: jax.Array, cap: float | None) -> jax.Array:
-    return soft_cap(scores, cap)
 
 
 def _unless_skipped(compute: Callable[..., Any], queries: Queries, key_places: jax.Array, carry: Any, *arguments: Any):
