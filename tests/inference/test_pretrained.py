@@ -211,8 +211,12 @@ def test_full_training_of_a_pretrained_model_goes_on_after_a_resume(hf_dir, corp
 
 @pytest.mark.nightly(but=["[[4,2],[fsdp,tp]]"])
 @pytest.mark.parametrize("mesh", ["[[1],[fsdp]]", "[[4,2],[fsdp,tp]]"])
-def test_a_process_holds_its_slices_and_at_most_one_tensor_more(mesh, tmp_path):
-    """Anonymous memory of a process while it loads 96 MB in several files, above the arrays that it ends with."""
+def test_a_process_holds_its_slices_and_at_most_half_a_tensor_more(mesh, tmp_path):
+    """Anonymous memory of a process while it loads 96 MB in several files, above the arrays that it ends with.
+
+    Memory of 64 KiB and more goes back to the system when it is freed. By itself, glibc keeps between 5 and 35 MB of it,
+    which differs from run to run.
+    """
     code = f"""
 import ctypes, gc, threading, time, numpy as np, jax
 from safetensors.numpy import save_file
@@ -249,9 +253,9 @@ share = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
 print(share, largest, peak - begin)
 """
-    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT,
                           env={**os.environ, **env})  # fmt: skip
     assert done.returncode == 0, done.stderr
     share, largest, peak = map(int, done.stdout.split()[-3:])
-    assert peak < share + largest + 8e6, (share, largest, peak)
+    assert peak < share + largest / 2, (share, largest, peak)
