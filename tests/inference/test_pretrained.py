@@ -212,10 +212,10 @@ def test_full_training_of_a_pretrained_model_goes_on_after_a_resume(hf_dir, corp
 @pytest.mark.nightly(but=["[[4,2],[fsdp,tp]]"])
 @pytest.mark.parametrize("mesh", ["[[1],[fsdp]]", "[[4,2],[fsdp,tp]]"])
 def test_a_process_holds_its_slices_and_at_most_half_a_tensor_more(mesh, tmp_path):
-    """Anonymous memory of a process while it loads 96 MB in several files, above the arrays that it ends with.
+    """Anonymous memory of a process while it loads 89 MB from several files, above what it has at the end.
 
-    Memory of 64 KiB and more goes back to the system when it is freed. By itself, glibc keeps between 5 and 35 MB of it,
-    which differs from run to run.
+    Memory of 64 KiB and more goes back to the system when it is freed. By default, glibc keeps up to 35 MB of it, which
+    differs from run to run. Smaller allocations leave up to 12 MB in the process, so the bound of `kept` is wider.
     """
     code = f"""
 import ctypes, gc, threading, time, numpy as np, jax
@@ -249,13 +249,15 @@ with jax.set_mesh(small.mesh):
     thread = threading.Thread(target=watch, daemon=True); thread.start()
     params = load()
     going = False; thread.join()
+    end = held()
 share = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-print(share, largest, peak - begin)
+print(share, largest, end - begin, peak - end)
 """
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT,
                           env={**os.environ, **env})  # fmt: skip
     assert done.returncode == 0, done.stderr
-    share, largest, peak = map(int, done.stdout.split()[-3:])
-    assert peak < share + largest / 2, (share, largest, peak)
+    share, largest, kept, more = map(int, done.stdout.split()[-4:])
+    assert more < largest / 2, more
+    assert kept < share + largest, (share, kept)
