@@ -97,6 +97,7 @@ def test_a_sweeps_jobs_never_share_a_folder(words, tmp_path):
     assert "seed: 1" in (sweep / "0" / "config.yaml").read_text()
 
 
+@pytest.mark.nightly
 def test_a_sweep_goes_on_past_a_point_that_fails(words, tmp_path):
     """The first diverges, the second meets its time limit."""
     words = [*words, "--multirun", "hydra.sweep.dir=it", "scheduler=constant"]

@@ -103,6 +103,7 @@ CHROMIUM = (
 )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_tensorboard_in_a_browser(outputs, tmp_path, installs_dir):
     """Scalars, text, the picture and the trace of `tensorboard --logdir outputs/`, as chromium shows them."""

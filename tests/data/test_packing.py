@@ -105,6 +105,7 @@ def test_only_answers_are_learnt(cache_dir, packing):
         assert packing == "concat" or (learnt == (inside & (row["targets"] % 3 == 0))).all()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_best_fit_on_the_default_corpus():
     """No document of at most T + 1 tokens is cut, and 97 % of what the model reads is no padding."""

@@ -63,6 +63,7 @@ def test_an_adapter_of_a_llama():
     assert modules == {"q_proj", "v_proj", "down_proj"}
 
 
+@pytest.mark.nightly
 def test_an_adapter_of_latents_learns():
     """From PEFT's loss on. Every factor moves; the base stays, and with it what follows the loads of experts."""
     built, mesh, state = start("deepseek_v3", "[[1],[fsdp]]")

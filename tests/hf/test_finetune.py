@@ -170,6 +170,7 @@ def test_a_tuned_run(tuned, hf_dir, tmp_path, monkeypatch, capsys):
     assert numbers["exact_match"] == numbers["accuracy"] == numbers["reward"] < numbers["best_of_5"]
 
 
+@pytest.mark.nightly
 def test_a_sweep_over_checkpoints(tuned, monkeypatch, capsys):
     folder, result = tuned
     monkeypatch.chdir(folder)

@@ -94,6 +94,7 @@ class Driver(Processes):
         self.started = [start(command, folder, environment, folder / "stdout.0", folder / "stderr.0")]
 
 
+@pytest.mark.nightly
 @needs_ray
 @pytest.mark.slow
 def test_on_two_nodes(here, corpus, cluster):

@@ -188,6 +188,7 @@ def test_a_folder_that_is_taken(here):
     assert "holds another run" in str(error.value)
 
 
+@pytest.mark.nightly
 def test_a_sweep_makes_a_job_of_each_point(tmp_path):
     words = ["--multirun", "launcher=slurm", "launcher.dry_run=true", "training.max_steps=5,6"]
     done = cli(*words, cwd=tmp_path)

@@ -55,6 +55,7 @@ def their_logits(python: Path, folders: list[Path], *adapters: Path) -> list[np.
     return [load_file(folder / "logits")["logits"] for folder in folders]
 
 
+@pytest.mark.nightly
 def test_transformers_loads_what_is_exported_without_a_warning(python, tmp_path):
     expected = [load_file(PARITY / name / "expected.safetensors") for name in MODELS]
     for name, said in zip(MODELS, expected, strict=True):
@@ -75,6 +76,7 @@ def test_transformers_loads_what_is_exported_without_a_warning(python, tmp_path)
         np.testing.assert_allclose(ours, said["logits"], atol=1e-4, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_peft_loads_an_adapter(python, tmp_path):
     base = tunix.load_pretrained(PARITY / "llama")
     cfg = base.cfg.model_copy(update={"lora": base.cfg.lora.model_copy(update={"rank": 2, "alpha": 6.0})})

@@ -51,6 +51,7 @@ def test_pairs_that_are_computed(length):
     assert forward["near"] == 2 * length * (SPANS[0] + NEAR_BLOCK)
 
 
+@pytest.mark.nightly
 def test_the_size_of_the_window_chooses_the_way_and_gradients_stay():
     """One program for all windows; documents begin anywhere, and the length is no multiple of a block."""
     length = 2 * SPANS[0] + 6

@@ -35,6 +35,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly(but=["0"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_is_killed(rank, words, tmp_path):
     with Processes(*words, folder=tmp_path, count=2, fork=False) as run:  # as users start them
@@ -48,6 +49,7 @@ def test_a_process_is_killed(rank, words, tmp_path):
         assert not alive(child)  # it died with its parent
 
 
+@pytest.mark.nightly(but=["1"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_raises(rank, words, tmp_path):
     with Processes(
@@ -65,6 +67,7 @@ def test_a_process_raises(rank, words, tmp_path):
         assert "Traceback" not in ends[1 - rank].stderr
 
 
+@pytest.mark.nightly(but=["exception"])
 @pytest.mark.parametrize("what", ["exception", "SIGTERM"])
 def test_a_fault_during_an_evaluation(what, words, tmp_path):
     fault = {"script": "tests/support/faulty.py", "FAULT": f"1 {what} evaluation 4"}
@@ -105,6 +108,7 @@ def test_a_process_is_stopped(words, tmp_path):
         assert "process 1 of 2 was stopped for distributed.heartbeat_timeout_s=6" in run.ends()[1].stderr
 
 
+@pytest.mark.nightly(but=["0-15"])
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGUSR1)])
 def test_asked_to_stop(rank, number, words, tmp_path, monkeypatch):
     """All save the same step and end with 75, and the run goes on from there to the losses of one never stopped."""

@@ -263,6 +263,7 @@ def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkey
     assert (position["step"], position["next_sample"]) == (2, 8)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes_killed_and_resumed_are_one_run(tmp_path):
     """Each process scores the answers to its own prompts; after kill -9, one process goes on with the same answers."""

@@ -307,6 +307,7 @@ def test_a_local_folder_keeps_the_checkpoints_too(corpus, tmp_path, monkeypatch)
     assert sorted(os.listdir("disk/checkpoints")) == ["3", "4"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_of_two_processes_that_is_killed_in_a_save_goes_on_in_one(server, texts, tmp_path, monkeypatch):
     home = f"s3://{BUCKET}/killed"

@@ -153,6 +153,7 @@ def test_the_first_checkpoint_can_be_gone_on_with(run):
     assert steps(folder) == [0, 2]
 
 
+@pytest.mark.nightly
 def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
     with pytest.raises(Stopped):
         run(
@@ -203,6 +204,7 @@ def test_a_hard_stop_and_chosen_steps(run, finished, monkeypatch):
     assert "a secret" not in json.dumps(record["variables"])
 
 
+@pytest.mark.nightly
 def test_the_best_is_kept_also_after_a_resume(run):
     """Overfitting on purpose: a huge rate makes the later checkpoints worse."""
     words = [

@@ -40,6 +40,7 @@ def run(corpus, tmp_path_factory) -> Iterator[Path]:
         yield tunix.train(words).folder.absolute()
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
     """It has the same digits; the checkpoint of step 6 is moved aside, written anew, and then the only one."""
     monkeypatch.chdir(tmp_path)

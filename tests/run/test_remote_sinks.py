@@ -148,6 +148,7 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
     assert ends[0].startswith(f"demo / first is done, step 2, train loss {losses[2]:.4f}, held_out loss ")
 
 
+@pytest.mark.nightly
 @needs_sinks
 @pytest.mark.slow
 def test_a_server_that_dies_and_comes_back_gets_every_number(tmp_path, mlflow, monkeypatch, caplog):

@@ -41,6 +41,7 @@ FSDP = "model.mesh_shape=[[8],[fsdp]]"
 NORMS = 0.02  # norm scales and scalars come on top
 
 
+@pytest.mark.nightly(but=["full_shard-1-None-4", "shard_grad_op-1-1-4", "no_shard-4-0-1"])
 @pytest.mark.parametrize(
     ("strategy", "sync", "gathered", "reduced"),
     [
@@ -125,6 +126,7 @@ def test_replicas_reduce_only_their_shards():
     assert between == pytest.approx(matrices / 4, rel=NORMS)
 
 
+@pytest.mark.nightly(but=["[[2,2,2],[dp,fsdp,tp]]"])
 @pytest.mark.parametrize("mesh", ["[[8],[fsdp]]", "[[2,2,2],[dp,fsdp,tp]]", "[[8],[tp]]"])
 def test_compiling_is_quiet(mesh, capfd, monkeypatch):
     """XLA says when it cannot lay an array out and copies it whole; it has no reason to."""

@@ -196,6 +196,7 @@ def test_mistakes(row, words, message, tmp_path):
     assert message in str(error.value)
 
 
+@pytest.mark.nightly
 def test_a_run_with_low_rank_updates(hf_dir, tmp_path, monkeypatch, caplog):
     """It learns the order of held-out pairs; its base stays; the reference is found again, on another mesh too."""
     monkeypatch.chdir(tmp_path)

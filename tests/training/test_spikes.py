@@ -45,6 +45,7 @@ def train(steps_of: dict[str, range], *words: str) -> dict[str, list[dict[str, f
     return found
 
 
+@pytest.mark.nightly
 def test_with_the_guard_the_loss_recovers():
     spike = range(13, 16)
     with_guard = train({"calm": range(0), "spike": spike}, "training.spike_deviations=8", "training.spike_window=8")
