@@ -1,0 +1,60 @@
+"""The gated delta rule: chunks say what one token after the other says, for whole rows and for packed documents."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix.models.delta_rule import number_runs, run_chunks, step
+
+BATCH, LENGTH, KEYS, VALUES, KEY_DIM, VALUE_DIM = 2, 23, 2, 6, 5, 7
+# Documents that begin and end within chunks and at their ends; a number that comes back is another document.
+SEGMENTS = np.array([[3] * 8 + [5] + [3] * 14, [1] * 20 + [2] * 3], np.int32)
+
+
+def inputs() -> tuple[np.ndarray, ...]:
+    """Return queries, keys, values, decays and betas of all tokens."""
+    rng, rows = np.random.default_rng(0), (BATCH, LENGTH)
+    queries, keys = (rng.normal(size=(*rows, KEYS, KEY_DIM)) for _ in range(2))
+    values, decay = rng.normal(size=(*rows, VALUES, VALUE_DIM)), -rng.exponential(size=(*rows, VALUES))
+    return tuple(x.astype(np.float32) for x in (queries, keys, values, decay, rng.uniform(size=(*rows, VALUES))))
+
+
+def one_by_one(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return results and memory of tokens one after the other; the memory is emptied where a document begins."""
+    begins = np.pad(SEGMENTS[:, 1:] != SEGMENTS[:, :-1], [(0, 0), (1, 0)])
+
+    def token(memory, now):
+        begin, *arrays = now
+        memory = jnp.where(begin[:, None, None, None], 0, memory)
+        out, memory = step(*(x[:, None] for x in arrays), memory)
+        return memory, out[:, 0]
+
+    in_order = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), (begins, *arrays))
+    memory, out = jax.lax.scan(token, jnp.zeros((BATCH, VALUES, KEY_DIM, VALUE_DIM)), in_order)
+    return jnp.moveaxis(out, 0, 1), memory
+
+
+def test_chunks_equal_steps():
+    """Results, memory and gradients, with chunks that the row fills in part, and with one chunk of the whole row."""
+    arrays, weights = inputs(), np.random.default_rng(1).normal(size=(BATCH, LENGTH, VALUES, VALUE_DIM))
+
+    def gradients(run):
+        def total(*arrays):
+            out, memory = run(*arrays)
+            return jnp.sum(out * weights) + jnp.sum(memory**2), (out, memory)
+
+        return jax.jit(jax.grad(total, argnums=range(5), has_aux=True))(*arrays)
+
+    expected = gradients(one_by_one)
+    for chunk in (4, 64):
+        found = gradients(lambda *arrays, chunk=chunk: run_chunks(*arrays, number_runs(SEGMENTS), chunk))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+
+
+def test_memory_answers_with_the_value_of_a_key():
+    """Without decay, and with beta 1, a key that is written again has its new value alone."""
+    keys = np.eye(3, dtype=np.float32)[[0, 1, 0, 0]].reshape(1, 4, 1, 3)
+    values = np.array([5.0, 7.0, 2.0, 9.0], np.float32).reshape(1, 4, 1, 1)
+    decay, beta = np.zeros((1, 4, 1), np.float32), np.ones((1, 4, 1), np.float32)
+    _, memory = jax.jit(run_chunks)(keys, keys, values, decay, beta, np.zeros((1, 4), np.int32))
+    np.testing.assert_allclose(memory.ravel(), [9, 7, 0], atol=1e-4)
