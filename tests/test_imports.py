@@ -10,7 +10,7 @@ from support.harness import ROOT
 # From the ground up. Code in one of these imports only from those before it and from itself.
 ORDER = (
     "base", "families", "sharding", "sources", "optimizers", "sinks", "rewards", "config", "processes", "models", "hf", "tokenizer", "cli", "data", "training", "costs", "run",
-    "inference", "rl",  # subjects end here; what follows are commands, and the program
+    "inference", "rl", "loop",  # subjects end here; what follows are commands, and the program
     "plan", "launch", "doctor", "trainer", "prepare", "verify", "generate", "evaluate", "export", "compare", "average", "__init__", "__main__",
 )  # fmt: skip
 

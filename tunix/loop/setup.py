@@ -1,0 +1,93 @@
+"""Setup of a run: the program, the data and the numbers that follow from them, before anything is written."""
+
+import logging
+import math
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from tunix.config import Config
+from tunix.config.batch_stages import BatchShape
+from tunix.data.position import BEGINNING, Position
+from tunix.data.prompts import AnyCorpus
+from tunix.inference.start import check_init_from
+from tunix.processes import peers
+from tunix.processes.watchdog import Watchdog
+from tunix.rl.feeds import FEEDS, Feed
+from tunix.run.start_clock import StartClock
+from tunix.run.start_report import start_report
+from tunix.run.trace import check_window
+from tunix.training.kernel_check import check_attention
+from tunix.training.overlap import check_compiler_options
+from tunix.training.program import Program, assemble, assemble_stages
+from tunix.training.sizes import Sizes, derive_sizes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a run derives from its config, the devices and the data."""
+
+    cfg: Config
+    mesh: Mesh
+    program: Program  # of the batch behind all stages
+    programs: dict[BatchShape, Program]  # one for each shape of the batch
+    corpus: AnyCorpus | None  # None in a dry run, which reads no data
+    sizes: Sizes  # of a run from step 0 on
+    report: str  # the derived numbers for the reader of the log
+
+    def sizes_after(self, start: Position) -> Sizes:
+        """Return the sizes of a run that goes on from `start`."""
+        num_samples = self.corpus.num_samples if self.corpus else None
+        return derive_sizes(self.cfg, self.mesh, self.program.arch, num_samples, start)
+
+    def make_feed(self, watchdog: Watchdog) -> Feed:
+        """Return what the loop takes its batches from; entering it starts its processes."""
+        return FEEDS[self.cfg.task.documents].make(self.cfg, self.corpus, self.program, self.mesh, watchdog)
+
+
+def try_out(cfg: Config) -> None:
+    """Call the code that the user brings once on made-up input. Raises `UserError` where it does not work."""
+    for section in (cfg.data, cfg.optimizer, cfg.scheduler):
+        section.try_out()
+    peers.on_main(cfg.logging.try_out, "trying the sinks")
+
+
+def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, clock: StartClock) -> Setup:
+    """Return the setup of a run; `chosen` is what `resolve_auto` says. The order is important:
+
+    1. the program, on shapes only: no array is made, so a dry run is quick;
+    2. the data, which may take hours the first time: process 0 prepares them, the others read them;
+    3. the report of every derived number.
+    """
+    program = assemble(cfg, mesh)
+    programs = assemble_stages(program, cfg.training.batch_schedule(mesh.shape), mesh)
+    for each in programs.values():
+        each.try_out_loss(mesh)
+    check_compiler_options(cfg.training.compiler_options)
+    num_steps = derive_sizes(cfg, mesh, program.arch, None).total_steps
+    if num_steps is not None:  # else only the data will tell
+        check_window(cfg, num_steps)
+    clock.end("program")
+
+    load = FEEDS[cfg.task.documents].load
+    with watchdog.phase("preparing the data", math.inf):
+        corpus = None if cfg.dry_run else peers.main_first(lambda: load(cfg), "preparing the data")
+    clock.end("data")
+
+    sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples if corpus else None, BEGINNING)
+    report = start_report(cfg, program, mesh, sizes, corpus, chosen)
+    return Setup(cfg, mesh, program, programs, corpus, sizes, report)
+
+
+def check_before_writing(setup: Setup, feed: Feed) -> None:
+    """Raise `UserError` for what only the length of the data, a download or the devices can tell."""
+    cfg, num_steps = setup.cfg, setup.sizes.total_steps
+    assert num_steps is not None, "a corpus or the config ends every run"
+    if table := feed.samples.stages(num_steps):
+        log.info("stages of the mixture\n%s", table)
+    check_window(cfg, num_steps)
+    peers.main_first(lambda: check_init_from(cfg, setup.program.arch), "looking at model.init_from")
+    if agreement := check_attention(cfg, setup.program.layout, setup.mesh):
+        log.info("%s", agreement)
