@@ -22,10 +22,13 @@ from tunix.costs.schedule import StepTime
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
+from tunix.plan.candidates import make_candidate
 from tunix.plan.choice import resolve_auto
 from tunix.plan.compiled import Compiled, find_backend
+from tunix.plan.exchange_times import pairs_in_ring, settle_exchange
 from tunix.plan.open_keys import list_micro_batch_sizes
 from tunix.plan.ranking import _pick_to_compile, rank
+from tunix.plan.text import record
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
@@ -315,6 +318,38 @@ def test_a_run_takes_what_plan_would():
     assert kept.training.micro_batch_size == 16
     untouched = compose(SMALL).config
     assert resolve_auto(untouched) == (untouched, "")
+
+
+def test_the_exchange_of_attention_that_is_faster(monkeypatch):
+    """A ring where few key/value heads travel over a slow network; Ulysses where attention computes long."""
+    words = ["model=llama3_70b", "model.mesh_shape=[[2,8],[cp,tp]]", "plan.output=null"]
+    for length, network, faster in (
+        (4096, "infiniband_400", "ulysses"),
+        (4096, "ethernet_100", "ring"),
+        (32768, "ethernet_100", "ulysses"),
+    ):
+        cfg = compose([*words, f"training.seq_len={length}", f"plan.network={network}"]).config
+        cluster, sizes = read_topology("h200:2x8", network), explicit_sizes(cfg.model.mesh_shape)
+        chosen, reason = settle_exchange(cfg, sizes, cluster)
+        assert (chosen.model.cp_exchange, reason.split(":")[0]) == (faster, f"model.cp_exchange={faster}")
+        candidate = make_candidate(cfg, sizes, None, cluster, with_activations=False)
+        assert record(candidate)["cp_exchange"] == faster
+    given = cfg.model_copy(update={"model": cfg.model.model_copy(update={"attention": "flash"})})
+    assert settle_exchange(given, sizes, cluster) == (given, ""), "a ring has no kernels"
+
+    # All devices of a ring wait for the last one: it computes twice the mean.
+    pairs = pairs_in_ring(4096, 4096, num_devices=8)
+    assert sum(pairs) == 512 * 4096
+    assert list(pairs_in_ring(4096, 512, num_devices=8) > 0) == [True] * 2 + [False] * 6
+    ring = make_candidate(compose([*words, "model.cp_exchange=ring"]).config, sizes, None, cluster, False)
+    ulysses = make_candidate(compose([*words, "model.cp_exchange=ulysses"]).config, sizes, None, cluster, False)
+    assert ring.compute_s > ulysses.compute_s
+
+    small = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,cp]]"]).config
+    assert resolve_auto(small) == (small, ""), "the speed of CPUs is not known"
+    monkeypatch.setattr("tunix.plan.choice.find_kind", lambda _: cluster.kind)
+    ours, message = resolve_auto(small)
+    assert message.startswith(f"model.cp_exchange={ours.model.cp_exchange}: attention is predicted to take")
 
 
 @pytest.mark.nightly

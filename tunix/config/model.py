@@ -159,7 +159,8 @@ class Model(Section):
     the fastest one that is exact here. The start report says which, and why."""
     cp_exchange: Literal["auto", "ulysses", "ring"]
     """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
-    kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: ulysses where the heads allow it."""
+    kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: where the heads allow both, the one
+    that is predicted to be faster; ulysses where the speed of the devices is not known."""
     mesh_shape: MeshShape
     """Device mesh: `[[sizes], [axis names]]` of the axes pp, dp, fsdp, ep, cp, tp in any order, one -1 to fill; or
     `auto`, all devices on fsdp."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -140,39 +141,55 @@ def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microb
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
     pipeline = cfg.training.pipeline(mesh.shape)
     layers = num_microbatches * cfg.model.num_layers * pipeline.ticks_per_part
-    of_a_layer = TRANSFERS_OF_A_LAYER[choose_exchange(cfg.model, mesh.shape).name]
-    for transfer in of_a_layer(program, mesh, pipeline.runs_again):
-        count = max(1, round(layers * transfer.count))
-        yield replace(transfer, num_bytes=round(layers * transfer.num_bytes), count=count)
+    exchanged = TRANSFERS_OF_A_LAYER[choose_exchange(cfg.model, mesh.shape).name]
+    of_a_layer = exchanged(cfg, measure_heads(cfg, program.layout, mesh), pipeline.runs_again)
+    num_bytes, count = round(layers * of_a_layer.num_bytes), max(1, round(layers * of_a_layer.count))
+    yield replace(of_a_layer, num_bytes=num_bytes, count=count)
 
 
-def _swapped(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> Iterator[Transfer]:
-    """Queries, keys, values and results of a layer that devices swap: heads for tokens.
+class HeadSizes(NamedTuple):
+    """Sizes of attention's arrays on one device, for one microbatch, before an exchange."""
+
+    rows: int
+    queries: int  # query heads
+    keys: int  # key/value heads
+    numbers: int  # in one head: rows x own tokens x head dim
+    num_devices: int  # that share a sequence
+    itemsize: int  # bytes of a number in products
+
+
+def measure_heads(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh) -> HeadSizes:
+    rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
+    shape = rows, tokens, cfg.model.num_heads, cfg.model.head_dim
+    own_rows, own_tokens, queries, head_dim = shard_shape(shape, layout.activation("BTNH"), mesh)
+    keys = layout.num_own_kv_heads(shard_shape((cfg.model.num_kv_heads,), layout.activation("K"), mesh)[0])
+    numbers, itemsize = own_rows * own_tokens * head_dim, jnp.dtype(layout.compute).itemsize
+    return HeadSizes(own_rows, queries, keys, numbers, token_shards(mesh.shape), itemsize)
+
+
+def swap_heads(cfg: Config, heads: HeadSizes, runs_again: bool) -> Transfer:
+    """Return the transfers of a layer whose devices swap queries, keys, values and results: heads for tokens.
 
     `runs_again` is true where the backward pass runs a whole stage once more.
     """
-    numbers, queries, keys = _numbers_of_heads(program, mesh)
-    item = jnp.dtype(program.layout.compute).itemsize
-    keys *= repeats_of(keys, token_shards(mesh.shape))
+    keys = heads.keys * repeats_of(heads.keys, heads.num_devices)
     # Forward, once more where they are not kept, and backward the same in the other direction.
-    times = 2 + read_remat(program.cfg.training).computes_again("exchange") + runs_again
-    num_bytes = round(times * 2 * (queries + keys) * numbers * item)
-    yield Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=round(4 * times))
+    times = 2 + read_remat(cfg.training).computes_again("exchange") + runs_again
+    num_bytes = round(times * 2 * (heads.queries + keys) * heads.numbers * heads.itemsize)
+    return Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=round(4 * times))
 
 
-def _handed_on(program: Program, mesh: Mesh | AbstractMesh, runs_again: bool) -> Iterator[Transfer]:
-    """Keys and values of a layer that go round a ring, and their gradients."""
-    numbers, _, keys = _numbers_of_heads(program, mesh)
-    item, num_devices = jnp.dtype(program.layout.compute).itemsize, token_shards(mesh.shape)
+def hand_on_keys(cfg: Config, heads: HeadSizes, runs_again: bool) -> Transfer:
+    """Return the transfers of a layer whose keys, values and their gradients go round a ring."""
     # Forward, once more where the results are not kept, and backward. The last two begin with the same transfer, which
     # XLA makes once. Gradients, float32, also go home.
-    hops = (2 + runs_again) * (num_devices - 1)
-    hops += round(read_remat(program.cfg.training).computes_again("attention") * (num_devices - 2))
-    num_bytes = hops * item + num_devices * 4
-    yield Transfer("collective-permute", token_axes(), 2 * keys * numbers * num_bytes, count=2 * (hops + num_devices))
+    hops = (2 + runs_again) * (heads.num_devices - 1)
+    hops += round(read_remat(cfg.training).computes_again("attention") * (heads.num_devices - 2))
+    num_bytes = 2 * heads.keys * heads.numbers * (hops * heads.itemsize + heads.num_devices * 4)
+    return Transfer("collective-permute", token_axes(), num_bytes, count=2 * (hops + heads.num_devices))
 
 
-TRANSFERS_OF_A_LAYER = {"ulysses": _swapped, "ring": _handed_on}  # by the name of an exchange
+TRANSFERS_OF_A_LAYER = {"ulysses": swap_heads, "ring": hand_on_keys}  # by the name of an exchange
 
 
 def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -197,16 +214,6 @@ def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     scatters = 2 + pipeline.runs_again + again * (cfg.model.norm_placement != "pre")
     num_bytes = round(times * own * (scatters * token + choice))
     yield Transfer("reduce-scatter", axes, num_bytes, overlaps=False, count=round(times * (scatters + 1)))
-
-
-def _numbers_of_heads(program: Program, mesh: Mesh | AbstractMesh) -> tuple[int, int, int]:
-    """Return the numbers in one head on one device, for one microbatch; its query heads; its key/value heads."""
-    cfg, layout = program.cfg, program.layout
-    rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
-    shape = rows, tokens, cfg.model.num_heads, cfg.model.head_dim
-    own_rows, own_tokens, queries, head_dim = shard_shape(shape, layout.activation("BTNH"), mesh)
-    keys = layout.num_own_kv_heads(shard_shape((cfg.model.num_kv_heads,), layout.activation("K"), mesh)[0])
-    return own_rows * own_tokens * head_dim, queries, keys
 
 
 def gathered_dtype(weight: Weight, layout: Layout) -> str:

@@ -36,6 +36,9 @@ class Choice(NamedTuple):
 def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Choice:
     """Return the exchange of `model.cp_exchange` on a mesh of these sizes, without them on the mesh in use.
 
+    `auto` goes by the sizes of the model here. Where they leave a choice and the speed of the devices is known, a run
+    and a plan have put the faster exchange in its place before (`plan/exchange_times.py`).
+
     Raises:
         UserError: `auto` takes a ring, which cannot run the kernel of `model.attention`.
     """

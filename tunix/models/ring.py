@@ -62,7 +62,7 @@ def attend_in_ring(
     """
     batch, own_tokens, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    size = max(n for n in range(1, MOST_QUERIES + 1) if own_tokens % n == 0)
+    size = chunk_size(own_tokens)
     start = jax.lax.axis_index(token_axes()) * own_tokens
 
     def own(of_sequence: jax.Array) -> jax.Array:
@@ -78,6 +78,11 @@ def attend_in_ring(
     out, log_sums = _attend(_in_chunks(heads, size), k, v, queries, seen.k_segments, cap)
     out = _joined(out).reshape(*q.shape[:3], -1)
     return (out, _joined(log_sums).reshape(q.shape[:3])) if with_sums else out
+
+
+def chunk_size(own_tokens: int) -> int:
+    """Return how many queries of a device are computed, or skip a block of keys, together."""
+    return max(n for n in range(1, MOST_QUERIES + 1) if own_tokens % n == 0)
 
 
 def _in_chunks(x: jax.Array, size: int) -> jax.Array:
@@ -109,20 +114,23 @@ def _attend_backward(cap, kept, gradients):
     # gradient of the log of the sum is p, times what the caller makes of it: it joins delta.
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1) - d_log_sums
     pull = partial(_pull_back, q, queries, log_sums, delta, d_out, segments, cap)
+    block = _hand_on((k, v))
     dq, *gradients = pull(jnp.zeros_like(q, jnp.float32), (k, v), 0)
-    block, gradients = _hand_on((k, v)), _hand_on(tuple(gradients))
 
     def visit(carry, step):
+        # Both are on their way while the device computes: the next block, and the gradients of the block before this
+        # one, which belong to the keys that the next device has now.
         dq, block, gradients = carry
+        following, came = _hand_on(block), _hand_on(gradients)
         dq, *more = pull(dq, block, step)
-        gradients = _hand_on(tuple(a + b for a, b in zip(gradients, more, strict=True)))
-        return dq, _hand_on(block), gradients
+        return (dq, following, tuple(a + b for a, b in zip(came, more, strict=True))), None
 
     num_devices = jax.lax.axis_size(token_axes())
     steps = jnp.arange(1, num_devices - 1)
-    (dq, block, gradients), _ = jax.lax.scan(lambda *both: (visit(*both), None), (dq, block, gradients), steps)
+    (dq, block, gradients), _ = jax.lax.scan(visit, (dq, block, tuple(gradients)), steps)
+    came = _hand_on(gradients)
     dq, *more = pull(dq, block, num_devices - 1)
-    dk, dv = _hand_on(tuple(a + b for a, b in zip(gradients, more, strict=True)))  # home
+    dk, dv = _hand_on(tuple(a + b for a, b in zip(came, more, strict=True)))  # home
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
 
 

@@ -9,6 +9,7 @@ from tunix.costs.derived import Costs, assemble_once, derive
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
 from tunix.plan.compiled import Compiled, find_backend
+from tunix.plan.exchange_times import settle_exchange, time_beyond_mean
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
 from tunix.plan.topology import Cluster
 
@@ -84,7 +85,8 @@ class Candidate:
         kind, num_bytes = self.cluster.kind, self.costs.num_bytes
         # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
         update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
-        return self.costs.flops / (kind.peak_tflops * 1e12 * kind.efficiency * PRODUCTS_SHARE) + update_s
+        speed = kind.peak_tflops * 1e12 * kind.efficiency * PRODUCTS_SHARE
+        return self.costs.flops / speed + update_s + time_beyond_mean(self.cfg, self.sizes, self.cluster, speed)
 
     @property
     def communication_s(self) -> float:
@@ -143,7 +145,7 @@ def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit
 def make_candidate(
     cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
 ) -> Candidate:
-    with_mesh = replace_mesh(cfg, sizes, choice)
+    with_mesh, _ = settle_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
     costs, rollout = derive(with_mesh, sizes, find_backend(), with_activations), None
     if isinstance(cfg.task, Grpo):
         device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)

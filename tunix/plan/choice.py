@@ -1,5 +1,5 @@
-"""Values that a run leaves open: the mesh (plan.choose_mesh=true), and the micro batch (training.micro_batch_size=auto)
-or what blocks keep (training.remat=budget)."""
+"""Values that a run leaves open: the mesh (plan.choose_mesh=true), the micro batch (training.micro_batch_size=auto) or
+what blocks keep (training.remat=budget), and the exchange of attention (model.cp_exchange=auto)."""
 
 import json
 import logging
@@ -12,17 +12,45 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.costs.devices import find_kind, on_network
 from tunix.plan.candidates import GIB
+from tunix.plan.exchange_times import settle_exchange
 from tunix.plan.open_keys import describe_choice, find_open_key, replace_mesh
 from tunix.plan.ranking import explain_no_fit, fix_batch, rank
 from tunix.plan.topology import Cluster, read_topology
 from tunix.processes import peers
-from tunix.sharding.mesh_shape import format_mesh_shape, resolve
+from tunix.sharding.mesh_shape import format_mesh_shape, resolve, token_shards
 
 log = logging.getLogger(__name__)
 
 
 def resolve_auto(cfg: Config) -> tuple[Config, str]:
     """Return the config with values in place of what it leaves open, the same on every process, and what was chosen.
+
+    Raises:
+        UserError: nothing fits. The message says how much is missing and what would fit.
+    """
+    cfg, chosen = _resolve_planned(cfg)
+    cfg, exchange = _resolve_exchange(cfg)
+    return cfg, "; ".join(filter(None, (chosen, exchange)))
+
+
+def _resolve_exchange(cfg: Config) -> tuple[Config, str]:
+    """Return the config with the exchange that is predicted to be faster on this run's devices, and the reason.
+
+    Devices whose speed is not known leave `auto` to the sizes of the model (`choose_exchange`).
+    """
+    if cfg.model.cp_exchange != "auto" or find_kind(jax.devices()[0].device_kind) is None:
+        return cfg, ""
+    sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+    if token_shards(sizes) == 1:
+        return cfg, ""
+    cfg, reason = settle_exchange(cfg, sizes, _cluster(cfg))
+    if reason:
+        log.info("%s", reason)
+    return cfg, reason
+
+
+def _resolve_planned(cfg: Config) -> tuple[Config, str]:
+    """Return the config with mesh, micro batch and remat policy in place of what it leaves open, and what was chosen.
 
     Process 0 chooses the mesh that `tunix.plan` ranks first, and sends it to the others. The text is empty where
     nothing is open.

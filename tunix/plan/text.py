@@ -10,6 +10,7 @@ import jax
 from rich.table import Table
 
 from tunix.base.tables import as_text
+from tunix.models.exchanges import choose_exchange
 from tunix.plan.candidates import GIB, Candidate
 from tunix.plan.compiled import HBM_SHARE, find_backend
 from tunix.plan.picture import draw_plan
@@ -38,6 +39,11 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         lines += [
             f"{format_mesh_shape(each.sizes)} takes training.remat={each.cfg.training.remat}" for each in candidates
         ]
+    lines += [
+        f"{format_mesh_shape(each.sizes)} takes model.cp_exchange=ring"
+        for each in candidates
+        if choose_exchange(each.cfg.model, each.sizes).name == "ring"
+    ]
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
@@ -160,6 +166,7 @@ def record(candidate: Candidate) -> dict[str, Any]:
         "mesh_shape": format_mesh_shape(candidate.sizes),
         "micro_batch_size": candidate.cfg.training.micro_batch_size,
         "remat": candidate.cfg.training.remat,
+        "cp_exchange": choose_exchange(candidate.cfg.model, candidate.sizes).name,
         "source": candidate.source,
         "bytes_per_device": {**candidate.num_bytes, "total": candidate.memory},
         "derived_bytes_per_device": {**candidate.costs.num_bytes, "total": candidate.costs.memory},

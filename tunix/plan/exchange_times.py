@@ -1,0 +1,195 @@
+"""Time of attention where devices share sequences: what `model.cp_exchange=auto` compares.
+
+    ulysses   everything waits for heads and tokens to be swapped; then all devices compute alike, with any kernel
+    ring      keys and values travel while blocks are computed; all devices wait for the one with the last tokens
+
+    ring of 3      step 0     step 1     step 2
+    device 0       own keys   waits      waits
+    device 1       own keys   keys of 0  waits
+    device 2       own keys   keys of 1  keys of 0     a step takes as long as its block, or as its transfers
+
+Blocks of a ring are XLA's own operations, whose scores pass through the device's memory. So the ring is the faster one
+where its few key/value heads travel in less time than all heads, and attention is a small part of the step: windows,
+short sequences on many devices, a slow network.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from tunix.config import Config
+from tunix.costs.transfers import HeadSizes, Transfer, measure_heads, seconds, swap_heads
+from tunix.models.attention import QUERY_BLOCK
+from tunix.models.exchanges import choose_exchange
+from tunix.models.flash_blocks import blocks_for, blocks_of, computed_pairs
+from tunix.models.kernels import choose_kernel
+from tunix.models.ring import chunk_size
+from tunix.plan.compiled import HBM_SHARE, KERNEL_SHARE
+from tunix.plan.topology import Cluster
+from tunix.sharding.dims import axis_names, token_axes
+from tunix.training.program import build_layout, read_remat
+
+
+class PairTimes(NamedTuple):
+    """Seconds for one pair of a query and a key of one head."""
+
+    forward: float
+    backward: float
+
+
+def settle_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tuple[Config, str]:
+    """Return the config with the faster exchange in the place of `model.cp_exchange=auto`, and the reason.
+
+    The config is returned as it is, and the text is empty, where the sizes of the model or the kernel leave no choice
+    (`choose_exchange`).
+    """
+    model = cfg.model
+    is_open = model.cp_exchange == "auto" and model.attention in ("auto", "xla")
+    if not is_open or choose_exchange(model, sizes).name != "ulysses":
+        return cfg, ""
+    times = {name: time_of_attention(cfg, name, sizes, cluster) for name in ("ulysses", "ring")}
+    name = min(times, key=lambda name: times[name])
+    [other] = times.keys() - {name}
+    reason = (
+        f"model.cp_exchange={name}: attention is predicted to take {times[name]:.3g} s of a step on {cluster}, "
+        f"and by {other} {times[other]:.3g} s"
+    )
+    return cfg.model_copy(update={"model": model.model_copy(update={"cp_exchange": name})}), reason
+
+
+def time_of_attention(cfg: Config, exchange: str, sizes: dict[str, int], cluster: Cluster) -> float:
+    """Return the seconds that all attention of one step takes on the slowest device, with what it waits for.
+
+    `exchange` is `ulysses` or `ring`.
+    """
+    place = _place(cfg, sizes, cluster)
+    return place.microbatches * sum(
+        num_layers * _OF_A_LAYER[exchange](place, window) for window, num_layers in place.windows.items()
+    )
+
+
+def time_beyond_mean(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops_per_s: float) -> float:
+    """Return the seconds by which a ring's last device computes longer than the mean device at `flops_per_s`.
+
+    0 without a ring. The mean is what `Costs.flops` counts.
+    """
+    if choose_exchange(cfg.model, sizes).name != "ring":
+        return 0.0
+    place = _place(cfg, sizes, cluster)
+    length, heads, times = cfg.training.seq_len, place.heads, _pair_times(place, "xla")
+    (flops, _), total = _flops_of_pair(cfg), 0.0
+    for window, num_layers in place.windows.items():
+        slowest = float(np.sum(pairs_in_ring(length, window, heads.num_devices)))
+        mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
+        seconds_of_pair = (1 + place.again) * times.forward + times.backward
+        total += num_layers * (slowest * seconds_of_pair - mean * (3 + place.again) * flops / flops_per_s)
+    return place.microbatches * heads.rows * heads.queries * total
+
+
+class Place(NamedTuple):
+    """A mesh of a cluster, with what attention does there for one microbatch."""
+
+    cfg: Config
+    sizes: dict[str, int]
+    cluster: Cluster
+    heads: HeadSizes
+    kernel: str  # of `choose_kernel`
+    again: float  # times that the forward pass runs once more
+    microbatches: float  # of a step, with those of the bubble of a pipeline
+    windows: Counter[int]  # layers by the tokens that they attend to
+
+
+def _place(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Place:
+    model, names = cfg.model, axis_names()
+    axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, "gpu")
+    lengths = tuple(sizes[axis] for axis in names)
+    mesh = AbstractMesh(lengths, names, axis_types=axis_types, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        layout = build_layout(cfg, mesh)  # type: ignore[arg-type]
+        heads = measure_heads(cfg, layout, mesh)
+        kernel = choose_kernel(model.attention, model.head_dim, layout.compute, model.attention_options).name
+    pipeline = cfg.training.pipeline(sizes)
+    again = read_remat(cfg.training).computes_again("attention") + pipeline.runs_again
+    microbatches = pipeline.num_microbatches * pipeline.ticks_per_part
+    windows = Counter(model.windows(cfg.training.seq_len))
+    return Place(cfg, sizes, cluster, heads, kernel, again, microbatches, windows)
+
+
+def _time_of_ulysses(place: Place, window: int) -> float:
+    """Return the seconds of one layer for one microbatch: heads are swapped, and a share of them is computed."""
+    cfg, heads, kind = place.cfg, place.heads, place.cluster.kind
+    length, blocks = cfg.training.seq_len, blocks_of(kind.name)
+    swap = swap_heads(cfg, heads, cfg.training.pipeline(place.sizes).runs_again)
+    if place.kernel == "flash" and blocks is not None:
+        pairs = computed_pairs(length, [window], blocks_for(blocks, cfg.model.head_dim).forward)
+    else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
+        pairs = (length + min(length, QUERY_BLOCK)) * length / 2
+    times, count = _pair_times(place, place.kernel), pairs * heads.rows * heads.queries / heads.num_devices
+    computing_s = count * ((1 + place.again) * times.forward + times.backward)
+    return computing_s + seconds(swap, place.sizes, kind, place.cluster.per_node)
+
+
+def _time_of_ring(place: Place, window: int) -> float:
+    """Return the seconds of one layer for one microbatch, step by step on the device with the last tokens."""
+    heads, times = place.heads, _pair_times(place, "xla")
+    pairs = pairs_in_ring(place.cfg.training.seq_len, window, heads.num_devices) * heads.rows * heads.queries
+
+    def hop(itemsize: int) -> float:
+        """Return the seconds in which keys and values, or their gradients, come to the next device."""
+        transfer = Transfer("collective-permute", token_axes(), 2 * heads.numbers * heads.keys * itemsize, count=2)
+        return seconds(transfer, place.sizes, place.cluster.kind, place.cluster.per_node)
+
+    keys, gradients = hop(heads.itemsize), hop(4)
+    # In step j the keys of step j + 1 travel, and backward the gradients of step j - 1. The last ones go home alone.
+    travels = np.full(len(pairs), keys)
+    travels[-1] = 0.0
+    forward = float(np.sum(np.maximum(pairs * times.forward, travels)))
+    travels[1:] += gradients
+    backward = float(np.sum(np.maximum(pairs * times.backward, travels))) + gradients
+    return (1 + place.again) * forward + backward
+
+
+_OF_A_LAYER = {"ulysses": _time_of_ulysses, "ring": _time_of_ring}
+
+
+def pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
+    """Return the pairs of a query and a key that the device with the last tokens computes in each step, [devices].
+
+    Queries skip a block of keys together, a chunk of them at a time (`models/ring.py`).
+    """
+    own = length // num_devices
+    size = chunk_size(own)
+    begins = np.arange(length - own, length, size)
+    first_block = np.maximum(begins - window + 1, 0) // own  # that a chunk of queries sees
+    blocks = np.arange(num_devices)[::-1]  # in the order of the steps
+    return size * own * np.sum(first_block <= blocks[:, None], axis=1).astype(float)
+
+
+def _flops_of_pair(cfg: Config) -> tuple[int, int]:
+    """Return the FLOPs of a pair of one head, forward and backward.
+
+    Forward there are two products, of which one has the width of keys and one that of values; backward there are three
+    and two.
+    """
+    model = cfg.model
+    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
+    return 2 * (model.head_dim + value_dim), 6 * model.head_dim + 4 * value_dim
+
+
+def _pair_times(place: Place, kernel: str) -> PairTimes:
+    """Return the times of a kernel on a kind of device.
+
+    Scores of the kernel `xla` pass through memory. Forward they are written, read for their maximum and read for the
+    exponentials, float32; these are written and read by a product in the dtype of products. Backward two arrays are
+    written and read once, float32; of the two arrays made of them, one is read by one product and one by two.
+    """
+    kind, item, flops = place.cluster.kind, place.heads.itemsize, _flops_of_pair(place.cfg)
+    products = kind.peak_tflops * 1e12 * kind.efficiency
+    if kernel != "xla":
+        return PairTimes(*(each / (products * KERNEL_SHARE) for each in flops))
+    num_bytes = 3 * 4 + 2 * item, 4 * 4 + 5 * item
+    memory = kind.hbm_gb_per_s * 1e9 * HBM_SHARE
+    return PairTimes(*(max(a / products, b / memory) for a, b in zip(flops, num_bytes, strict=True)))
