@@ -126,6 +126,7 @@ def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
     assert [keys.shape[1] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
 
 
+@pytest.mark.filterwarnings("error")  # Hydra warns about a file whose order of defaults is not said
 @pytest.mark.parametrize(
     ("words", "values"),
     [
