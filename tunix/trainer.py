@@ -22,7 +22,8 @@ from tunix.processes.watchdog import Watchdog
 from tunix.run import logs, run_folder
 from tunix.run.checkpoint import Checkpoints
 from tunix.run.compile_cache import keep_programs
-from tunix.run.compiled_steps import memory_report
+from tunix.run.compile_step import memory_report
+from tunix.run.compiler import Compiler
 from tunix.run.home import check_home, find_home, write_home
 from tunix.run.lock import hold_lock
 from tunix.run.metrics import peak_memory_gib
@@ -61,8 +62,10 @@ def run(job: compose.Job) -> Result:
     mesh = build_mesh(cfg)
 
     with stopping.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh), ExitStack() as stack:
-        # Find every mistake before anything is written. A dry run ends with the report of all derived numbers.
-        setup = set_up(cfg, mesh, chosen, watchdog, clock)
+        # Find every mistake before anything is written. A dry run ends with the report of all derived numbers. In
+        # another run the compiler begins as soon as it knows the program, and works while data and weights are read.
+        compiler = stack.enter_context(Compiler(mesh, watchdog))
+        setup = set_up(cfg, mesh, chosen, watchdog, compiler, clock)
         log.info("%s", setup.report)
         if remark := remark_on_tiny(job):
             log.warning("%s", remark)
@@ -86,10 +89,10 @@ def run(job: compose.Job) -> Result:
             write_home(job, folder, home)
             log.info("writing to %s", folder)
 
-            # Compile the first step and train; make up for an evaluation that a stop prevented, and wait for the last
+            # Wait for the first step and train; make up for an evaluation that a stop prevented, and wait for the last
             # checkpoint.
             with open_loop(setup, progress, feed, checkpoints, folder, watchdog, begun) as loop:
-                loop.compiled.at(min(progress.start.step + 1, progress.last), progress.state)
+                loop.compiled.at(min(progress.start.step + 1, progress.last))
                 clock.end("step")
                 log.info("%s", clock)
                 if progress.is_new and cfg.checkpoint.save_first:
@@ -98,7 +101,7 @@ def run(job: compose.Job) -> Result:
                 loop.evaluations.make_up(last)
                 with watchdog.phase("closing"):
                     checkpoints.finish()
-                    log.info("%s", memory_report(loop.compiled.at(last, progress.state), peak_memory_gib()))
+                    log.info("%s", memory_report(loop.compiled.at(last), peak_memory_gib()))
                     if loop.evaluations.newest:
                         feed.sum_up(progress.state, loop.evaluations.newest, loop.metrics)
         log.info("done: %s", folder)

@@ -38,12 +38,12 @@ from tunix.models.exchanges import choose_exchange
 from tunix.processes import exits, peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import FEEDS
-from tunix.run.compiled_steps import compile_step
+from tunix.run.compile_step import compile_step
 from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, explicit_sizes, format_mesh_shape, meshes, resolve
 from tunix.training.overlap import check_compiler_options
-from tunix.training.program import abstract_batch, assemble, build_mesh
+from tunix.training.program import assemble, build_mesh
 from tunix.training.sizes import derive_sizes
 
 COMPARED = ("loss", "grad_norm")
@@ -168,8 +168,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: i
         sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples)
         assert sizes.total_steps is not None
         state = program.new_state(cfg.seed, load_init_from(program, mesh))
-        step_fn = program.step(sizes.schedule.spans(sizes.total_steps))
-        train_step = compile_step(step_fn, state, abstract_batch(cfg, mesh), program.compiler_options(mesh))
+        train_step = compile_step(program, sizes.schedule.spans(sizes.total_steps), mesh)
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
         feed = FEEDS[cfg.task.documents].make(cfg, corpus, program, mesh, Watchdog(cfg.distributed))
         with feed, closing(feed.batches(Position(0, 0, "", ""), num_steps, None, None)) as source:

@@ -43,7 +43,8 @@ def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, f
     else:
         if cfg.resume:
             log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.store.folder)
-        state = program.new_state(cfg.seed, load_init_from(program, setup.mesh))
+        weights = load_init_from(program, setup.mesh)
+        state = setup.compiler.new_state(program) if weights is None else program.new_state(cfg.seed, weights)
         start, improvement = beginning, Improvement()
     sizes = setup.sizes_after(start)
     last = find_last_step(setup, sizes, start, improvement)

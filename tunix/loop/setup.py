@@ -14,6 +14,7 @@ from tunix.inference.start import check_init_from
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import FEEDS, Feed
+from tunix.run.compiler import Compiler
 from tunix.run.start_clock import StartClock
 from tunix.run.start_report import start_report
 from tunix.run.trace import check_window
@@ -35,6 +36,7 @@ class Setup:
     programs: dict[BatchShape, Program]  # one for each shape of the batch
     corpus: AnyCorpus | None  # None in a dry run, which reads no data
     sizes: Sizes  # of a run from step 0 on
+    compiler: Compiler  # has begun with what the run needs first
     report: str  # the derived numbers for the reader of the log
 
     def sizes_after(self, start: Position) -> Sizes:
@@ -54,7 +56,7 @@ def try_out(cfg: Config) -> None:
     peers.on_main(cfg.logging.try_out, "trying the sinks")
 
 
-def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, clock: StartClock) -> Setup:
+def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: Compiler, clock: StartClock) -> Setup:
     """Return the setup of a run; `chosen` is what `resolve_auto` says. The order is important:
 
     1. the program, on shapes only: no array is made, so a dry run is quick;
@@ -66,9 +68,12 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, clock: Star
     for each in programs.values():
         each.try_out_loss(mesh)
     check_compiler_options(cfg.training.compiler_options)
-    num_steps = derive_sizes(cfg, mesh, program.arch, None).total_steps
-    if num_steps is not None:  # else only the data will tell
-        check_window(cfg, num_steps)
+    sizes = derive_sizes(cfg, mesh, program.arch, None)
+    if sizes.total_steps is not None:  # else only the data will tell
+        check_window(cfg, sizes.total_steps)
+    if not cfg.dry_run:
+        # Where the config counts epochs, the data may end the run before its other limits.
+        compiler.begin_run(programs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
     clock.end("program")
 
     load = FEEDS[cfg.task.documents].load
@@ -77,8 +82,10 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, clock: Star
     clock.end("data")
 
     sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples if corpus else None, BEGINNING)
+    if not cfg.dry_run:
+        compiler.begin_run(programs, sizes.schedule, sizes.total_steps)
     report = start_report(cfg, program, mesh, sizes, corpus, chosen)
-    return Setup(cfg, mesh, program, programs, corpus, sizes, report)
+    return Setup(cfg, mesh, program, programs, corpus, sizes, compiler, report)
 
 
 def check_before_writing(setup: Setup, feed: Feed) -> None:

@@ -59,12 +59,12 @@ class Loop:
         progress, first, last = self.progress, self.progress.start.step + 1, self.progress.last
         if first > last:
             return last
-        train_step = self.compiled.at(first, progress.state)
+        train_step = self.compiled.at(first)
         batch, numbers = self._next_batch()
         for step in range(first, last + 1):
             if step in self.compiled.changes:  # the batch has another shape from now on
                 self.step_log.finish()
-                train_step = self.compiled.change_to(step, progress.state)
+                train_step = self.compiled.change_to(step)
                 self.step_log.restart_clock()
             self.watchdog.step(step)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -165,7 +165,7 @@ def open_loop(
             begun,
             progress,
             source,
-            CompiledSteps(setup.programs, schedule, mesh, setup.sizes.schedule.spans(last), watchdog),
+            CompiledSteps(setup.programs, schedule, setup.sizes.schedule.spans(last), setup.compiler),
             metrics,
             StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace),
             trace,

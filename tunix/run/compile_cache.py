@@ -6,6 +6,7 @@ Process 0 writes, every process reads.
 
 import hashlib
 import platform
+import threading
 from pathlib import Path
 
 import jax
@@ -16,17 +17,17 @@ SHORTEST_COMPILE_S = 0.5  # a program that compiles faster is not worth a file
 HIT = "/jax/compilation_cache/cache_hits"
 
 
-_hits: list[str] = []  # an event of JAX for each program that this process has read
+_hits: list[int] = []  # the thread that has read a program, for each program that this process has read
 
 
 def count_reads() -> int:
-    """Return how many programs this process has read in place of compiling them."""
-    return len(_hits)
+    """Return how many programs this thread has read in place of compiling them."""
+    return _hits.count(threading.get_ident())
 
 
 def _listen(event: str, **_: object) -> None:
     if event == HIT:
-        _hits.append(event)
+        _hits.append(threading.get_ident())
 
 
 jax.monitoring.register_event_listener(_listen)

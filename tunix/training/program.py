@@ -126,9 +126,18 @@ class Program:
         `given` is a tree of parameters that exist already (see `load_init_from`), with None for those to be made; its
         arrays are donated.
         """
+        return self._new_state(seed, given)
+
+    def compile_new_state(self, seed: int) -> Callable[[], State]:
+        """Compile what `new_state` runs for a seed, and return a function that runs it."""
+        compiled = self._new_state.lower(seed, None).compile()
+        return lambda: compiled(seed, None)
+
+    @property
+    def _new_state(self) -> Any:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         make = partial(new_state, self.arch, self.cfg.model, self.layout, self.optimizer, self.copies, self.guard)
-        return jax.jit(make, out_shardings=shardings, donate_argnums=1)(seed, given)
+        return jax.jit(make, out_shardings=shardings, donate_argnums=1)
 
     def new_params(self, seed: int, given: dict[str, Any] | None = None) -> dict[str, Any]:
         """The parameters of step 0 without the rest of the state, which is not made; see `new_state`."""

@@ -1,0 +1,76 @@
+"""Programs are compiled while the main thread reads; an error of either side ends the run, and no thread is left."""
+
+import threading
+
+import pytest
+from support.harness import RUN
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.rl.feeds import FEEDS
+from tunix.run import compiler
+
+WAIT_S = 120  # for the other thread; only a failing test waits that long
+
+
+@pytest.fixture
+def words(tmp_path, corpus, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*RUN, "data=text", f"data.paths=['{corpus}']", "scheduler=constant"]
+
+
+def compiler_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("compiler")]
+
+
+def test_an_error_of_the_data_while_the_step_is_compiled(words, monkeypatch):
+    compiling, failed = threading.Event(), threading.Event()
+
+    def compile_step(*_: object) -> None:
+        compiling.set()
+        assert failed.wait(WAIT_S)
+
+    def load(_: object) -> None:
+        assert compiling.wait(WAIT_S)  # before the data are there
+        assert compiler_threads()
+        failed.set()
+        raise UserError("the data cannot be read")
+
+    monkeypatch.setattr(compiler, "compile_step", compile_step)
+    monkeypatch.setitem(FEEDS, "text", FEEDS["text"]._replace(load=load))
+    with pytest.raises(UserError, match="the data cannot be read"):
+        tunix.train(words)
+    assert not compiler_threads()
+
+
+def test_an_error_of_the_compiler_while_data_are_read(words, monkeypatch):
+    failed, load_text = threading.Event(), FEEDS["text"].load
+
+    def compile_step(*_: object) -> None:
+        failed.set()
+        raise RuntimeError("XLA has no memory for this")
+
+    def load(cfg):
+        assert failed.wait(WAIT_S)
+        return load_text(cfg)
+
+    monkeypatch.setattr(compiler, "compile_step", compile_step)
+    monkeypatch.setitem(FEEDS, "text", FEEDS["text"]._replace(load=load))
+    with pytest.raises(RuntimeError, match="XLA has no memory for this"):
+        tunix.train(words)
+    assert not compiler_threads()
+
+
+def test_where_epochs_are_counted_the_data_tell_what_to_compile(words, monkeypatch):
+    """The program of a guess would not be the one that runs: the learning rate depends on the length of the run."""
+    lengths = []
+
+    def compile_step(_program: object, spans, _mesh: object) -> None:
+        lengths.append(sum(count for count, _ in spans))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(compiler, "compile_step", compile_step)
+    with pytest.raises(RuntimeError, match="enough"):
+        tunix.train([*words, "training.max_steps=5000", "training.num_epochs=0.01"])
+    assert len(lengths) == 1
+    assert 0 < lengths[0] < 5000
