@@ -20,6 +20,7 @@ from tunix.processes import supervisor
 
 PHASES = {  # the watchdog's name of what a process does there
     "start": "preparing the data",
+    "compile": "compiling the step",
     "step": "reading a batch",
     "evaluation": "evaluation",
     "save": "saving",
