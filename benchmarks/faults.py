@@ -1,9 +1,9 @@
 """What a run of two processes does when something happens to one of them: `make faults`.
 
 For each event: seconds until no process is left, the exit codes, and whether the run, resumed by two processes, has the
-losses of one that nothing happened to, in every digit. Exit code 1 where the run ended with other codes, lost something,
-or took longer than LIMIT_S and the time of an undisturbed run: on a busy machine everything takes longer. Deadlines for
-a process that hangs follow from that time, too.
+losses of one that nothing happened to, in every digit. Exit code 1 where the run ended with other codes, lost
+something, or took longer than LIMIT_S and the time of an undisturbed run: on a busy machine everything takes longer.
+Deadlines for a process that hangs follow from that time, too.
 
     python -m benchmarks.faults                          every event; writes the table of docs/reliability.md
     python -m benchmarks.faults evaluation exception     events at these places, of these kinds; writes nothing
