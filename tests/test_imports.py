@@ -11,7 +11,7 @@ from support.harness import ROOT
 ORDER = (
     "base", "families", "sharding", "sources", "optimizers", "sinks", "rewards", "config", "processes", "models", "hf", "tokenizer", "cli", "data", "training", "costs", "run",
     "inference", "rl", "loop",  # subjects end here; what follows are commands, and the program
-    "plan", "launch", "doctor", "trainer", "prepare", "verify", "generate", "evaluate", "export", "compare", "average", "__init__", "__main__",
+    "plan", "launch", "doctor", "trainer", "prepare", "verify", "generate", "evaluate", "export", "compare", "average", "train_command", "__init__", "__main__",
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_no_two_files_share_a_name():
 
 JAX_FREE = (
     "sharding.dims", "sharding.mesh_shape", "sources", "optimizers", "sinks", "rewards.worker", "rl.scoring", "config", "families", "hf.config_json", "hf.hub", "cli.compose", "cli.command",
-    "processes.identity", "processes.rollcall", "processes.supervisor", "processes.exits", "launch.__main__", "__main__",
+    "processes.identity", "processes.rollcall", "processes.supervisor", "processes.exits", "launch.__main__", "train_command", "__main__",
 )  # fmt: skip
 
 

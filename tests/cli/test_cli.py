@@ -322,3 +322,16 @@ def test_a_stop_signal_before_the_run_began_ends_it_wherever_it_is():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (75, "SIGTERM before the run began: nothing to save\n")
+
+
+def test_a_stop_signal_while_the_program_is_imported_has_its_exit_code():
+    code = (
+        "import os, signal, sys, types\n"
+        "def find_spec(name, *_):\n"
+        "    name == 'hydra' and os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "sys.meta_path.insert(0, types.SimpleNamespace(find_spec=find_spec))\n"
+        "from run_training import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "SIGUSR1 before the run began: nothing to save\n")

@@ -8,13 +8,13 @@ from contextlib import redirect_stdout
 import pytest
 from rich.table import Table
 
-from tunix.__main__ import train_command
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli.compose import compose
 from tunix.cli.foreign import FLAGS, KEYS, MISSING, VALUES, find_key
 from tunix.cli.keys import list_keys
 from tunix.config import Config
+from tunix.train_command import train_command
 
 WORDS = sorted({*KEYS.values(), *(words for values in VALUES.values() for words in values.values())})
 # Words that name something of the reader's own: only their keys are checked.

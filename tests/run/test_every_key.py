@@ -15,7 +15,6 @@ from support.harness import RUN
 from support.installs import one_at_a_time
 from support.rollouts import ONE, TASK
 
-from tunix.__main__ import LAUNCHERS
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.cli.keys import list_sections
@@ -28,6 +27,7 @@ from tunix.plan import __main__ as plan
 from tunix.processes import joining
 from tunix.run.compatible import check_same
 from tunix.sharding.dims import Equation
+from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
 from tunix.training.losses import loss_kind
 from tunix.training.optim import make_optimizer, make_schedule

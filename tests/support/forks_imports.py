@@ -5,6 +5,7 @@ import gc
 import support.forks  # noqa: F401
 
 import tunix.__main__
+import tunix.train_command
 import tunix.trainer  # noqa: F401
 
 gc.collect()

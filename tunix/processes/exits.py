@@ -31,7 +31,7 @@ def exit_code(status: int) -> int:
 
 
 def stop_before_it_began() -> None:
-    """Let stop signals end this process until the run handles them itself: there is nothing to save yet."""
+    """Let stop signals end this process with 75 until the run handles them itself: there is nothing to save yet."""
 
     def stop(number: int, _frame: object) -> None:
         print(f"{signal.Signals(number).name} before the run began: nothing to save", flush=True)
@@ -39,6 +39,12 @@ def stop_before_it_began() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
+
+
+def end_on_stop_signals() -> None:
+    """Give stop signals their default effect again: they end this process, with 143 or 138."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def ignore_stop_signals() -> None:

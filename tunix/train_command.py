@@ -1,0 +1,150 @@
+"""The command that trains, on the command line: `python run_training.py [group=option] [key=value]`.
+
+Hydra composes conf/ with the command line (tunix/cli/compose.py), a wrong input ends here with exit code 2, and
+`tunix.trainer.run` does the rest.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig
+
+from tunix.base.errors import UserError
+from tunix.cli import compose
+from tunix.cli.foreign import refuse_flags
+from tunix.cli.inputs import refuse_missing_inputs
+from tunix.cli.intent import refuse_foreign_vocabulary
+from tunix.cli.mistakes import explain_errors
+from tunix.config.values import CONF
+from tunix.processes import exits, member
+
+
+def train_command() -> int:
+    """Train as the command line says; returns the exit code."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra's errors are raised, not printed
+    if code := exits.report_errors(refuse_foreign_flags):
+        return code
+    args = get_args_parser().parse_intermixed_args()
+    flags = [word for word in sys.argv[1:] if word not in args.overrides]
+    only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
+
+    def work() -> int | None:
+        words = compose.add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
+        sys.argv[1:] = [*flags, *compose.add_implied_model(words)]  # flags anywhere
+        where = args.config_path, args.config_name or "config"
+        if not any(only_hydra):
+            return launch(compose.compose(words, *where))
+        if args.cfg == "job" and any(word.startswith("resume=") for word in words):
+            print(compose.to_yaml(compose.compose(words).config), end="")
+            return None
+        with explain_errors():
+            if args.multirun:
+                return sweep(words, *where)
+            under_hydra(run_point)
+            return 0
+
+    return exits.report_errors(work)
+
+
+def refuse_foreign_flags() -> None:
+    """Raise `UserError` for a flag of another program, and for a topic of --info that Hydra does not have."""
+    parser = get_args_parser()
+    refuse_flags(sys.argv[1:], list(parser._option_string_actions))
+    topics = next(action.choices for action in parser._actions if action.dest == "info") or ()
+    words = sys.argv[1:]
+    for flag, topic in pairwise(words):
+        if flag in ("--info", "-i") and not topic.startswith("-") and "=" not in topic and topic not in topics:
+            raise UserError(f"--info {topic}: choose from {', '.join(topics)}; --help lists the config groups")
+
+
+def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
+    """Run every point of a grid; returns the first exit code that is not 0."""
+    first = compose.check_sweep(words, config_dir, config_name)
+    if (
+        first
+        and first.config.launcher.name == "local"
+        and (code := member.supervise(first.config.distributed)) is not None
+    ):
+        return code
+    codes: list[int] = []  # one for each point that has begun
+
+    def next_point(composed: DictConfig) -> None:
+        number = len(codes)
+        codes.append(0)
+        codes[number] = code = run_point(composed)
+        if code and not concerns_one_point(code):
+            sys.exit(code)
+        if code:
+            print(f"sweep job {number} ended with exit code {code}; the next one begins", flush=True)
+
+    try:
+        under_hydra(next_point)
+    except OSError as error:
+        if codes or isinstance(error, MissingConfigException):
+            raise
+        raise UserError(
+            f"the sweep's folder {error.filename} cannot be written ({error.strerror}); choose hydra.sweep.dir=DIR"
+        ) from None
+    return next(filter(None, codes), 0)
+
+
+def under_hydra(work: Callable[[DictConfig], object]) -> None:
+    """Let Hydra do what the command line asks of it: print a config or a help text, or call `work` for each point."""
+    hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(work)()
+
+
+def run_point(composed: DictConfig) -> int:
+    """Run one point of a sweep in the folder that Hydra made for it; returns its exit code."""
+    point = HydraConfig.get()
+    print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
+    overrides = [str(word) for word in point.overrides.task]
+    job = compose.Job(compose.check(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
+    return launch(job)
+
+
+def concerns_one_point(code: int) -> bool:
+    """Return True for an exit code that says nothing of a sweep's other points: not finite, or the time limit."""
+    if code == exits.STOPPED:
+        from tunix.processes import stopping
+
+        return not stopping.stopped_by_signal()
+    return code == exits.DIVERGED
+
+
+def launch(job: compose.Job) -> int:
+    """Start the run where `launcher` says."""
+    refuse_foreign_vocabulary(job)
+    refuse_missing_inputs(job)
+    return LAUNCHERS[job.config.launcher.name](job)
+
+
+def train(job: compose.Job) -> int:
+    """Train here, under a supervisor where the run has several processes; returns the exit code."""
+    distributed = job.config.distributed
+    if (code := member.supervise(distributed)) is not None:
+        return code
+    exits.stop_before_it_began()  # also in a point of a sweep, and where Python calls `train_command` by itself
+
+    def work() -> None:
+        from tunix.trainer import run  # imports jax: a wrong config is refused before
+
+        run(job)
+
+    return member.run_member(distributed, work)
+
+
+def launch_elsewhere(job: compose.Job) -> int:
+    """Hand the run to the launcher of the config, a file of tunix/launch; returns the exit code."""
+    exits.end_on_stop_signals()  # the run is elsewhere: 75 would say that it can be resumed
+    return import_module(f"tunix.launch.{job.config.launcher.name}").launch(job)
+
+
+LAUNCHERS = {"local": train, "slurm": launch_elsewhere, "kubernetes": launch_elsewhere, "ray": launch_elsewhere}
