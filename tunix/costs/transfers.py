@@ -132,7 +132,7 @@ def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
 
 
 def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
-    """What devices that share sequences send one another in attention, and the segment ids, spread once."""
+    """Transfers of attention between devices that share sequences, and of the segment ids, which are spread once."""
     cfg, axes = program.cfg, token_axes()
     if token_shards(mesh.shape) == 1:
         return

@@ -80,80 +80,102 @@ class TokenScorer:
         return [found[n] for n in range(len(rows))]
 
 
-def make_adapter(model: Pretrained, batch_size: int) -> Any:
-    """Return the harness's object for a model."""
-    harness = import_harness()
-    vocabulary = model.vocabulary or load_vocabulary(str(model.tokenizer_files))
-    backend, score = model.tokenizer or vocabulary.backend, TokenScorer(model)
-    bos, eos = vocabulary.bos, vocabulary.eos
-    longest = model.cfg.context_length
+class Respondent:
+    """A model that answers what the harness asks: how likely a continuation or a text is, and what follows a prompt."""
 
-    class Adapter(harness.api.model.TemplateLM):  # type: ignore[misc, name-defined]
-        """Answers of the model to the harness's requests."""
+    def __init__(self, model: Pretrained, batch_size: int):
+        self.model, self.batch_size = model, batch_size
+        vocabulary = model.vocabulary or load_vocabulary(str(model.tokenizer_files))
+        self.backend, self.scorer = model.tokenizer or vocabulary.backend, TokenScorer(model)
+        self.eos = vocabulary.eos
+        self.prefix = vocabulary.eos if vocabulary.bos is None else vocabulary.bos  # stands before a text
+        self.longest = model.cfg.context_length
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Return the tokens of a text. Special tokens are not added to a text that begins with one already."""
+        begins = text.startswith(self.backend.id_to_token(self.prefix) or "\0")
+        special = not begins if add_special_tokens is None else add_special_tokens
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def score_continuations(self, requests: Any) -> list[tuple[float, bool]]:
+        """Return for each (_, context, continuation) its log-probability, and whether it is the likeliest one.
+
+        Tokens that do not fit into the context of the model are cut off at the beginning.
+        """
+        rows = [(context + continuation)[-(self.longest + 1) :] for _, context, continuation in requests]
+        answers = []
+        scores = self.scorer(rows, self.batch_size)
+        for (_, _, continuation), (log_probs, likeliest) in zip(requests, scores, strict=True):
+            count = len(continuation)
+            answers.append((float(log_probs[-count:].sum(dtype=np.float64)), bool(likeliest[-count:].all())))
+        return answers
+
+    def score_texts(self, texts: list[str]) -> list[float]:
+        """Return the log-probability of each text, in windows of the context in which each token counts once."""
+        utils = import_harness().utils
+        windows, owners = [], []
+        for number, text in enumerate(texts):
+            rolling = utils.get_rolling_token_windows(
+                token_list=self.encode(text), prefix_token=self.prefix, max_seq_len=self.longest, context_len=1
+            )
+            for window in map(utils.make_disjoint_window, rolling):
+                windows.append((None, *window))
+                owners.append(number)
+        totals = [0.0] * len(texts)
+        for owner, (log_prob, _) in zip(owners, self.score_continuations(windows), strict=True):
+            totals[owner] += log_prob
+        return totals
+
+    def answer(self, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:
+        """Return an answer to each (prompt, keys), cut where one of its stop words begins."""
+        groups: dict[Sampling, list[int]] = {}
+        prompts: list[list[int]] = []
+        stops: list[list[str]] = []
+        for number, (prompt, keys) in enumerate(requests):
+            how, until = _read_keys(keys, self.eos), keys.get("until") or []
+            room = self.longest - how.max_new_tokens
+            if room < 1:
+                raise UserError(
+                    f"metric=lm_eval: a task wants answers of {how.max_new_tokens} tokens, and the context of the "
+                    f"model has {self.longest}"
+                )
+            groups.setdefault(how, []).append(number)
+            prompts.append(self.encode(prompt)[-room:])
+            stops.append([until] if isinstance(until, str) else list(until))
+        answers = [""] * len(prompts)
+        for how, numbers in groups.items():
+            drawn = self.model.sample([prompts[n] for n in numbers], how, prompts_at_once=self.batch_size)
+            for n, answer in zip(numbers, drawn, strict=True):
+                answers[n] = _cut(self.backend.decode(answer.text_tokens), stops[n])
+        return answers
+
+
+def make_adapter(model: Pretrained, batch_size: int) -> Any:
+    """Return the harness's object for a model. Its class is made here, because the package is optional."""
+    respondent = Respondent(model, batch_size)
+
+    class Adapter(import_harness().api.model.TemplateLM):  # type: ignore[misc]
+        """The harness's names for what a `Respondent` does."""
 
         @property
         def eot_token_id(self) -> int:
-            return eos
+            return respondent.eos
 
         @property
         def prefix_token_id(self) -> int:
-            return eos if bos is None else bos
+            return respondent.prefix
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            begins = string.startswith(backend.id_to_token(self.prefix_token_id) or "\0")
-            special = not begins if add_special_tokens is None else add_special_tokens
-            return backend.encode(string, add_special_tokens=special).ids
+            return respondent.encode(string, add_special_tokens)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            """Score continuations; what does not fit into the context is cut off at its beginning."""
-            rows = [(context + continuation)[-(longest + 1) :] for _, context, continuation in requests]
-            answers = []
-            for (_, _, continuation), (log_probs, likeliest) in zip(requests, score(rows, batch_size), strict=True):
-                count = len(continuation)
-                answers.append((float(log_probs[-count:].sum(dtype=np.float64)), bool(likeliest[-count:].all())))
-            return answers
+            return respondent.score_continuations(requests)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-            """Score whole texts, in windows of the context, each token once."""
-            windows, owners = [], []
-            for number, request in enumerate(requests):
-                rolling = harness.utils.get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=longest,
-                    context_len=1,
-                )
-                for window in map(harness.utils.make_disjoint_window, rolling):
-                    windows.append((None, *window))
-                    owners.append(number)
-            totals = [0.0] * len(requests)
-            for owner, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-                totals[owner] += log_prob
-            return totals
+            return respondent.score_texts([request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            """Answer prompts, and cut each answer where one of the request's stop words begins."""
-            groups: dict[Sampling, list[int]] = {}
-            prompts: list[list[int]] = []
-            stops: list[list[str]] = []
-            for number, request in enumerate(requests):
-                context, keys = request.args
-                how, until = _read_keys(keys, eos), keys.get("until") or []
-                room = longest - how.max_new_tokens
-                if room < 1:
-                    raise UserError(
-                        f"metric=lm_eval: a task wants answers of {how.max_new_tokens} tokens, and the context of the "
-                        f"model has {longest}"
-                    )
-                groups.setdefault(how, []).append(number)
-                prompts.append(self.tok_encode(context)[-room:])
-                stops.append([until] if isinstance(until, str) else list(until))
-            answers = [""] * len(prompts)
-            for how, numbers in groups.items():
-                drawn = model.sample([prompts[n] for n in numbers], how, prompts_at_once=batch_size)
-                for n, answer in zip(numbers, drawn, strict=True):
-                    answers[n] = _cut(backend.decode(answer.text_tokens), stops[n])
-            return answers
+            return respondent.answer([request.args for request in requests])
 
     return Adapter()
 

@@ -40,83 +40,109 @@ def scan_ahead(
     is that of a scan over `block`, of `params` and x alone: that of `layers` and `shared` is left out. What `block`
     keeps for its backward pass is its own matter (`jax.checkpoint`), but no gathered weight is kept.
     """
-    variables, tree = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    weights = Weights(layout, [each.get_metadata()["equation"] for each in variables])
+    weights = Weights(layout, params)
+    passes = Passes(block, weights, unroll)
+    scan = jax.custom_vjp(passes.run)
+    scan.defvjp(passes.forward, passes.backward, symbolic_zeros=True)
+    return scan([each.get_value() for each in weights.variables], x, layers, shared)
 
-    def run_block(gathered, x, layer, shared):
-        replaced = [each.replace(value) for each, value in zip(variables, gathered, strict=True)]
-        return block(x, jax.tree.unflatten(tree, replaced), layer, shared)
 
-    def forward(params, x, layers, shared, run):
-        """Return what `run` gives for all layers, and the gathered weights of the last layer."""
-        last = _count(params) - 1
+class Passes:
+    """Forward and backward pass of `scan_ahead`, in the form that `jax.custom_vjp` takes.
 
-        def body(carry, each):
-            x, gathered = carry
-            number, layer = each
-            ahead = weights.gather(params, jnp.minimum(number + 1, last))
-            x, results = run(gathered, x, layer, shared)
-            return (x, ahead), results
+    A scan over layers of which JAX takes the gradient would keep the gathered weights of every layer, because the
+    backward pass of a product needs them. So the backward pass is written here: it gathers them once more.
+    """
 
-        first = x, weights.gather(params, 0)
-        (x, gathered), results = jax.lax.scan(body, first, (jnp.arange(last + 1), layers), unroll=unroll)
-        return x, results, gathered
+    def __init__(self, block: Block, weights: "Weights", unroll: int):
+        self.block, self.weights, self.unroll = block, weights, unroll
 
-    @jax.custom_vjp
-    def scan(params, x, layers, shared):
-        return forward(params, x, layers, shared, run_block)[:2]
+    def run(self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any]:
+        """Return x and the results, where no gradient is asked for."""
+        return self._run_layers(params, x, layers, shared, self._run_block)[:2]
 
-    def scan_forward(params, x, layers, shared):
+    def forward(self, params: Any, x: Any, layers: Any, shared: Any) -> tuple[tuple[jax.Array, Any], Any]:
+        """Return what `run` returns, and what the backward pass needs. Each argument says whether it has a gradient."""
         is_trained = [each.perturbed for each in params]
         params, x, layers, shared = jax.tree.map(lambda each: each.value, (params, x, layers, shared))
 
-        def run(gathered, x, layer, shared):
+        def run_and_keep(gathered, x, layer, shared):
             vjp: Any  # a tree: the arguments that the backward pass needs, by place, and the values that it keeps
-            (x, results), vjp = jax.vjp(run_block, gathered, x, layer, shared)
+            (x, results), vjp = jax.vjp(self._run_block, gathered, x, layer, shared)
             _, x_needed, _, _ = vjp.args_res
-            vjp.args_res = [None, x_needed, None, None]  # the backward pass has the other arguments anyway
+            # The scan below stacks what it keeps of each layer. Weights are gathered again; the layer and what all
+            # layers share is there anyway.
+            vjp.args_res = [None, x_needed, None, None]
             return x, (results, vjp)
 
-        x, (results, vjps), gathered = forward(params, x, layers, shared, run)
+        x, (results, vjps), gathered = self._run_layers(params, x, layers, shared, run_and_keep)
         return (x, results), (params, layers, shared, vjps, gathered, _Static(tuple(is_trained)))
 
-    def scan_backward(kept, gradients):
+    def backward(self, kept: Any, gradients: Any) -> tuple[list[jax.Array | None], jax.Array, None, None]:
+        """Return the gradients of the arguments of `run`."""
         params, layers, shared, vjps, gathered, is_trained = kept
         d_x, d_results = jax.tree.map(_instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
-        count = _count(params)
+        weights, count = self.weights, _count(params)
+
+        def keep_trained(values):
+            return [value if trained else None for value, trained in zip(values, is_trained.value, strict=True)]
+
+        def put(sums, late, number):
+            """Sum the gradients of a layer over devices, and put them at its place."""
+            late = weights.sum_over_devices(late, params)
+            update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+            return jax.tree.map(update, sums, late)
 
         def body(carry, each):
-            d_x, gathered, late, sums = carry
+            d_x, gathered, late, sums = carry  # `late` are gradients of the layer behind, not summed over devices yet
             number, layer, vjp, d_results = each
             ahead = weights.gather(params, jnp.maximum(number - 1, 0))
             # In the first iteration these are zeros, which the next one overwrites.
             sums = put(sums, late, jnp.minimum(number + 1, count - 1))
             vjp.args_res = [gathered, vjp.args_res[1], layer, shared]
             late, d_x, *_ = vjp((d_x, d_results))
-            return (d_x, ahead, keep(late), sums), None
+            return (d_x, ahead, keep_trained(late), sums), None
 
-        def keep(values):
-            return [value if trained else None for value, trained in zip(values, is_trained.value, strict=True)]
-
-        def put(sums, late, number):
-            late = weights.sum_over_devices(late, params)
-            update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
-            return jax.tree.map(update, sums, late)
-
-        start = d_x, gathered, keep(weights.own_zeros(gathered)), keep(jax.tree.map(jnp.zeros_like, params))
+        no_gradients = keep_trained(weights.own_zeros(gathered)), keep_trained(jax.tree.map(jnp.zeros_like, params))
         each = jnp.arange(count), layers, vjps, d_results
-        (d_x, _, late, sums), _ = jax.lax.scan(body, start, each, reverse=True, unroll=unroll)
+        carry, _ = jax.lax.scan(body, (d_x, gathered, *no_gradients), each, reverse=True, unroll=self.unroll)
+        d_x, _, late, sums = carry
         return put(sums, late, 0), d_x, None, None
 
-    scan.defvjp(scan_forward, scan_backward, symbolic_zeros=True)
-    return scan([each.get_value() for each in variables], x, layers, shared)
+    def _run_block(self, gathered: list[jax.Array], x: jax.Array, layer: Any, shared: Any) -> tuple[jax.Array, Any]:
+        return self.block(x, self.weights.as_params(gathered), layer, shared)
+
+    def _run_layers(
+        self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any, run: Callable[..., tuple[jax.Array, Any]]
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
+        """Return what `run` gives for all layers, and the gathered weights of the last layer."""
+        last = _count(params) - 1
+
+        def body(carry, each):
+            x, gathered = carry
+            number, layer = each
+            ahead = self.weights.gather(params, jnp.minimum(number + 1, last))
+            x, results = run(gathered, x, layer, shared)
+            return (x, ahead), results
+
+        first = x, self.weights.gather(params, 0)
+        (x, gathered), results = jax.lax.scan(body, first, (jnp.arange(last + 1), layers), unroll=self.unroll)
+        return x, results, gathered
 
 
 class Weights:
     """Parameters of layers, arrays [L, ...] in a list, with the equation of each."""
 
-    def __init__(self, layout: Layout, equations: list[Equation]):
-        self.layout, self.equations = layout, equations
+    def __init__(self, layout: Layout, params: Any):
+        """`params` is a tree of variables."""
+        self.layout = layout
+        self.variables, self.tree = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        self.equations: list[Equation] = [each.get_metadata()["equation"] for each in self.variables]
+
+    def as_params(self, values: list[jax.Array]) -> Any:
+        """Return the tree of variables with the values of one layer."""
+        replaced = [each.replace(value) for each, value in zip(self.variables, values, strict=True)]
+        return jax.tree.unflatten(self.tree, replaced)
 
     def gather(self, params: list[jax.Array], number: jax.Array | int) -> list[jax.Array]:
         """Return the weights of one layer as products take them."""

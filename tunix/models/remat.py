@@ -38,7 +38,7 @@ Policy = Callable[..., bool]
 
 
 class Remat(NamedTuple):
-    """What the blocks of a model keep from their forward to their backward pass: see the keys `training.remat*`."""
+    """Values that the blocks of a model keep from their forward to their backward pass; the keys `training.remat*`."""
 
     policy: str  # key of REMAT
     every: int = 1  # of so many blocks, the first one follows the policy; the others keep what "none" keeps

@@ -110,7 +110,7 @@ class Objects:
 
 @dataclass
 class Part:
-    """What one process writes of a checkpoint: copies in the memory of the host, and texts."""
+    """Part of a checkpoint that one process writes: copies in the memory of the host, and texts."""
 
     chunks: list[tuple[str, np.ndarray]] = field(default_factory=list)  # name of the object, its numbers
     texts: dict[str, str] = field(default_factory=dict)

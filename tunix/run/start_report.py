@@ -42,37 +42,88 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     processes = _processes() if jax.process_count() > 1 else ""
     if not peers.is_main():
         return "the start report is in train.log, the log of process 0"
-    training, arch, batch = cfg.training, program.arch, sizes.batch
-    gib = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
-    shards = data_shards(mesh.shape)
-    kinds = {device.device_kind for device in mesh.devices.flat}
-    dtypes = training.dtypes
     rows = {
+        **_describe_model(cfg, program, corpus),
+        **_describe_devices(cfg, program, mesh),
+        **_describe_batch(cfg, program, mesh, sizes),
+        **_describe_costs(cfg, program, mesh, sizes),
+        **({"chosen": chosen} if chosen else {}),
+        **_describe_exceptions(cfg, program, corpus),
+        **(_describe_rollout(program, cfg.task, mesh) if isinstance(cfg.task, Grpo) else {}),
+        **({"processes": processes} if processes else {}),
+        **_describe_unsplit(cfg, mesh),
+    }
+    return _as_tables(f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name, rows, mesh)
+
+
+def _as_tables(title: str, rows: dict[str, str], mesh: Mesh) -> str:
+    """Return the rows as a table, and below it the ids of the devices by their place on the mesh."""
+    table = Table(show_header=False, box=None, title=title, title_justify="left")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    devices = Table(box=None)
+    head, *body = device_table(mesh)
+    for column in head:
+        devices.add_column(column)
+    for row in body:
+        devices.add_row(*row)
+    return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
+
+
+def _describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
+    """Return the rows about the model and the data that it learns from."""
+    arch = program.arch
+    return {
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
         + _attention(cfg),
         **_experts(cfg, arch),
         **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
+    }
+
+
+def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
+    """Return the rows about the mesh, and what its devices keep of the state and of the activations."""
+    training, dtypes = cfg.training, cfg.training.dtypes
+    kinds = {device.device_kind for device in mesh.devices.flat}
+    return {
         "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
         f"gradient sums {dtypes['reduce']}; " + _remat(training),
         **_describe_stream(cfg, program, mesh),
+    }
+
+
+def _describe_batch(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
+    """Return the rows about the batch of a step, its way through the devices, and the length of the run."""
+    batch = sizes.batch
+    return {
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
-        f"{shards} data shard(s) x {training.sequences_per_shard}; " + _reductions(program),
+        f"{data_shards(mesh.shape)} data shard(s) x {cfg.training.sequences_per_shard}; " + _reductions(program),
         **_describe_stages(sizes),
         **_describe_pipeline(cfg, mesh),
         "overlap": _overlap(program),
         "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
         "length": _length(cfg, sizes),
+    }
+
+
+def _describe_costs(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
+    """Return the rows about memory and arithmetic."""
+    gib = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
+    return {
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
         f"{cfg.optimizer.name} {gib['optimizer']:.3f}; predicted on top: gradients {gib['gradients']:.3f}, "
         f"gathered weights {gib['gathered']:.3f}, activations {gib['activations']:.3f}",
         "FLOPs per token": f"{sizes.flops_per_token / 1e9:.4f} GFLOP forward and backward, causal attention; "
         f"{sizes.tflop_per_step:.3f} TFLOP per step",
     }
-    if chosen:
-        rows["chosen"] = chosen
+
+
+def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
+    """Return rows about what most runs do not have; each is there only where it holds."""
+    training, rows = cfg.training, {}
     num_tokens = corpus.vocabulary.num_tokens if corpus else None
     if idle := count_idle_rows(cfg, num_tokens):
         rows["vocabulary"] = (
@@ -92,26 +143,18 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
         size = f"{bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
         place = "in the host's memory" if training.ema_memory == "host" else size
         rows["copies"] = f"{', '.join(copies)}: {place}"
-    if isinstance(cfg.task, Grpo):
-        rows |= _describe_rollout(program, cfg.task, mesh)
     if why := unlike_its_family(cfg.model):
         rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
-    if processes:
-        rows["processes"] = processes
+    return rows
+
+
+def _describe_unsplit(cfg: Config, mesh: Mesh) -> dict[str, str]:
+    """Return a row for each dimension that its mesh axes do not divide."""
+    rows = {}
     for letter, axes in unsplit_dims(cfg.dims, mesh.shape).items():
         split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
         rows[DIMS[letter].name] = f"{cfg.dims[letter]:,} on {split}: every device keeps all"
-    name = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
-    table = Table(show_header=False, box=None, title=name, title_justify="left")
-    for name, text in rows.items():
-        table.add_row(name, text)
-    devices = Table(box=None)
-    head, *body = device_table(mesh)
-    for column in head:
-        devices.add_column(column)
-    for row in body:
-        devices.add_row(*row)
-    return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
+    return rows
 
 
 def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Overlap(NamedTuple):
-    """What a step does to hide communication, and why."""
+    """Means by which a step hides communication, and the reason for them."""
 
     prefetch: bool  # layers gather ahead
     options: Options  # of XLA
