@@ -24,7 +24,7 @@ Row = dict[str, Any]
 def generate(command: Generate) -> None:
     """Answer one prompt, a file of prompts, or a user at the terminal.
 
-    Of several processes, process 0 alone reads prompts and writes answers; all draw the answers together.
+    Where there are several processes, all draw the answers together; process 0 alone reads prompts and writes answers.
     """
     rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
     model = load_pretrained(command.checkpoint, command.dtype, command.mesh_shape, command.weights)

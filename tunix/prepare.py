@@ -2,7 +2,7 @@
 
 Training with the same keys finds the result in `loading.cache_dir`. A folder printed here can also be copied and read
 with `data=tokens data.paths=[FOLDER]`. After a kill, start it again: shards that are complete are not made again.
-Several processes, of one launcher, share the work where they share the cache.
+The processes of a launcher share the work, where they share the cache.
 """
 
 import logging

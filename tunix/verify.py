@@ -8,7 +8,7 @@ training.batch_stages, in float32 unless training.mixed_precision is given. Exit
 by more than the tolerance. Without other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose
 another number).
 
-Several processes, of one launcher, join as they do for training. A mesh that is no larger than the devices of process 0
+The processes of a launcher join as they do for training. A mesh that is no larger than the devices of process 0
 is trained on there alone, while the others wait; so one device is compared with a cluster.
 """
 

@@ -1,4 +1,4 @@
-"""Numbers that blocks give beside their result: what a loss minimises with its own, and how tokens met experts."""
+"""Numbers that blocks return beside their result: penalties, which a loss adds to its own, and tokens per expert."""
 
 from typing import NamedTuple
 

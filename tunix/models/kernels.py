@@ -1,4 +1,4 @@
-"""Which attention kernel computes: what `model.attention=auto` takes, and where a kernel is refused."""
+"""Choice of the attention kernel: what `model.attention=auto` takes, and where a kernel is refused."""
 
 import inspect
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The rule which keys a query sees: places, segments and a window, in place of a mask."""
+"""Rule that says which keys a query sees: by places, segments and a window. It stands in place of a mask."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Which checkpoint means something to which run."""
+"""Checks that a run may go on from a checkpoint: of the same model, tokenizer and data."""
 
 import copy
 import logging

@@ -13,7 +13,7 @@ class Improvement:
     without: int = 0
 
     def after(self, cost: float, evaluation: Evaluation) -> "Improvement":
-        """Return what it is after an evaluation that came to `cost`."""
+        """Return the improvement after one more evaluation, whose held-out number is `cost`."""
         if self.best is None or cost < self.best - evaluation.min_improvement:
             return Improvement(cost, 0)
         return Improvement(self.best, self.without + 1)

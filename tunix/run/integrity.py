@@ -1,4 +1,4 @@
-"""Checks of what tunix wrote: are the files of a checkpoint, an export or a prepared corpus what was written?"""
+"""Integrity of files: those of a checkpoint, an export or a prepared corpus must be what tunix has written."""
 
 from pathlib import Path
 

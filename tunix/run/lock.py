@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder."""
+"""Lock of a run's folder: one run at a time writes into it."""
 
 import errno
 import fcntl

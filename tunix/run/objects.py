@@ -260,5 +260,5 @@ def _read_digests(objects: Objects, name: str) -> dict[str, Any]:
 
 
 def fingerprint(checkpoint: str) -> str:
-    """Return a text that is another one for other digests."""
+    """Return a short text that changes with the digests."""
     return f"{zlib.crc32(Objects(checkpoint).read(FILE)):08x}"

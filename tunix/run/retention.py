@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, as the section `checkpoint` says."""
+"""Retention of checkpoints: the section `checkpoint` says which ones a run keeps."""
 
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,10 +1,10 @@
-"""Time of a start, by part: from the beginning of a run until its first step may begin."""
+"""Time that the start of a run takes, by part: from its beginning until its first step may begin."""
 
 import time
 
 
 class StartClock:
-    """Seconds of each part of a start. The clock runs from its making on; a part ends where `end` names it."""
+    """Seconds of each part of a start. The clock begins when it is made; `end` names the part that ends then."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}

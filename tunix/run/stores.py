@@ -1,4 +1,6 @@
-"""Where checkpoints are kept, and which processes write them. Orbax does: in the background, whole or not at all.
+"""Stores: the places where checkpoints are kept, and how each is written.
+
+Orbax writes them in the background. A checkpoint is there completely or not at all.
 
 All processes call a store's methods in the same order: `steps`, `save`, `wait` (for this process's part), `finish` (for
 all parts), `check`, `about`, `restore`, `put_aside`, `close`. A new store is a class here and its row in `STORES`.

@@ -111,7 +111,7 @@ class Layout:
         return replace(self, unsplit=self.unsplit | {LAYERS})
 
     def for_generation(self) -> "Layout":
-        """Return the layout of programs that draw answers, one token after the other: nobody can split tokens."""
+        """Return the layout of programs that draw answers one token after the other: no axis splits the stream."""
         return replace(self.with_all_layers(), splits_stream=False)
 
     def at_rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:

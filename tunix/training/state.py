@@ -1,4 +1,4 @@
-"""From module to pytrees: outside models/, the one place where a module is split into what it is and its arrays."""
+"""The model as a description (`Architecture`) and arrays (the state). Outside models/, no other file splits a module."""
 
 import math
 import re
