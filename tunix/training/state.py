@@ -1,4 +1,4 @@
-"""The model as a description (`Architecture`) and arrays (the state). Outside models/, no other file splits a module."""
+"""The model as a description (`Architecture`) and arrays (the state). No other file outside models/ splits a module."""
 
 import math
 import re
