@@ -26,6 +26,7 @@ QK_NORMS = {
     "none": "",
     "per_head": "; queries and keys, per head",
     "all_heads": "; queries and keys, all heads together",
+    "after_rotation": "; queries and keys, after the rotation, without weights",
 }
 GATES = {"gated": "gated {}", "plain": "{}"}
 OWN = ("tiny", "tiny_moe", "adder", "pretrained")  # sizes that nobody has published
@@ -98,7 +99,8 @@ def _attention(model: Model, family: Family) -> Iterator[str]:
     if model.global_every > model.num_layers:
         yield "every layer local"
     elif model.global_every > 1:
-        yield f"one of {model.global_every} layers global"
+        chunks = f", others in chunks of {model.sliding_window}" if model.local_attention == "chunk" else ""
+        yield f"one of {model.global_every} layers global{chunks}"
     elif "sliding_window" in family.keys.values():
         yield "windows where config.json has them"
     if model.attention_cap is not None:
@@ -116,6 +118,8 @@ def _mlp(model: Model) -> str:
     parts = [f"{mlp.experts_per_token} of {mlp.num_experts} experts, {mlp.activation}"]
     parts += ["a shared one"] if mlp.shared_dim else []
     parts += [f"{mlp.dense_layers} dense layers"] if mlp.dense_layers else []
+    parts += ["weights of inputs"] if mlp.weighted == "inputs" else []
+    parts += [f"in one of {mlp.every} layers"] if mlp.every > 1 else []
     parts += ["biases"] if mlp.biases else []
     return ", ".join(parts)
 

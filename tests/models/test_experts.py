@@ -16,7 +16,7 @@ from tunix.training.program import assemble, build_layout, build_mesh
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 VALUES = {
     "kind": "experts", "activation": "silu", "biases": "true", "num_experts": 8, "experts_per_token": 2, "expert_dim": 16,
-    "shared_dim": 8, "dense_layers": 0, "scores": "sigmoid", "normalized": "true", "scale": 2.0, "num_groups": 4,
+    "shared_dim": 8, "dense_layers": 0, "every": 1, "weighted": "results", "scores": "sigmoid", "normalized": "true", "scale": 2.0, "num_groups": 4,
     "groups_per_token": 2, "balance_loss": 0.01, "z_loss": 0.001, "bias_rate": 0.25,
 }  # fmt: skip
 
@@ -168,3 +168,33 @@ def test_derived_costs_know_experts():
     assert costs.num_bytes["weights"] > 4 * built.arch.num_active / 4
     dense = 6 * built.arch.num_active * costs.tokens_per_step / mesh.size
     assert costs.model_flops < 1.2 * dense
+
+
+TURNS = [
+    "model.num_layers=4", "model.global_every=4", "model.sliding_window=5", "model.local_attention=chunk",
+    "model.unrotated_every=4", "model.qk_norm=after_rotation",
+    "model.query_growth={rate: 0.1, every: 3, offset: 1, layers: unrotated}",
+    experts(every=2, weighted="inputs", normalized="false", num_groups=1, groups_per_token=1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def turns() -> list[dict]:
+    return program(*TURNS, *ONE).run(batch(sequences=8))
+
+
+@pytest.mark.nightly(but=["one layer again, the next kept"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.mesh_shape=[[2,2,2],[fsdp,ep,tp]]", "training.remat=full", "training.remat_every=2"],
+        ["model.mesh_shape=[[8],[fsdp]]", "training.overlap=prefetch", "training.sync_gradients_every=1"],
+        ["model.mesh_shape=[[2,2],[cp,tp]]", "distributed.allow_idle_devices=true"],
+    ],
+    ids=["one layer again, the next kept", "weights ahead", "sequences split"],
+)
+def test_dense_layers_between_those_with_experts(words, turns):
+    """Layers take turns as in Llama 4, whose local layers attend within chunks and whose weights multiply inputs."""
+    found = program(*TURNS, *words).run(batch(sequences=8))
+    for name, value in turns[0].items():
+        np.testing.assert_allclose(found[0][name], value, rtol=2e-5, err_msg=name)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from models.test_parity import MODELS, PARITY
 
 from tunix.cli.architecture import trained_model
-from tunix.models.flops import forward_flops_per_token
+from tunix.models.flops import attended_tokens, forward_flops_per_token
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.training.state import abstract_params, describe
@@ -52,7 +52,7 @@ def test_flops_of_a_forward_pass(name):
         tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=of_rows)
         traced = jax.jit(lambda params, tokens: arch.module(params)(tokens)).trace(params, tokens)
     value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
-    attended = sum(np.minimum(np.arange(1, LENGTH + 1), window).mean() for window in cfg.windows(LENGTH))
-    unseen = 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * (cfg.num_layers * LENGTH - attended)
+    unseen_pairs = cfg.num_layers * LENGTH - attended_tokens(cfg, LENGTH)
+    unseen = 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * unseen_pairs
     derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + unseen
     assert sum(products(traced.jaxpr.jaxpr)) / (ROWS * LENGTH) == pytest.approx(derived, rel=0.01)

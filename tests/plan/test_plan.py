@@ -36,7 +36,7 @@ from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token
 MICROBATCHES = 4
 EXPERTS = (
     "++model.mlp={kind: experts, activation: silu, num_experts: 8, experts_per_token: 2, expert_dim: 16, shared_dim: "
-    "null, dense_layers: 0, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, groups_per_token: 1, "
+    "null, dense_layers: 0, every: 1, weighted: results, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, groups_per_token: 1, "
     "balance_loss: 0.01, z_loss: 0.001, bias_rate: null, biases: false}"
 )
 

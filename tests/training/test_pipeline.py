@@ -16,7 +16,7 @@ NOISY = [*LAYERS, "model.lora.dropout=0.5", "training.gradient_accumulation_step
 IDLE = "distributed.allow_idle_devices=true"
 EXPERTS = (
     "++model.mlp={kind: experts, activation: silu, biases: false, num_experts: 4, experts_per_token: 2, expert_dim: 16, "
-    "shared_dim: null, dense_layers: 2, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, "
+    "shared_dim: null, dense_layers: 2, every: 1, weighted: results, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, "
     "groups_per_token: 1, balance_loss: 0.01, z_loss: 0.001, bias_rate: null}"
 )
 
@@ -84,7 +84,7 @@ def test_quantized_layers_on_stages_are_traced():
           "training.pipeline_schedule=1f1b"],
          r"1f1b splits training.seq_len=30 over 4 devices; nearest: 28 or 32, or training.pipeline_schedule=gpipe"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", EXPERTS],
-         r"dense_layers=2 and experts behind them do not run on stages: leave pp out of model.mesh_shape, or set"),
+         r"dense_layers=2: layers with and without experts do not run on stages; leave pp out of model.mesh_shape, or set"),
     ],
     ids=["layers", "fewer parts than stages", "sequences", "tokens", "dense layers before experts"],
 )  # fmt: skip

@@ -32,6 +32,7 @@ ADDED: dict[str, Any] = {
     "model.rotated_dim": None,
     "model.rotated_pairs": "halves",
     "model.query_growth": None,
+    "model.local_attention": "window",
     "model.attention_cap": None,
     "model.attention_sinks": False,
     "model.embedding_multiplier": 1.0,

@@ -47,12 +47,16 @@ class ExpertsMlp(Section):
     """Hidden width of a shared expert, which computes every token beside the chosen ones (U); null for none."""
     dense_layers: CountOrZero
     """First layers, which have one gated MLP of width mlp_dim and no experts."""
+    every: Count
+    """Every n-th layer has experts; the others have one gated MLP of width mlp_dim."""
     scores: Literal["softmax", "sigmoid"]
     """Scores of the experts, out of the router's logits: softmax over all experts, or a sigmoid of each."""
     normalized: Flag
     """Divide the scores of a token's experts by their sum, before the results are added with these weights."""
     scale: Positive
     """The weights are multiplied by this."""
+    weighted: Literal["results", "inputs"]
+    """What the weights of a token's experts multiply: the experts' results, or the token before they compute it."""
     num_groups: Count
     """Groups of equal size that the experts are in; 1 for no groups."""
     groups_per_token: Count
@@ -74,10 +78,10 @@ class ExpertsMlp(Section):
             raise ValueError(
                 f"{prefix}groups_per_token={self.groups_per_token} is more than {prefix}num_groups={groups}"
             )
-        if self.activation == "clamped_silu" and (self.shared_dim or self.dense_layers):
+        if self.activation == "clamped_silu" and (self.shared_dim or self.dense_layers or self.every > 1):
             raise ValueError(
-                f"{prefix}activation=clamped_silu is one of experts; set {prefix}shared_dim=null and "
-                f"{prefix}dense_layers=0, or {prefix}activation=silu"
+                f"{prefix}activation=clamped_silu is one of experts; set {prefix}shared_dim=null, "
+                f"{prefix}dense_layers=0 and {prefix}every=1, or {prefix}activation=silu"
             )
         choices = self.num_experts // groups * self.groups_per_token
         if self.experts_per_token > choices:

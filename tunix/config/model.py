@@ -1,7 +1,7 @@
 """The decoder's architecture, and the mesh."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -71,6 +71,27 @@ class Latent(Section):
     """Width of the values of one head (W), at most head_dim."""
 
 
+class QueryGrowth(Section):
+    """Queries that grow with their position p: they are multiplied by 1 + rate * log(1 + floor((p + offset) / every))
+    (arXiv:2501.19399)."""
+
+    rate: Positive
+    """Growth at the first step."""
+    every: Count
+    """Tokens of a step."""
+    offset: CountOrZero
+    """Added to the position."""
+    layers: Literal["all", "unrotated"]
+    """Layers whose queries grow: all, or those without positions (model.unrotated_every)."""
+
+
+class Run(NamedTuple):
+    """Layers in a row in which stacks of blocks take turns in the same order again and again."""
+
+    layers: range
+    pattern: tuple[str, ...]  # names of the stacks of its first layers; then it begins again
+
+
 class Model(Section):
     """A decoder's architecture and size, and the mesh it is laid out on."""
 
@@ -97,6 +118,9 @@ class Model(Section):
     and values out of the token's whole vector."""
     sliding_window: Count | None
     """Tokens that a local layer attends to, itself included; null where there are no local layers."""
+    local_attention: Literal["window", "chunk"]
+    """A token of a local layer attends to the last sliding_window tokens, or to those of its chunk: a document is cut
+    into chunks of sliding_window tokens."""
     global_every: Count
     """Every n-th layer attends to all earlier tokens; the others are local."""
     positions: Literal["rope", "learned"]
@@ -115,9 +139,8 @@ class Model(Section):
     """Numbers that RoPE rotates together: i of the first half and i of the second, or 2i and 2i + 1."""
     query_scale: Positive
     """Queries are multiplied by query_scale ** -0.5."""
-    query_growth: Positive | None
-    """Queries at position p are multiplied by 1 + query_growth * log(1 + floor(p / original_context)), with the
-    original_context of rope_scaling; null for no such factor."""
+    query_growth: QueryGrowth | None
+    """Queries that grow with their position; null for queries that do not."""
     attention_cap: Positive | None
     """Scores s of attention become cap * tanh(s / cap) before the softmax; null for no cap."""
     attention_sinks: Flag
@@ -128,8 +151,9 @@ class Model(Section):
     """Norms before attention and MLP, after them (on what is added to the residual stream), or both."""
     norm_eps: Positive
     """Added to the mean square, or to the variance."""
-    qk_norm: Literal["none", "per_head", "all_heads"]
-    """Norm of queries and keys: none, of each head, of all heads together."""
+    qk_norm: Literal["none", "per_head", "all_heads", "after_rotation"]
+    """Norm of queries and keys: none, of each head, of all heads together; or of each head after its rotation, without
+    weights, in layers that rotate."""
     mlp: AnyMlp
     """The part of a block that works on each token alone."""
     biases: Regex | None
@@ -180,12 +204,32 @@ class Model(Section):
             dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)
         return dims
 
+    def stack_of(self, layer: int) -> str:
+        """Return the name of the stack of equal blocks that a layer is in."""
+        mlp = self.mlp
+        if isinstance(mlp, ExpertsMlp) and (layer < mlp.dense_layers or (layer + 1) % mlp.every):
+            return "dense_blocks"
+        return "blocks"
+
     @property
-    def stacks(self) -> dict[str, range]:
-        """Numbers of the layers of each stack of equal blocks, in their order; `dense_blocks` stand before experts."""
-        dense = self.mlp.dense_layers if isinstance(self.mlp, ExpertsMlp) else 0
-        first = {"dense_blocks": range(dense)} if dense else {}
-        return first | {"blocks": range(dense, self.num_layers)}
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of the layers of each stack, in the order of their first layers."""
+        stacks: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.num_layers):
+            name = self.stack_of(layer)
+            stacks[name] = (*stacks.get(name, ()), layer)
+        return stacks
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """All layers as runs: one whose pattern repeats, or else a run for each group of neighbours of one stack."""
+        names = [self.stack_of(layer) for layer in range(self.num_layers)]
+        for size in range(1, self.num_layers // 2 + 1):
+            if names == names[:size] * (self.num_layers // size):
+                return (Run(range(self.num_layers), tuple(names[:size])),)
+        changes = [layer for layer in range(1, len(names)) if names[layer] != names[layer - 1]]
+        ends = zip([0, *changes], [*changes, len(names)], strict=True)
+        return tuple(Run(range(first, last), (names[first],)) for first, last in ends)
 
     @property
     def keeps_base(self) -> bool:
@@ -223,6 +267,13 @@ class Model(Section):
             )
         if self.positions == "rope":
             self._check_rotations()
+        if self.qk_norm == "after_rotation" and self.positions != "rope":
+            raise ValueError(f"model.qk_norm=after_rotation needs rotations, not model.positions={self.positions}")
+        if self.query_growth is not None and self.query_growth.layers == "unrotated" and not self.unrotated_every:
+            raise ValueError(
+                "model.query_growth.layers=unrotated needs layers without positions; set model.unrotated_every, or "
+                "model.query_growth=null"
+            )
         if self.norm.startswith("layer") and self.qk_norm != "none":
             raise ValueError(
                 f"model.qk_norm={self.qk_norm} needs an RMSNorm, not model.norm={self.norm}; set it to none"
@@ -276,11 +327,6 @@ class Model(Section):
             raise ValueError(f"model.{key}={self.num_rotated} must be even: RoPE rotates pairs")
         if self.num_rotated > self.head_dim:
             raise ValueError(f"model.rotated_dim={self.rotated_dim} is more than model.head_dim={self.head_dim}")
-        if self.query_growth is not None and getattr(self.rope_scaling, "original_context", None) is None:
-            raise ValueError(
-                f"model.query_growth={self.query_growth} needs the original_context of model.rope_scaling, which "
-                f"{self.rope_scaling.name} lacks; set it to null"
-            )
         if isinstance(self.rope_scaling, RopeLong):
             for name in ("short_factors", "long_factors"):
                 if (count := len(getattr(self.rope_scaling, name))) != self.num_rotated // 2:
@@ -290,10 +336,11 @@ class Model(Section):
                     )
 
     def _check_experts(self, mlp: ExpertsMlp) -> None:
-        if mlp.dense_layers >= self.num_layers:
+        if "blocks" not in self.stacks:
+            key = "dense_layers" if mlp.dense_layers >= self.num_layers else "every"
             raise ValueError(
-                f"model.mlp.dense_layers={mlp.dense_layers} leaves none of model.num_layers={self.num_layers} layers "
-                "to the experts; lower it, or take model.mlp={kind:gated,activation:silu}"
+                f"model.mlp.{key}={getattr(mlp, key)} leaves none of model.num_layers={self.num_layers} layers to the "
+                "experts; lower it, or take model.mlp={kind:gated,activation:silu}"
             )
         updated = [name for name in PROJECTIONS if name.startswith("mlp.") and re.search(self.lora.targets, name)]
         if self.lora.rank and updated:

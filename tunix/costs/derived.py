@@ -211,7 +211,7 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         # Rows of the tokens of all devices that the exchange brings together, whose experts may all be here.
         num_rows = model.mlp.experts_per_token * count_devices(mesh.shape, layout.expert_axes)
         of_experts = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
-        mlp = max(of_experts, mlp if model.mlp.dense_layers else 0)
+        mlp = max(of_experts, mlp if len(model.stacks) > 1 else 0)
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
     inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)
     is_ring = choose_exchange(model, mesh.shape).name == "ring"

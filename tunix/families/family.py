@@ -49,6 +49,8 @@ class Family:
     biases: dict[str, str] = field(default_factory=dict)  # flag of config.json -> `model.biases` where it is true
     local_rope: bool = False  # local layers have rotations of their own, which no scaling changes
     unrotated_global: bool = False  # where there are local layers, the global ones have no positions
+    local_type: str = "sliding_attention"  # word for a local layer in layer_types of config.json
+    qk_norm: str = "per_head"  # `model.qk_norm` where use_qk_norm of config.json is true
     # Patterns of the names of tensors that are not weights of the decoder; {num_layers} is the number of its layers.
     ignored: tuple[str, ...] = ()
     constants: dict[str, float] = field(default_factory=dict)  # tensor -> the number that our layers have in its place

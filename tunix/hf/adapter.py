@@ -99,9 +99,8 @@ def gather_adapter(
                 "set merge_lora=true"
             )
         modules.add(name.tensor.split(".")[-3])
-        layers = layers_of(path, cfg)
-        for layer in layers:
-            factor = np.asarray(replicate_part(leaves[path], layer - layers.start)).astype(jnp.dtype(dtype))
+        for place, layer in enumerate(layers_of(path, cfg)):
+            factor = np.asarray(replicate_part(leaves[path], place)).astype(jnp.dtype(dtype))
             tensors[PREFIX + name.tensor.format(layer)] = np.ascontiguousarray(packed(factor, name, weight))
     return tensors, modules
 

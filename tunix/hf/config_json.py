@@ -24,11 +24,12 @@ NOT_THE_DECODER = {
     "router_aux_loss_coef", "output_router_logits",
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
     "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha",
+    "for_llm_compressor",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
 LAYER_KEYS = {
     "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
-    "no_rope_layer_interval", "mlp_only_layers",
+    "no_rope_layer_interval", "mlp_only_layers", "moe_layers",
 }  # fmt: skip
 # rope_type -> our name, and its keys: theirs -> (ours, what it means to leave it out).
 SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
@@ -128,10 +129,14 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
         values |= _layers(raw, values["num_layers"], family)
         if "mlp.num_experts" in values:
             values.setdefault("mlp.dense_layers", _dense_layers(raw))
+            if raw.get("moe_layers") is not None:
+                values["mlp.every"] = _experts_every(raw["moe_layers"], values["num_layers"])
         if SHARED in raw:
             values["mlp.shared_dim"] = raw[SHARED] * values["mlp.expert_dim"] or None
         if QK_NORM in raw:
-            values["qk_norm"] = "per_head" if raw[QK_NORM] else "none"
+            values["qk_norm"] = family.qk_norm if raw[QK_NORM] else "none"
+        if TEMPERATURE in raw:
+            values["query_growth"] = _temperature(raw)
         if family.biases:
             values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
         if family.absent.keys() >= LATENT:
@@ -212,6 +217,21 @@ def _dense_layers(raw: dict[str, Any]) -> int:
     return len(dense)
 
 
+def _experts_every(with_experts: list[int], num_layers: int) -> int:
+    """Return n where every n-th layer has experts."""
+    every = with_experts[0] + 1 if with_experts else num_layers + 1
+    if with_experts != list(range(every - 1, num_layers, every)):
+        raise ValueError(f"moe_layers={with_experts} is not understood; it must be every n-th layer")
+    return every
+
+
+def _temperature(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how Llama 4's queries grow in layers without positions."""
+    if not raw[TEMPERATURE]:
+        return None
+    return {"rate": raw["attn_scale"], "every": int(raw["floor_scale"]), "offset": 1, "layers": "unrotated"}
+
+
 def _derived(values: dict[str, Any]) -> dict[str, Any]:
     """Dimensions that follow from others where config.json leaves them open."""
     heads, dim = values["num_heads"], values["embed_dim"]
@@ -225,20 +245,23 @@ def _derived(values: dict[str, Any]) -> dict[str, Any]:
 def _layers(raw: dict[str, Any], num_layers: int, family: Family) -> dict[str, Any]:
     """Return n of every n-th layer that attends to everything, and of every n-th that has no positions."""
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
+    if every == UNROTATED:
+        every = _unrotated(raw, num_layers) or 0
     if isinstance(every, str):  # EXAONE's LLLG: three local layers, then a global one
         if every != "L" * (len(every) - 1) + "G":
             raise ValueError(f"sliding_window_pattern={every} is not understood; it must end with its only G")
         every = len(every)
     if every == 0:  # no layer attends to everything
         every = num_layers + 1
-    if every is None or raw.get("sliding_window") is None:
+    window = raw.get(family.keys.get("sliding_window", "sliding_window"))
+    if every is None or window is None:
         every = 1
-    types = raw.get("layer_types")
+    types, local = raw.get("layer_types"), family.local_type
     if types is not None:
         every = types.index(FULL) + 1 if FULL in types else num_layers + 1
-        if types != [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]:
+        if types != [local if (layer + 1) % every else FULL for layer in range(num_layers)]:
             raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
-    window = raw.get("sliding_window") if every > 1 else None
+    window = window if every > 1 else None
     unrotated = every if family.unrotated_global and window is not None else _unrotated(raw, num_layers)
     return {"global_every": every, "sliding_window": window, "unrotated_every": unrotated}
 
@@ -247,7 +270,7 @@ def _unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
     """Return n where every n-th layer has no positions; None where all have."""
     every = raw.get("no_rope_layer_interval")
     rotated = raw.get("no_rope_layers")  # despite its name, 1 for a layer that is rotated
-    if rotated is not None:
+    if rotated:
         every = rotated.index(0) + 1 if 0 in rotated else None
         if rotated != [int(every is None or (layer + 1) % every != 0) for layer in range(num_layers)]:
             raise ValueError(f"no_rope_layers={rotated} is not understood; every n-th layer must be 0")
@@ -279,9 +302,11 @@ def _rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> dict[s
             given["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     if kind not in SCALINGS:
         raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
-    grown = {}
+    grown: dict[str, Any] = {}
     if GROWTH in family.absent:
-        grown = {"query_growth": given.pop(GROWTH, None) or None}
+        rate, original = given.pop(GROWTH, None), given.get(ORIGINAL) or values["context_length"]
+        growth = {"rate": rate, "every": original, "offset": 0, "layers": "all"}
+        grown = {"query_growth": growth if rate else None}
         given.pop("max_position_embeddings", None)  # said here once more
     if kind == "yarn":
         of_all_dims = _join_magnitudes(given)
@@ -333,9 +358,12 @@ GROWTH = "llama_4_scaling_beta"  # queries grow with their position
 PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
 SHARED = "n_shared_experts"  # whose width together is that of one shared expert
 QK_NORM = "use_qk_norm"
+TEMPERATURE = "attn_temperature_tuning"  # queries grow in layers without positions, by attn_scale and floor_scale
+UNROTATED = "unrotated"  # in the place of sliding_window_pattern: the layers without positions are the global ones
 LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
 WHOLE = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
-DERIVED = PARTIAL | LATENT | {SHARED, QK_NORM, "head_dim", "qk_head_dim"}  # keys that say in another way what ours say
+# Keys that say in another way what ours say.
+DERIVED = PARTIAL | LATENT | {SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
 UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some, and as if not said
 
 
@@ -354,6 +382,10 @@ def write_config(model: Model) -> dict[str, Any]:
         config[SHARED] = (model.mlp.shared_dim or 0) // model.mlp.expert_dim
     if QK_NORM in family.absent:
         config[QK_NORM] = model.qk_norm != "none"
+    if TEMPERATURE in family.absent:
+        growth = model.query_growth
+        config |= {TEMPERATURE: growth is not None}
+        config |= {"attn_scale": growth.rate, "floor_scale": growth.every} if growth else {}
     if family.absent.keys() >= LATENT:
         config |= {
             "qk_nope_head_dim": model.head_dim - model.num_rotated,
@@ -368,7 +400,7 @@ def write_config(model: Model) -> dict[str, Any]:
     if family.absent.keys() >= LATENT and kind == "yarn" and model.query_scale != model.head_dim:
         _split_magnitudes(given, model)
     if GROWTH in family.absent:
-        given[GROWTH] = model.query_growth or 0.0
+        given[GROWTH] = model.query_growth.rate if model.query_growth else 0.0
     if kind == "longrope":  # Phi's own code reads the whole file's key, transformers 5 asks for the factor
         config[ORIGINAL] = given[ORIGINAL]
         given["factor"] = model.context_length / given[ORIGINAL]
@@ -376,11 +408,13 @@ def write_config(model: Model) -> dict[str, Any]:
     config["rope_scaling"] = {"rope_type": kind, **given} if given else None
     if not PARTIAL.isdisjoint(family.absent):
         config["partial_rotary_factor"] = model.num_rotated / model.head_dim
-    if model.unrotated_every is not None and not family.unrotated_global:
-        config["no_rope_layer_interval"] = model.unrotated_every
+    if "no_rope_layer_interval" in family.absent:
+        if model.unrotated_every is not None:
+            config["no_rope_layer_interval"] = model.unrotated_every
         config["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
     if family.absent.get("sliding_window_pattern"):
-        config["layer_types"] = [FULL if model.is_global(layer) else SLIDING for layer in range(model.num_layers)]
+        local = family.local_type
+        config["layer_types"] = [FULL if model.is_global(layer) else local for layer in range(model.num_layers)]
     if model.global_every > 1 and family.local_rope:
         if "rope_local_base_freq" in family.absent:
             config["rope_local_base_freq"] = model.local_rope_theta

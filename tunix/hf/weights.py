@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
     with TensorFiles(folder, family, cfg.vocab_size) as files:
         _check(files, cfg, weights)
 
-        def load(name: Name, equation: Equation, dtype: Any, layers: range) -> jax.Array:
+        def load(name: Name, equation: Equation, dtype: Any, layers: Sequence[int]) -> jax.Array:
             """Load some layers of a parameter."""
             return load_parameter(
                 files, name, cfg, equation, NamedSharding(mesh, layout.at_rest(equation)), layers, dtype
@@ -75,14 +75,14 @@ def _in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Nam
     return [(path, name, weight) for path, name, weight in all_names if name is not None]
 
 
-def layers_of(path: str, cfg: Model) -> range:
+def layers_of(path: str, cfg: Model) -> tuple[int, ...]:
     """Return the numbers of the layers that a stacked parameter holds; of another parameter, none."""
-    return cfg.stacks.get(path.partition(".")[0], range(0))
+    return cfg.stacks.get(path.partition(".")[0], ())
 
 
 def _numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
     """Return the numbers in the names of a parameter's tensors: (), or (layer,), or (layer, expert) of each."""
-    ranges = {LAYERS: layers_of(path, cfg), EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
+    ranges: dict[str, Sequence[int]] = {LAYERS: layers_of(path, cfg), EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
     return list(itertools.product(*(ranges[letter] for letter in name.numbered)))
 
 
@@ -150,7 +150,13 @@ def first_names(names: list[str]) -> str:
 
 
 def load_parameter(
-    files: TensorFiles, name: Name, cfg: Model, equation: Equation, sharding: NamedSharding, layers: range, dtype: Any
+    files: TensorFiles,
+    name: Name,
+    cfg: Model,
+    equation: Equation,
+    sharding: NamedSharding,
+    layers: Sequence[int],
+    dtype: Any,
 ) -> jax.Array:
     """Load a parameter; of dimension L, only the layers of `layers`.
 
@@ -165,7 +171,7 @@ def load_parameter(
     shape = tuple(sizes[letter] for letter in ours)
     order = [letters.index(letter) for letter in ours if letter not in name.numbered]
     new_dims = tuple(ours.index(letter) for letter in name.numbered)
-    numbers = {LAYERS: layers, EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
+    numbers: dict[str, Sequence[int]] = {LAYERS: layers, EXPERTS: range(cfg.dims.get(EXPERTS, 0))}
 
     def part(index: Index) -> np.ndarray:
         ranges = {letter: (each.start, each.stop) for letter, each in zip(ours, index, strict=True)}
@@ -278,7 +284,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
     for path, name, weight in _in_files(weights, family):
         layers = layers_of(path, cfg)
         for numbers in _numbers(path, name, cfg):
-            place = (numbers[0] - layers.start, *numbers[1:]) if numbers else ()
+            place = (layers.index(numbers[0]), *numbers[1:]) if numbers else ()
             pieces_of.setdefault(name.tensor.format(*numbers), []).append((numbers, place, name, leaves[path], weight))
 
     def maker(parts):

@@ -33,7 +33,8 @@ def prefill(
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def mix(q, kept, heads):
-            seen, options = seen_in_row(segments, layer.window), model.cfg.attention_options
+            seen = seen_in_row(model.local_segments(segments, layer), layer.window)
+            options = model.cfg.attention_options
             k, v = heads.expand(*kept)
             out = attend(q, k, v, seen, model.layout, model.cfg.attention, **options)
             return out, tuple(_placed(x, layer.window) for x in kept)
@@ -65,7 +66,8 @@ def decode(
                 for old, new in zip(slots, kept, strict=True)
             )
             # One query has few scores: no kernel does better than the plain one.
-            seen, options = _seen_in_cache(size, time, first), model.cfg.attention_options
+            chunked, options = model.cfg.local_attention == "chunk", model.cfg.attention_options
+            seen = _seen_in_cache(size, time, first + (time - first) // size * size if chunked else first)
 
             def look(q, k, v, layout):
                 return attend(q, k, v, seen, layout, "xla", **options)
@@ -89,10 +91,11 @@ def _logits(
 
 
 def _seen_in_cache(size: int, time: jax.Array, first: jax.Array) -> Seen:
-    """The rule for the token at `time` (scalar) and the `size` slots of a cache, of rows begun at `first` [B].
+    """The rule for the token at `time` (scalar) and the `size` slots of a cache, of rows or chunks begun at `first` [B].
 
     The cache of a local layer is as long as its window, so that a slot holds no token that has left the window. A slot
-    that no token has taken yet has a time before 0, which is before every row begins.
+    that no token has taken yet has a time before 0, which is before every row begins. Chunks are as long as the cache
+    of their layer; a longer cache has one chunk.
     """
     times = time - (time - jnp.arange(size)) % size  # the newest time of each slot
     in_row = (times >= first[:, None]).astype(jnp.int32)

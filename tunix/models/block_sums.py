@@ -1,8 +1,10 @@
 """Numbers that blocks return beside their result: penalties, which a loss adds to its own, and tokens per expert."""
 
+from functools import reduce
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
 
@@ -27,8 +29,18 @@ NO_SUMS = BlockSums({}, None)
 
 
 def join_layers(sums: BlockSums) -> BlockSums:
-    """Return the numbers of a stack, whose arrays come with a first dimension L: penalties added up, counts apart."""
+    """Return the numbers of layers, whose arrays come with a first dimension L: penalties added up, counts apart."""
     return sums._replace(penalties={name: value.sum(0) for name, value in sums.penalties.items()})
+
+
+def join_pattern(places: list[BlockSums]) -> BlockSums:
+    """Return the numbers of stacks that take turns, given those of each place of the pattern, in the order of layers."""
+    routings = [sums.routing for sums in places if sums.routing is not None]
+    sums = reduce(join_runs, (sums._replace(routing=None) for sums in places))
+    if not routings:
+        return sums
+    in_turns = jax.tree.map(lambda *each: jnp.stack(each, 1).reshape(-1, *each[0].shape[1:]), *routings)
+    return sums._replace(routing=in_turns)
 
 
 def join_stages(routing: Routing | None) -> Routing | None:
@@ -39,9 +51,11 @@ def join_stages(routing: Routing | None) -> Routing | None:
     return jax.tree.map(lambda x: reshard(x, PartitionSpec()).reshape(-1, *x.shape[2:]), routing)
 
 
-def join_stacks(first: BlockSums, second: BlockSums) -> BlockSums:
-    """Return the numbers of two stacks, of which one at most has experts."""
+def join_runs(first: BlockSums, second: BlockSums) -> BlockSums:
+    """Return the numbers of two runs of layers, one after the other."""
     penalties = dict(first.penalties)
     for name, value in second.penalties.items():
         penalties[name] = penalties[name] + value if name in penalties else value
-    return BlockSums(penalties, first.routing or second.routing)
+    if first.routing is None or second.routing is None:
+        return BlockSums(penalties, first.routing or second.routing)
+    return BlockSums(penalties, jax.tree.map(lambda *both: jnp.concatenate(both), first.routing, second.routing))

@@ -155,6 +155,7 @@ class Experts(nnx.Module):
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
+        self.weighs_inputs = cfg.mlp.weighted == "inputs"
         self.router = Router(cfg, layout, rngs)
         qtype = cfg.lora.quantize_base
         self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, rngs, qtype)
@@ -220,7 +221,10 @@ class Experts(nnx.Module):
         order = jnp.argsort(group)
         sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
         is_own = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]  # in the sorted order; products leave others open
-        rows = jnp.repeat(tokens, experts.shape[1], axis=0).at[order].get(unique_indices=True)
+        rows = jnp.repeat(tokens, experts.shape[1], axis=0)
+        if self.weighs_inputs:
+            rows, shares = rows * shares.reshape(-1, 1).astype(rows.dtype), jnp.ones_like(shares)
+        rows = rows.at[order].get(unique_indices=True)
         rows = jnp.where(is_own, rows, 0)
         add_biases = self._of_rows(biases, group[order])
         gates, ups = (

@@ -19,10 +19,19 @@ def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int)
 
 def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
     """Two for each multiplication of a weight, or of a score that the causal mask and the window let through."""
-    context = np.arange(1, seq_len + 1)
-    attended = sum(np.minimum(context, window).mean() for window in cfg.windows(seq_len))
+    attended = attended_tokens(cfg, seq_len)
     value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
     return 2.0 * _multiplied(cfg, num_active) + 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * attended
+
+
+def attended_tokens(cfg: Model, seq_len: int) -> float:
+    """Return the tokens that a token attends to, a mean over `seq_len` tokens and a sum over layers."""
+    context = np.arange(1, seq_len + 1)
+    of_local = {
+        "window": lambda window: np.minimum(context, window),
+        "chunk": lambda window: (context - 1) % window + 1,
+    }[cfg.local_attention]
+    return float(sum(of_local(window).mean() for window in cfg.windows(seq_len)))
 
 
 def _multiplied(cfg: Model, num_active: int) -> int:

@@ -189,6 +189,12 @@ def unchanged(x: jax.Array) -> jax.Array:
     return x
 
 
+def divide_by_rms(x: jax.Array, eps: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+    """Return x / rms(x) in float32, the mean taken over `axes`, in the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axes, keepdims=True) + eps)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + scale) in float32 (Zhang & Sennrich 2019).
 
@@ -203,8 +209,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(scale, equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, self.axes, keepdims=True) + self.eps)
+        normed = divide_by_rms(x.astype(jnp.float32), self.eps, self.axes)
         scale = self.offset + self.layout.gather(self.scale[...], self.equation)
         scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
         return checkpoint_name(scaled.astype(x.dtype), "norm")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.config import Model
+from tunix.config.model import QueryGrowth
 from tunix.config.rope import RopeLong
 
 
@@ -19,6 +20,7 @@ class Rope(NamedTuple):
 
     frequencies: jax.Array  # [L, R / 2] float32, radians per position of each pair of dimensions
     magnitude: jax.Array  # [L] float32, of a rotated vector
+    rotates: jax.Array  # [L] bool: false in layers without positions, whose frequencies are 0
 
 
 def layer_rope(cfg: Model, layers: range, reach: int | jax.Array) -> Rope:
@@ -38,7 +40,9 @@ def layer_rope(cfg: Model, layers: range, reach: int | jax.Array) -> Rope:
     of_layers = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
     frequencies = of_layers(is_scaled[:, None], scaled, local) * is_rotated[:, None]
     magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
-    return Rope(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32))
+    return Rope(
+        jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated)
+    )
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> jax.Array:
@@ -63,11 +67,13 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> ja
     return turned if num_rotated == x.shape[-1] else jnp.concatenate([turned, rest], -1)
 
 
-def grow_queries(q: jax.Array, positions: jax.Array, cfg: Model) -> jax.Array:
-    """Multiply queries [B, T, N, H] by 1 + growth * log(1 + floor(position / original context)), as Llama 4 does."""
-    context = cfg.rope_scaling.original_context  # type: ignore[union-attr]
-    assert cfg.query_growth is not None
-    factor = 1 + cfg.query_growth * jnp.log1p(jnp.floor(positions.astype(jnp.float32) / context))
+def grow_queries(q: jax.Array, positions: jax.Array, rope: Rope | None, growth: QueryGrowth) -> jax.Array:
+    """Multiply queries [B, T, N, H] by a factor that grows with their positions [B, T]; see `QueryGrowth`."""
+    steps = jnp.floor((positions + growth.offset).astype(jnp.float32) / growth.every)
+    factor = 1 + growth.rate * jnp.log1p(steps)
+    if growth.layers == "unrotated":
+        assert rope is not None
+        factor = jnp.where(rope.rotates, 1, factor)
     return q * factor[:, :, None, None].astype(q.dtype)
 
 
@@ -86,8 +92,9 @@ def _linear(cfg, theta):
 
 def _llama3(cfg, theta):
     scaling, plain = cfg.rope_scaling, _rotations(theta, cfg.num_rotated)
-    turns = scaling.original_context * plain / (2 * math.pi)
-    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    turns, low, high = scaling.original_context * plain / (2 * math.pi), scaling.low_freq_factor, scaling.high_freq_factor
+    # Llama 4 has one factor for both: nothing is mixed.
+    kept = np.clip((turns - low) / (high - low), 0, 1) if high != low else (turns > low).astype(float)
     return plain * kept + plain / scaling.factor * (1 - kept), 1.0
 
 

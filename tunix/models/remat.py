@@ -21,7 +21,7 @@ the backward pass gathers them again.
 What a block takes is always kept. Its name, `input`, is for policies whose values wait in the host's memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,30 +52,53 @@ class Remat(NamedTuple):
 KEEP_ALL = Remat("none")
 
 
-def scan_blocks(block: Block, x: jax.Array, layers: Any, others: Any, remat: Remat) -> tuple[jax.Array, Any]:
-    """Return x after `block` of every layer, and the results of all layers with a first dimension L.
+def scan_blocks(
+    blocks: Sequence[Block], x: jax.Array, layers: Any, others: Any, remat: Remat
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Return x after every layer, and the results of each block's layers with a first dimension L.
 
-    `layers` are weights and values, trees of arrays [L, ...]; all layers take `others`. With `remat.every` the scan
-    takes so many layers at a time:
+    The blocks take turns. `layers` are the weights and values of the layers of each block, trees of arrays [L, ...];
+    all layers take `others`. With `remat.every` the scan takes so many turns at a time:
 
-        every=3     layer  0    1    2    |  3    4    5    |  ...       an iteration is a group of 3 layers
+        every=3     layer  0    1    2    |  3    4    5    |  ...       one block: an iteration is a group of 3 layers
                     again  yes  no   no   |  yes  no   no   |
     """
-    again, kept = (checkpoint_block(block, remat._replace(policy=policy)) for policy in (remat.policy, "none"))
+    again, kept = (
+        [checkpoint_block(block, remat._replace(policy=policy)) for block in blocks] for policy in (remat.policy, "none")
+    )
+
+    def turn(x, layers, number):
+        each = [(kept if (number + place) % remat.every else again)[place] for place in range(len(blocks))]
+        weights, values = zip(*layers, strict=True)
+        return join_blocks(each)(x, weights, values, others)
+
     if remat.every == 1:
-        return jax.lax.scan(lambda x, layer: again(x, *layer, others), x, layers)
+        return jax.lax.scan(lambda x, layers: turn(x, layers, 0), x, layers)
 
     def group(x, layers):
         results = []
         for place in range(remat.every):
-            layer = jax.tree.map(partial(jax.lax.index_in_dim, index=place, keepdims=False), layers)
-            x, result = (kept if place else again)(x, *layer, others)
+            of_turn = jax.tree.map(partial(jax.lax.index_in_dim, index=place, keepdims=False), layers)
+            x, result = turn(x, of_turn, place * len(blocks))
             results.append(result)
         return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, remat.every, *leaf.shape[1:]), layers)
     x, results = jax.lax.scan(group, x, grouped)
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
+
+
+def join_blocks(blocks: Sequence[Block]) -> Block:
+    """Return blocks one after the other as one, whose weights, values and results are those of each."""
+
+    def block(x, weights, values, others):
+        results = []
+        for each, of_layer in zip(blocks, zip(weights, values, strict=True), strict=True):
+            x, result = each(x, *of_layer, others)
+            results.append(result)
+        return x, tuple(results)
+
+    return block
 
 
 def checkpoint_block(block: Block, remat: Remat) -> Block:

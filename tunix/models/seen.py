@@ -42,7 +42,24 @@ def seen_in_row(segment_ids: jax.Array, window: jax.Array | int) -> Seen:
 def first_keys(segments: jax.Array, window: jax.Array | int) -> jax.Array:
     """Return the place of the first key that each query of [B, T] sees: of its segment, one run, or of its window."""
     places = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    return jnp.maximum(_begins(segments, places), places - window + 1)
+
+
+def cut_chunks(segments: jax.Array, size: jax.Array | int) -> jax.Array:
+    """Cut each segment of [B, S], one run, into chunks of `size` tokens; return the place of the first token of each.
+
+    These places are segments themselves, of which a layer with chunks of local attention sees one:
+
+        segments  4 4 4 4 4 4 4 7 7 7 7
+        size 3    0 0 0 3 3 3 6 7 7 7 10
+    """
+    places = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    begins = _begins(segments, places)
+    return begins + (places - begins) // size * size
+
+
+def _begins(segments: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the place of the first token of the segment of each token of [B, S]."""
     changes = segments[:, 1:] != segments[:, :-1]
-    begins = jnp.concatenate([jnp.ones_like(changes[:, :1]), changes], 1)
-    begin = jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
-    return jnp.maximum(begin, places - window + 1)
+    is_first = jnp.concatenate([jnp.ones_like(changes[:, :1]), changes], 1)
+    return jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)

@@ -11,18 +11,36 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import Model
+from tunix.config.model import Run
 from tunix.models.attention import attend
-from tunix.models.block_sums import NO_SUMS, BlockSums, Routing, join_layers, join_stacks, join_stages
+from tunix.models.block_sums import (
+    NO_SUMS,
+    BlockSums,
+    Routing,
+    join_layers,
+    join_pattern,
+    join_runs,
+    join_stages,
+)
 from tunix.models.exchanges import choose_exchange
 from tunix.models.experts import Experts, penalty_names
 from tunix.models.latent import Attend, Heads, LatentAttention
-from tunix.models.layers import MLP, NORMS, Bias, Einsum, Embedding, LearnedPositions, unchanged
+from tunix.models.layers import (
+    MLP,
+    NORMS,
+    Bias,
+    Einsum,
+    Embedding,
+    LearnedPositions,
+    divide_by_rms,
+    unchanged,
+)
 from tunix.models.noise import Noise
 from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, grow_queries, layer_rope
 from tunix.models.prefetch import scan_ahead
-from tunix.models.remat import KEEP_ALL, Remat, checkpoint_block, scan_blocks
-from tunix.models.seen import seen_in_row
+from tunix.models.remat import KEEP_ALL, Remat, checkpoint_block, join_blocks, scan_blocks
+from tunix.models.seen import cut_chunks, seen_in_row
 from tunix.sharding.layout import Layout
 
 # (queries [B, T, N, H], what tokens leave for later ones, the way from there to keys and values) -> what `attend`
@@ -47,7 +65,7 @@ class Attention(nnx.Module):
 
     def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
         """Norm of queries or keys, over each head or over all heads together."""
-        if cfg.qk_norm == "none":
+        if cfg.qk_norm in ("none", "after_rotation"):
             return unchanged
         dims = {"per_head": "H", "all_heads": letters[-2:]}[cfg.qk_norm]
         return NORMS[cfg.norm](letters, cfg, layout, dims)
@@ -57,8 +75,10 @@ class Attention(nnx.Module):
         q, k = self.q_norm(self.q(x, noise)), self.k_norm(self.k(x, noise))
         if self.cfg.positions == "rope":
             q, k = (apply_rope(x, positions, rope, self.cfg.rotated_pairs) for x in (q, k))
+        if self.cfg.qk_norm == "after_rotation":
+            q, k = (jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x) for x in (q, k))
         if self.cfg.query_growth is not None:
-            q = grow_queries(q, positions, self.cfg)
+            q = grow_queries(q, positions, rope, self.cfg.query_growth)
         out, kept = mix(q * self.scale, (k, self.v(x, noise)), Heads(_as_they_are, self._look_back))
         return self.o(out if self.sinks is None else self._pour(*out), noise), kept
 
@@ -117,10 +137,10 @@ class Block(nnx.Module):
 
 
 class Stack(NamedTuple):
-    """A run of equal blocks. Their parameters are one tree, in which each array has a first dimension L."""
+    """Equal blocks. Their parameters are one tree, in which each array has a first dimension L."""
 
     name: str  # of the tree in the module
-    layers: range  # numbers of its layers in the whole model
+    layers: tuple[int, ...]  # numbers of its layers in the whole model
     mlp: str  # key of `MLPS`
 
 
@@ -144,7 +164,11 @@ class Rows(NamedTuple):
 
 
 class Transformer(nnx.Module):
-    """Tokens to logits. The blocks are runs of equal ones, so a program is as long for 80 layers as for 8.
+    """Tokens to logits. Equal blocks are a stack, and stacks may take turns. So 80 layers are as short a program as 8:
+
+        one stack           blocks 0 1 2 3 ...                          a scan over layers
+        stacks take turns   dense_blocks 0 2 4 ..., blocks 1 3 5 ...    a scan over pairs of layers
+        one after another   dense_blocks 0 1, blocks 2 3 4 ...          two scans
 
     `remat` says what blocks keep for their backward pass. `parts_per_stage` matters where the layout splits the layers
     into stages: it is the number of parts of a batch that wait at each stage (see `run_stages`). With `prefetch` layers
@@ -172,8 +196,12 @@ class Transformer(nnx.Module):
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
 
     @property
+    def _rotates(self) -> bool:
+        return self.cfg.positions == "rope"
+
+    @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The blocks in their order."""
+        """The stacks in the order of their first layers."""
         kinds = {"dense_blocks": "gated", "blocks": self.cfg.mlp.kind}
         return tuple(Stack(name, layers, kinds[name]) for name, layers in self.cfg.stacks.items())
 
@@ -204,6 +232,7 @@ class Transformer(nnx.Module):
 
     def mix_of_row(self, layer: Layer, segment_ids: jax.Array) -> Mix:
         """Return the mix of a layer in training: a token sees tokens of its own row; `segment_ids` are [B, S] int32."""
+        segment_ids = self.local_segments(segment_ids, layer)
         seen, exchange = seen_in_row(segment_ids, layer.window), choose_exchange(self.cfg).name
         kernel, options = self.cfg.attention, self.cfg.attention_options
 
@@ -212,6 +241,10 @@ class Transformer(nnx.Module):
             return attend(q, k, v, seen, self.block_layout, kernel, exchange, **options), None
 
         return mix
+
+    def local_segments(self, segment_ids: jax.Array, layer: Layer) -> jax.Array:
+        """Return segments [B, S] of which a token sees its own: documents, or in a local layer chunks of documents."""
+        return cut_chunks(segment_ids, layer.window) if self.cfg.local_attention == "chunk" else segment_ids
 
     def embed(self, tables, tokens, positions) -> jax.Array:
         """[B, T] int32 -> [B, t, D], what the first block takes."""
@@ -234,9 +267,8 @@ class Transformer(nnx.Module):
         """[B, T] int32 -> [B, T, D] after the final norm, what the mixes keep, and the numbers of all blocks.
 
         `mix_of(layer, beside)` gives the mix of a layer, in sequences that grow to `length` tokens; `beside` is a tree
-        of arrays [B, ...], and a mix gets those of its own rows. Each stack is a scan over its layers: one piece of
-        program, in which a layer is data, and what its mixes keep has a first dimension L. Where the layout splits the
-        layers into stages, mixes keep nothing.
+        of arrays [B, ...], and a mix gets those of its own rows. Each run is a scan: one piece of program, in which
+        layers are data, and mixes keep nothing.
 
         `layers` gives, by the name of a stack, the parameters of each of its layers as a tree of their own. Then each
         layer is a piece of program of its own, its number and its window are Python's, and what is kept is a list with
@@ -248,11 +280,13 @@ class Transformer(nnx.Module):
         sums = NO_SUMS
         rows = Rows(self.embed(tables, tokens, positions), positions, beside)
         with jax.named_scope("blocks"):
-            for stack in self.stacks:
-                apart = None if layers is None else layers[stack.name]
-                rows, kept_here, sums_here = self._run_stack(stack, rows, mix_of, length, seed, apart, reach)
-                kept += kept_here if layers else [kept_here]
-                sums = join_stacks(sums, sums_here)
+            for run in self.cfg.runs:
+                if layers is None:
+                    rows, sums_here = self._scan_run(run, rows, mix_of, length, seed, reach)
+                else:
+                    rows, kept_here, sums_here = self._run_apart(run, layers, rows, mix_of, length, seed, reach)
+                    kept += kept_here
+                sums = join_runs(sums, sums_here)
         with jax.named_scope("final_norm"):
             return self.layout.join_stream(self.final_norm(rows.x)), kept, sums
 
@@ -261,33 +295,39 @@ class Transformer(nnx.Module):
 
         `reach` is the number of tokens that the sequences end with, if they grow beyond `length`.
         """
-        windows = self.cfg.windows(length)[stack.layers.start : stack.layers.stop]
+        windows = self.cfg.windows(length)
         reach = length if reach is None else reach
-        rope = layer_rope(self.cfg, stack.layers, reach) if self.cfg.positions == "rope" else None
+        rope = layer_rope(self.cfg, stack.layers, reach) if self._rotates else None
         params = nnx.state(getattr(self, stack.name))
-        return params, Layer(jnp.asarray(list(stack.layers)), jnp.asarray(windows), rope)
+        of_layers = jnp.asarray(stack.layers), jnp.asarray([windows[layer] for layer in stack.layers])
+        return params, Layer(*of_layers, rope)
 
-    def scan_layers(self, stack: Stack, layers, rows: Rows, mix_of, seed) -> tuple[Rows, Any, BlockSums]:
-        """Run some layers of a stack on some rows, and return rows, what the mixes keep, and the sums of the layers.
+    def scan_layers(self, pattern: tuple[str, ...], layers, rows: Rows, mix_of, seed) -> tuple[Rows, BlockSums]:
+        """Run layers of stacks that take turns on some rows, and return the rows and the sums of the layers.
 
-        `layers` are those of `layers_of`, or a part of them.
+        `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...].
         """
-        graphdef = nnx.graphdef(getattr(self, stack.name))
-        params, values = layers
 
-        def one_layer(x, params, layer, others):
-            beside_x, seed = others
-            after, result = self._one_layer(graphdef, Rows(x, *beside_x), (params, layer), mix_of, seed)
-            return after.x, result
+        def block_of(name):
+            graphdef = nnx.graphdef(getattr(self, name))
 
+            def block(x, params, layer, others):
+                beside_x, seed = others
+                after, (_, sums) = self._one_layer(graphdef, Rows(x, *beside_x), (params, layer), mix_of, seed)
+                return after.x, sums
+
+            return block
+
+        blocks = [block_of(name) for name in pattern]
         # What a block does not change stays outside: the scan would keep it for each layer.
         others = tuple(rows[1:]), seed
         if self.prefetch:
-            again = checkpoint_block(one_layer, self.remat)
-            x, (kept, sums) = scan_ahead(again, params, rows.x, values, others, self.block_layout)
+            params, values = zip(*layers, strict=True)
+            again = checkpoint_block(join_blocks(blocks), self.remat)
+            x, sums = scan_ahead(again, params, rows.x, values, others, self.block_layout)
         else:
-            x, (kept, sums) = scan_blocks(one_layer, rows.x, layers, others, self.remat)
-        return rows._replace(x=x), kept, join_layers(sums)
+            x, sums = scan_blocks(blocks, rows.x, layers, others, self.remat)
+        return rows._replace(x=x), join_pattern([join_layers(each) for each in sums])
 
     def _one_layer(self, graphdef, rows: Rows, each, mix_of, seed) -> tuple[Rows, tuple[Any, BlockSums]]:
         params, layer = each
@@ -309,31 +349,51 @@ class Transformer(nnx.Module):
 
     def run_on_stage(self, stack: Stack, layers, rows: Rows, mix_of, seed) -> tuple[Rows, Routing | None]:
         """Run the layers of a stage on rows of `enter_stages`, and return the rows and the routing of its experts."""
-        rows, _, sums = self.scan_layers(stack, layers, rows, mix_of, seed)
+        rows, sums = self.scan_layers((stack.name,), (layers,), rows, mix_of, seed)
         return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, sums.penalties)), sums.routing
 
-    def _run_stack(self, stack: Stack, rows: Rows, mix_of, length, seed, apart, reach) -> tuple[Rows, Any, BlockSums]:
-        layers = self.layers_of(stack, length, reach)
-        if apart is None and not self.layout.stage_axes:
-            return self.scan_layers(stack, layers, rows, mix_of, seed)
-        if apart is None:
-            run = partial(self.run_on_stage, stack, mix_of=mix_of, seed=seed)
-            rows, routing = run_stages(run, layers, self.enter_stages(rows, seed), self.layout, self.parts_per_stage)
-            return rows, None, BlockSums(rows.penalties, join_stages(routing))
-        graphdef, (_, values) = nnx.graphdef(getattr(self, stack.name)), layers
-        windows = self.cfg.windows(length)
-        results = []
-        for place, number in enumerate(stack.layers):
-            rotations = jax.tree.map(lambda of_all, place=place: of_all[place], values.rope)
-            layer = Layer(number, windows[number], rotations)
-            rows, result = self._one_layer(graphdef, rows, (apart[place], layer), mix_of, seed)
+    def _scan_run(self, run: Run, rows: Rows, mix_of, length, seed, reach) -> tuple[Rows, BlockSums]:
+        stacks = {stack.name: stack for stack in self.stacks}
+        if self.layout.stage_axes:
+            (stack,) = self.stacks
+            on_stage = partial(self.run_on_stage, stack, mix_of=mix_of, seed=seed)
+            layers, rows = self.layers_of(stack, length, reach), self.enter_stages(rows, seed)
+            rows, routing = run_stages(on_stage, layers, rows, self.layout, self.parts_per_stage)
+            return rows, BlockSums(rows.penalties, join_stages(routing))
+        of_stacks = {name: self.layers_of(stacks[name], length, reach) for name in run.pattern}
+        size, layers = len(run.pattern), []
+        for place, name in enumerate(run.pattern):
+            at = [stacks[name].layers.index(layer) for layer in run.layers[place::size]]
+            layers.append(_take_layers(of_stacks[name], at))
+        return self.scan_layers(run.pattern, tuple(layers), rows, mix_of, seed)
+
+    def _run_apart(self, run: Run, layers, rows: Rows, mix_of, length, seed, reach) -> tuple[Rows, list, BlockSums]:
+        windows, results = self.cfg.windows(length), []
+        rope = layer_rope(self.cfg, run.layers, length if reach is None else reach) if self._rotates else None
+        for place, number in enumerate(run.layers):
+            stack = run.pattern[place % len(run.pattern)]
+            layer = Layer(number, windows[number], jax.tree.map(lambda of_all, place=place: of_all[place], rope))
+            params = layers[stack][self.cfg.stacks[stack].index(number)]
+            graphdef = nnx.graphdef(getattr(self, stack))
+            rows, result = self._one_layer(graphdef, rows, (params, layer), mix_of, seed)
             results.append(result)
         all_kept, all_sums = zip(*results, strict=True)
-        return rows, list(all_kept), join_layers(jax.tree.map(lambda *values: jnp.stack(values), *all_sums))
+        one_layer_each = [jax.tree.map(lambda value: value[None], sums) for sums in all_sums]
+        return rows, list(all_kept), join_pattern([join_layers(sums) for sums in one_layer_each])
 
     def logits(self, tables, x) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""
         return self.embedding.logits(tables[1], x)
+
+
+def _take_layers(layers: Any, places: list[int]) -> Any:
+    """Return the layers at these places, which have equal distances, of arrays [L, ...]."""
+    step = places[1] - places[0] if len(places) > 1 else 1
+
+    def take(x: jax.Array) -> jax.Array:
+        return x if len(places) == len(x) else jax.lax.slice_in_dim(x, places[0], places[-1] + 1, step)
+
+    return jax.tree.map(take, layers)
 
 
 def _stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:

@@ -164,6 +164,7 @@ def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
         return {}
     beside = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
     dense = f"; the first {mlp.dense_layers} layers are dense" if mlp.dense_layers else ""
+    dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
     return {
         "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{beside}"
         f"{dense}; {arch.num_active:,} parameters compute a token; no token is dropped"

@@ -212,9 +212,10 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     choose_exchange(cfg.model, mesh.shape)
     if layout.stage_axes and len(cfg.model.stacks) > 1:  # the first stage would have other blocks than the others
         assert isinstance(cfg.model.mlp, ExpertsMlp)
+        key, usual = ("dense_layers", 0) if cfg.model.mlp.dense_layers else ("every", 1)
         raise UserError(
-            f"model.mlp.dense_layers={cfg.model.mlp.dense_layers} and experts behind them do not run on stages: leave "
-            f"{', '.join(layout.stage_axes)} out of model.mesh_shape, or set model.mlp.dense_layers=0"
+            f"model.mlp.{key}={getattr(cfg.model.mlp, key)}: layers with and without experts do not run on stages; "
+            f"leave {', '.join(layout.stage_axes)} out of model.mesh_shape, or set model.mlp.{key}={usual}"
         )
     _check_memory(cfg, mesh)
     sync_every = choose_sync(training, mesh)
@@ -249,12 +250,13 @@ def assemble_stages(program: Program, schedule: BatchSchedule, mesh: Mesh) -> di
 def _check_memory(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
     training = cfg.training
-    for layers in cfg.model.stacks.values():
-        count = len(layers) // num_stages(mesh.shape)
+    for run in cfg.model.runs:
+        count = len(run.layers) // len(run.pattern) // num_stages(mesh.shape)
         if count % training.remat_every:
+            units = "layers" if len(run.pattern) == 1 else f"times {len(run.pattern)} layers"
             legal = [every for every in range(1, count + 1) if count % every == 0]
             raise UserError(
-                f"training.remat_every={training.remat_every} does not divide {count} layers in a row; it may be "
+                f"training.remat_every={training.remat_every} does not divide {count} {units} in a row; it may be "
                 f"{', '.join(map(str, legal))}"
             )
     if not isinstance(mesh, Mesh) or has_host_memory(mesh):

@@ -163,6 +163,16 @@ CONFIGS = {
         num_experts_per_tok=3, n_group=3, topk_group=2, n_shared_experts=2, routed_scaling_factor=1.5, num_mtp_layers=0,
         attention_bias=True, use_qk_norm=True, max_position_embeddings=64, rope_parameters=HALF_ROPE,
     ),
+    "llama4": transformers.Llama4TextConfig(  # chunks shorter than the sequences; weights of two experts
+        **SIZE | {"intermediate_size": 16}, vocab_size=97, num_key_value_heads=2, head_dim=16, intermediate_size_mlp=48,
+        num_local_experts=4, num_experts_per_tok=2, no_rope_layer_interval=3, attention_chunk_size=5, floor_scale=4,
+        max_position_embeddings=64, rope_parameters=LLAMA_ROPE,
+    ),
+    "llama4_turns": transformers.Llama4TextConfig(  # every other layer has experts
+        **SIZE | {"intermediate_size": 16, "num_hidden_layers": 4}, vocab_size=96, num_key_value_heads=1, head_dim=16,
+        intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2, use_qk_norm=False,
+        attention_chunk_size=5, floor_scale=3, max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
