@@ -22,7 +22,8 @@ FAMILY = Family(
         "blocks.mlp.expert_down.w": Name(f"{MLP}.experts.down_proj", "X,G,D"),
     },
     keys=LLAMA_KEYS | {
-        "mlp_dim": "intermediate_size_mlp", "mlp.expert_dim": "intermediate_size", "mlp.shared_dim": "intermediate_size",
+        "mlp_dim": "intermediate_size_mlp",
+        "mlp.expert_dim": "intermediate_size", "mlp.shared_dim": "intermediate_size",
         "mlp.num_experts": "num_local_experts", "mlp.experts_per_token": "num_experts_per_tok",
         "mlp.every": "interleave_moe_layer_step", "sliding_window": "attention_chunk_size",
     },

@@ -91,7 +91,7 @@ def _logits(
 
 
 def _seen_in_cache(size: int, time: jax.Array, first: jax.Array) -> Seen:
-    """The rule for the token at `time` (scalar) and the `size` slots of a cache, of rows or chunks begun at `first` [B].
+    """The rule for the token at `time` (scalar) and the `size` slots of a cache, of rows or chunks from `first` on.
 
     The cache of a local layer is as long as its window, so that a slot holds no token that has left the window. A slot
     that no token has taken yet has a time before 0, which is before every row begins. Chunks are as long as the cache

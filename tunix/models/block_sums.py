@@ -34,7 +34,7 @@ def join_layers(sums: BlockSums) -> BlockSums:
 
 
 def join_pattern(places: list[BlockSums]) -> BlockSums:
-    """Return the numbers of stacks that take turns, given those of each place of the pattern, in the order of layers."""
+    """Return the numbers of stacks that take turns, given those of each place; routing in the order of layers."""
     routings = [sums.routing for sums in places if sums.routing is not None]
     sums = reduce(join_runs, (sums._replace(routing=None) for sums in places))
     if not routings:

@@ -1,6 +1,7 @@
 """Rotary positions (RoPE), and how they are stretched over a longer context."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ class Rope(NamedTuple):
     rotates: jax.Array  # [L] bool: false in layers without positions, whose frequencies are 0
 
 
-def layer_rope(cfg: Model, layers: range, reach: int | jax.Array) -> Rope:
+def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rope:
     """Rotations of these layers: the scaled ones of `rope_theta`, in local layers those of `local_rope_theta` if given.
 
     A layer without positions turns by 0 radians. `reach` is the number of tokens that the sequences grow to, a number
@@ -40,9 +41,7 @@ def layer_rope(cfg: Model, layers: range, reach: int | jax.Array) -> Rope:
     of_layers = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
     frequencies = of_layers(is_scaled[:, None], scaled, local) * is_rotated[:, None]
     magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
-    return Rope(
-        jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated)
-    )
+    return Rope(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated))
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> jax.Array:
@@ -92,7 +91,8 @@ def _linear(cfg, theta):
 
 def _llama3(cfg, theta):
     scaling, plain = cfg.rope_scaling, _rotations(theta, cfg.num_rotated)
-    turns, low, high = scaling.original_context * plain / (2 * math.pi), scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_context * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Llama 4 has one factor for both: nothing is mixed.
     kept = np.clip((turns - low) / (high - low), 0, 1) if high != low else (turns > low).astype(float)
     return plain * kept + plain / scaling.factor * (1 - kept), 1.0

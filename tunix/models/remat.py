@@ -63,9 +63,8 @@ def scan_blocks(
         every=3     layer  0    1    2    |  3    4    5    |  ...       one block: an iteration is a group of 3 layers
                     again  yes  no   no   |  yes  no   no   |
     """
-    again, kept = (
-        [checkpoint_block(block, remat._replace(policy=policy)) for block in blocks] for policy in (remat.policy, "none")
-    )
+    again = [checkpoint_block(block, remat) for block in blocks]
+    kept = [checkpoint_block(block, remat._replace(policy="none")) for block in blocks]
 
     def turn(x, layers, number):
         each = [(kept if (number + place) % remat.every else again)[place] for place in range(len(blocks))]

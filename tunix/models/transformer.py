@@ -353,19 +353,20 @@ class Transformer(nnx.Module):
         return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, sums.penalties)), sums.routing
 
     def _scan_run(self, run: Run, rows: Rows, mix_of, length, seed, reach) -> tuple[Rows, BlockSums]:
-        stacks = {stack.name: stack for stack in self.stacks}
         if self.layout.stage_axes:
             (stack,) = self.stacks
             on_stage = partial(self.run_on_stage, stack, mix_of=mix_of, seed=seed)
             layers, rows = self.layers_of(stack, length, reach), self.enter_stages(rows, seed)
             rows, routing = run_stages(on_stage, layers, rows, self.layout, self.parts_per_stage)
             return rows, BlockSums(rows.penalties, join_stages(routing))
+        stacks = {stack.name: stack for stack in self.stacks}
         of_stacks = {name: self.layers_of(stacks[name], length, reach) for name in run.pattern}
-        size, layers = len(run.pattern), []
+        of_places = []
         for place, name in enumerate(run.pattern):
-            at = [stacks[name].layers.index(layer) for layer in run.layers[place::size]]
-            layers.append(_take_layers(of_stacks[name], at))
-        return self.scan_layers(run.pattern, tuple(layers), rows, mix_of, seed)
+            numbers = run.layers[place :: len(run.pattern)]
+            at = [stacks[name].layers.index(number) for number in numbers]
+            of_places.append(_take_layers(of_stacks[name], at))
+        return self.scan_layers(run.pattern, tuple(of_places), rows, mix_of, seed)
 
     def _run_apart(self, run: Run, layers, rows: Rows, mix_of, length, seed, reach) -> tuple[Rows, list, BlockSums]:
         windows, results = self.cfg.windows(length), []
