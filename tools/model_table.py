@@ -96,13 +96,17 @@ def _positions(model: Model, family: Family) -> Iterator[str]:
 def _attention(model: Model, family: Family) -> Iterator[str]:
     if model.latent is not None:
         yield f"latents of {model.latent.query_dim} and {model.latent.dim} numbers"
-    if model.global_every > model.num_layers:
+    if model.linear_attention is not None:
+        yield f"linear (gated delta rule), one of {model.global_every} layers with attention"
+    elif model.global_every > model.num_layers:
         yield "every layer local"
     elif model.global_every > 1:
         chunks = f", others in chunks of {model.sliding_window}" if model.local_attention == "chunk" else ""
         yield f"one of {model.global_every} layers global{chunks}"
     elif "sliding_window" in family.keys.values():
         yield "windows where config.json has them"
+    if model.attention_gate:
+        yield "gated results"
     if model.attention_cap is not None:
         yield "capped scores"
     if model.attention_sinks:

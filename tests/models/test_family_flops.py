@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from models.test_parity import MODELS, PARITY
 
 from tunix.cli.architecture import trained_model
-from tunix.models.flops import attended_tokens, forward_flops_per_token
+from tunix.models.flops import attended_tokens, chunk_flops_per_token, forward_flops_per_token
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.training.state import abstract_params, describe
@@ -34,6 +34,8 @@ def products(jaxpr) -> Iterator[float]:
             yield 0.0 if scales else 2.0 * math.prod(each.outvars[0].aval.shape) * num_summed
         elif each.primitive.name.startswith("ragged_dot"):  # a row meets the weights of one expert
             yield 2.0 * math.prod(each.outvars[0].aval.shape) * each.invars[0].aval.shape[-1]
+        elif each.primitive.name == "triangular_solve":  # half of the matrix is zero
+            yield 1.0 * math.prod(each.outvars[0].aval.shape) * each.invars[0].aval.shape[-1]
         times = each.params.get("length", 1) if each.primitive.name == "scan" else 1
         for inner in jaxprs_in_params(each.params):
             yield times * sum(products(inner))
@@ -52,7 +54,8 @@ def test_flops_of_a_forward_pass(name):
         tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=of_rows)
         traced = jax.jit(lambda params, tokens: arch.module(params)(tokens)).trace(params, tokens)
     value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
-    unseen_pairs = cfg.num_layers * LENGTH - attended_tokens(cfg, LENGTH)
+    attending = sum(window > 0 for window in cfg.windows(LENGTH))
+    unseen_pairs = attending * LENGTH - attended_tokens(cfg, LENGTH)
     unseen = 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * unseen_pairs
-    derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + unseen
+    derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + chunk_flops_per_token(cfg, LENGTH) + unseen
     assert sum(products(traced.jaxpr.jaxpr)) / (ROWS * LENGTH) == pytest.approx(derived, rel=0.01)

@@ -26,7 +26,6 @@ COMMON = {
     "init_adapter",
     "lora",
     "attention",
-    "expert_products",
     "cp_exchange",
 }  # keys of the model that are no part of an architecture
 

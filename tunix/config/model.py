@@ -24,16 +24,11 @@ KERNELS = {
     "cudnn": "tunix.models.attention:cudnn",
 }
 
-# Products of rows with the weights of their experts, by their place too; `models/products.py` says what one takes.
-GROUPED = {
-    "auto": "tunix.models.kernels:fastest_grouped",
-    "grouped": "tunix.models.grouped:grouped",
-    "xla": "jax.lax:ragged_dot",
-}
 
 PROJECTIONS = (
     "attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down",
     "attention.q_down", "attention.kv_down", "attention.kv_up", "attention.q_whole",
+    "attention.gate", "attention.beta", "attention.decay",
 )  # fmt: skip
 
 
@@ -55,7 +50,8 @@ class Lora(Section):
     targets: Regex
     """Regular expression of the projections that are updated: of attention.q, attention.k, attention.v, attention.o,
     mlp.gate, mlp.up and mlp.down; with model.latent also attention.q_down (or
-    attention.q_whole in its and attention.q's place), attention.kv_down and attention.kv_up."""
+    attention.q_whole in its and attention.q's place), attention.kv_down and attention.kv_up; with gates also
+    attention.gate; with model.linear_attention also attention.beta and attention.decay."""
     train_also: Regex | None
     """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
     none."""
@@ -75,6 +71,26 @@ class Latent(Section):
     """Width of the vector that a token's keys and values are made of (C): a cache keeps it in their place."""
     value_dim: Count
     """Width of the values of one head (W), at most head_dim."""
+
+
+class LinearAttention(Section):
+    """Layers with a memory of fixed size in the place of keys and values (gated delta rule, arXiv:2412.06464)."""
+
+    num_key_heads: Count
+    """Heads of queries and of keys (I); each serves num_value_heads / num_key_heads value heads."""
+    num_value_heads: Count
+    """Heads of values and of results (J)."""
+    key_dim: Count
+    """Width of a key and of a query of one head (E)."""
+    value_dim: Count
+    """Width of a value of one head (M)."""
+    filter_size: Count
+    """Tokens that the filters of queries, keys and values take, the newest included (Z)."""
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the memory of one layer, for one sequence."""
+        return self.num_value_heads * self.key_dim * self.value_dim
 
 
 class QueryGrowth(Section):
@@ -122,13 +138,18 @@ class Model(Section):
     latent: Latent | None
     """Latent attention: head_dim is that of queries and keys, whose last rotated_dim numbers are rotated; null for keys
     and values out of the token's whole vector."""
+    linear_attention: LinearAttention | None
+    """Linear attention in the layers that are not global, of which global_every says the number; null for attention in
+    all layers."""
+    attention_gate: Flag
+    """Results of attention are multiplied by the sigmoid of a projection, number by number (arXiv:2505.06708)."""
     sliding_window: Count | None
     """Tokens that a local layer attends to, itself included; null where there are no local layers."""
     local_attention: Literal["window", "chunk"]
     """A token of a local layer attends to the last sliding_window tokens, or to those of its chunk: a document is cut
     into chunks of sliding_window tokens."""
     global_every: Count
-    """Every n-th layer attends to all earlier tokens; the others are local."""
+    """Every n-th layer attends to all earlier tokens; the others are local, or linear with model.linear_attention."""
     positions: Literal["rope", "learned"]
     """Where a token is: rotated queries and keys, or a learned vector added to its embedding."""
     rope_theta: Positive | None
@@ -187,9 +208,6 @@ class Model(Section):
     attention: entry_of(KERNELS)  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
-    expert_products: entry_of(GROUPED)  # type: ignore[valid-type]
-    """Products of experts: grouped (our own kernel; GPUs, 16-bit products), xla (anywhere; on GPUs it multiplies all
-    tokens with all experts), or auto: the fastest one that is exact here. The start report says which, and why."""
     cp_exchange: Literal["auto", "ulysses", "ring"]
     """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
     kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: where the heads allow both, the one
@@ -215,6 +233,8 @@ class Model(Section):
 
     def stack_of(self, layer: int) -> str:
         """Return the name of the stack of equal blocks that a layer is in."""
+        if self.is_linear(layer):
+            return f"linear_blocks_{layer % self.global_every}"
         mlp = self.mlp
         if isinstance(mlp, ExpertsMlp) and (layer < mlp.dense_layers or (layer + 1) % mlp.every):
             return "dense_blocks"
@@ -257,12 +277,17 @@ class Model(Section):
         return capped | ({"with_sums": True} if self.attention_sinks else {})
 
     def windows(self, length: int) -> list[int]:
-        """Tokens that each layer attends to in a sequence of `length` tokens."""
+        """Tokens that each layer attends to in a sequence of `length` tokens; a layer of linear attention to none."""
         local = length if self.sliding_window is None else min(length, self.sliding_window)
+        local = local if self.linear_attention is None else 0
         return [length if self.is_global(layer) else local for layer in range(self.num_layers)]
 
     def is_global(self, layer: int) -> bool:
         return (layer + 1) % self.global_every == 0
+
+    def is_linear(self, layer: int) -> bool:
+        """Return whether the layer has linear attention."""
+        return self.linear_attention is not None and not self.is_global(layer)
 
     def is_rotated(self, layer: int) -> bool:
         """Return whether the layer rotates its queries and keys, where positions are rotations."""
@@ -287,7 +312,7 @@ class Model(Section):
             raise ValueError(
                 f"model.qk_norm={self.qk_norm} needs an RMSNorm, not model.norm={self.norm}; set it to none"
             )
-        local = self.global_every > 1
+        local = self.global_every > 1 and self.linear_attention is None
         for key, needed, why in (
             ("sliding_window", local, f"model.global_every={self.global_every}"),
             ("rope_theta", self.positions == "rope", f"model.positions={self.positions}"),
@@ -296,13 +321,10 @@ class Model(Section):
                 raise ValueError(f"model.{key} must be given with {why}")
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.linear_attention is not None:
+            self._check_linear(self.linear_attention)
         if isinstance(self.mlp, ExpertsMlp):
             self._check_experts(self.mlp)
-        elif self.expert_products != "auto":
-            raise ValueError(
-                f"model.expert_products={self.expert_products}: model.mlp.kind={self.mlp.kind} has no experts; set "
-                "model.expert_products=auto"
-            )
         if self.cp_exchange == "ring" and self.attention not in ("auto", "xla"):
             raise ValueError(
                 f"model.attention={self.attention}: model.cp_exchange=ring computes blocks by XLA's own operations; "
@@ -315,8 +337,33 @@ class Model(Section):
             raise ValueError(f"model.embed_dim={self.embed_dim} must be even: model.lora.quantize_base={quantized}")
         return self
 
+    def _check_linear(self, linear: LinearAttention) -> None:
+        if linear.num_value_heads % linear.num_key_heads:
+            raise ValueError(
+                f"model.linear_attention.num_value_heads={linear.num_value_heads} is not divisible by "
+                f"model.linear_attention.num_key_heads={linear.num_key_heads}"
+            )
+        if self.num_layers < self.global_every:
+            raise ValueError(
+                f"model.global_every={self.global_every} leaves no layer of model.num_layers={self.num_layers} that "
+                "attends to all earlier tokens; lower it"
+            )
+        if self.sliding_window is not None:
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window}: there are no local layers with model.linear_attention; "
+                "set it to null"
+            )
+        if isinstance(self.mlp, ExpertsMlp):
+            raise ValueError(
+                "model.linear_attention does not go with experts yet; set model.mlp={kind:gated,activation:silu}"
+            )
+
     def _check_latent(self, latent: Latent) -> None:
-        for key, wanted in (("num_kv_heads", self.num_heads), ("qk_norm", "none"), ("attention_sinks", False)):
+        wanted_values: tuple[tuple[str, Any], ...] = (
+            ("num_kv_heads", self.num_heads), ("qk_norm", "none"), ("attention_sinks", False),
+            ("attention_gate", False),
+        )  # fmt: skip
+        for key, wanted in wanted_values:
             if (value := getattr(self, key)) != wanted:
                 raise ValueError(f"model.{key}={value} does not go with model.latent; set it to {wanted}")
         if self.rotated_dim is None or self.rotated_dim >= self.head_dim:

@@ -20,8 +20,9 @@ from tunix.costs.transfers import (
     shard_shape,
 )
 from tunix.models.attention import QUERY_BLOCK
+from tunix.models.delta_rule import CHUNK
 from tunix.models.exchanges import choose_exchange
-from tunix.models.flops import flops_per_token, forward_flops_per_token
+from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
 from tunix.models.kernels import choose_kernel
 from tunix.models.paths import parameter_name
 from tunix.models.remat import Remat, product_name
@@ -83,7 +84,9 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, with_acti
     arch, share = program.arch, batch.num_tokens / mesh.size
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, training.seq_len) * share
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, training.seq_len) * share
-    all_flops = flops + _share_again(program) * forward_flops
+    again = _share_again(program)
+    by_chunks = chunk_flops_per_token(cfg.model, training.seq_len) * share
+    all_flops = flops + again * forward_flops + (3 + again) * by_chunks
     activations = _activation_bytes(cfg, program, mesh) if with_activations else 0
     return Costs(
         _state_bytes(program, mesh, microbatches) | {"activations": activations},
@@ -212,13 +215,20 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         num_rows = model.mlp.experts_per_token * count_devices(mesh.shape, layout.expert_axes)
         of_experts = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
         mlp = max(of_experts, mlp if len(model.stacks) > 1 else 0)
+    of_linear = 0
+    if model.linear_attention is not None:
+        linear = model.linear_attention
+        chunk = min(CHUNK, length)
+        of_values = 3 * linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * linear.value_dim / chunk
+        numbers = 2 * local["I"] * linear.key_dim + local["J"] * of_values  # of a token, float32
+        of_linear = round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers))
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
     inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)
     is_ring = choose_exchange(model, mesh.shape).name == "ring"
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
     if is_ring or choose_kernel(model.attention, head_dim, layout.compute, model.attention_options).name == "xla":
         inside += heads * min(length, QUERY_BLOCK) * tokens * (4 + item)
-    return inside
+    return max(inside, of_linear)
 
 
 _known_residual_bytes: dict[tuple[str | int, ...], int] = {}  # a plan asks for one model on many meshes

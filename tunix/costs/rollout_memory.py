@@ -189,11 +189,27 @@ def _weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int
 
 
 def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) -> int:
-    """Bytes of keys and values of one row, or of their latents; a local layer has as many slots as its window."""
+    """Bytes of keys and values of one row, or of their latents; a local layer has as many slots as its window.
+
+    A layer of linear attention has a memory of fixed size.
+    """
     model, layout = program.cfg.model, program.layout
     heads = shard_shape((model.num_kv_heads,), layout.activation("K"), mesh)[0]
     numbers = 2 * heads * model.head_dim if model.latent is None else model.latent.dim + model.num_rotated
-    return sum(model.windows(num_slots)) * numbers * jnp.dtype(layout.compute).itemsize
+    windows, item = model.windows(num_slots), jnp.dtype(layout.compute).itemsize
+    return sum(windows) * numbers * item + windows.count(0) * _memory_bytes(program, mesh)
+
+
+def _memory_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes that a layer of linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
+    model, layout = program.cfg.model, program.layout
+    dims = model.dims
+
+    def size(letters: str) -> int:
+        return math.prod(shard_shape([dims[letter] for letter in letters], layout.activation(letters), mesh))
+
+    inputs = (dims["Z"] - 1) * (2 * size("IE") + size("JM"))
+    return 4 * size("JEM") + inputs * jnp.dtype(layout.compute).itemsize
 
 
 def _list_stretches(length: int, max_new_tokens: int) -> list[tuple[int, int]]:

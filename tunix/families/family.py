@@ -15,7 +15,8 @@ class Name:
 
         qkv_proj [NH + KH + KH, D], fused = ("NH", "KH", "KH"), fused_dim = 0:   | q | k | v |  are its rows
 
-    Of weights that are `interleaved`, all of one size, the tensor has the first numbers of each, then the second ones.
+    Of weights that are `interleaved`, all of one size, the tensor has the first entry of each along the first dimension
+    of that group, then the second ones: with "G" numbers, with "NH" the H numbers of a head.
     """
 
     tensor: str  # {} is the number of the layer, a second {} that of the expert
@@ -58,8 +59,15 @@ class Family:
     values: Path | None = None  # YAML file of the family's parts; None for conf/model/family/NAME.yaml
 
     def name(self, path: str) -> Name | None:
-        """Return the place of a parameter in the files, or None if it has none; all stacks have the same names."""
-        return self.names.get(path.replace("dense_blocks.", "blocks.", 1))
+        """Return the place of a parameter in the files, or None if it has none.
+
+        Parts that all blocks have are named as those of `blocks`.
+        """
+        stack, _, part = path.partition(".")
+        if not stack.startswith(("dense_blocks", "linear_blocks")):
+            return self.names.get(path)
+        kind = stack.rstrip("_0123456789")
+        return self.names.get(f"{kind}.{part}") or self.names.get(f"blocks.{part}")
 
     def usual_name(self, tensor: str) -> str:
         """Return the name in `names` of a tensor whose class or version begins its names otherwise."""

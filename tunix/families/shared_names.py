@@ -50,6 +50,24 @@ def qkv_biases() -> dict[str, Name]:
     }
 
 
+def linear_names() -> dict[str, Name]:
+    """Return the names of the parts of linear attention: queries, keys and values are one tensor, their filters too."""
+    layer, channels, names = "model.layers.{}.linear_attn", ("IE", "IE", "JM"), {}
+    for part, (x, letters) in enumerate(zip("qkv", channels, strict=True)):
+        names[f"{x}.w"] = Name(f"{layer}.in_proj_qkv.weight", f"{letters},D", part, channels)
+        names[f"{x}_filter.w"] = Name(f"{layer}.conv1d.weight", f"{letters},o,Z", part, channels)
+    names |= {
+        "gate.w": Name(f"{layer}.in_proj_z.weight", "JM,D"),
+        "beta.w": Name(f"{layer}.in_proj_b.weight", "J,D"),
+        "decay.w": Name(f"{layer}.in_proj_a.weight", "J,D"),
+        "rate.shift.b": Name(f"{layer}.dt_bias", "J"),
+        "rate.log_rate": Name(f"{layer}.A_log", "J"),
+        "out_norm.scale": Name(f"{layer}.norm.weight", "M"),
+        "o.w": Name(f"{layer}.out_proj.weight", "D,JM"),
+    }
+    return {f"linear_blocks.attention.{path}": name for path, name in names.items()}
+
+
 # Families whose config.json has one window for all layers, or null.
 ALL_LOCAL = {"sliding_window": None, "sliding_window_pattern": 0}
 

@@ -122,4 +122,4 @@ def _place(path: str, letters: str, family: Family) -> Name:
     side = next(group for group in updated.dims.split(",") if set(group) <= set(letters))
     if which == "a":  # of weights in one tensor, each has all of the first factor
         return Name(f"{module}.lora_A.weight", f"r,{side}")
-    return Name(f"{module}.lora_B.weight", f"{side},r", updated.part, updated.fused)
+    return Name(f"{module}.lora_B.weight", f"{side},r", updated.part, updated.fused, interleaved=updated.interleaved)

@@ -23,7 +23,8 @@ NOT_THE_DECODER = {
     "residual_dropout", "original_max_position_embeddings",
     "router_aux_loss_coef", "output_router_logits",
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
-    "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "aux_loss_alpha",
+    "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "ep_size", "seq_aux", "aux_loss_alpha",
     "for_llm_compressor",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
@@ -255,7 +256,7 @@ def _layers(raw: dict[str, Any], num_layers: int, family: Family) -> dict[str, A
         every = num_layers + 1
     window = raw.get(family.keys.get("sliding_window", "sliding_window"))
     if every is None or window is None:
-        every = 1
+        every = raw.get(FULL_EVERY, 1)
     types, local = raw.get("layer_types"), family.local_type
     if types is not None:
         every = types.index(FULL) + 1 if FULL in types else num_layers + 1
@@ -319,7 +320,7 @@ def _rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> dict[s
         if value is ...:
             raise ValueError(f"rope_type={kind} needs {theirs}")
         scaling[ours] = values["context_length"] if value is None and ours == "original_context" else value
-    unknown = {key: value for key, value in given.items() if (key, value) not in UNSCALED}
+    unknown = {key: value for key, value in given.items() if (key, value) not in UNSCALED and key not in MANY_AXES}
     if unknown:
         raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
     local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 and family.local_rope else None
@@ -355,6 +356,8 @@ def _rotated_dim(raw: dict[str, Any], given: dict[str, Any], head_dim: int) -> d
 
 ORIGINAL = "original_max_position_embeddings"
 GROWTH = "llama_4_scaling_beta"  # queries grow with their position
+FULL_EVERY = "full_attention_interval"  # one of so many layers attends to everything, where layer_types is not given
+MANY_AXES = {"mrope_section", "mrope_interleaved"}  # rotations by time, height and width, which are one number in text
 PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
 SHARED = "n_shared_experts"  # whose width together is that of one shared expert
 QK_NORM = "use_qk_norm"
@@ -363,7 +366,11 @@ UNROTATED = "unrotated"  # in the place of sliding_window_pattern: the layers wi
 LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
 WHOLE = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
 # Keys that say in another way what ours say.
-DERIVED = PARTIAL | LATENT | {SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
+DERIVED = (
+    PARTIAL
+    | LATENT
+    | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
+)
 UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some, and as if not said
 
 
@@ -412,7 +419,7 @@ def write_config(model: Model) -> dict[str, Any]:
         if model.unrotated_every is not None:
             config["no_rope_layer_interval"] = model.unrotated_every
         config["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
-    if family.absent.get("sliding_window_pattern"):
+    if family.absent.get("sliding_window_pattern") or FULL_EVERY in family.absent:
         local = family.local_type
         config["layer_types"] = [FULL if model.is_global(layer) else local for layer in range(model.num_layers)]
     if model.global_every > 1 and family.local_rope:

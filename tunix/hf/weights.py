@@ -184,7 +184,7 @@ def load_parameter(
             files.fetch(tensor)
             stored = files.read(tensor, where)
             if name.interleaved:
-                stored = stored[(slice(None),) * name.fused_dim + (slice(name.part, None, len(name.fused)),)]
+                stored = _take_entries(stored, name, cfg.dims)
             views.append(stored.reshape(unpacked).transpose(order))
         if len(views) == 1:
             return np.expand_dims(views[0], new_dims)
@@ -216,6 +216,14 @@ def _slices(
             where.append(slice(begin + first * inner, begin + last * inner))
         unpacked += [last - first, *(dims[letter] for letter in group[1:])]
     return tuple(where), unpacked
+
+
+def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int]) -> np.ndarray:
+    """Return the entries of one weight out of those of several that are interleaved."""
+    dim, count = name.fused_dim, len(name.fused)
+    inner = math.prod(dims[letter] for letter in name.dims.split(",")[dim][1:])
+    shape = *stored.shape[:dim], -1, count, inner, *stored.shape[dim + 1 :]
+    return stored.reshape(shape).take(name.part, dim + 1)
 
 
 def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
@@ -297,7 +305,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
                 packed(np.asarray(value), name, weight).astype("float32" if weight.equation.is_choice else dtype)
                 for value, (_, _, name, _, weight) in zip(values, parts, strict=True)
             ]
-            return np.ascontiguousarray(_fuse(pieces, parts[0][2]))
+            return np.ascontiguousarray(_fuse(pieces, parts[0][2], cfg.dims))
 
         return make
 
@@ -313,13 +321,15 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
     ]
 
 
-def _fuse(pieces: list[np.ndarray], name: Name) -> np.ndarray:
-    """Return the weights of one tensor one after the other, or number by number."""
+def _fuse(pieces: list[np.ndarray], name: Name, dims: Mapping[str, int]) -> np.ndarray:
+    """Return the weights of one tensor one after the other, or entry by entry."""
     if not name.interleaved:
         return np.concatenate(pieces, name.fused_dim)
-    shape = list(pieces[0].shape)
-    shape[name.fused_dim] *= len(pieces)
-    return np.stack(pieces, name.fused_dim + 1).reshape(shape)
+    dim, shape = name.fused_dim, list(pieces[0].shape)
+    inner = math.prod(dims[letter] for letter in name.dims.split(",")[dim][1:])
+    by_entry = [piece.reshape(*shape[:dim], -1, inner, *shape[dim + 1 :]) for piece in pieces]
+    shape[dim] *= len(pieces)
+    return np.stack(by_entry, dim + 1).reshape(shape)
 
 
 def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:

@@ -4,6 +4,8 @@ The cache of a layer is a tuple of arrays [B, S, ...]: keys and values [B, S, K,
 of (models/latent.py). S is the layer's window, or the slots of the cache if those are fewer. Time t stands in slot
 t % S: a later token takes the place of one that has left the window. Rows begin at different times, because prompts are
 unequal and end together. Rows live on the data shard of their prompt, heads are split like those of the model.
+
+A layer of linear attention has a `Memory` in the place of slots, which does not grow.
 """
 
 from collections.abc import Callable
@@ -14,10 +16,11 @@ import jax.numpy as jnp
 
 from tunix.inference.gathered import Gathered
 from tunix.models.attention import attend
+from tunix.models.linear_attention import Memory
 from tunix.models.seen import Seen, seen_in_row
 from tunix.models.transformer import Layer, Mix, Transformer
 
-Cache = list[tuple[jax.Array, ...]]
+Cache = list[tuple[jax.Array, ...] | Memory]
 
 
 def prefill(
@@ -32,14 +35,14 @@ def prefill(
     segments = (times >= first[:, None]).astype(jnp.int32)
 
     def mix_of(layer: Layer, _: None) -> Mix:
-        def mix(q, kept, heads):
+        def attend_to_prompt(q, kept, heads):
             seen = seen_in_row(model.local_segments(segments, layer), layer.window)
             options = model.cfg.attention_options
             k, v = heads.expand(*kept)
             out = attend(q, k, v, seen, model.layout, model.cfg.attention, **options)
             return out, tuple(_placed(x, layer.window) for x in kept)
 
-        return mix
+        return Mix(attend_to_prompt, lambda recurrence: recurrence.run_rows(segments))
 
     return _logits(model, weights, tokens, positions, mix_of, num_slots, reach)
 
@@ -59,7 +62,7 @@ def decode(
     """
 
     def mix_of(layer: Layer, _: None) -> Mix:
-        def mix(q, kept, heads):
+        def attend_to_cache(q, kept, heads):
             slots, size = cache[layer.number], cache[layer.number][0].shape[1]
             kept = tuple(
                 jax.lax.dynamic_update_slice_in_dim(old, new, time % size, axis=1)
@@ -74,9 +77,9 @@ def decode(
 
             return heads.look_back(q, kept, look), kept
 
-        return mix
+        return Mix(attend_to_cache, lambda recurrence: recurrence.step(cache[layer.number]))
 
-    num_slots = max(kept[0].shape[1] for kept in cache)
+    num_slots = max(cache_slots(cache))
     return _logits(model, weights, token[:, None], (time - first)[:, None], mix_of, num_slots, reach)
 
 
@@ -117,7 +120,15 @@ def grow(cache: Cache, windows: tuple[int, ...]) -> Cache:
 
     A cache that is shorter than its window was never full, and time t stands in slot t: the new slots come behind.
     """
-    return [tuple(_placed(x, window) for x in kept) for kept, window in zip(cache, windows, strict=True)]
+    return [
+        kept if isinstance(kept, Memory) else tuple(_placed(x, window) for x in kept)
+        for kept, window in zip(cache, windows, strict=True)
+    ]
+
+
+def cache_slots(cache: Cache) -> list[int]:
+    """Return the slots of each layer; the memory of linear attention has none."""
+    return [0 if isinstance(kept, Memory) else kept[0].shape[1] for kept in cache]
 
 
 def repeat_rows(tree: Any, times: int) -> Any:

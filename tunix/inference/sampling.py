@@ -31,7 +31,7 @@ from tunix.costs.rollout_sizes import (
     pad_prompt,
     spread_prompts,
 )
-from tunix.inference.cache import Cache, decode, grow, prefill, repeat_rows, take_rows
+from tunix.inference.cache import Cache, cache_slots, decode, grow, prefill, repeat_rows, take_rows
 from tunix.inference.drawing import Drawn, Sampling, draw
 from tunix.inference.gathered import Gathered, gather
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out, rows_to_global
@@ -191,7 +191,7 @@ class Sampler:
             end = next_look(number, last)
             rows, places = self._let_go(rows, places, drafts)
             windows = model.cfg.windows(count_slots(length + end, length + last))
-            if windows != [kept[0].shape[1] for kept in rows.cache]:
+            if windows != cache_slots(rows.cache):
                 rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
             scalars = (np.int32(value) for value in (length, number, end))
             rows, chunk = self.stretch(weights, rows, key, *scalars, how=how)

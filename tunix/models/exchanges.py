@@ -40,11 +40,17 @@ def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Cho
     and a plan have put the faster exchange in its place before (`plan/exchange_times.py`).
 
     Raises:
-        UserError: `auto` takes a ring, which cannot run the kernel of `model.attention`.
+        UserError: the model has linear attention, whose tokens cannot be split; or `auto` takes a ring, which cannot
+            run the kernel of `model.attention`.
     """
     sizes = jax.sharding.get_abstract_mesh().shape if sizes is None else sizes
     if token_shards(sizes) == 1:
         return Choice("none", "each device has whole sequences")
+    if model.linear_attention is not None:
+        raise UserError(
+            f"model.linear_attention takes whole sequences, one token after the other, and {' x '.join(token_axes())}="
+            f"{token_shards(sizes)} splits them; leave it out of model.mesh_shape, and split the batch or the heads"
+        )
     if model.cp_exchange != "auto":
         return Choice(model.cp_exchange, f"model.cp_exchange={model.cp_exchange}")
     axes = DIMS["n"].activation_axes

@@ -3,6 +3,7 @@
 import numpy as np
 
 from tunix.config import Model
+from tunix.models.delta_rule import CHUNK
 
 
 def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int) -> float:
@@ -18,10 +19,36 @@ def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int)
 
 
 def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
-    """Two for each multiplication of a weight, or of a score that the causal mask and the window let through."""
+    """Two for each multiplication of a weight, or of a score that the causal mask and the window let through.
+
+    Linear attention reads the memory of each head, corrects it, and asks it: three products with E x M numbers.
+    """
     attended = attended_tokens(cfg, seq_len)
     value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
-    return 2.0 * _multiplied(cfg, num_active) + 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * attended
+    scores = 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * attended
+    return 2.0 * _multiplied(cfg, num_active) + scores + _memory_flops_per_token(cfg)
+
+
+def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
+    """FLOPs of a forward pass that linear attention by chunks has more than token by token; MFU does not count them.
+
+    Within a chunk, keys meet keys and queries, and a triangular system is solved (`models/delta_rule.py`).
+    """
+    linear = cfg.linear_attention
+    if linear is None:
+        return 0.0
+    size, both = min(CHUNK, seq_len), linear.key_dim + linear.value_dim
+    of_values = linear.num_value_heads * (both + 2 * linear.value_dim)
+    return float(_num_linear(cfg) * size * (4 * linear.num_key_heads * linear.key_dim + of_values))
+
+
+def _memory_flops_per_token(cfg: Model) -> float:
+    linear = cfg.linear_attention
+    return 0.0 if linear is None else 6.0 * _num_linear(cfg) * linear.state_size
+
+
+def _num_linear(cfg: Model) -> int:
+    return sum(cfg.is_linear(layer) for layer in range(cfg.num_layers))
 
 
 def attended_tokens(cfg: Model, seq_len: int) -> float:

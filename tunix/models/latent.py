@@ -67,7 +67,7 @@ class LatentAttention(nnx.Module):
         def expand(latent: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self._expand(latent, shared, noise)
 
-        out, kept = mix(q, (latent, shared), Heads(expand, self._look_back))
+        out, kept = mix.attend(q, (latent, shared), Heads(expand, self._look_back))
         return self.o(out, noise), kept
 
     def _make_queries(self, x: jax.Array, noise: Any) -> jax.Array:

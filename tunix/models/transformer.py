@@ -35,6 +35,7 @@ from tunix.models.layers import (
     divide_by_rms,
     unchanged,
 )
+from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.noise import Noise
 from tunix.models.pipeline import run_stages
 from tunix.models.positions import Rope, apply_rope, grow_queries, layer_rope
@@ -43,15 +44,22 @@ from tunix.models.remat import KEEP_ALL, Remat, checkpoint_block, join_blocks, s
 from tunix.models.seen import cut_chunks, seen_in_row
 from tunix.sharding.layout import Layout
 
-# (queries [B, T, N, H], what tokens leave for later ones, the way from there to keys and values) -> what `attend`
-# returns, and what the caller keeps.
-Mix = Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
+
+class Mix(NamedTuple):
+    """What tokens of a layer take from one another; the rest of the model works on each token alone.
+
+    A layer takes the way of its kind. Both return the results of the tokens, and what the caller keeps.
+    """
+
+    # (queries [B, T, N, H], what tokens leave for later ones, the way from there to keys and values)
+    attend: Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
+    recur: Callable[[Recurrence], tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): [B, t, D] -> [B, t, D], and what `mix` keeps.
 
-    `mix` gives tokens what they take from one another; the rest of the model works on each token alone.
+    With `model.attention_gate` each token says which numbers of its result count.
     """
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
@@ -62,6 +70,8 @@ class Attention(nnx.Module):
         self.o = Einsum("attention.o", "BTNH,NHD->BtD", cfg, layout, rngs)
         self.q_norm, self.k_norm = (self._norm(letters, cfg, layout) for letters in ("BTNH", "BTKH"))
         self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
+        has_gate = cfg.attention_gate
+        self.gate = Einsum("attention.gate", "BTD,DNH->BTNH", cfg, layout, rngs) if has_gate else None
 
     def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
         """Norm of queries or keys, over each head or over all heads together."""
@@ -79,8 +89,11 @@ class Attention(nnx.Module):
             q, k = (jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x) for x in (q, k))
         if self.cfg.query_growth is not None:
             q = grow_queries(q, positions, rope, self.cfg.query_growth)
-        out, kept = mix(q * self.scale, (k, self.v(x, noise)), Heads(_as_they_are, self._look_back))
-        return self.o(out if self.sinks is None else self._pour(*out), noise), kept
+        out, kept = mix.attend(q * self.scale, (k, self.v(x, noise)), Heads(_as_they_are, self._look_back))
+        out = out if self.sinks is None else self._pour(*out)
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x, noise))
+        return self.o(out, noise), kept
 
     def _look_back(self, q: jax.Array, kept: tuple[jax.Array, ...], attend: Attend) -> Any:
         return attend(q, *kept, self.layout)
@@ -99,6 +112,11 @@ def _as_they_are(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return k, v
 
 
+MIXERS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
+    "attention": Attention,
+    "latent": LatentAttention,
+    "linear": LinearAttention,
+}
 MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
     "gated": partial(MLP, kind="gated"),
     "plain": partial(MLP, kind="plain"),
@@ -109,16 +127,16 @@ MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
 class Block(nnx.Module):
     """Attention and MLP around the residual stream, with norms before them, after them, or both.
 
-    `mlp` is a key of `MLPS`.
+    `mixer` is a key of `MIXERS`, `mlp` one of `MLPS`.
     """
 
-    def __init__(self, cfg: Model, layout: Layout, mlp: str, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, mixer: str, mlp: str, rngs: nnx.Rngs):
         def norm(wanted: bool) -> Any:
             return NORMS[cfg.norm]("BtD", cfg, layout) if wanted else unchanged
 
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        self.attention = (Attention if cfg.latent is None else LatentAttention)(cfg, layout, rngs)
+        self.attention = MIXERS[mixer](cfg, layout, rngs)
         self.mlp = MLPS[mlp](cfg, layout, rngs)
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before), norm(after)
@@ -141,6 +159,7 @@ class Stack(NamedTuple):
 
     name: str  # of the tree in the module
     layers: tuple[int, ...]  # numbers of its layers in the whole model
+    mixer: str  # key of `MIXERS`
     mlp: str  # key of `MLPS`
 
 
@@ -190,7 +209,7 @@ class Transformer(nnx.Module):
         self.embedding = Embedding(cfg, layout, rngs)
         self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
         for stack in self.stacks:
-            make = partial(Block, cfg, self.block_layout, stack.mlp)
+            make = partial(Block, cfg, self.block_layout, stack.mixer, stack.mlp)
             setattr(self, stack.name, _stacked(make, len(stack.layers), rngs))
         self.final_norm = NORMS[cfg.norm]("BtD", cfg, layout)
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
@@ -202,8 +221,13 @@ class Transformer(nnx.Module):
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """The stacks in the order of their first layers."""
-        kinds = {"dense_blocks": "gated", "blocks": self.cfg.mlp.kind}
-        return tuple(Stack(name, layers, kinds[name]) for name, layers in self.cfg.stacks.items())
+        attention = "attention" if self.cfg.latent is None else "latent"
+        stacks = []
+        for name, layers in self.cfg.stacks.items():
+            mixer = "linear" if self.cfg.is_linear(layers[0]) else attention
+            mlp = "gated" if name == "dense_blocks" else self.cfg.mlp.kind
+            stacks.append(Stack(name, layers, mixer, mlp))
+        return tuple(stacks)
 
     def __call__(self, tokens, positions=None, segment_ids=None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without the last two, each row is one document."""
@@ -236,11 +260,11 @@ class Transformer(nnx.Module):
         seen, exchange = seen_in_row(segment_ids, layer.window), choose_exchange(self.cfg).name
         kernel, options = self.cfg.attention, self.cfg.attention_options
 
-        def mix(q, kept, heads):
+        def attend_to_row(q, kept, heads):
             k, v = heads.expand(*kept)
             return attend(q, k, v, seen, self.block_layout, kernel, exchange, **options), None
 
-        return mix
+        return Mix(attend_to_row, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
 
     def local_segments(self, segment_ids: jax.Array, layer: Layer) -> jax.Array:
         """Return segments [B, S] of which a token sees its own: documents, or in a local layer chunks of documents."""

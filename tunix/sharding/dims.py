@@ -97,6 +97,11 @@ DIMS = {
         Dim("R", "rotated width",    None,    None),  # of a key that all heads share
         Dim("O", "keys and values",  None,    None),  # made of a latent, of one head
         Dim("W", "value width",      None,    None, key="model.latent.value_dim"),
+        Dim("I", "key heads of linear attention", "tp", "tp", key="model.linear_attention.num_key_heads"),
+        Dim("E", "key width of linear attention", None, None, key="model.linear_attention.key_dim"),
+        Dim("J", "value heads of linear attention", "tp", "tp", key="model.linear_attention.num_value_heads"),
+        Dim("M", "value width of linear attention", None, None, key="model.linear_attention.value_dim"),
+        Dim("Z", "tokens of a filter", None, None, key="model.linear_attention.filter_size"),
         Dim("V", "vocabulary",       "tp",    "tp", key="model.vocab_size", may_stay_whole=Whole.ALWAYS),
         Dim("P", "context",          None,    None, key="model.context_length"),
         Dim("S", "keys"),  # that a query may see: the slots of a cache, or all tokens of its sequence

@@ -173,6 +173,17 @@ CONFIGS = {
         intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2, use_qk_norm=False,
         attention_chunk_size=5, floor_scale=3, max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
     ),
+    "qwen3_5": transformers.Qwen3_5TextConfig(  # linear attention in every other layer; widths that nothing divides
+        **SIZE | {"num_hidden_layers": 4}, vocab_size=97, num_key_value_heads=2, head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=5, linear_value_head_dim=7, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+    ),
+    "qwen3_5_rest": transformers.Qwen3_5TextConfig(  # layers behind the last one with attention; a filter of 3 tokens
+        **SIZE | {"num_hidden_layers": 4}, vocab_size=96, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_conv_kernel_dim=3, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
@@ -189,7 +200,7 @@ def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrain
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.ndim == 1 and name.endswith("weight")
-            around = 1.0 if is_norm and not config.model_type.startswith(("gemma", "nemotron")) else 0.0
+            around = 1.0 if is_norm and not config.model_type.startswith(("gemma", "nemotron", "qwen3_5")) else 0.0
             weight.normal_(around, 0.3 if weight.ndim == 1 else 0.2)
             if config.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
                 weight.mul_(5)

@@ -1,0 +1,90 @@
+"""Linear attention between layers of attention: meshes, low-rank updates, config.json; logits are in test_parity.py."""
+
+import json
+
+import numpy as np
+import pytest
+from models.test_parity import PARITY
+from support.harness import batch, program
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.hf.config_json import understood
+from tunix.models.paths import named
+from tunix.training.program import build_layout, build_mesh
+from tunix.training.state import describe
+
+LINEAR = "{num_key_heads: 2, num_value_heads: 4, key_dim: 8, value_dim: 8, filter_size: 4}"
+HYBRID = [
+    f"++model.linear_attention={LINEAR}", "model.num_layers=2", "model.global_every=2", "model.sliding_window=null",
+    "model.attention_gate=true", "distributed.allow_idle_devices=true",
+]  # fmt: skip
+TOLERANCE = 1e-5  # float32; sums in another order
+
+
+def one_step(*words: str) -> list[dict[str, float]]:
+    return program(*HYBRID, *words).run(batch(sequences=4), steps=2)
+
+
+@pytest.mark.nightly(but=["fsdp,tp-full_shard"])
+@pytest.mark.parametrize(("axes", "strategy"), [("fsdp,tp", "full_shard"), ("dp,tp", "shard_grad_op")])
+def test_same_step_on_one_device_and_on_four(axes, strategy):
+    expected = one_step("model.mesh_shape=[[1],[fsdp]]", "training.micro_batch_size=4")
+    mesh = f"model.mesh_shape=[[2,2],[{axes}]]"
+    found = one_step(mesh, "training.micro_batch_size=2", f"training.sharding_strategy={strategy}")
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.mesh_shape=[[2],[cp]]"], "model.linear_attention takes whole sequences"),
+        (["model.mesh_shape=[[2],[pp]]"], "model.linear_attention: layers of two kinds take turns"),
+        (["model.mesh_shape=[[4],[tp]]"], "model.linear_attention.num_key_heads=2 is not divisible"),
+        (["model.linear_attention.num_value_heads=3"], "model.linear_attention.num_value_heads=3 is not divisible by"),
+        (["model.sliding_window=8"], "there are no local layers with model.linear_attention"),
+        (["model.global_every=3"], "model.global_every=3 leaves no layer of model.num_layers=2"),
+    ],
+)
+def test_what_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        program(*HYBRID, "model.mesh_shape=[[1],[fsdp]]", *words)
+
+
+def test_projections_have_low_rank_updates():
+    """All seven of linear attention, under one pattern with those of attention; filters and rates have none."""
+    words = [*HYBRID, "model.mesh_shape=[[1],[fsdp]]", "model.lora.rank=2", "model.lora.targets=attention"]
+    cfg = compose(words).config
+    weights = describe(cfg.model, build_layout(cfg, build_mesh(cfg))).weights
+    updated = {path.removesuffix(".lora.a") for path, _ in named(weights) if path.endswith(".lora.a")}
+    linear = {f"linear_blocks_0.attention.{name}" for name in ("q", "k", "v", "gate", "beta", "decay", "o")}
+    assert updated == linear | {f"blocks.attention.{name}" for name in ("q", "k", "v", "gate", "o")}
+
+
+def raw_config(**changes: object) -> dict:
+    return json.loads((PARITY / "qwen3_5" / "config.json").read_text()) | changes
+
+
+def test_config_of_a_model_that_sees():
+    """The decoder's keys stand in text_config, with the rotations of images; layers may be given by their interval."""
+    rope = {"mrope_interleaved": True, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.25, "rope_theta": 1e7}
+    text = raw_config(rope_parameters=rope | {"rope_type": "default"}, mtp_num_hidden_layers=1, attn_output_gate=True)
+    del text["layer_types"]
+    seeing = {"model_type": "qwen3_5", "text_config": text | {"full_attention_interval": 2}, "vision_config": {}}
+    found = understood(seeing, "config.json")
+    assert (found["family"], found["global_every"], found["rotated_dim"]) == ("qwen3_5", 2, 4)
+    assert found["linear_attention"]["filter_size"] == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]},
+        {"attn_output_gate": False},
+        {"linear_value_gate": True},
+    ],
+)
+def test_keys_that_mean_another_model_are_refused(changes):
+    with pytest.raises(UserError, match=next(iter(changes))):
+        understood(raw_config(**changes), "config.json")
