@@ -16,7 +16,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import build, compose
 from tunix.config import Config
 from tunix.data.batches import ReadAhead
-from tunix.data.course import make_course, schedule_after
+from tunix.data.course import Course, make_course, schedule_after
 from tunix.data.position import BEGINNING, Position
 from tunix.plan.ranking import rank
 from tunix.plan.text import format_text
@@ -46,9 +46,13 @@ def staged(**keys: Any) -> Config:
     return build(values)
 
 
+def course_on(mesh_sizes: dict[str, int], cfg: Config, start: Position) -> Course:
+    return make_course(cfg, schedule_after(start, cfg, mesh_sizes), start)
+
+
 def test_a_course_goes_through_the_stages_and_on_from_any_step():
     cfg = staged(skip_steps=["2", "4:7"])
-    course = make_course(cfg, FOUR, BEGINNING)
+    course = course_on(FOUR, cfg, BEGINNING)
     firsts, left_out, place = [], [], 0
     for step, size in enumerate(SAMPLES, 1):
         skipped = {2: SAMPLES[1], 4: sum(SAMPLES[3:7])}.get(step, 0)
@@ -60,7 +64,7 @@ def test_a_course_goes_through_the_stages_and_on_from_any_step():
     for step in range(11):
         position = Position(step, course.next_sample(step), "", "", left_out=course.left_out(step))
         assert position.num_samples == sum(SAMPLES[:step]) == course.taken(step)
-        again = make_course(cfg, ONE, position)  # on another mesh
+        again = course_on(ONE, cfg, position)  # on another mesh
         assert [again.samples(later) for later in range(step + 1, 11)] == [
             course.samples(later) for later in range(step + 1, 11)
         ]
@@ -72,7 +76,7 @@ def test_a_course_goes_through_the_stages_and_on_from_any_step():
 def test_the_length_of_a_run_and_of_its_schedule_count_the_tokens_of_each_stage():
     def length(**keys: int) -> int | None:
         cfg = staged(max_steps=None, **keys)
-        return last_step(cfg.training, make_course(cfg, FOUR, BEGINNING), 512, 100)
+        return last_step(cfg.training, course_on(FOUR, cfg, BEGINNING), 512, 100)
 
     for tokens, steps in ((383, 2), (384, 3), (1152, 6), (1663, 6), (1664, 7)):
         assert length(max_tokens=tokens) == steps

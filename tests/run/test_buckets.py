@@ -34,6 +34,7 @@ from tunix.run import objects
 from tunix.run.bucket_store import BucketStore
 from tunix.run.home import check_home
 from tunix.run.integrity import check_everything
+from tunix.run.record import Record
 from tunix.run.stores import SharedStore, move_newer
 from tunix.sources.files import find_files, open_unpacked
 
@@ -109,7 +110,7 @@ def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_pat
     in_bucket = BucketStore(f"s3://{BUCKET}/bytes/checkpoints", checkpoint_keys())
     in_folder = SharedStore(tmp_path, checkpoint_keys())
     for store in (in_bucket, in_folder):
-        store.save(3, state, ABOUT, {"words": ["a"]}, {"held_out_loss": 1.0})
+        store.save(3, state, Record(ABOUT, {"words": ["a"]}, {"held_out_loss": 1.0}))
         store.finish()
         for shape in ((4, 2), (2, 4), (1, 1)):
             again = store.restore(3, empty(make_state(shape)))
@@ -127,7 +128,7 @@ def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_pat
 def test_what_is_kept_is_what_was_asked_for(server, files):
     store = BucketStore(f"s3://{BUCKET}/kept/checkpoints", checkpoint_keys(max_to_keep=1, keep_every_steps=4))
     for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0), (5, None), (6, 2.5)):
-        store.save(step, make_state((1, 1), step), ABOUT, {}, None if loss is None else {"held_out_loss": loss})
+        store.save(step, make_state((1, 1), step), Record(ABOUT, {}, None if loss is None else {"held_out_loss": loss}))
     store.finish()
     assert store.steps() == [3, 4, 6]  # the best, a multiple of 4, the newest
     assert sorted(buckets.list_names(store.folder, "test")) == ["3", "4", "6"]
@@ -139,7 +140,7 @@ def test_what_is_kept_is_what_was_asked_for(server, files):
 
 def test_a_damaged_object_is_named(server, files):
     store = BucketStore(f"s3://{BUCKET}/damaged/checkpoints", checkpoint_keys(verify="once"))
-    store.save(3, make_state((2, 1)), ABOUT, {}, None)
+    store.save(3, make_state((2, 1)), Record(ABOUT, {}, None))
     store.finish()
     store.check(3)
     victim = f"{store.folder}/3/state/params/w/1.0.0"
@@ -155,11 +156,11 @@ def test_a_damaged_object_is_named(server, files):
 
 def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):
     store = BucketStore(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
-    store.save(3, make_state((2, 1)), ABOUT, {}, None)
+    store.save(3, make_state((2, 1)), Record(ABOUT, {}, None))
     store.wait()
     server.denies = True
     try:
-        store.save(6, make_state((2, 1)), ABOUT, {}, None)
+        store.save(6, make_state((2, 1)), Record(ABOUT, {}, None))
         with pytest.raises(
             UserError,
             match=r"written to s3://shelf/denied/checkpoints: .*Denied.* go on with resume=s3://shelf/denied$",
@@ -176,7 +177,7 @@ def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):
 def test_a_slow_bucket_keeps_no_step_waiting(server):
     store = BucketStore(f"s3://{BUCKET}/slow/checkpoints", checkpoint_keys())
     server.hold("/slow/checkpoints/3/")
-    store.save(3, make_state((2, 1)), ABOUT, {}, None)  # returns, though nothing can be written
+    store.save(3, make_state((2, 1)), Record(ABOUT, {}, None))  # returns, though nothing can be written
     assert server.waiting.wait(60)
     assert store.steps() == []
     server.release()
@@ -188,7 +189,7 @@ def test_a_bucket_that_vanishes_ends_the_save(tmp_path):
     with serve_s3() as other:
         store = BucketStore(f"s3://{BUCKET}/gone/checkpoints", checkpoint_keys(timeout_s=1))
         other.vanish()
-        store.save(3, make_state((1, 1)), ABOUT, {}, None)
+        store.save(3, make_state((1, 1)), Record(ABOUT, {}, None))
         with pytest.raises(UserError, match=r"could not be written to s3://shelf/gone.*Could not connect"):
             store.wait()
 

@@ -21,6 +21,7 @@ from tunix.cli.compose import compose
 from tunix.data.corpus import prepare_corpus
 from tunix.inference.start import check_init_from
 from tunix.run.integrity import refuse_damaged_checkpoint
+from tunix.run.record import Record
 from tunix.run.sealed import ITEMS, check_checkpoint
 from tunix.run.stores import SharedStore
 
@@ -51,7 +52,7 @@ def saved(tmp_path_factory) -> Saved:
             name: jax.random.normal(jax.random.fold_in(key, step), shape)
             for name, shape in [("w", (64, 32)), ("b", (40,))]
         }
-        store.save(step, state, ABOUT, {"words": ["a", "b"]}, {"held_out_loss": 1.0 / step})
+        store.save(step, state, Record(ABOUT, {"words": ["a", "b"]}, {"held_out_loss": 1.0 / step}))
         if step == 3:
             kept = {name: np.asarray(leaf) for name, leaf in state.items()}
     store.wait()
@@ -222,7 +223,7 @@ def test_a_damaged_metric_leaves_the_other_checkpoints_usable(saved, tmp_path, t
     shutil.copytree(saved.store.folder, folder)
     (folder / "6" / "metrics" / "metrics").write_text(text)
     store = SharedStore(folder, compose(["checkpoint.max_to_keep=1"]).config.checkpoint)
-    store.save(9, {"w": jax.numpy.ones(3)}, ABOUT, {}, {"held_out_loss": 1.0})
+    store.save(9, {"w": jax.numpy.ones(3)}, Record(ABOUT, {}, {"held_out_loss": 1.0}))
     store.wait()
     assert store.steps() == [3, 9]  # 3 is the best of those that can be read
     store.close()

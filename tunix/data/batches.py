@@ -30,16 +30,15 @@ class TrainBatches(Samples):
 
     def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh):
         self.cfg, self.mesh = cfg, mesh
-        periods = cfg.training.batch_schedule(mesh.shape).periods
-        self._set_period(periods[-1])
-        num_sequences, needed = sum(map(len, parts.values())), max(period.num_samples for period in periods)
+        schedule = schedule_after(BEGINNING, cfg, mesh.shape)
+        self._set_period(schedule.periods[-1])
+        num_sequences, needed = sum(map(len, parts.values())), max(period.num_samples for period in schedule.periods)
         if num_sequences < needed:
             raise UserError(
                 f"the training data make {num_sequences} sequences of training.seq_len={cfg.training.seq_len} tokens, "
                 f"one step needs {needed}; add data or make the batch or seq_len smaller"
             )
-        course = make_course(cfg, mesh.shape, BEGINNING)
-        super().__init__(parts, cfg, course, cfg.training.seq_len)
+        super().__init__(parts, cfg, make_course(cfg, schedule, BEGINNING), cfg.training.seq_len)
 
     def _set_period(self, period: BatchPeriod) -> None:
         self.batch_size, self.num_cuts = period.num_samples, period.num_cuts
@@ -118,11 +117,12 @@ class ReadAhead:
 
     def __init__(self, data: TrainBatches, start: Position, last: int):
         self.data, self.start, self.step = data, start, start.step
-        self.course = make_course(data.cfg, data.mesh.shape, start)
+        self.schedule = schedule_after(start, data.cfg, data.mesh.shape)
+        self.course = make_course(data.cfg, self.schedule, start)
         self.batches = self._iterate(last)
 
     def _iterate(self, last: int) -> Generator[Batch]:
-        for period in schedule_after(self.start, self.data.cfg, self.data.mesh.shape).periods:
+        for period in self.schedule.periods:
             steps = period.steps(self.start.step + 1, last)
             yield from self.data.in_period(period).iterate(FirstSamples(self.course, steps))
 

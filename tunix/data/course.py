@@ -97,9 +97,9 @@ class Course:
         return before, self.cycle
 
 
-def make_course(cfg: Config, mesh_sizes: Mapping[str, int], start: Position) -> Course:
-    """Return the course of a run that goes on from `start`."""
-    *before, rest = schedule_after(start, cfg, mesh_sizes).periods
+def make_course(cfg: Config, schedule: BatchSchedule, start: Position) -> Course:
+    """Return the course of a run that goes on from `start`, with the batches of `schedule_after` it."""
+    *before, rest = schedule.periods
     stages = []
     for period in before:
         assert period.last_step is not None

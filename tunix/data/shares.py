@@ -8,7 +8,6 @@ What a shard holds does not depend on the process that makes it, so the corpus i
 
 import logging
 import os
-import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -38,9 +37,7 @@ def make_shares(cfg: Config) -> None:
     for name, source in cfg.evaluation.sets.items():
         everything = take_all(source)
         sources[f"evaluation.sets.{name}"] = everything, find_units(everything, cfg.loading)
-    # Several processes of one host share its cores.
-    neighbours = peers.hosts().count(socket.gethostname())
-    workers = cfg.loading.prepare_processes or max(1, (os.cpu_count() or 1) // neighbours)
+    workers = cfg.loading.prepare_processes or max(1, (os.cpu_count() or 1) // peers.num_on_host())
     loading = cfg.loading.model_copy(update={"prepare_processes": workers})
     share = slice(jax.process_index(), None, jax.process_count())
     for name, (source, units) in sources.items():

@@ -102,7 +102,7 @@ def _check_ports() -> Iterator[Finding]:
 
 def _check_space(job: Job) -> Iterator[Finding]:
     """Compare free memory and disk with the size of the run's state: a checkpoint passes through host memory."""
-    cfg, neighbours = job.config, peers.hosts().count(socket.gethostname())
+    cfg, neighbours = job.config, peers.num_on_host()
     try:
         mesh = build_mesh(cfg)
     except UserError as error:

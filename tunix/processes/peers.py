@@ -54,6 +54,11 @@ def hosts() -> list[str]:
     return gather(socket.gethostname(), "hosts")
 
 
+def num_on_host() -> int:
+    """Return the number of processes of the run on this host, which share its cores and its memory."""
+    return hosts().count(socket.gethostname())
+
+
 def first_of_host() -> bool:
     """Return True on the process that writes what each host keeps for itself."""
     return hosts().index(socket.gethostname()) == jax.process_index()

@@ -24,6 +24,7 @@ from tunix.cli.mirrored import list_steps
 from tunix.config import Checkpoint
 from tunix.processes import peers
 from tunix.run.objects import KEY, Objects, Part, check_objects, copy_part, fingerprint, list_parts, read_arrays
+from tunix.run.record import Record
 from tunix.run.retention import Saved, list_dropped, make_rules
 from tunix.run.sealed import check_together
 from tunix.training.state import State
@@ -54,23 +55,19 @@ class BucketStore:
     def home(self) -> str:
         return self.folder.rpartition("/")[0]
 
-    def save(
-        self,
-        step: int,
-        state: State,
-        about: dict[str, Any],
-        tokenizer: dict[str, Any],
-        metrics: dict[str, float] | None,
-    ) -> None:
+    def save(self, step: int, state: State, record: Record) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         self.wait()
         part = copy_part(state)
         if peers.is_main():
-            part.texts |= {"run/metadata": json.dumps(about), "tokenizer/metadata": json.dumps(tokenizer)}
-            if metrics is not None:
-                part.texts["metrics/metrics"] = json.dumps(metrics)
+            part.texts |= {"run/metadata": json.dumps(record.about)}
+            part.texts["tokenizer/metadata"] = json.dumps(record.tokenizer)
+            if record.metrics is not None:
+                part.texts["metrics/metrics"] = json.dumps(record.metrics)
         self.num_saves += 1
-        self.thread = threading.Thread(target=self._write, args=(step, part, metrics, self.num_saves), daemon=True)
+        self.thread = threading.Thread(
+            target=self._write, args=(step, part, record.metrics, self.num_saves), daemon=True
+        )
         self.thread.start()
         if not self.cfg.async_:
             self.finish()

@@ -12,6 +12,7 @@ from tunix.config import Config
 from tunix.data.position import Position
 from tunix.run.compatible import check_same
 from tunix.run.improvement import Improvement
+from tunix.run.record import Record
 from tunix.run.stores import Store, move_newer
 from tunix.training.state import State
 
@@ -54,7 +55,7 @@ class Checkpoints:
             "config": config.model_dump(mode="json", by_alias=True),
         }
         metrics = None if held_out_loss is None else {"held_out_loss": held_out_loss}
-        self.store.save(position.step, state, about, json.loads(tokenizer.to_str()), metrics)
+        self.store.save(position.step, state, Record(about, json.loads(tokenizer.to_str()), metrics))
 
     def finish(self) -> None:
         """Wait until all that was begun is on disk."""

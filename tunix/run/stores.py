@@ -28,6 +28,7 @@ from tunix.config import Checkpoint
 from tunix.processes import peers
 from tunix.run.bucket_store import BucketStore
 from tunix.run.objects import find_address, list_parts, read_arrays, read_item
+from tunix.run.record import Record
 from tunix.run.retention import held_out_loss, make_rules
 from tunix.run.sealed import SealingManager, check_checkpoint, check_together
 from tunix.sharding.arrays import from_main, to_main
@@ -81,14 +82,7 @@ class Store(Protocol):
     def folder(self) -> Path | str: ...  # an address, of a bucket
 
     def steps(self) -> list[int]: ...
-    def save(
-        self,
-        step: int,
-        state: State,
-        about: dict[str, Any],
-        tokenizer: dict[str, Any],
-        metrics: dict[str, float] | None,
-    ) -> None: ...
+    def save(self, step: int, state: State, record: Record) -> None: ...
     def wait(self) -> None: ...
     def finish(self) -> None: ...
     def check(self, step: int) -> None: ...
@@ -120,20 +114,15 @@ class SharedStore:
         """Steps that have a whole checkpoint, in order."""
         return sorted(self.manager.all_steps())
 
-    def save(
-        self,
-        step: int,
-        state: State,
-        about: dict[str, Any],
-        tokenizer: dict[str, Any],
-        metrics: dict[str, float] | None,
-    ) -> None:
+    def save(self, step: int, state: State, record: Record) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(about), tokenizer=ocp.args.JsonSave(tokenizer)
+            state=ocp.args.StandardSave(state),
+            run=ocp.args.JsonSave(record.about),
+            tokenizer=ocp.args.JsonSave(record.tokenizer),
         )
         try:
-            self.manager.save(step, args=items, metrics=metrics, force=True)
+            self.manager.save(step, args=items, metrics=record.metrics, force=True)
         except Exception as error:
             raise self._write_error(error) from error
 
@@ -219,17 +208,10 @@ class OneHostStore:
     def steps(self) -> list[int]:
         return self._read(lambda disk: disk.steps())
 
-    def save(
-        self,
-        step: int,
-        state: State,
-        about: dict[str, Any],
-        tokenizer: dict[str, Any],
-        metrics: dict[str, float] | None,
-    ) -> None:
+    def save(self, step: int, state: State, record: Record) -> None:
         gathered = to_main(state)
         if self.disk and gathered is not None:
-            self.disk.save(step, gathered, about, tokenizer, metrics)
+            self.disk.save(step, gathered, record)
 
     def wait(self) -> None:
         if self.disk:

@@ -43,7 +43,8 @@ def derive_sizes(
 ) -> Sizes:
     """Derive the sizes of a run that goes on from `start`. `num_samples`, those to train on, is None in a dry run."""
     training = cfg.training
-    schedule, course = schedule_after(start, cfg, mesh.shape), make_course(cfg, mesh.shape, start)
+    schedule = schedule_after(start, cfg, mesh.shape)
+    course = make_course(cfg, schedule, start)
     lengths = {period.shape.seq_len for period in schedule.periods}
     return Sizes(
         schedule,
