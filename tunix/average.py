@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from tunix.base.errors import UserError
-from tunix.cli import compose
 from tunix.cli.command import run_command
+from tunix.cli.runs import find_checkpoints, find_run
 from tunix.config import Average
 from tunix.export import write_export
 from tunix.inference.pretrained import Pretrained, load_pretrained
@@ -54,13 +54,13 @@ def list_sources(command: Average) -> list[str]:
             raise UserError("steps are of one run, but checkpoint names several; write [RUN/checkpoints/STEP,...]")
         sources = list(command.checkpoint)
     else:
-        run = compose.find_run(command.checkpoint)
+        run = find_run(command.checkpoint)
         if run is None or run[1] is not None or command.steps is None:
             raise UserError(
                 f"checkpoint={command.checkpoint}: give the folder of a run and steps=[300,400] or steps=all, or "
                 "several checkpoints: checkpoint=[DIR,DIR]"
             )
-        sources = [folder for _, folder in compose.find_checkpoints(run[0], command.steps, "steps")]
+        sources = [folder for _, folder in find_checkpoints(run[0], command.steps, "steps")]
     if len(sources) < 2:
         raise UserError(f"an average needs two checkpoints or more, and there is {len(sources)}: {', '.join(sources)}")
     return sources

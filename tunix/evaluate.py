@@ -16,6 +16,7 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli import command, compose
+from tunix.cli.runs import find_checkpoints, find_run
 from tunix.config import Config, Evaluate
 from tunix.config import Sampling as SamplingKeys
 from tunix.config.data import Mixture
@@ -96,17 +97,17 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
     """
     if cmd.step is None:
         return {None: cmd.checkpoint}
-    run = compose.find_run(cmd.checkpoint)
+    run = find_run(cmd.checkpoint)
     if run is None or run[1] is not None:
         what = "is no run of tunix" if run is None else "is one checkpoint"
         raise UserError(f"step={cmd.step}: checkpoint={cmd.checkpoint} {what}; give the folder of a run")
     choice = (cmd.step,) if isinstance(cmd.step, int) else cmd.step
-    return dict(compose.find_checkpoints(run[0], choice, f"step={cmd.step}"))
+    return dict(find_checkpoints(run[0], choice, f"step={cmd.step}"))
 
 
 def _config(cmd: Evaluate) -> Config:
     """The run's or the model's config, on the tokenizer that it was trained with."""
-    run = compose.find_run(cmd.checkpoint)
+    run = find_run(cmd.checkpoint)
     if given := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
         raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
     origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"

@@ -29,6 +29,7 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli import command, compose
+from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.values import CONF
 from tunix.data.position import Position
@@ -101,7 +102,7 @@ def _find_need(cfg: Config) -> str:
     if cfg.task.documents in ASK_PEERS:
         return f"task={cfg.task.name}"
     source = cfg.model.init_from
-    return f"model.init_from={source}" if source and compose.find_run(source) else ""
+    return f"model.init_from={source}" if source and find_run(source) else ""
 
 
 def choose_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict[str, int]]:

@@ -26,8 +26,9 @@ import tunix
 from tunix.base import buckets
 from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose, find_run
+from tunix.cli.compose import compose
 from tunix.cli.mirrored import split_step
+from tunix.cli.runs import find_run
 from tunix.config import Export
 from tunix.export import export
 from tunix.run import objects

@@ -8,10 +8,9 @@ the value and the way out (`tunix.cli.mistakes`). Read `compose` first.
 
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -22,19 +21,18 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from tunix.base.buckets import is_address
-from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError, did_you_mean
 from tunix.base.nested import flat
 from tunix.cli.architecture import _fill_from_pretrained, count_rows, fill_from_adapter, fill_from_run
 from tunix.cli.foreign import find_key
-from tunix.cli.mirrored import find_mirrored, mirror_run, split_step
+from tunix.cli.mirrored import split_step
 from tunix.cli.mistakes import explain_errors, unknown_key, validate
+from tunix.cli.runs import OUTPUTS, find_resume_point, find_run, saved_home
 from tunix.cli.saved import upgrade
 from tunix.config import Config
 from tunix.config.values import CONF
 
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # keys of `distributed`
-OUTPUTS = Path("outputs")
 SEARCH = "hydra.searchpath="
 SETS = "evaluation.sets."  # begins the package of a set's source
 
@@ -69,23 +67,8 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
         for override in given.values():
             _check_section(override)
             _check_choice(override)
-        if "resume" in given and (value := given["resume"].value()) is not None:
-            project = str(given["project_name"].value()) if "project_name" in given else None
-            run_dir, step = _find_resume_point(str(value), project)
-            composed = _compose_saved(run_dir, list(given.values()))
-            if composed.loading.allow_changed_data and composed.tokenizer.path is None:
-                # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
-                composed.tokenizer.path = str(run_dir.absolute() / "tokenizer")
-            saved_home, source = _saved_home(run_dir), str(value)
-            if not is_address(source):
-                config = check(composed, fresh=False)
-                home = saved_home or str(run_dir)
-                return Job(config, overrides, run_dir, run_dir_is_explicit=True, resume_step=step, came_from=home)
-            if "checkpoint.folder" not in given:
-                composed.checkpoint.folder = split_step(source)[0]
-            config = check(composed, fresh=False)
-            folder = Path(str(given["hydra.run.dir"].value())) if "hydra.run.dir" in given else _dated_folder(config)
-            return Job(config, overrides, folder, "hydra.run.dir" in given, step, split_step(source)[0])
+        if "resume" in given and given["resume"].value() is not None:
+            return _compose_resumed(overrides, given)
         composed = _compose_by_hydra(add_implied_model(overrides), config_dir, config_name)
         hydra_node = OmegaConf.create({"hydra": OmegaConf.to_container(composed.hydra, resolve=False)})
         return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in given, hydra=hydra_node)
@@ -210,48 +193,6 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
     return build(values)
 
 
-def find_run(source: str) -> tuple[Path, int | None] | None:
-    """Return folder and step (None: the newest) of a run, from what the key `resume` accepts; None if it is no run.
-
-    The folder is the home of the run's checkpoints (`checkpoint.folder`), or stands for one that is in a bucket.
-    """
-    if is_address(source):
-        address, step = split_step(source)
-        folder = mirror_run(address, "checkpoint")
-        return None if folder is None else (folder, step)
-    path = Path(source)
-    is_run = source == "latest" or any((folder / "config.yaml").is_file() for folder in (path, *path.parents[1:2]))
-    if not is_run:
-        return None
-    run_dir, step = _find_resume_point(source, None)
-    home = _saved_home(run_dir)
-    if home is None or Path(home) == run_dir:
-        return run_dir, step
-    return (find_mirrored(home, "checkpoint")[0] if is_address(home) else Path(home)), step
-
-
-def _saved_home(run_dir: Path) -> str | None:
-    """Return the `checkpoint.folder` of a run's saved config."""
-    saved: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    return saved.get("checkpoint", {}).get("folder")
-
-
-def find_checkpoints(run_dir: Path, choice: Sequence[int] | Literal["all"], key: str) -> list[tuple[int, str]]:
-    """Return steps and folders of checkpoints of a run, of `choice` or all that are kept; `key` is for the message.
-
-    Raises:
-        UserError: the run lacks one of them, or has none at all.
-    """
-    folder = run_dir / "checkpoints"
-    kept = list_numbers(folder)
-    steps = kept if choice == "all" else choice
-    missing = [str(step) for step in steps if step not in kept]
-    if missing or not steps:
-        listed = ", ".join(map(str, kept)) or "none"
-        raise UserError(f"{key}: {folder} has no checkpoint of {', '.join(missing) or 'any step'}; it has {listed}")
-    return [(step, str(folder / str(step))) for step in steps]
-
-
 def build(values: dict[Any, Any]) -> Config:
     """Check plain `values` and return the config; raises `UserError` with a line for each error."""
     return validate(Config, values)
@@ -279,23 +220,27 @@ def _drop_identity(config: Config) -> dict[str, Any]:
     return config.model_copy(update={"distributed": distributed}).model_dump(mode="json", by_alias=True)
 
 
-def _find_resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
-    """Return the run folder and step (None: the newest) that `resume=value` means; `project` is for "latest"."""
-    if is_address(value):
-        return find_mirrored(value, "resume")
-    path = Path(value)
-    if value == "latest":
-        project = project or OmegaConf.load(CONF / "config.yaml").project_name
-        path = OUTPUTS / project / "latest"
-        if not path.exists():
-            raise UserError(f"resume=latest: there is no {path}; project {project} has no run in this folder yet")
-        path = path.resolve()
-    step = None
-    if path.parent.name == "checkpoints" and path.name.isdigit():
-        path, step = path.parent.parent, int(path.name)
-    if not (path / "config.yaml").is_file():
-        raise UserError(f"resume={value}: {path} is not a run's folder (it has no config.yaml)")
-    return path, step
+def _compose_resumed(overrides: list[str], given: dict[str, Override]) -> Job:
+    """Compose the job that goes on with the run of `resume`; `given` are the overrides by their keys."""
+    source = str(given["resume"].value())
+    project = str(given["project_name"].value()) if "project_name" in given else None
+    run_dir, step = find_resume_point(source, project)
+    composed = _compose_saved(run_dir, list(given.values()))
+    if composed.loading.allow_changed_data and composed.tokenizer.path is None:
+        # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
+        composed.tokenizer.path = str(run_dir.absolute() / "tokenizer")
+    home = saved_home(run_dir) or str(run_dir)
+    if not is_address(source):
+        config = check(composed, fresh=False)
+        return Job(config, overrides, run_dir, run_dir_is_explicit=True, resume_step=step, came_from=home)
+    # `run_dir` is a copy of the bucket's files here; the run takes a new folder.
+    home = split_step(source)[0]
+    if "checkpoint.folder" not in given:
+        composed.checkpoint.folder = home
+    config = check(composed, fresh=False)
+    is_explicit = "hydra.run.dir" in given
+    folder = Path(str(given["hydra.run.dir"].value())) if is_explicit else _dated_folder(config)
+    return Job(config, overrides, folder, is_explicit, resume_step=step, came_from=home)
 
 
 def _compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:

@@ -9,21 +9,14 @@ import filecmp
 import hashlib
 import json
 import logging
-import multiprocessing
-import os
 import shutil
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from tunix.base.digests import FILE, is_verified, list_files, note_verified, refuse_damaged, write_digests
 from tunix.base.disk import make_once
@@ -31,7 +24,8 @@ from tunix.base.errors import UserError
 from tunix.config import Loading, Task, Tokenizer
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
-from tunix.data.shards import HASH_BITS, ShardPlan, document_hash, make_shard
+from tunix.data.shard_workers import make_shards
+from tunix.data.shards import HASH_BITS, ShardPlan, document_hash
 from tunix.data.stream import FORMAT, Prepared, open_prepared
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
@@ -96,14 +90,14 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
         begun = time.perf_counter()
         plans = _plan_shards(source, units, task, vocabulary, loading, folder)
         limit, tokenizer = int(source.held_out_fraction * 2**HASH_BITS), folder / "tokenizer"
-        facts = _make_shards(plans, folder, loading)
+        facts = make_shards(plans, folder, loading)
         if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in facts):
             # A small corpus may have no document below the limit: hold out the one with the smallest hash, and make
             # its shard again.
             limit = min(fact["smallest_hash"] for fact in facts) + 1
             plans = [replace(plan, held_out_below=max(limit, plan.held_out_below)) for plan in plans]
             redo = {fact["name"] for fact in facts if fact["smallest_hash"] < limit}
-            facts = _make_shards(plans, folder, loading, redo)
+            facts = make_shards(plans, folder, loading, redo)
         index = _make_index(source, facts, folder, vocabulary)
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
         own = [folder / "index.json", *list_files(tokenizer), *(folder / plan.name / FILE for plan in plans)]
@@ -123,7 +117,7 @@ def make_share(
     """
     folder = find_folder(source, units, task, vocabulary, loading)
     if not (folder / "index.json").exists():
-        _make_shards(_plan_shards(source, units, task, vocabulary, loading, folder)[share], folder, loading)
+        make_shards(_plan_shards(source, units, task, vocabulary, loading, folder)[share], folder, loading)
 
 
 def find_folder(source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Path:
@@ -160,65 +154,6 @@ def open_whole(folder: Path, loading: Loading) -> Prepared:
         if loading.verify == "once" and mark.is_file():
             note_verified(folder, mark)
     return open_prepared(folder)
-
-
-def _make_shards(plans: list[ShardPlan], folder: Path, loading: Loading, redo: set[str] | None = None) -> list[dict]:
-    """Make the shards that are missing and those of `redo`, on all cores; return the facts of all shards."""
-    for name in redo or ():
-        shutil.rmtree(folder / name)
-    missing = [plan for plan in plans if not (folder / plan.name).exists()]
-    if 0 < len(missing) < len(plans) and redo is None:
-        log.info("%d of %d shards are there already", len(plans) - len(missing), len(plans))
-    num_workers = min(len(missing), loading.prepare_processes or os.cpu_count() or 1)
-    sizes = {plan.name: sum(unit.size for unit in plan.units) for plan in missing}
-    columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("", total=sum(sizes.values()))
-        for name in _make_missing(missing, folder, num_workers):
-            progress.advance(bar, sizes[name])
-    return [json.loads((folder / plan.name / "facts.json").read_text()) for plan in plans]
-
-
-def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:
-    """Make shards in worker processes and yield the name of each when it is done.
-
-    With one worker, this process makes them all, and the tokenizer uses a thread for each core.
-    """
-    if num_workers <= 1:
-        for plan in plans:
-            yield _make_one(plan, folder)
-        return
-    context = multiprocessing.get_context("spawn")  # not "fork": a forked copy of a process with threads can hang
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
-        futures = [pool.submit(_make_one, plan, folder) for plan in plans]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "a process that tokenizes was killed, perhaps because memory ran out; run fewer at a time: "
-                f"loading.prepare_processes={max(1, num_workers // 2)}. Finished shards are kept"
-            ) from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _make_one(plan: ShardPlan, folder: Path) -> str:
-    make_once(folder / plan.name, lambda path: make_shard(plan, path))
-    return plan.name
-
-
-def _start_worker(parent: int) -> None:
-    """Prepare a worker process: it uses one core, and it ends when its parent has ended."""
-    os.environ["RAYON_NUM_THREADS"] = "1"
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _group_units(units: list[Unit], size: int) -> Iterator[list[Unit]]:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from tunix.base.digests import refuse_damaged
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
-from tunix.cli import architecture, compose
+from tunix.cli import architecture
+from tunix.cli.runs import find_run
 from tunix.config import Model
 from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import CHANGED, load_weights
@@ -116,7 +117,7 @@ def load_pretrained(
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
     """
-    run = compose.find_run(str(source))
+    run = find_run(str(source))
     folder = run[0] if run else _fetch(str(source), ABOUT)
     if mesh_shape is None:
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
@@ -136,7 +137,7 @@ def load_params(
     source: str, cfg: Model, arch: Architecture, layout: Layout, mesh: Mesh, weights: str = "trained"
 ) -> tuple[Params, Tokenizer | None]:
     """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files."""
-    if run := compose.find_run(source):
+    if run := find_run(source):
         checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
         if peers.first_of_host():
             refuse_damaged_checkpoint(checkpoint)

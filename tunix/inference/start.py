@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tunix.base.digests import refuse_damaged
 from tunix.base.errors import UserError
-from tunix.cli import compose
+from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.hf.adapter import check_adapter, load_adapter
 from tunix.hf.hub import ABOUT, WEIGHTS, find
@@ -31,7 +31,7 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
     source = cfg.model.init_from
     if source is None or cfg.resume:
         return
-    if run := compose.find_run(source):
+    if run := find_run(source):
         checkpoint = _find_checkpoint_of(cfg, *run)
         if peers.first_of_host():
             refuse_damaged_checkpoint(checkpoint)
@@ -66,7 +66,7 @@ def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
 
 
 def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
-    if run := compose.find_run(source):
+    if run := find_run(source):
         abstract = abstract_params(program.arch, mesh, program.layout)
         own, lacking = _without_updates(abstract)
         params = read_state(_find_checkpoint_of(program.cfg, *run), {"params": own})["params"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from tunix.base.digests import FILE, Damaged, check_files, list_files
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
-from tunix.cli import compose
+from tunix.cli.runs import find_run
 from tunix.run.objects import find_address
 from tunix.run.sealed import check_checkpoint
 
@@ -48,7 +48,7 @@ def check_everything(source: str) -> tuple[list[str], bool]:
 
 def _find_folders(source: str) -> list[tuple[Path, bool]]:
     """Return the folders to check, each with True if it is a checkpoint."""
-    if run := compose.find_run(source):
+    if run := find_run(source):
         steps = list_numbers(run[0] / "checkpoints")
         wanted = steps if run[1] is None else [run[1]]
         if not steps or not set(wanted) <= set(steps):

@@ -17,6 +17,7 @@ from tunix.base.disk import write_whole
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.cli.mirrored import find_mirrored
+from tunix.cli.runs import OUTPUTS, find_run
 from tunix.config import Config
 from tunix.hf.hub import ABOUT, find
 from tunix.hf.tensor_files import INDEX
@@ -121,7 +122,7 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
     if peers.is_main() or (not shared and peers.first_of_host()):
         write_config(job, folder)
         _write_environment(folder)
-        _link_latest(folder, compose.OUTPUTS / job.config.project_name / "latest")
+        _link_latest(folder, OUTPUTS / job.config.project_name / "latest")
     name = "train.log" if peers.is_main() else f"train.{jax.process_index()}.log"
     file = logging.FileHandler(folder / name)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -137,7 +138,7 @@ def find_model_files(init_from: str) -> Path | None:
 
     None for a run that began without such files.
     """
-    if run := compose.find_run(init_from):
+    if run := find_run(init_from):
         return _existing(run[0] / FILES)
     return find(init_from)
 

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from tunix.base.tables import as_text
 from tunix.cli.architecture import unlike_its_family
-from tunix.cli.compose import find_run
 from tunix.cli.intent import count_idle_rows
+from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.task import Grpo

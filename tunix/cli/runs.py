@@ -1,0 +1,76 @@
+"""Saved runs, as users name them: by a folder, a checkpoint in it, an address in a bucket, or `latest`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from tunix.base.buckets import is_address
+from tunix.base.disk import list_numbers
+from tunix.base.errors import UserError
+from tunix.cli.mirrored import find_mirrored, mirror_run, split_step
+from tunix.config.values import CONF
+
+OUTPUTS = Path("outputs")
+
+
+def find_run(source: str) -> tuple[Path, int | None] | None:
+    """Return folder and step (None: the newest) of a run, from what the key `resume` accepts; None if it is no run.
+
+    The folder is the home of the run's checkpoints (`checkpoint.folder`), or stands for one that is in a bucket.
+    """
+    if is_address(source):
+        address, step = split_step(source)
+        folder = mirror_run(address, "checkpoint")
+        return None if folder is None else (folder, step)
+    path = Path(source)
+    is_run = source == "latest" or any((folder / "config.yaml").is_file() for folder in (path, *path.parents[1:2]))
+    if not is_run:
+        return None
+    run_dir, step = find_resume_point(source, None)
+    home = saved_home(run_dir)
+    if home is None or Path(home) == run_dir:
+        return run_dir, step
+    return (find_mirrored(home, "checkpoint")[0] if is_address(home) else Path(home)), step
+
+
+def find_resume_point(value: str, project: str | None) -> tuple[Path, int | None]:
+    """Return the run folder and step (None: the newest) that `resume=value` means; `project` is for "latest"."""
+    if is_address(value):
+        return find_mirrored(value, "resume")
+    path = Path(value)
+    if value == "latest":
+        project = project or OmegaConf.load(CONF / "config.yaml").project_name
+        path = OUTPUTS / project / "latest"
+        if not path.exists():
+            raise UserError(f"resume=latest: there is no {path}; project {project} has no run in this folder yet")
+        path = path.resolve()
+    step = None
+    if path.parent.name == "checkpoints" and path.name.isdigit():
+        path, step = path.parent.parent, int(path.name)
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"resume={value}: {path} is not a run's folder (it has no config.yaml)")
+    return path, step
+
+
+def saved_home(run_dir: Path) -> str | None:
+    """Return the `checkpoint.folder` of a run's saved config."""
+    saved: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    return saved.get("checkpoint", {}).get("folder")
+
+
+def find_checkpoints(run_dir: Path, choice: Sequence[int] | Literal["all"], key: str) -> list[tuple[int, str]]:
+    """Return steps and folders of checkpoints of a run, of `choice` or all that are kept; `key` is for the message.
+
+    Raises:
+        UserError: the run lacks one of them, or has none at all.
+    """
+    folder = run_dir / "checkpoints"
+    kept = list_numbers(folder)
+    steps = kept if choice == "all" else choice
+    missing = [str(step) for step in steps if step not in kept]
+    if missing or not steps:
+        listed = ", ".join(map(str, kept)) or "none"
+        raise UserError(f"{key}: {folder} has no checkpoint of {', '.join(missing) or 'any step'}; it has {listed}")
+    return [(step, str(folder / str(step))) for step in steps]
