@@ -46,6 +46,7 @@ def mirror_run(home: str, key: str) -> Path | None:
     for name in COPIED:
         if list_names(join(home, name), key):
             mirror(join(home, name), ("*",), key)
+    # Each checkpoint gets a stand-in, and that of a checkpoint which is gone from the bucket goes too.
     steps = list_steps(home, key)
     for step in steps:
         stand_in = folder / "checkpoints" / str(step)

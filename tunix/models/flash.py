@@ -117,6 +117,7 @@ def _forward(q, k, v, first, block, cap, interpret):
         out_shape=[_like(q, q.shape), _like(q, (batch, heads, length), jnp.float32)],
         in_specs=[queries, keys, keys, rows],
         out_specs=[queries, sums],
+        # A program for each head, block of queries and row. All keys of the row are in reach; it loads those it needs.
         grid=(heads, length // block.queries, batch),
         block=block,
         interpret=interpret,
@@ -144,6 +145,7 @@ def _keys_gradient(q, k, v, end, log_sums, delta, d_out, block, cap, interpret):
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
+    # A program for each key/value head: it goes through the query heads that share it, and adds their gradients up.
     keys = pl.BlockSpec((None, block.keys, None, dim), lambda head, n, row: (row, n, head, 0))
     queries = pl.BlockSpec((None, length, group, dim), lambda head, n, row: (row, 0, head, 0))
     rows = pl.BlockSpec((None, block.keys), lambda head, n, row: (row, n))
@@ -191,7 +193,12 @@ def _over_blocks(body, carry, low, full, last, high):
 
 
 def _over_keys(body, carry, first, begin, block_q, block_k):
-    """Run `body` over the blocks of keys that the block of queries at `begin` sees."""
+    """Run `body` over the blocks of keys that the block of queries at `begin` sees.
+
+    block of keys    0   1   2   3   4   5   6        the first keys of the queries lie in blocks 1 and 2, the queries
+                         m   m   #   #   m            themselves in block 5; m: masked, #: each query sees each key
+                         low     full    last         high is 6
+    """
     low, high = jnp.min(first) // block_k, pl.cdiv(begin + block_q, block_k)
     last = begin // block_k
     full = jnp.minimum(pl.cdiv(jnp.max(first), block_k), last)
@@ -215,6 +222,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, bl
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             scores = jnp.where((keys >= first[:, None]) & (keys <= rows[:, None]), scores, MASKED)
+        # Softmax block by block: where a larger score comes, what was added up before shrinks to the new scale.
         higher = jnp.maximum(top, scores.max(1))
         p, scale = jnp.exp2(scores - higher[:, None]), jnp.exp2(top - higher)
         v = v_ref[here, :]
@@ -236,7 +244,7 @@ def _queries_kernel(q_ref, k_ref, v_ref, first_ref, log_sums_ref, delta_ref, d_o
         here = pl.ds(n * block_k, block_k)
         k = k_ref[here, :]
         scores = soft_cap(triton.dot(q, k.T), cap)
-        p = jnp.exp2(scores * LOG2_E - log_sums[:, None])
+        p = jnp.exp2(scores * LOG2_E - log_sums[:, None])  # the softmax once more, out of the sums that were kept
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             p = jnp.where((keys >= first[:, None]) & (keys <= rows[:, None]), p, 0)
@@ -268,6 +276,8 @@ def _keys_kernel(q_ref, k_ref, v_ref, end_ref, log_sums_ref, delta_ref, d_out_re
         d_scores = _through_cap(d_scores, scores, cap)
         return dk + triton.dot(d_scores.astype(q.dtype), q), dv
 
+    # The queries that see these keys: from the keys' own places on (masked: keys after a query), then those that see
+    # all of them, and at last those after the end of a document or of a window (masked again).
     low, high = begin // block_q, pl.cdiv(jnp.max(end), block_q)
     full = jnp.minimum(pl.cdiv(begin + block_k, block_q), high)
     last = jnp.maximum(jnp.min(end) // block_q, full)

@@ -114,6 +114,8 @@ def _attend_backward(cap, kept, gradients):
     # gradient of the log of the sum is p, times what the caller makes of it: it joins delta.
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1) - d_log_sums
     pull = partial(_pull_back, q, queries, log_sums, delta, d_out, segments, cap)
+    # The gradients of a block follow it one step later, and each device adds its part. After the last step they are
+    # handed on once more, and are at home then.
     block = _hand_on((k, v))
     dq, *gradients = pull(jnp.zeros_like(q, jnp.float32), (k, v), 0)
 
@@ -142,6 +144,12 @@ def _forward(q, k, v, queries, segments, cap) -> tuple[jax.Array, jax.Array]:
     nothing = jnp.zeros_like(q, jnp.float32)[..., : v.shape[3]]  # values may be narrower than keys
     sums = Sums(nothing, nothing[..., 0] + MASKED, nothing[..., 0])
     add = partial(_add_block, q, queries, segments, cap)
+    # The first and the last block stand outside of the loop: the first is the device's own, and behind the last one
+    # nothing is left to hand on. With four devices:
+    #
+    #     compute with    own | block 1    block 2 | block 3
+    #     hand on         own | block 1    block 2 |
+    #                         |<---- visit ------->|
     block = _hand_on((k, v))  # on its way while the device computes with its own
     sums = add(sums, (k, v), 0)
 
@@ -174,7 +182,7 @@ def _add_block(q, queries, segments, cap, sums: Sums, block, step) -> Sums:
         mask = _mask(queries, key_places, key_segments)
         top = jnp.maximum(sums.top, jnp.max(jnp.where(mask, scores, MASKED), -1))
         p = jnp.where(mask, jnp.exp(scores - top[..., None]), 0)
-        scale = jnp.exp(sums.top - top)
+        scale = jnp.exp(sums.top - top)  # the sums so far were taken relative to a smaller score
         more = jnp.einsum("bqkgs,bskh->bqkgh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return Sums(sums.out * scale[..., None] + more, top, sums.total * scale + jnp.sum(p, -1))
 

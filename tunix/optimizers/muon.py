@@ -88,13 +88,15 @@ def _orthogonalise(x: jax.Array, places: MuonDimensionNumbers, coefficients: jax
     """Return an array of matrices [..., in, ..., out, ...] with each matrix orthogonalised."""
     rows, columns = list(places.reduction_axis), list(places.output_axis)
     copies = [axis for axis in range(x.ndim) if axis not in rows + columns]
-    order = copies + rows + columns
+    order = copies + rows + columns  # [layers, D, N, H] of queries: rows D, columns N H, a copy for each layer
     turned = x.transpose(order)
     num_in, num_out = (math.prod(x.shape[axis] for axis in axes) for axes in (rows, columns))
     matrices = spread(turned.reshape(-1, num_in, num_out))
     if num_in > num_out:  # the iterations multiply by a square of the number of rows
         matrices = matrices.mT
     matrices = matrices / (jnp.linalg.norm(matrices, axis=(1, 2), keepdims=True) + keys.eps)
+    # Each iteration moves every singular value s of a matrix X = U diag(s) V to a s + b s^3 + c s^5: towards 1. The
+    # norm was at most 1 before, as that needs, and X keeps its U and V.
     for _ in range(keys.ns_steps):
         squares = matrices @ matrices.mT
         matrices = (
