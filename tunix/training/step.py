@@ -55,15 +55,19 @@ def make_train_step(
         seeds = state["step"] * num_microbatches + jnp.arange(num_microbatches)
         grads, weight, sums = gradients(state["params"], batch, seeds)
         with jax.named_scope("optimizer"):
+            # The one division: `weight` is that of all microbatches on all devices, and sums become means here.
             grads = optimizer_view(jax.tree.map(lambda g: g / weight, grads), arch, layout)
             grad_norm = optax.tree.norm(grads)
             trained = arch.trained(state["params"])
             params = optimizer_view(trained, arch, layout)
+            # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
             moments = to_device_memory(state["opt_state"]) if layout.moments_on_host else state["opt_state"]
             direction, opt_state = update(grads, moments, params)
             rate = schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
             reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
+            # A step that is not good changes nothing. Its update is computed like any other, and then left out: each
+            # array takes its new values or keeps its old ones, so no step waits for the host to look at its numbers.
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
             is_good, watched = finite, dict[str, Any]()
             if guard:
@@ -71,6 +75,7 @@ def make_train_step(
                 is_good, reported = finite & ~spike, reported | numbers
             old_copies = fetch_copies(copy_updates, state)
             copies = update_copies(copy_updates, old_copies, params)
+            # Back from the layout of the optimizer to that of the state, which is where updated weights are gathered.
             new = {"params": params, "opt_state": opt_state, **copies}
             old = {"params": trained, "opt_state": moments} | ({"copies": old_copies} if old_copies else {})
             kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
@@ -84,6 +89,7 @@ def make_train_step(
             if layout.moments_on_host:
                 kept["opt_state"] = to_host_memory(kept["opt_state"])
             kept |= put_copies(copy_updates, kept)
+        # Counted in a row: training.max_skipped_steps ends the run. A spike has a count of its own (spikes.py).
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         kept["params"] = arch.merge(kept["params"], state["params"])
         if bias_rate:
