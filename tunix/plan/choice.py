@@ -74,6 +74,7 @@ def _resolve_planned(cfg: Config) -> tuple[Config, str]:
         raise UserError(answer["error"])
     log.info("%s", answer["message"])
     resolved = replace_mesh(cfg, answer["sizes"], answer["choice"])
+    # The chosen mesh is one of this run's devices, which the launcher has started.
     return resolved.model_copy(update={"launcher": cfg.launcher}), answer["message"]
 
 

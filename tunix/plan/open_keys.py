@@ -25,7 +25,7 @@ def replace_mesh(cfg: Config, sizes: dict[str, int], choice: Any = None) -> Conf
     values["model"]["mesh_shape"] = [list(sizes.values()), list(sizes)]
     if choice is not None:
         values["training"] |= {find_open_key(cfg): choice, "remat_memory_gib": None}
-    values["launcher"] = {"name": "local"}
+    values["launcher"] = {"name": "local"}  # a plan tries meshes of other sizes than the launcher would start
     return compose.build(values)
 
 
