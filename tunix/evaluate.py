@@ -1,49 +1,35 @@
 """Measure a trained model: `python -m tunix.evaluate checkpoint=RUN_DIR|HF_DIR [data=...] [key=value]`."""
 
 import json
-import os
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import grain
 import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
+from tunix.base.disk import find_writable
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli import command, compose
 from tunix.cli.runs import find_checkpoints, find_run
 from tunix.config import Config, Evaluate
-from tunix.config import Sampling as SamplingKeys
 from tunix.config.data import Mixture
-from tunix.config.rewards import RewardTerm
-from tunix.config.task import Dpo, Grpo, Prompted
+from tunix.config.task import Dpo
 from tunix.data.corpus import Corpus, load_corpus
-from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.hf.hub import find
-from tunix.inference.drawing import choose_sampling
 from tunix.inference.harness import ask_tasks
 from tunix.inference.pretrained import load_params, load_pretrained
-from tunix.inference.sampling import Answer
-from tunix.inference.stops import chat_stop_ids
 from tunix.processes import peers
-from tunix.rewards import REWARDS
-from tunix.rl.asking import score_together
+from tunix.rl.answer_quality import is_sampling, measure_answers
 from tunix.rl.pair_reference import add_reference
-from tunix.rl.quality import Numbers, Row, summarise
-from tunix.rl.scoring import Scorer
+from tunix.rl.quality import Numbers
 from tunix.run.run_folder import TOKENIZER
-from tunix.sources import Rows
-from tunix.tokenizer.vocabulary import Vocabulary
 from tunix.training.held_out import HeldOut
 from tunix.training.program import assemble, build_layout, build_mesh
 from tunix.training.state import Architecture, describe
-
-LONGEST_ANSWER = 128  # tokens, where neither the command nor the run says how many
 
 
 def evaluate(cmd: Evaluate) -> None:
@@ -51,7 +37,7 @@ def evaluate(cmd: Evaluate) -> None:
 
     Several processes measure together, as they train together; process 0 writes.
     """
-    output = peers.on_main(lambda: _writable("output", cmd.output), "checking output")
+    output = peers.on_main(lambda: find_writable("output", cmd.output), "checking output")
     steps = _list_steps(cmd)
     cfg = peers.main_first(lambda: _config(cmd), "reading the config")
     split = cfg if cmd.split == "held_out" else _without_split(cfg)
@@ -77,18 +63,6 @@ def _format(value: float | int | None) -> str:
     return "" if value is None else f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
-def _writable(key: str, name: str) -> Path:
-    """Return the path of a file to write; raises `UserError` where there can be none."""
-    path = Path(name).expanduser()
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{key}={path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise UserError(f"{key}={path} is a folder; name a file to write")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"{key}={path} is write-protected; name another file")
-    return path
-
-
 def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
     """Return the checkpoints to measure, as the key `checkpoint` names them, by their steps.
 
@@ -111,7 +85,7 @@ def _config(cmd: Evaluate) -> Config:
     if given := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
         raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
     origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
-    cfg = compose.compose([origin, *(word for word in cmd.overrides if not _is_sampling(word))]).config
+    cfg = compose.compose([origin, *(word for word in cmd.overrides if not is_sampling(word))]).config
     if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
     # An evaluation has no stages of the batch, which perhaps do not fit its devices.
@@ -122,33 +96,6 @@ def _config(cmd: Evaluate) -> Config:
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
 
 
-def _is_sampling(word: str) -> bool:
-    """Return whether a word says how answers are drawn: here it is about evaluation, and not about a rollout."""
-    return word.split("=")[0].partition(".")[0] == "sampling"
-
-
-def _find_sampling(cmd: Evaluate, cfg: Config) -> SamplingKeys:
-    """Return how answers are drawn: as the command says, else as the run's evaluation does."""
-    words = [word for word in cmd.overrides if _is_sampling(word)]
-    if given := next((word for word in words if word.startswith("sampling.max_new_tokens=")), None):
-        raise UserError(f"{given}: this command has the key max_new_tokens for it")
-    how = cfg.evaluation.sampling
-    if words:
-        preset = [] if any(word.startswith("sampling=") for word in words) else ["sampling=greedy"]
-        how = compose.compose([*preset, *words]).config.sampling
-    longest = cfg.evaluation.sampling.max_new_tokens if isinstance(cfg.task, Grpo) else LONGEST_ANSWER
-    changed: dict[str, Any] = {"max_new_tokens": cmd.max_new_tokens or longest}
-    if cmd.temperature is not None:
-        changed["temperature"] = cmd.temperature
-    how = how.model_copy(update=changed)
-    if cmd.num_samples > 1 and how.temperature == 0:
-        raise UserError(
-            f"num_samples={cmd.num_samples} answers are all the same at temperature=0; raise it, or set "
-            "sampling=standard"
-        )
-    return how
-
-
 def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dict[str, Any]]:
     """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes.
 
@@ -156,7 +103,7 @@ def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dic
     """
     if cfg.task.documents == "prompt":
         raise UserError(f"metric=loss: task={cfg.task.name} has no loss on held-out answers; set metric=reward")
-    if words := [word for word in cmd.overrides if _is_sampling(word)]:
+    if words := [word for word in cmd.overrides if is_sampling(word)]:
         raise UserError(f"{words[0]}: metric=loss draws no answers; set metric=reward")
     mesh = build_mesh(cfg)
     measured: list[dict[str, Any]]
@@ -206,103 +153,6 @@ def measure_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Nu
         model = load_pretrained(checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
         measured.append(ask_tasks(model, cmd))
     return measured
-
-
-def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
-    """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
-    terms = _find_rewards(cmd, cfg)
-    how = _find_sampling(cmd, cfg)
-    model = load_pretrained(checkpoints[0], cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
-    longest = model.cfg.context_length - how.max_new_tokens
-    corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, longest), "preparing the data")
-    prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
-    if not prompts:
-        raise UserError("no prompt is held out; split=all takes all of them")
-    stop = chat_stop_ids(corpus.vocabulary, how.stop, model.files)
-    sampling = choose_sampling(how, stop)
-    measured: list[Numbers] = []
-    with (
-        Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
-        jax.set_mesh(model.mesh),
-        ExitStack() as files,
-    ):
-        scorer.try_out(prompts[0].text, prompts[0].columns)
-        samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
-        for checkpoint in checkpoints:
-            params = model.params
-            if checkpoint != checkpoints[0]:
-                params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
-            answers = model.sampler.rollout(
-                params,
-                [prompt.tokens for prompt in prompts],
-                sampling,
-                cfg.seed,
-                answers_per_prompt=cmd.num_samples,
-                prompts_at_once=max(1, cmd.batch_size // cmd.num_samples),
-            )
-            rows, num_errors = _score(cmd, prompts, answers, corpus.vocabulary, scorer)
-            if samples is not None:
-                lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
-                samples.writelines(f"{line}\n" for line in lines)
-            numbers = summarise(rows, [term.label for term in terms], cmd.num_samples)
-            alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
-            measured.append(alone | numbers | {"reward_errors": num_errors})
-    return measured
-
-
-def _score(
-    cmd: Evaluate, prompts: list[Prompt], answers: list[Answer], vocabulary: Vocabulary, scorer: Scorer
-) -> tuple[list[Row], int]:
-    """Return a row for each answer, all answers to the first prompt first, and how many scores are missing."""
-    rows: list[Row] = []
-    num_errors = 0
-    texts = [vocabulary.backend.decode(answer.text_tokens) for answer in answers]
-    count = cmd.num_samples
-    size = max(1, cmd.batch_size // count)
-    for start in range(0, len(prompts), size):
-        asked, part = prompts[start : start + size], slice(start * count, (start + size) * count)
-        scores = score_together(scorer, asked, texts[part], count)
-        num_errors += sum(scores.errors.values())
-        for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
-            rows.append(
-                {
-                    "prompt": asked[number // count].text,
-                    "answer": text,
-                    "reward": scores.total[number],
-                    **{f"reward_{label}": values[number] for label, values in scores.values.items()},
-                    "num_tokens": len(answer.tokens),
-                    "stopped": answer.stopped,
-                }
-            )
-    return rows, num_errors
-
-
-def _open_samples(cmd: Evaluate, files: ExitStack) -> TextIO | None:
-    return files.enter_context(_writable("samples", cmd.samples).open("w")) if cmd.samples else None
-
-
-def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
-    """Return the rewards that the command names, or those of the run."""
-    if cmd.metric != "reward":
-        return (RewardTerm(function=cmd.metric, weight=1.0),)
-    if cmd.rewards is not None:
-        return cmd.rewards
-    if not isinstance(cfg.task, Grpo):
-        raise UserError(f"metric=reward: task={cfg.task.name} has no rewards; name them: rewards=[gsm8k,format]")
-    return cfg.task.rewards
-
-
-def _load_prompts(cmd: Evaluate, cfg: Config, longest: int) -> PromptCorpus:
-    """Read the questions of conversations, whatever the task of the run is."""
-    sources = cfg.data.parts.values() if isinstance(cfg.data, Mixture) else [cfg.data]
-    if not all(isinstance(source, Rows) for source in sources):
-        raise UserError(
-            f"metric={cmd.metric} asks the questions of conversations, and data={cfg.data.source} has none; give rows, "
-            "like data=jsonl, csv, parquet or hf, and data.columns"
-        )
-    system = cmd.system or (cfg.task.system if isinstance(cfg.task, Prompted) else None)
-    task = Prompted(name=cfg.task.name, chat_template=cfg.task.chat_template, loss=None, system=system)
-    return load_prompts(cfg.model_copy(update={"task": task}), longest)
 
 
 def _without_split(cfg: Config) -> Config:

@@ -63,3 +63,15 @@ def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.
         if not target.exists():  # otherwise another process was first
             raise UserError(f"{key}: cannot write {target}: {error.strerror}; set {key} to a writable folder") from None
     return target
+
+
+def find_writable(key: str, name: str) -> Path:
+    """Return the path of a file to write; raises `UserError` where there can be none."""
+    path = Path(name).expanduser()
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{key}={path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{key}={path} is a folder; name a file to write")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{key}={path} is write-protected; name another file")
+    return path

@@ -4,6 +4,7 @@ They tell which layer a spike comes from, and whether all layers learn at the sa
 change over the norm of its weight is about the same in every layer.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,13 @@ def layer_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> di
     return {
         f"{what}/{name}": _norm(leaf, equations[name]) for what, tree in trees.items() for name, leaf in named(tree)
     }
+
+
+def norms_if_due(is_due: jax.Array, weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> dict[str, jax.Array]:
+    """Return `layer_norms` where they are due in a step, else zeros in their place."""
+    shapes = jax.eval_shape(partial(layer_norms, weights), trees)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.cond(is_due, partial(layer_norms, weights), lambda _: zeros, trees)
 
 
 def _norm(x: jax.Array, equation: Equation) -> jax.Array:

@@ -1,7 +1,6 @@
 """The train step: gradients of A microbatches, one division by the weight of the loss, one update. Pure."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from tunix.sharding.arrays import to_device_memory, to_host_memory
 from tunix.sharding.layout import Layout
 from tunix.training.balance import move_biases
 from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
-from tunix.training.layer_norms import NORMS, layer_norms
+from tunix.training.layer_norms import NORMS, norms_if_due
 from tunix.training.optim import Schedule
 from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
 from tunix.training.spikes import SpikeGuard
@@ -82,10 +81,8 @@ def make_train_step(
             if norms_every:
                 is_due = (state["step"] + 1) % norms_every == 0
                 change = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o, kept["params"], trained)
-                norms = partial(layer_norms, arch.trained_weights)
                 trees = {"gradient": grads, "weight": kept["params"], "change": change}
-                nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(norms, trees))
-                reported |= {NORMS: jax.lax.cond(is_due, norms, lambda _: nothing, trees)}
+                reported |= {NORMS: norms_if_due(is_due, arch.trained_weights, trees)}
             if layout.moments_on_host:
                 kept["opt_state"] = to_host_memory(kept["opt_state"])
             kept |= put_copies(copy_updates, kept)
