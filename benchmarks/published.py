@@ -22,7 +22,7 @@ from tunix.costs.derived import derive
 from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import walk
 from tunix.plan.candidates import Candidate
-from tunix.plan.compiled import _pairs_per_row, _speeds, compile_for, describe_devices
+from tunix.plan.compiled import _speeds, compile_for, describe_devices, kernel_data
 from tunix.plan.topology import Cluster, read_topology
 from tunix.sharding.mesh_shape import explicit_sizes
 
@@ -70,7 +70,7 @@ class Run:
         for factor in factors:
             kind = cluster.kind.model_copy(update={"efficiency": factor * cluster.kind.efficiency})
             speeds = _speeds(replace(cluster, kind=kind), sizes)
-            times.append(walk(hlo, collectives, speeds, _pairs_per_row(cfg, cluster)).step_s)
+            times.append(walk(hlo, collectives, speeds, kernel_data(cfg, kind.name)).step_s)
         return times
 
     def derive(self) -> float:

@@ -1,9 +1,12 @@
 """Time read off a program's schedule: what stands between a collective's start and its done hides it."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from tunix.costs.hlo import read_collectives
-from tunix.costs.schedule import Speeds, walk
+from tunix.costs.schedule import KernelData, Speeds, walk
 
 HLO = """HloModule step, is_scheduled=true
 
@@ -118,6 +121,33 @@ def test_attention_kernels_have_the_products_of_the_pairs_that_they_compute():
     speeds = Speeds(
         flops_per_s=1e30, kernel_flops_per_s=10.0, bytes_per_s=1e30, launch_s=0.0, collective_s=lambda _: 0.0
     )
-    timeline = walk(KERNEL, [], speeds, pairs_per_row=1000.0)
+    timeline = walk(KERNEL, [], speeds, KernelData(pairs_per_row=1000.0))
     assert timeline.flops == 2 * 3 * 2 * 4 * 64 * 1000
     assert timeline.compute_s == pytest.approx(timeline.flops / 10)
+
+
+GROUPED = """HloModule step, is_scheduled=true
+
+ENTRY %main (rows: bf16[640,64], w: bf16[8,64,32], begin: s32[8]) -> bf16[8,64,32] {
+  %rows = bf16[640,64]{1,0} parameter(0)
+  %w = bf16[8,64,32]{2,1,0} parameter(1)
+  %at = s32[8]{0} parameter(2)
+  %y = bf16[640,32]{1,0} custom-call(%at, %at, %at, %rows, %w), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "grouped_forward", num_warps = 8 : i32}
+  ROOT %dw = bf16[8,64,32]{2,1,0} custom-call(%at, %at, %rows, %y), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "grouped_d_weights", num_warps = 8 : i32}
+}
+"""
+
+
+def test_grouped_kernels_have_the_products_of_the_rows_of_their_own_experts():
+    """A device has 8 of 16 experts, so half of the rows are others'; a kernel computes a few rows more for each expert."""
+    speeds = Speeds(
+        flops_per_s=1e30, kernel_flops_per_s=10.0, bytes_per_s=1e30, launch_s=0.0, collective_s=lambda _: 0.0
+    )
+    data = KernelData(num_experts=16, empty_rows={"grouped_forward": 4.0, "grouped_d_weights": 2.0})
+    timeline = walk(GROUPED, [], speeds, data)
+    assert timeline.flops == 2 * 64 * 32 * (320 + 8 * 4 + 320 + 8 * 2)
+    assert timeline.compute_s == pytest.approx(timeline.flops / 10)
+    slow_memory = replace(speeds, kernel_flops_per_s=1e30, bytes_per_s=1.0)
+    read_and_written = 2 * (320 * (64 + 32) + 8 * 64 * 32)
+    assert walk(GROUPED, [], slow_memory, data).compute_s == pytest.approx(2 * read_and_written)
+    assert math.isnan(walk(GROUPED, [], speeds).flops)

@@ -26,6 +26,7 @@ COMMON = {
     "init_adapter",
     "lora",
     "attention",
+    "expert_products",
     "cp_exchange",
 }  # keys of the model that are no part of an architecture
 

@@ -41,6 +41,7 @@ ADDED: dict[str, Any] = {
     "model.residual_multiplier": 1.0,
     "model.logits_divisor": 1.0,
     "model.logits_cap": None,
+    "model.expert_products": "auto",
     "model.cp_exchange": "auto",
     "model.init_adapter": None,
     "training.pipeline_microbatches": "auto",

@@ -24,6 +24,12 @@ KERNELS = {
     "cudnn": "tunix.models.attention:cudnn",
 }
 
+# Products of rows with the weights of their experts, by their place too; `models/products.py` says what one takes.
+GROUPED = {
+    "auto": "tunix.models.kernels:fastest_grouped",
+    "grouped": "tunix.models.grouped:grouped",
+    "xla": "jax.lax:ragged_dot",
+}
 
 PROJECTIONS = (
     "attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down",
@@ -208,6 +214,9 @@ class Model(Section):
     attention: entry_of(KERNELS)  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
+    expert_products: entry_of(GROUPED)  # type: ignore[valid-type]
+    """Products of experts: grouped (our own kernel; GPUs, 16-bit products), xla (anywhere; on GPUs it multiplies all
+    tokens with all experts), or auto: the fastest one that is exact here. The start report says which, and why."""
     cp_exchange: Literal["auto", "ulysses", "ring"]
     """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
     kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: where the heads allow both, the one
@@ -325,6 +334,11 @@ class Model(Section):
             self._check_linear(self.linear_attention)
         if isinstance(self.mlp, ExpertsMlp):
             self._check_experts(self.mlp)
+        elif self.expert_products != "auto":
+            raise ValueError(
+                f"model.expert_products={self.expert_products}: model.mlp.kind={self.mlp.kind} has no experts; set "
+                "model.expert_products=auto"
+            )
         if self.cp_exchange == "ring" and self.attention not in ("auto", "xla"):
             raise ValueError(
                 f"model.attention={self.attention}: model.cp_exchange=ring computes blocks by XLA's own operations; "

@@ -175,7 +175,8 @@ class Training(Section):
     """Positions of each sequence whose logits exist at one time; auto: as many as make 4,096 rows of logits on a
     device, at most half of a sequence."""
     check_attention: Flag
-    """Compare an attention kernel with the plain one before the first step; a difference ends the run."""
+    """Compare the kernels of attention and of experts' products with the plain ones before the first step; a difference
+    ends the run."""
     max_skipped_steps: CountOrZero
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops with exit code
     77."""

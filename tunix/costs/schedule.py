@@ -15,7 +15,7 @@ collective at a time.
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from tunix.costs.hlo import ARRAY, KINDS, TRIPS, Collective, array_bytes, read_branches, read_computations
@@ -26,6 +26,7 @@ _KERNEL_NAME = re.compile(r'name = "(\w+)"')
 # Products in the kernels of models/flash.py: scores and outputs; scores, gradients of scores and of queries; scores,
 # gradients of scores, of keys and of values.
 KERNEL_PRODUCTS = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
+GROUPED_KERNELS = ("grouped_forward", "grouped_d_rows", "grouped_d_weights")  # of models/grouped.py
 # Instructions that take no time: they name parts of arrays, or the backend runs them once.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 
@@ -62,10 +63,27 @@ class Speeds:
     """Speeds that the prediction assumes for one device."""
 
     flops_per_s: float  # of matrix products
-    kernel_flops_per_s: float  # of the attention kernels of models/flash.py, which also compute a softmax
+    kernel_flops_per_s: (
+        float  # of our own kernels in models/flash.py, which also compute a softmax, and models/grouped.py
+    )
     bytes_per_s: float  # of reading and writing the device's memory
     launch_s: float  # between the end of a kernel and the start of the next
     collective_s: Callable[[Collective], float]  # seconds of one execution
+
+
+@dataclass(frozen=True)
+class KernelData:
+    """Numbers that decide what our own kernels compute, and that are data of the program: HLO does not have them.
+
+    A program with a kernel whose number is missing has no time (NaN).
+    """
+
+    # Pairs of a query and a key that an attention kernel computes in a row: blocks are skipped as documents and windows
+    # say.
+    pairs_per_row: float = math.nan
+    num_experts: float = math.nan  # of a layer on all devices: a device has rows for all of them, and computes its own
+    # Rows that a grouped product computes for each expert beside the expert's own, by kernel.
+    empty_rows: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,14 +109,13 @@ class StepTime:
         )
 
 
-def walk(hlo: str, collectives: list[Collective], speeds: Speeds, pairs_per_row: float = math.nan) -> StepTime:
+def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelData | None = None) -> StepTime:
     """Predict the time of a scheduled program.
 
-    `hlo` is the text of `compiled.as_text()`, `collectives` are those that `read_collectives` found in it.
-    `pairs_per_row` is how many pairs of a query and a key an attention kernel of models/flash.py computes in a row.
-    Which blocks it skips depends on windows, and they are data of the program. Without this number, a program with such
-    a kernel has no time (NaN).
+    `hlo` is the text of `compiled.as_text()`, `collectives` are those that `read_collectives` found in it. `data` is
+    needed where the program has kernels of our own.
     """
+    data = data or KernelData()
     program = {name: _parse(lines) for name, lines in read_computations(hlo).items()}
     collective_s = {each.name: speeds.collective_s(each) for each in collectives}
     work = cache(lambda name: _count_work(name, program))  # a fusion may run many times
@@ -111,13 +128,20 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, pairs_per_row:
             trips = TRIPS.search(instruction.text)
             return run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
         flops_per_s = speeds.flops_per_s
+        num_bytes: float
         if instruction.opcode == "fusion":
             flops, num_bytes = work(instruction.called)
         else:
             flops, num_bytes = _count_alone(instruction, scope)
-        if products := _attention_products(instruction):
+        kernel = _kernel_name(instruction)
+        if products := KERNEL_PRODUCTS.get(kernel, 0):
             batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
-            flops, flops_per_s = 2.0 * products * batch * heads * dim * pairs_per_row, speeds.kernel_flops_per_s
+            flops, flops_per_s = 2.0 * products * batch * heads * dim * data.pairs_per_row, speeds.kernel_flops_per_s
+        if kernel in GROUPED_KERNELS:
+            flops, num_bytes = _count_grouped(
+                instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan)
+            )
+            flops_per_s = speeds.kernel_flops_per_s
         # A kernel computes and reads at the same time: the slower of the two decides ("roofline").
         launch_s = 0.0 if instruction.opcode in FREE else speeds.launch_s
         return StepTime(launch_s + max(flops / flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
@@ -219,15 +243,29 @@ def _count_alone(instruction: Instruction, scope: dict[str, Instruction]) -> tup
     return _flops(instruction, scope), read + instruction.num_bytes
 
 
-def _attention_products(instruction: Instruction) -> int:
-    """Return how many products of a pair's query and key, or value, an attention kernel of models/flash.py computes.
+def _kernel_name(instruction: Instruction) -> str:
+    """Return the name of a kernel that Triton compiled; empty for every other instruction."""
+    name = _KERNEL_NAME.search(instruction.text) if "__gpu$xla.gpu.triton" in instruction.text else None
+    return name[1] if name else ""
 
-    0 for every other instruction.
+
+def _count_grouped(
+    instruction: Instruction, scope: dict[str, Instruction], num_experts: float, empty_rows: float
+) -> tuple[float, float]:
+    """Count the FLOPs and bytes of a grouped product, whose experts have equal loads.
+
+    Its last two operands are rows [R, in] and weights [X, in, out], of which the result is [R, out]; or two arrays of
+    rows, of which it is [X, in, out]. The rows are those of all experts, of which X are on this device. `empty_rows` is
+    how many rows the kernel computes for each expert beside those that the expert has.
     """
-    if "__gpu$xla.gpu.triton" not in instruction.text:
-        return 0
-    name = _KERNEL_NAME.search(instruction.text)
-    return KERNEL_PRODUCTS.get(name[1], 0) if name else 0
+    arrays = [scope[name] for name in instruction.operands[-2:]] + [instruction]
+    weights = next(array for array in arrays if len(array.dims) == 3)
+    here, num_inputs, num_outputs = weights.dims
+    of_rows = [array for array in arrays if array is not weights]
+    share = here / num_experts
+    num_rows = of_rows[0].dims[0] * share
+    flops = 2.0 * (num_rows + here * empty_rows) * num_inputs * num_outputs
+    return flops, weights.num_bytes + share * sum(array.num_bytes for array in of_rows)
 
 
 def _flops(instruction: Instruction, scope: dict[str, Instruction]) -> float:

@@ -18,7 +18,7 @@ from tunix.run.compiler import Compiler
 from tunix.run.start_clock import StartClock
 from tunix.run.start_report import start_report
 from tunix.run.trace import check_window
-from tunix.training.kernel_check import check_attention
+from tunix.training.kernel_check import check_attention, check_expert_products
 from tunix.training.overlap import check_compiler_options
 from tunix.training.program import Program, assemble, assemble_stages
 from tunix.training.sizes import Sizes, derive_sizes
@@ -96,5 +96,6 @@ def check_before_writing(setup: Setup, feed: Feed) -> None:
         log.info("stages of the mixture\n%s", table)
     check_window(cfg, num_steps)
     peers.main_first(lambda: check_init_from(cfg, setup.program.arch), "looking at model.init_from")
-    if agreement := check_attention(cfg, setup.program.layout, setup.mesh):
-        log.info("%s", agreement)
+    for check in (check_attention, check_expert_products):
+        if agreement := check(cfg, setup.program.layout, setup.mesh):
+            log.info("%s", agreement)

@@ -133,7 +133,8 @@ class Router(Matrix):
             penalties["router_z_loss"] = mlp.z_loss * jnp.mean(squares, 1)
         shares = jax.lax.stop_gradient(shares)
         entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares))
-        num_tokens = jnp.float32(scores.shape[0] * scores.shape[1])
+        # On the mesh, as `entropy` is: a scan that takes two layers at a time cannot stack a constant that is not.
+        num_tokens = jnp.full_like(entropy, scores.shape[0] * scores.shape[1])
         return BlockSums(penalties, Routing(jnp.sum(choices, (0, 1)), num_tokens, entropy))
 
 
@@ -156,6 +157,7 @@ class Experts(nnx.Module):
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.weighs_inputs = cfg.mlp.weighted == "inputs"
+        self.product = partial(grouped_product, kind=cfg.expert_products)
         self.router = Router(cfg, layout, rngs)
         qtype = cfg.lora.quantize_base
         self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, rngs, qtype)
@@ -228,9 +230,9 @@ class Experts(nnx.Module):
         rows = jnp.where(is_own, rows, 0)
         add_biases = self._of_rows(biases, group[order])
         gates, ups = (
-            add(grouped_product(rows, weight, sizes)) for add, weight in zip(add_biases[:2], (gate, up), strict=True)
+            add(self.product(rows, weight, sizes)) for add, weight in zip(add_biases[:2], (gate, up), strict=True)
         )
-        results = add_biases[2](grouped_product(self.gated(gates, ups), down, sizes))
+        results = add_biases[2](self.product(self.gated(gates, ups), down, sizes))
         results = jnp.where(is_own, results, 0)
         results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
         return jnp.einsum("nkD,nk->nD", results.reshape(*experts.shape, -1), shares.astype(results.dtype))

@@ -1,4 +1,4 @@
-"""Choice of the attention kernel: what `model.attention=auto` takes, and where a kernel is refused."""
+"""Choice of the kernels of attention and experts: what `auto` takes, and where a kernel is refused."""
 
 import inspect
 from collections.abc import Iterable
@@ -9,7 +9,8 @@ from jax.sharding import AbstractDevice
 
 from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
-from tunix.config.model import KERNELS
+from tunix.config.model import GROUPED, KERNELS
+from tunix.models import grouped_blocks
 from tunix.models.flash_blocks import BLOCKS, blocks_of
 
 DTYPES = ("bfloat16", "float16")  # of the products of flash and cuDNN; float32 would be rounded to fewer bits
@@ -19,7 +20,7 @@ NEEDED_FOR = {"cap": "cap of scores (model.attention_cap)", "with_sums": "sums f
 
 
 class Choice(NamedTuple):
-    """A key of `KERNELS` or a dotted path, and why it was chosen."""
+    """A key of `KERNELS` or `GROUPED`, or a dotted path, and why it was chosen."""
 
     name: str
     reason: str
@@ -84,6 +85,37 @@ def _sixteen_bits(kernel: str, head_dim: int, dtype: str) -> str | None:
 
 
 CHECKS = {"flash": _flash_lacks, "cudnn": _cudnn_lacks}
+
+
+def choose_expert_products(name: str, dtype: str) -> Choice:
+    """Return the grouped product of `model.expert_products=name` on the mesh in use, for products in `dtype`.
+
+    Raises:
+        UserError: the kernel does not run or is not exact on these devices.
+    """
+    device = mesh_device()
+    if name == "auto":
+        lacks = _grouped_lacks(device, dtype)
+        return Choice("xla", lacks) if lacks else Choice("grouped", "exact here, and a row meets one expert")
+    if name == "grouped" and device is not None and (lacks := _grouped_lacks(device, dtype)):
+        raise UserError(f"model.expert_products=grouped: {lacks}; set model.expert_products=auto")
+    return Choice(name, f"model.expert_products={name}")
+
+
+def fastest_grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Grouped product by what is fastest and exact for these arrays on the devices of the mesh in use."""
+    name = choose_expert_products("auto", rows.dtype.name).name
+    return import_object(GROUPED[name])(rows, w, sizes)
+
+
+def _grouped_lacks(device: AbstractDevice | None, dtype: str) -> str | None:
+    """Return why the grouped kernel does not run or is not exact here; None if it is."""
+    if device is None or grouped_blocks.blocks_of(device.device_kind) is None:
+        chips, this = ", ".join(grouped_blocks.BLOCKS), device.device_kind if device else "no device"
+        return f"the grouped kernel has block sizes for {chips}, not for {this}"
+    if dtype not in DTYPES:
+        return f"the grouped kernel multiplies 16-bit numbers, and products are {dtype}"
+    return None
 
 
 def branches_are_cheap() -> bool:

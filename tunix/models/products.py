@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from tunix.base.dotted import import_object
+from tunix.config.model import GROUPED
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
@@ -61,12 +63,10 @@ WEIGHTS: dict[str, Callable[[Equation], Equation]] = {
 }
 
 
-def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str = "xla") -> jax.Array:
+def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str = "auto") -> jax.Array:
     """Return [R, out] of rows [R, in] sorted by group, weights [X, in, out] and the number of rows of each group [X].
 
-    The arrays are those of one device. `kind` is a key of `GROUPED`.
+    The arrays are those of one device. `kind` is a key of `config.model.GROUPED` or a dotted path. Results of rows
+    behind the last group are undefined, and so are the gradients of these rows.
     """
-    return checkpoint_name(GROUPED[kind](rows, w, sizes), "product")
-
-
-GROUPED = {"xla": jax.lax.ragged_dot}
+    return checkpoint_name(import_object(GROUPED.get(kind, kind))(rows, w, sizes), "product")

@@ -29,14 +29,16 @@ from jax.experimental import topologies
 
 from tunix.cli import compose
 from tunix.config import Config, DeviceKind
+from tunix.config.mlp import ExpertsMlp
 from tunix.costs.hlo import Collective, read_collectives
-from tunix.costs.schedule import Speeds, StepTime, walk
+from tunix.costs.schedule import KernelData, Speeds, StepTime, walk
 from tunix.costs.transfers import Transfer, seconds
+from tunix.models import grouped_blocks
 from tunix.models.flash_blocks import blocks_for, blocks_of, computed_pairs
 from tunix.plan.topology import Cluster
 from tunix.training.program import abstract_batch, assemble, build_mesh
 
-# Share of the speed of matrix products that our attention kernel is assumed to reach: 415 TFLOP/s on an H100, where
+# Share of the speed of matrix products that our own kernels are assumed to reach: 415 TFLOP/s on an H100, where
 # kernels of this kind (FlashAttention-2 in Triton) are reported to reach 350 to 500. Not measured.
 KERNEL_SHARE = 0.6
 HBM_SHARE = 0.8  # share of the memory's bandwidth that everything but matrix products is assumed to reach
@@ -185,6 +187,7 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
     memory: Any = executable.memory_analysis()
     hlo = executable.as_text() or ""
     collectives, sizes = read_collectives(hlo), dict(mesh.shape)
+    data = kernel_data(cfg, cluster.kind.name)
     # The new state is written over the old one, which is an argument: those outputs take no memory of their own.
     temporary_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
@@ -192,7 +195,7 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=temporary_bytes,
         traffic=sum_by_axes(collectives, sizes),
-        step_time=walk(hlo, collectives, _speeds(cluster, sizes), _pairs_per_row(cfg, cluster)) if timed else None,
+        step_time=walk(hlo, collectives, _speeds(cluster, sizes), data) if timed else None,
         compile_s=time.perf_counter() - begun,
     ), hlo
 
@@ -222,14 +225,17 @@ def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
     return Speeds(products, products * KERNEL_SHARE, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, LAUNCH_S, collective_s)
 
 
-def _pairs_per_row(cfg: Config, cluster: Cluster) -> float:
-    """Return how many pairs of a query and a key flash computes in a row of one document, as a mean over layers."""
-    blocks = blocks_of(cluster.kind.name)
-    if blocks is None or cfg.model.head_dim > max(blocks):
-        return math.nan  # flash does not run there
-    length = cfg.training.seq_len
-    windows = [window for window in cfg.model.windows(length) if window]  # of layers that run it
-    return computed_pairs(length, windows, blocks_for(blocks, cfg.model.head_dim).forward)
+def kernel_data(cfg: Config, device_kind: str) -> KernelData:
+    """Return what our own kernels compute on this kind of device: rows have one document, experts equal loads."""
+    model, length = cfg.model, cfg.training.seq_len
+    pairs, of_flash = math.nan, blocks_of(device_kind)
+    if of_flash is not None and model.head_dim <= max(of_flash):
+        windows = [window for window in model.windows(length) if window]  # of layers that run the kernel
+        pairs = computed_pairs(length, windows, blocks_for(of_flash, model.head_dim).forward)
+    of_experts = grouped_blocks.blocks_of(device_kind)
+    if of_experts is None or not isinstance(model.mlp, ExpertsMlp):
+        return KernelData(pairs)
+    return KernelData(pairs, model.mlp.num_experts, grouped_blocks.empty_rows(of_experts))
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ SAME = ("model", "optimizer.name", "optimizer.moments", "training.seq_len", "tra
 MAY_DIFFER = (
     "model.mesh_shape",
     "model.attention",
+    "model.expert_products",
     "model.cp_exchange",
     *(f"model.mlp.{key}" for key in TRAINING_KEYS),
 )

@@ -22,7 +22,7 @@ from tunix.families import find_family
 from tunix.hf.config_json import read_num_rows
 from tunix.hf.hub import find
 from tunix.models.exchanges import choose_exchange
-from tunix.models.kernels import choose_kernel
+from tunix.models.kernels import choose_expert_products, choose_kernel
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import DIMS, stream_axes
@@ -167,8 +167,15 @@ def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
     dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
     return {
         "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{beside}"
-        f"{dense}; {arch.num_active:,} parameters compute a token; no token is dropped"
+        f"{dense}; {arch.num_active:,} parameters compute a token; no token is dropped; " + _expert_products(cfg)
     }
+
+
+def _expert_products(cfg: Config) -> str:
+    """Return in words what computes the products of experts, and why it was chosen."""
+    choice = choose_expert_products(cfg.model.expert_products, cfg.training.dtypes["compute"])
+    why = f" ({choice.reason})" if cfg.model.expert_products == "auto" else ""
+    return f"products by {choice.name}{why}"
 
 
 def _remat(training: Training) -> str:

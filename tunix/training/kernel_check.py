@@ -1,23 +1,28 @@
-"""Comparison of the attention kernel with the plain one, on a small batch and on the run's own devices.
+"""Comparison of the kernels with the plain ones, on a small batch and on the run's own devices.
 
 A kernel is compiled for each kind of chip. An error in it would not stop a run: the loss would go down all the same,
 only less.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.config.mlp import ExpertsMlp
 from tunix.models.attention import attend
 from tunix.models.exchanges import choose_exchange
-from tunix.models.kernels import choose_kernel
+from tunix.models.kernels import choose_expert_products, choose_kernel
+from tunix.models.products import grouped_product
 from tunix.models.seen import seen_in_row
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import data_shards, token_shards
 
 LENGTH, DOCUMENT, WINDOW = 512, 200, 160  # tokens of a row, of each of its documents, of the window
+SIZES = (LENGTH // 2 + 3, 0, 1, LENGTH // 4)  # rows of each expert, of LENGTH rows in all
 # Largest difference that rounding explains, relative to the largest number: eight times the spacing of the dtype's
 # numbers. Kernels round scores, weights and sums in different orders.
 LIMITS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-14}
@@ -37,15 +42,38 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     if not cfg.training.check_attention or is_plain:
         return None
     differences = jax.jit(lambda: _compare(cfg, layout, name, data_shards(mesh.shape), token_shards(mesh.shape)))()
+    return _judge(f"model.attention={name}", f"{name} attention", differences, layout.compute, mesh)
+
+
+def check_expert_products(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
+    """Compare products of experts and their gradients with those of `jax.lax.ragged_dot`; see `check_attention`."""
+    mlp = cfg.model.mlp
+    if not cfg.training.check_attention or not isinstance(mlp, ExpertsMlp):
+        return None
+    name = choose_expert_products(cfg.model.expert_products, layout.compute).name
+    if name == "xla":
+        return None
+    compare = partial(_compare_products, name, cfg.model.embed_dim, mlp.expert_dim, layout.compute, mesh.axis_names)
+    # Each device computes the same numbers with its own copy: the largest difference of any device counts.
+    differences = jax.jit(jax.shard_map(compare, in_specs=(), out_specs=PartitionSpec()))()
+    return _judge(f"model.expert_products={name}", f"{name} products of experts", differences, layout.compute, mesh)
+
+
+def _judge(setting: str, what: str, differences: dict[str, jax.Array], dtype: str, mesh: Mesh) -> str:
+    """Return in words how large the differences are, by what they are of.
+
+    Raises:
+        UserError: they are larger than rounding explains.
+    """
     largest, of_what = max((float(value), label) for label, value in differences.items())
-    limit, kind = LIMITS[layout.compute], mesh.devices.flat[0].device_kind
+    limit, kind, key = LIMITS[dtype], mesh.devices.flat[0].device_kind, setting.split("=")[0]
     if largest > limit:
         raise UserError(
-            f"model.attention={name}: its {of_what} differ from the plain kernel's by {largest:.2%} on {kind}, more "
-            f"than the {limit:.2%} that rounding explains; train with model.attention=xla, or skip this comparison "
+            f"{setting}: its {of_what} differ from the plain kernel's by {largest:.2%} on {kind}, more "
+            f"than the {limit:.2%} that rounding explains; train with {key}=xla, or skip this comparison "
             "with training.check_attention=false"
         )
-    return f"{name} attention agrees with the plain kernel within {largest:.2%} on {kind}"
+    return f"{what} agrees with the plain kernel within {largest:.2%} on {kind}"
 
 
 def _compare(cfg: Config, layout: Layout, name: str, num_rows: int, num_parts: int) -> dict[str, jax.Array]:
@@ -80,5 +108,39 @@ def _compare(cfg: Config, layout: Layout, name: str, num_rows: int, num_parts: i
 
     labels = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
     pairs = zip(labels, results(name, layout.compute), results("xla", "float32"), strict=True)
-    differences = {label: jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y)) for label, x, y in pairs}
-    return {label: jnp.where(jnp.isnan(value), jnp.inf, value) for label, value in differences.items()}
+    return {label: _difference(x, y) for label, x, y in pairs}
+
+
+def _compare_products(
+    name: str, num_inputs: int, num_outputs: int, dtype: str, axes: tuple[str, ...]
+) -> dict[str, jax.Array]:
+    """Return what `_compare` does for products [R, out] of rows [R, in] with the weights of their experts [4, in, out].
+
+    One expert has no rows, and the last rows have no expert. Runs on each device of the mesh axes.
+    """
+    sizes = jnp.array(SIZES, jnp.int32)
+    has_expert = (jnp.arange(LENGTH) < sum(SIZES))[:, None]
+
+    def numbers(seed: int, *shape: int) -> jax.Array:
+        return jax.lax.pcast(jax.random.normal(jax.random.key(seed), shape, dtype), axes, to="varying")
+
+    rows, gradient = numbers(4, LENGTH, num_inputs), numbers(5, LENGTH, num_outputs)
+    w = numbers(6, len(SIZES), num_inputs, num_outputs) * jnp.asarray(num_inputs**-0.5, dtype)
+
+    def results(kernel: str, dtype: str) -> list[jax.Array]:
+        def product(rows, w):
+            return jnp.where(has_expert, grouped_product(rows, w, sizes, kernel), 0)
+
+        out, pull_back = jax.vjp(product, rows.astype(dtype), w.astype(dtype))
+        d_rows, d_weights = pull_back(gradient.astype(dtype))
+        return [out, jnp.where(has_expert, d_rows, 0), d_weights]
+
+    labels = ("outputs", "gradients of rows", "gradients of weights")
+    pairs = zip(labels, results(name, dtype), results("xla", "float32"), strict=True)
+    return {label: jax.lax.pmax(_difference(x, y), axes) for label, x, y in pairs}
+
+
+def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the largest difference, relative to the largest number of y; infinity where it is not a number."""
+    value = jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
+    return jnp.where(jnp.isnan(value), jnp.inf, value)

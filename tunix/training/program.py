@@ -17,7 +17,7 @@ from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
 from tunix.config.mlp import ExpertsMlp
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
-from tunix.models.kernels import choose_kernel, mesh_device
+from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
 from tunix.models.remat import Remat
 from tunix.sharding.arrays import abstract_results, has_host_memory
 from tunix.sharding.dims import keeping_axes
@@ -209,6 +209,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     layout = build_layout(cfg, mesh)
     # A kernel or an exchange that does not fit is refused here.
     choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute, cfg.model.attention_options)
+    choose_expert_products(cfg.model.expert_products, layout.compute)
     choose_exchange(cfg.model, mesh.shape)
     if layout.stage_axes and cfg.model.linear_attention is not None:
         raise UserError(

@@ -1,0 +1,200 @@
+"""Products of rows with the weights of their groups, for GPUs: each block of rows meets the weights of one group.
+
+The rows are sorted by group, and how many rows a group has is data. Each group has its own blocks of rows, of which the
+last one may not be full. A block knows its group, its first row, and the row behind its last one:
+
+    rows     0 1 2 3 4 5 6 7 8 9 10 11        sizes of the groups 5, 0, 4; three rows behind them
+    group    0 0 0 0 0 2 2 2 2
+    blocks   [  a  ] [b] [ c ] [ d ]          of 3 rows: a, b of group 0; c, d of group 2; none of group 1
+
+The number of blocks is data too, and at most that of full blocks + the number of groups: a program behind the last
+block has nothing to do. MegaBlocks (Gale et al. 2022, arXiv:2211.15841) computes in the same way. There are three
+kernels, written in Pallas and lowered by Triton: the product; the gradient of rows, a product with the transposed
+weights; the gradient of weights, a sum over the rows of a group. They take 16-bit operands and add up in float32.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from tunix.models.grouped_blocks import Block, Blocks, blocks_of
+
+WHOLE = pl.BlockSpec()  # a program sees the whole array
+
+
+def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: Blocks | None = None) -> jax.Array:
+    """Return [R, out] of rows [R, in] sorted by group, weights [X, in, out] and the number of rows of each group [X].
+
+    Results of rows behind the last group are undefined, and so are their gradients. With `blocks` given, the kernels
+    are interpreted: slow, on any device, for tests.
+    """
+    interpret = blocks is not None
+    if blocks is None:
+        blocks = blocks_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
+    assert blocks is not None
+    return _multiply(*_vary_alike(rows, w, sizes), blocks, interpret)
+
+
+def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Return the arrays as types that vary over the same mesh axes, as JAX's own operations take them.
+
+    The casts stand outside of the rule of the gradient, so JAX sums gradients over the axes where that is due.
+    """
+    types = [jax.typeof(x).manual_axis_type for x in arrays]
+    axes = frozenset().union(*(each.varying for each in types))
+    results = []
+    for x, each in zip(arrays, types, strict=True):
+        missing = axes - each.varying
+        for part in (missing & each.reduced, missing - each.reduced):
+            x = jax.lax.pcast(x, tuple(sorted(part)), to="varying")
+        results.append(x)
+    return results
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _multiply(rows, w, sizes, blocks, interpret):
+    return _product(rows, w, sizes, blocks.forward, interpret, turned=False, name="grouped_forward")
+
+
+def _multiply_forward(rows, w, sizes, blocks, interpret):
+    return _multiply(rows, w, sizes, blocks, interpret), (rows, w, sizes)
+
+
+def _multiply_backward(blocks, interpret, kept, gradient):
+    rows, w, sizes = kept
+    d_rows = _product(gradient, w, sizes, blocks.d_rows, interpret, turned=True, name="grouped_d_rows")
+    return d_rows, _weights_gradient(rows, gradient, w, sizes, blocks.d_weights, interpret), None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _product(rows, w, sizes, block: Block, interpret: bool, turned: bool, name: str) -> jax.Array:
+    """Return rows [R, in] times the weights [X, in, out] of their groups; `turned` weights are [X, out, in]."""
+    num_columns = w.shape[1] if turned else w.shape[2]
+    tiles = _tiles(sizes, len(rows), block.rows)
+    of_tile = pl.BlockSpec((None,), lambda _, tile: (tile,))
+    return _call(
+        partial(_product_kernel, block=block, turned=turned),
+        (*tiles, rows, w),
+        out_shape=_like(rows, (len(rows), num_columns)),
+        in_specs=[of_tile, of_tile, of_tile, WHOLE, WHOLE],
+        out_specs=WHOLE,
+        # Programs that follow one another have the same rows, then the same weights: they find them in the cache.
+        grid=(pl.cdiv(num_columns, block.columns), len(tiles[0])),
+        block=block,
+        interpret=interpret,
+        name=name,
+    )
+
+
+def _weights_gradient(rows, gradient, w, sizes, block: Block, interpret: bool) -> jax.Array:
+    """Return for each group [X, in, out] the sum over its rows of rows [R, in] times their gradients [R, out]."""
+    ends = jnp.cumsum(sizes)
+    of_group = pl.BlockSpec((None,), lambda _column, _row, group: (group,))
+    return _call(
+        partial(_weights_kernel, block=block),
+        (ends - sizes, ends, rows, gradient),
+        out_shape=_like(rows, w.shape, w.dtype),
+        in_specs=[of_group, of_group, WHOLE, WHOLE],
+        out_specs=WHOLE,
+        grid=(pl.cdiv(w.shape[2], block.columns), pl.cdiv(w.shape[1], block.rows), len(w)),
+        block=block,
+        interpret=interpret,
+        name="grouped_d_weights",
+    )
+
+
+def _tiles(sizes: jax.Array, num_rows: int, rows_of_tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return group, first row and the row behind the last one of each block of rows: int32, of blocks that may be.
+
+    Blocks that are not needed come last, and have no rows.
+    """
+    num_groups = len(sizes)
+    ends = jnp.cumsum(sizes)
+    counts = -(-sizes // rows_of_tile)
+    behind = jnp.cumsum(counts)  # the block behind the last one of each group
+    tile = jnp.arange(num_rows // rows_of_tile + num_groups, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(tile[:, None] >= behind, 1, dtype=jnp.int32), num_groups - 1)
+    begin = (ends - sizes)[group] + (tile - (behind - counts)[group]) * rows_of_tile
+    end = jnp.minimum(begin + rows_of_tile, ends[group])
+    return group, begin, jnp.where(tile < behind[-1], end, begin)
+
+
+def _call(kernel, arrays, *, block: Block, **params) -> Any:
+    run = triton.CompilerParams(num_warps=block.warps, num_stages=block.stages)
+    return pl.pallas_call(kernel, compiler_params=run, **params)(*arrays)
+
+
+def _like(x: jax.Array, shape, dtype=None) -> jax.ShapeDtypeStruct:
+    """Return the shape of a result that varies over the mesh as `x` does, inside a shard_map."""
+    return jax.ShapeDtypeStruct(shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
+def _product_kernel(group_ref, begin_ref, end_ref, rows_ref, w_ref, out_ref, *, block: Block, turned: bool):
+    """One block of rows of one group, and some columns of the result."""
+    group, begin, end = group_ref[...], begin_ref[...], end_ref[...]
+    num_inputs, num_columns = rows_ref.shape[1], out_ref.shape[1]
+    rows, is_row = pl.ds(begin, block.rows), _are_before(end, begin, block.rows)
+    columns, is_column = _part(pl.program_id(0), block.columns, num_columns)
+
+    def body(n, total):
+        inputs, is_input = _part(n, block.depth, num_inputs)
+        x = _load(rows_ref.at[rows, inputs], is_row, is_input)
+        if turned:
+            return total + triton.dot(x, _load(w_ref.at[group, columns, inputs], is_column, is_input).T)
+        return total + triton.dot(x, _load(w_ref.at[group, inputs, columns], is_input, is_column))
+
+    num_blocks = pl.cdiv(num_inputs, block.depth) * (begin < end).astype(jnp.int32)  # none without rows
+    total = jax.lax.fori_loop(0, num_blocks, body, jnp.zeros((block.rows, block.columns), jnp.float32))
+    _store(out_ref.at[rows, columns], total, is_row, is_column)
+
+
+def _weights_kernel(begin_ref, end_ref, rows_ref, gradient_ref, dw_ref, *, block: Block):
+    """A block of the gradient of one group's weights."""
+    group, begin, end = pl.program_id(2), begin_ref[...], end_ref[...]
+    _, num_inputs, num_columns = dw_ref.shape
+    inputs, is_input = _part(pl.program_id(1), block.rows, num_inputs)
+    columns, is_column = _part(pl.program_id(0), block.columns, num_columns)
+
+    def body(n, total):
+        first = begin + n * block.depth
+        rows, is_row = pl.ds(first, block.depth), _are_before(end, first, block.depth)
+        x = _load(rows_ref.at[rows, inputs], is_row, is_input)
+        return total + triton.dot(x.T, _load(gradient_ref.at[rows, columns], is_row, is_column))
+
+    num_blocks = pl.cdiv(end - begin, block.depth)
+    total = jax.lax.fori_loop(0, num_blocks, body, jnp.zeros((block.rows, block.columns), jnp.float32))
+    _store(dw_ref.at[group, inputs, columns], total, is_input, is_column)
+
+
+def _are_before(end: Any, begin: Any, size: int) -> jax.Array:
+    """Return which of the places begin ... begin + size - 1 lie before `end`."""
+    return begin + jnp.arange(size) < end
+
+
+def _part(n: Any, size: int, length: int) -> tuple[Any, jax.Array | None]:
+    """Return the places of the n-th part of a dimension, and which of them it has; None if its parts are all full."""
+    return pl.ds(n * size, size), None if length % size == 0 else _are_before(length, n * size, size)
+
+
+def _mask(is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array | None:
+    if is_row is None:
+        return None if is_column is None else is_column[None, :]
+    return is_row[:, None] if is_column is None else is_row[:, None] & is_column[None, :]
+
+
+def _load(ref: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
+    """Return the numbers of a block, 0 for those that are not there."""
+    mask = _mask(is_row, is_column)
+    return ref[...] if mask is None else triton.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0.0)
+
+
+def _store(ref: Any, values: jax.Array, is_row: jax.Array | None, is_column: jax.Array | None) -> None:
+    mask = _mask(is_row, is_column)
+    mask = None if mask is None else jnp.broadcast_to(mask, ref.shape)
+    triton.store(ref, values.astype(ref.dtype), mask=mask)
