@@ -7,7 +7,9 @@ from support.harness import batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.models.dealing import list_trips
 from tunix.sharding.dims import axis_names
+from tunix.training.turns import Turns
 
 # Four layers, of which every second one is global: the windows travel with the layers. Low-rank updates beside weights
 # that are trained too. Dropout draws the same for a row of a microbatch, whichever part the row is in.
@@ -26,15 +28,19 @@ def reference() -> list[dict[str, float]]:
     return program("model.mesh_shape=[[1],[fsdp]]", IDLE, *NOISY, "training.micro_batch_size=8").run(batch(16, 2))
 
 
-@pytest.mark.nightly(but=["1f1b, gathered in blocks"])
+@pytest.mark.nightly(but=["interleaved, gathered in blocks"])
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [
+        ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", "training.pipeline_schedule=interleaved"]),
+        ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", "training.pipeline_schedule=interleaved",
+                                    "training.sharding_strategy=shard_grad_op"]),
         ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2"]),
         ("[[4],[pp]]", ["training.micro_batch_size=2", "training.pipeline_microbatches=4", "training.remat=none", IDLE,
                         "training.pipeline_schedule=gpipe", "training.sharding_strategy=shard_grad_op"]),
     ],
-    ids=["1f1b, gathered in blocks", "gpipe, gathered once"],
+    ids=["interleaved, gathered in blocks", "interleaved, gathered once", "1f1b, gathered in blocks",
+         "gpipe, gathered once"],
 )  # fmt: skip
 def test_stages_leave_the_result_unchanged(mesh, more, reference):
     step = program(f"model.mesh_shape={mesh}", *NOISY, *more)
@@ -83,10 +89,12 @@ def test_quantized_layers_on_stages_are_traced():
         (["model.num_layers=4", "model.mesh_shape=[[4,2],[pp,fsdp]]", "training.seq_len=30",
           "training.pipeline_schedule=1f1b"],
          r"1f1b splits training.seq_len=30 over 4 devices; nearest: 28 or 32, or training.pipeline_schedule=gpipe"),
+        (["model.num_layers=6", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.pipeline_schedule=interleaved"],
+         r"training.pipeline_chunks=2 does not divide the 3 layers of each of 2 stages; nearest: 3, or training.pipeline_"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", EXPERTS],
          r"dense_layers=2: layers with and without experts do not run on stages; leave pp out of model.mesh_shape, or set"),
     ],
-    ids=["layers", "fewer parts than stages", "sequences", "tokens", "dense layers before experts"],
+    ids=["layers", "fewer parts than stages", "sequences", "tokens", "chunks", "dense layers before experts"],
 )  # fmt: skip
 def test_what_does_not_fit_the_stages(words, message):
     with pytest.raises(UserError, match=message):
@@ -94,7 +102,14 @@ def test_what_does_not_fit_the_stages(words, message):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "given", "ticks"), [("gpipe", "auto", 3 * 13), ("1f1b", "auto", 37), ("1f1b", 4, 13), ("gpipe", 4, 15)]
+    ("schedule", "given", "ticks"),
+    [
+        ("gpipe", "auto", 3 * 13),
+        ("1f1b", "auto", 37),
+        ("1f1b", 4, 13),
+        ("gpipe", 4, 15),
+        ("interleaved", "auto", 2 * 36 + 1),
+    ],
 )
 def test_ticks_and_bubble(schedule, given, ticks):
     """Of three microbatches on two stages, which 1F1B fills once a step."""
@@ -102,5 +117,41 @@ def test_ticks_and_bubble(schedule, given, ticks):
     keys = [f"training.pipeline_microbatches={given}", f"training.pipeline_schedule={schedule}"]
     pipeline = compose([*words, *keys]).config.training.pipeline(dict.fromkeys(axis_names(), 1) | {"pp": 2})
     assert pipeline.num_ticks == ticks
-    parts = 3 * (12 if given == "auto" else given)
-    assert pipeline.bubble == pytest.approx((ticks - parts) / ticks)
+    work = 3 * (12 if given == "auto" else given) * pipeline.num_chunks
+    assert pipeline.bubble == pytest.approx((ticks - work) / ticks)
+
+
+def test_turns_of_interleaved_stages():
+    """Each stage goes forward and backward through each part once for each chunk, after the stages before it."""
+    num_stages, num_chunks, num_parts = 4, 3, 8
+    turns, stages = Turns(num_stages, num_chunks, num_parts), np.arange(num_stages)
+    (_, _, _), (begin, end, _), (_, last, _) = turns.loops
+    times = {}
+    for name, turn_of, ticks in (("F", turns.forward, range(end)), ("B", turns.backward, range(begin, last))):
+        for now in ticks:
+            chunk, part = turn_of(now, stages)
+            for stage in stages:
+                if 0 <= part[stage] < num_parts:
+                    key = name, part[stage], chunk[stage] * num_stages + stage
+                    assert key not in times
+                    times[key] = now
+    for part in range(num_parts):
+        for place in range(num_stages * num_chunks):
+            after = times["F", part, place], times["B", part, place]
+            if place:
+                assert after == (times["F", part, place - 1] + 1, times["B", part, place - 1] - 1)
+            assert after[1] - after[0] < turns.num_kept
+            assert turns.taken_at(after[1], stages)[place % num_stages] == after[0]
+    assert len(times) == 2 * num_parts * num_stages * num_chunks
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(4, 2), (2, 4), (6, 4), (3, 5)])
+def test_each_chunk_is_dealt_to_its_stage(num_stages, num_chunks):
+    """Each permute takes one chunk of each stage, and gives each stage one."""
+    places = set()
+    for number in range(num_chunks):
+        trips = list_trips(num_stages, num_chunks, number)
+        assert sorted(trip[0] for trip in trips) == sorted(trip[2] for trip in trips) == list(range(num_stages))
+        assert all(home * num_chunks + place == slot * num_stages + there for home, place, there, slot in trips)
+        places |= {trip[:2] for trip in trips}
+    assert len(places) == num_stages * num_chunks

@@ -46,6 +46,7 @@ ADDED: dict[str, Any] = {
     "model.init_adapter": None,
     "training.pipeline_microbatches": "auto",
     "training.pipeline_schedule": "auto",
+    "training.pipeline_chunks": 2,
     "plan.network": None,
     "training.overlap": "none",
     "training.sequence_parallel": False,

@@ -52,8 +52,8 @@ def _check_steps(text: str) -> str:
 Steps = Annotated[str, AfterValidator(_check_steps)]
 
 
-# Each has a function in `GRADIENTS` of training/program.py. Without stages it is the first.
-PIPELINE_SCHEDULES = ("gpipe", "1f1b")
+# Each has a row in `GRADIENTS` of training/program.py. Without stages it is the first.
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class PipelineShape(NamedTuple):
@@ -63,19 +63,30 @@ class PipelineShape(NamedTuple):
     num_stages: int  # S
     num_parts: int  # P, of one microbatch; each has sequences of every data shard
     num_microbatches: int  # A
+    num_chunks: int = 1  # v, of the layers of each stage: more than 1 with interleaved
+
+    @property
+    def is_stream(self) -> bool:
+        """True where the parts of all microbatches follow one another, and stages fill once a step."""
+        return self.schedule != "gpipe"
 
     @property
     def num_ticks(self) -> int:
-        """Times that each stage computes forward, and as often backward, in a step."""
+        """Times that each stage computes a chunk forward, and as often backward, in a step."""
         fill = self.num_stages - 1  # ticks until the last stage has its first part
-        if self.schedule == "1f1b":  # the parts of all microbatches follow one another
-            return self.num_microbatches * self.num_parts + fill
+        if self.is_stream:
+            return self.num_chunks * self.num_microbatches * self.num_parts + fill
         return self.num_microbatches * (self.num_parts + fill)
 
     @property
+    def num_passes(self) -> float:
+        """Times that each stage computes all of its layers forward in a step."""
+        return self.num_ticks / self.num_chunks
+
+    @property
     def ticks_per_part(self) -> float:
-        """Ticks for each part of the step: 1 without a bubble."""
-        return self.num_ticks / (self.num_microbatches * self.num_parts)
+        """Passes for each part of the step: 1 without a bubble."""
+        return self.num_passes / (self.num_microbatches * self.num_parts)
 
     @property
     def runs_again(self) -> bool:
@@ -116,7 +127,11 @@ class Training(Section):
     pipeline_schedule: Literal[("auto", *PIPELINE_SCHEDULES)]  # type: ignore[valid-type]
     """When stages of the pp axis go forward and backward: gpipe, all parts of a microbatch forward, then all backward;
     1f1b, backward through a part while others go forward, so that memory does not grow with their number, and stages
-    fill once a step. auto is 1f1b where stages (times cp) divide seq_len, else gpipe."""
+    fill once a step; interleaved, 1f1b with several chunks of layers on each stage, which fill sooner. auto is 1f1b
+    where stages (times cp) divide seq_len, else gpipe."""
+    pipeline_chunks: Annotated[int, Field(ge=2)]
+    """pipeline_schedule=interleaved: chunks of layers that each stage has, every S-th chunk of the model; S times this
+    number divides the layers. The bubble is divided by it, and the rows that stages keep are multiplied."""
     sequence_parallel: Flag | Literal["auto"]
     """Devices that share products (tp) split the tokens of the residual stream: norms, sums and dropout of own tokens,
     a reduce-scatter and an all-gather in the place of each all-reduce. auto is true where tp (times cp and pp) divides
@@ -295,7 +310,9 @@ class Training(Section):
         """
         microbatches = self.batch_shape(mesh_sizes).num_microbatches
         parts = self._num_parts(mesh_sizes)
-        return PipelineShape(self._schedule(mesh_sizes), num_stages(mesh_sizes), parts, microbatches)
+        schedule = self._schedule(mesh_sizes)
+        chunks = self.pipeline_chunks if schedule == "interleaved" else 1
+        return PipelineShape(schedule, num_stages(mesh_sizes), parts, microbatches, chunks)
 
     def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
         """Parts of a microbatch that wait at each stage; None: as many as a device has sequences."""
@@ -336,17 +353,17 @@ class Training(Section):
         return self.seq_len % split == 0
 
     def _schedule(self, mesh_sizes: Mapping[str, int]) -> str:
-        """The schedule; 1F1B splits the tokens of a part over stages and over devices that share sequences."""
+        """The schedule; all but GPipe split the tokens of a part over stages and over devices that share sequences."""
         schedule, stages = self.pipeline_schedule, num_stages(mesh_sizes)
         if stages == 1:
             return PIPELINE_SCHEDULES[0]
         split = stages * token_shards(mesh_sizes)
         if schedule == "auto":
             return "gpipe" if self.seq_len % split else "1f1b"
-        if schedule == "1f1b" and self.seq_len % split:
+        if schedule != "gpipe" and self.seq_len % split:
             low = max(1, self.seq_len // split) * split
             raise UserError(
-                f"training.pipeline_schedule=1f1b splits training.seq_len={self.seq_len} over {split} devices; "
+                f"training.pipeline_schedule={schedule} splits training.seq_len={self.seq_len} over {split} devices; "
                 f"nearest: {low} or {low + split}, or training.pipeline_schedule=gpipe"
             )
         return schedule

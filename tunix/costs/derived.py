@@ -39,7 +39,7 @@ MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
 # Keys of the section training that say how many sequences there are.
 BATCH_KEYS = {
     "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens", "batch_stages",
-    "pipeline_microbatches", "pipeline_schedule",
+    "pipeline_microbatches", "pipeline_schedule", "pipeline_chunks",
 }  # fmt: skip
 QUEUES = 3  # of the rows of a microbatch: what enters the stages, what leaves them, and one of their gradients
 LONG = 2048  # tokens of a sequence on one device, of which all are traced
@@ -151,6 +151,9 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
         is_in_blocks = in_blocks and weight.equation.is_stacked
         share = 2 * pipeline.num_stages / weight.shape[0] if is_in_blocks else 1.0
         gathered += share * _gathered_bytes(weight, layout, mesh)
+        if is_in_blocks and pipeline.num_chunks > 1:  # dealt out to the stages, and the chunk at work
+            copies = 1 + 1 / pipeline.num_chunks
+            gathered += copies * shard_bytes(weight, layout.at_rest(weight.equation, True), weight.dtype, mesh)
     unreduced, reduced = 0, 0  # gradients before and after their sum over devices
     for weight in jax.tree.leaves(arch.trained_weights):
         equation = weight.equation
@@ -192,11 +195,12 @@ def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) 
         return round(training.sequences_per_shard * (residual + max(inside, logits)))
     stream = _stream_bytes(cfg, program.layout, mesh)
     row = stream + 4 * (own_tokens + training.seq_len)  # with its positions and segments
-    of_stage = part_rows(cfg, mesh) * (residual / pipeline.num_stages + inside)
-    if pipeline.schedule == "1f1b":
+    of_stage = part_rows(cfg, mesh) * (residual / (pipeline.num_stages * pipeline.num_chunks) + inside)
+    if pipeline.is_stream:
         positions = chunk_positions(training.loss_chunk_size, part_rows(cfg, mesh), own_tokens // pipeline.num_stages)
         of_loss = part_rows(cfg, mesh) * 1.75 * positions * words * 4
-        return round((2 * pipeline.num_stages + QUEUES) * part_rows(cfg, mesh) * row + max(of_stage, of_loss))
+        kept = 2 * pipeline.num_stages * pipeline.num_chunks + QUEUES
+        return round(kept * part_rows(cfg, mesh) * row + max(of_stage, of_loss))
     of_ticks = part_rows(cfg, mesh) * (pipeline.num_ticks // pipeline.num_microbatches) * row
     of_batch = training.sequences_per_shard * (QUEUES * row + logits)
     return round(of_ticks + max(of_stage, of_batch))

@@ -61,9 +61,9 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
     layout, strategy = program.layout, program.layout.strategy
     sync_every = program.sync_every
     pipeline, in_blocks = program.cfg.training.pipeline(mesh.shape), layout.gathers_in_blocks(sync_every)
-    reductions = 1 if pipeline.schedule == "1f1b" else num_microbatches // sync_every
+    reductions = 1 if pipeline.is_stream else num_microbatches // sync_every
     ahead = program.overlap.prefetch
-    gathers_of_block = (2 + pipeline.runs_again) * pipeline.num_ticks
+    gathers_of_block = (2 + pipeline.runs_again) * pipeline.num_passes
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
         equation = weight.equation
@@ -71,8 +71,8 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         blocks = weight.shape[0] // pipeline.num_stages if equation.is_stacked else 1
         if gathered_over and strategy.params:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
-            size = times * shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh)
-            count = times * blocks if in_blocks else 1
+            size = round(times * shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh))
+            count = round(times * blocks) if in_blocks else 1
             if ahead and equation.is_stacked:  # each forward pass ends with one more, of the last block
                 more = (1 + pipeline.runs_again) * pipeline.num_ticks
                 size, count = size * (count + more) // count, count + more
@@ -81,10 +81,10 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
             yield Transfer("all-gather", gathered_over, shard_bytes(weight, in_use, layout.param, mesh))
         if not trained:
             continue
-        times = pipeline.num_ticks if in_blocks and equation.is_stacked else reductions
-        size = times * shard_bytes(weight, in_use, layout.reduce, mesh)
+        times = pipeline.num_passes if in_blocks and equation.is_stacked else reductions
+        size = round(times * shard_bytes(weight, in_use, layout.reduce, mesh))
         summed_over = layout.gradient_axes(equation)
-        count = times * blocks if in_blocks else times
+        count = round(times * blocks) if in_blocks else reductions
         if ahead and equation.is_stacked:  # and each backward pass begins with one more, of zeros
             size, count = size * (blocks + 1) // blocks, count + times
         if gathered_over and strategy.gradients:
@@ -114,15 +114,36 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Tr
         yield Transfer("collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside))
         return
     # A part comes in and its result goes out, forward; backward the gradients of both.
-    times = pipeline.num_ticks + pipeline.num_microbatches * pipeline.num_parts
-    yield Transfer("all-gather", layout.stage_axes, times * joined + pipeline.num_ticks * beside, overlaps=False)
-    yield Transfer("reduce-scatter", layout.stage_axes, times * joined, overlaps=False)
+    parts = pipeline.num_microbatches * pipeline.num_parts
+    entered = parts + pipeline.num_stages - 1  # with what the first stage takes when all parts have gone in
+    times = entered + parts
+    yield Transfer("all-gather", layout.stage_axes, times * joined + entered * beside, overlaps=False)
+    returned = parts if pipeline.num_chunks > 1 else entered
+    yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * joined, overlaps=False)
     if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
         yield Transfer("all-gather", layout.stream_axes, times * (joined + joined // pipeline.num_stages), False)
     # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
     fields = sum(field.dims == "ABT" for field in loss_kind(cfg).fields.values())
     batch = pipeline.num_microbatches * cfg.training.sequences_per_shard * own_tokens * 4
     yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=False)
+    if pipeline.num_chunks > 1:
+        yield from _dealt_layers(program, mesh, pipeline.num_chunks)
+
+
+def _dealt_layers(program: Program, mesh: Mesh | AbstractMesh, num_chunks: int) -> Iterator[Transfer]:
+    """Layers that stages deal out before the first tick, and gradients that they take back after the last."""
+    layout, num_bytes, count = program.layout, 0, 0
+    is_trained = jax.tree.leaves(program.arch.is_trained)
+    for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
+        if not weight.equation.is_stacked:
+            continue
+        num_bytes += shard_bytes(weight, layout.at_rest(weight.equation, layout.strategy.params), weight.dtype, mesh)
+        count += num_chunks
+        if trained:
+            at_rest = layout.at_rest(weight.equation, layout.strategy.gradients)
+            num_bytes += shard_bytes(weight, at_rest, "float32", mesh)
+            count += num_chunks
+    yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
 
 
 def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:

@@ -221,8 +221,9 @@ def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
     if pipeline.num_stages == 1:
         return {}
     layers, rows = cfg.model.num_layers // pipeline.num_stages, part_rows(cfg, mesh)
+    chunks = f" in {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
     return {
-        "pipeline": f"{pipeline.schedule}: {pipeline.num_stages} stages of {layers} layers; a microbatch is "
+        "pipeline": f"{pipeline.schedule}: {pipeline.num_stages} stages of {layers} layers{chunks}; a microbatch is "
         f"{pipeline.num_parts} parts of {rows} sequence(s) of each shard; a step is {pipeline.num_ticks} ticks, and a "
         f"stage idles in {pipeline.bubble:.0%} of them"
     }

@@ -15,6 +15,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training
 from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
 from tunix.config.mlp import ExpertsMlp
+from tunix.config.training import PipelineShape
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
@@ -23,7 +24,7 @@ from tunix.sharding.arrays import abstract_results, has_host_memory
 from tunix.sharding.dims import keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
+from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, unsplit_dims
 from tunix.training.copies import Copy, make_copies, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
@@ -90,16 +91,10 @@ def choose_sync(training: Training, mesh: Mesh | AbstractMesh) -> int:
     if every == "auto":
         splits = strategy.gradients and any(sizes[axis] > 1 for axis in keeping_axes())
         every = 1 if splits or data_shards(sizes) == 1 else num_microbatches
-    if training.pipeline(sizes).schedule == "1f1b" and (every > 1 or strategy.gathered_for == "step"):
+    if training.pipeline(sizes).is_stream and (every > 1 or strategy.gathered_for == "step"):
         return num_microbatches  # parts of two microbatches are at work in one tick
     return every
 
-
-# How the gradients of a step are computed, by the schedule of the pipeline.
-GRADIENTS: dict[str, Callable[[Architecture, LossFn, Layout, int], Gradients]] = {
-    "gpipe": make_gradients,
-    "1f1b": make_pipelined_gradients,
-}
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +108,7 @@ class Program:
     arch: Architecture
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
-    pipeline_schedule: str  # of GRADIENTS
+    pipeline: PipelineShape
     sync_every: int  # microbatches between two reductions of gradients
     overlap: Overlap
     copies: dict[str, Copy]  # of the parameters, that the state carries
@@ -184,7 +179,7 @@ class Program:
         """The train step of a run of these steps, on which the learning rate depends; to be compiled."""
         cfg = self.cfg
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, spans)
-        gradients = GRADIENTS[self.pipeline_schedule](self.arch, self.loss_fn, self.layout, self.sync_every)
+        gradients = GRADIENTS[self.pipeline.schedule](self)
         return make_train_step(
             gradients,
             self.arch,
@@ -196,6 +191,24 @@ class Program:
             _bias_rate(cfg.model),
             cfg.logging.layer_norms_every,
         )
+
+
+def _one_by_one(program: Program) -> Gradients:
+    return make_gradients(program.arch, program.loss_fn, program.layout, program.sync_every)
+
+
+def _as_stream(program: Program) -> Gradients:
+    chunks = program.pipeline.num_chunks
+    return make_pipelined_gradients(program.arch, program.loss_fn, program.layout, program.sync_every, chunks)
+
+
+# How the gradients of a step are computed, by the schedule of the pipeline: microbatch after microbatch, or as one
+# stream of parts.
+GRADIENTS: dict[str, Callable[[Program], Gradients]] = {
+    "gpipe": _one_by_one,
+    "1f1b": _as_stream,
+    "interleaved": _as_stream,
+}
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -223,6 +236,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
             f"model.mlp.{key}={getattr(cfg.model.mlp, key)}: layers with and without experts do not run on stages; "
             f"leave {', '.join(layout.stage_axes)} out of model.mesh_shape, or set model.mlp.{key}={usual}"
         )
+    _check_chunks(cfg, mesh)
     _check_memory(cfg, mesh)
     sync_every = choose_sync(training, mesh)
     device = mesh_device()
@@ -233,7 +247,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     copies, guard = make_copies(training), make_guard(training)
     make = partial(start_state, arch, layout, optimizer, copies, guard)
     abstract = abstract_results(mesh, make, abstract_params(arch, mesh, layout))
-    pipeline = training.pipeline(mesh.shape).schedule
+    pipeline = training.pipeline(mesh.shape)
     return Program(
         cfg, layout, arch, optimizer, loss_kind(cfg).make(cfg), pipeline, sync_every, overlap, copies, guard, abstract
     )
@@ -253,11 +267,26 @@ def assemble_stages(program: Program, schedule: BatchSchedule, mesh: Mesh) -> di
     return programs
 
 
+def _check_chunks(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise `UserError` where the layers of a stage do not make equal chunks."""
+    pipeline, layers = cfg.training.pipeline(mesh.shape), cfg.model.num_layers
+    if layers % (pipeline.num_stages * pipeline.num_chunks) == 0:
+        return
+    of_stage = layers // pipeline.num_stages
+    legal = [count for count in range(2, of_stage + 1) if of_stage % count == 0]
+    way_out = f"nearest: {' or '.join(map(str, nearest(legal, pipeline.num_chunks)))}, or " if legal else ""
+    raise UserError(
+        f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {of_stage} layers of each of "
+        f"{pipeline.num_stages} stages; {way_out}training.pipeline_schedule=1f1b"
+    )
+
+
 def _check_memory(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
     training = cfg.training
+    pipeline = training.pipeline(mesh.shape)
     for run in cfg.model.runs:
-        count = len(run.layers) // len(run.pattern) // num_stages(mesh.shape)
+        count = len(run.layers) // len(run.pattern) // (pipeline.num_stages * pipeline.num_chunks)
         if count % training.remat_every:
             units = "layers" if len(run.pattern) == 1 else f"times {len(run.pattern)} layers"
             legal = [every for every in range(1, count + 1) if count % every == 0]
