@@ -218,7 +218,7 @@ def make_pipelined_gradients(
         first, seed = take(parts, 0), seeds[0]
         shapes = jax.eval_shape(lambda: loss(outside, leave(stages == 0, back), first, seed)[1])
         weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        turn = turns.forward(-1, stages)
+        turn = turns.forward(jnp.asarray(-1), stages)
         routing = jax.eval_shape(lambda: run_stages(chunks.take(blocks, turn.chunk), back, forth, turn)[1])
         routing = jax.tree.map(chunks.zeros, routing)
         carry = kept, forth, back, (no_blocks, nothing), (weight, sums), routing
