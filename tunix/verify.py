@@ -32,6 +32,7 @@ from tunix.cli import command, compose
 from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.values import CONF
+from tunix.costs.eight_bits import check_matmul_dtype
 from tunix.data.position import Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
@@ -74,6 +75,8 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bo
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
     device_meshes = [build_mesh(each, _choose_devices(each)) for each in configs]  # all are checked before one trains
     check_compiler_options(cfg.training.compiler_options)
+    device = device_meshes[0].devices.flat[0]
+    check_matmul_dtype(cfg, device.platform, device.device_kind)
     corpus = peers.main_first(lambda: FEEDS[cfg.task.documents].load(cfg), "preparing the data")
     return [_train_together(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
 

@@ -14,7 +14,7 @@ from tunix.cli.compose import compose
 from tunix.config import DeviceKind
 from tunix.config.training import REMAT
 from tunix.costs.derived import assemble_once, derive
-from tunix.costs.devices import device_kinds, on_network, peak_tflops
+from tunix.costs.devices import device_kinds, find_kind, on_network
 from tunix.costs.hlo import read_collectives
 from tunix.costs.links import LINK_SHARE, Group, collective_s
 from tunix.costs.rollout_memory import USABLE, choose_rows
@@ -162,9 +162,9 @@ def test_derived_collectives_are_counted():
 
 
 def test_peaks_are_those_of_the_kinds():
-    assert peak_tflops("NVIDIA H100 80GB HBM3") == device_kinds()["h100"].peak_tflops
-    assert peak_tflops("NVIDIA H100 PCIe") == device_kinds()["h100_pcie"].peak_tflops
-    assert peak_tflops("cpu") is None
+    assert find_kind("NVIDIA H100 80GB HBM3") == device_kinds()["h100"]
+    assert find_kind("NVIDIA H100 PCIe") == device_kinds()["h100_pcie"]
+    assert find_kind("cpu") is None
 
 
 AUTO = [*SMALL, "training.micro_batch_size=auto", "training.global_batch_size=64"]

@@ -24,6 +24,7 @@ ADDED: dict[str, Any] = {
     "logging.ranks": [0],
     "training.hard_stop": None,
     "training.remat_memory_gib": None,
+    "training.matmul_dtype": None,
     "training.remat_every": 1,
     "training.offload": "none",
     "training.compile_cache_gib": 4.0,

@@ -191,6 +191,8 @@ class DeviceKind(Section):
     """Memory of the device, as its driver reports it."""
     peak_tflops: Positive
     """Dense bf16 matrix products, in TFLOP/s, without sparsity."""
+    fp8_tflops: Positive | None
+    """Dense products of 8-bit floats, in TFLOP/s, without sparsity; null where the chip has none."""
     hbm_gb_per_s: Positive
     """Its memory's bandwidth, in GB/s."""
     link_gb_per_s: Positive

@@ -144,6 +144,10 @@ class Training(Section):
     """Master weights and optimizer state (presets: float32)."""
     compute_dtype: Dtype | None
     """Weights and activations in matrix products (bf16: bfloat16)."""
+    matmul_dtype: Literal["fp8"] | None
+    """Numbers that the products of attention and MLP multiply: null, those of compute_dtype; fp8, 8-bit floats with one
+    scale an array, on chips that multiply them. CPUs emulate it, slowly. Logits, embeddings, routers and experts keep
+    compute_dtype."""
     reduce_dtype: Dtype | None
     """Gradients while they are summed over devices (presets: float32)."""
     max_steps: Count | None

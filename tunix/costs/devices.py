@@ -54,7 +54,7 @@ def find_kind(device_kind: str) -> DeviceKind | None:
     return max(matches, key=lambda kind: len(kind.name)) if matches else None
 
 
-def peak_tflops(device_kind: str) -> float | None:
-    """Return the dense bf16 peak of one device in TFLOP/s by its driver's name; None if the name is not known."""
-    kind = find_kind(device_kind)
-    return kind.peak_tflops if kind else None
+def peak_tflops(kind: DeviceKind, fp8_share: float) -> float:
+    """Return the dense peak of a device in TFLOP/s where 8-bit floats have this share of the FLOPs, bf16 the rest."""
+    fp8 = kind.fp8_tflops or kind.peak_tflops
+    return 1 / (fp8_share / fp8 + (1 - fp8_share) / kind.peak_tflops)

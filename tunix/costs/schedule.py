@@ -63,9 +63,8 @@ class Speeds:
     """Speeds that the prediction assumes for one device."""
 
     flops_per_s: float  # of matrix products
-    kernel_flops_per_s: (
-        float  # of our own kernels in models/flash.py, which also compute a softmax, and models/grouped.py
-    )
+    fp8_flops_per_s: float  # of those of 8-bit floats
+    kernel_flops_per_s: float  # of our kernels: models/flash.py, which also compute a softmax, and models/grouped.py
     bytes_per_s: float  # of reading and writing the device's memory
     launch_s: float  # between the end of a kernel and the start of the next
     collective_s: Callable[[Collective], float]  # seconds of one execution
@@ -120,6 +119,15 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
     collective_s = {each.name: speeds.collective_s(each) for each in collectives}
     work = cache(lambda name: _count_work(name, program))  # a fusion may run many times
 
+    def is_fp8(name: str, scope: dict[str, Instruction]) -> bool:
+        """Return whether an instruction multiplies matrices of 8-bit floats, itself or in the fusion that it is."""
+        instruction = scope[name]
+        if instruction.opcode == "fusion":
+            inside = {each.name: each for each in program.get(instruction.called, ())}
+            return any(is_fp8(each, inside) for each in inside)
+        is_product = instruction.opcode == "dot" or "__cublas" in instruction.text
+        return is_product and all(scope[factor].type.startswith("f8") for factor in instruction.operands[:2])
+
     def run_instruction(instruction: Instruction, scope: dict[str, Instruction]) -> StepTime:
         """Time of an instruction that is no collective; `scope` is its computation."""
         if instruction.opcode == "conditional":  # the slowest branch counts
@@ -127,8 +135,8 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
         if instruction.opcode in ("while", "call"):
             trips = TRIPS.search(instruction.text)
             return run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
-        flops_per_s = speeds.flops_per_s
         num_bytes: float
+        flops_per_s = speeds.fp8_flops_per_s if is_fp8(instruction.name, scope) else speeds.flops_per_s
         if instruction.opcode == "fusion":
             flops, num_bytes = work(instruction.called)
         else:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from tunix.config import Config
 from tunix.config.batch_stages import BatchShape
+from tunix.costs.eight_bits import check_matmul_dtype
 from tunix.data.position import BEGINNING, Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from
@@ -68,6 +69,8 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: C
     for each in programs.values():
         each.try_out_loss(mesh)
     check_compiler_options(cfg.training.compiler_options)
+    device = mesh.devices.flat[0]
+    check_matmul_dtype(cfg, device.platform, device.device_kind)
     sizes = derive_sizes(cfg, mesh, program.arch, None)
     if sizes.total_steps is not None:  # else only the data will tell
         check_window(cfg, sizes.total_steps)

@@ -137,7 +137,8 @@ class Einsum(Matrix):
 
     def __call__(self, x: jax.Array, noise: Noise | None = None) -> jax.Array:
         """`noise` draws what dropout leaves out, and is None outside of training."""
-        y = self.bias(product(self.equation, x, self.gathered(), self.layout, self.product, self.kept_as))
+        kind = self.layout.block_products if self.product == "plain" else self.product
+        y = self.bias(product(self.equation, x, self.gathered(), self.layout, kind, self.kept_as))
         return y if self.lora is None else y + self.lora(x, noise)
 
 

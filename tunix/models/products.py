@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from tunix.base.dotted import import_object
 from tunix.config.model import GROUPED
+from tunix.models.fp8 import fp8_product
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
@@ -55,10 +56,11 @@ def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpe
 
 # A product with a backward rule of its own (jax.custom_vjp) gives what that rule needs, beside x and w, the name
 # "product" in its forward rule. Without it the forward rule runs again in the backward pass.
-PRODUCTS = {"plain": _plain, "few_rows": _few_rows}
+PRODUCTS = {"plain": _plain, "few_rows": _few_rows, "fp8": fp8_product}
 # The order in which the dimensions of a weight stand for each kind of product.
 WEIGHTS: dict[str, Callable[[Equation], Equation]] = {
     "plain": lambda equation: equation,
+    "fp8": lambda equation: equation,
     "few_rows": Equation.summed_last,
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 from tunix.config import Config
 from tunix.config.task import Grpo
 from tunix.costs.derived import Costs, assemble_once, derive
+from tunix.costs.devices import peak_tflops
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
 from tunix.plan.compiled import Compiled, find_backend
@@ -85,8 +86,12 @@ class Candidate:
         kind, num_bytes = self.cluster.kind, self.costs.num_bytes
         # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
         update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
-        speed = kind.peak_tflops * 1e12 * kind.efficiency * PRODUCTS_SHARE
-        return self.costs.flops / speed + update_s + time_beyond_mean(self.cfg, self.sizes, self.cluster, speed)
+        bf16 = kind.peak_tflops * 1e12 * kind.efficiency
+        products_s = self.costs.flops / (peak_tflops(kind, self.costs.fp8_share) * 1e12 * kind.efficiency)
+        # What is no product takes as long beside products of 8-bit floats as beside others.
+        others_s = self.costs.flops / bf16 * (1 / PRODUCTS_SHARE - 1)
+        beyond_mean_s = time_beyond_mean(self.cfg, self.sizes, self.cluster, bf16 * PRODUCTS_SHARE)
+        return products_s + others_s + update_s + beyond_mean_s
 
     @property
     def communication_s(self) -> float:
@@ -120,7 +125,8 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        return self.costs.model_flops / self.step_s / (self.cluster.kind.peak_tflops * 1e12)
+        """Share of the peak: of 8-bit floats where products have them, of bf16 elsewhere."""
+        return self.costs.model_flops / self.step_s / (peak_tflops(self.cluster.kind, self.costs.fp8_share) * 1e12)
 
     @property
     def flops(self) -> float:

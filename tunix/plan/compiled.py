@@ -222,7 +222,8 @@ def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
         return seconds(Transfer(collective.kind, axes, collective.num_bytes), sizes, kind, cluster.per_node)
 
     products = kind.peak_tflops * 1e12 * kind.efficiency
-    return Speeds(products, products * KERNEL_SHARE, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, LAUNCH_S, collective_s)
+    fp8 = (kind.fp8_tflops or kind.peak_tflops) * 1e12 * kind.efficiency
+    return Speeds(products, fp8, products * KERNEL_SHARE, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, LAUNCH_S, collective_s)
 
 
 def kernel_data(cfg: Config, device_kind: str) -> KernelData:

@@ -14,6 +14,7 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.training import REMAT
+from tunix.costs.eight_bits import check_matmul_dtype
 from tunix.models.exchanges import choose_exchange
 from tunix.plan.candidates import GIB, Candidate, derive_candidate, list_smaller, make_candidate
 from tunix.plan.compiled import WORKERS, compile_all
@@ -57,6 +58,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
 
     `progress` is called with a line of text after each compile.
     """
+    check_matmul_dtype(cfg, "gpu", cluster.kind.name)
     given, cfg = cfg, fix_batch(cfg, cluster.num_devices)
     budget_gib = cfg.training.remat_memory_gib
     limit = GIB * (budget_gib or cluster.kind.memory_gib * cfg.plan.memory_share)

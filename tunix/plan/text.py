@@ -10,6 +10,7 @@ import jax
 from rich.table import Table
 
 from tunix.base.tables import as_text
+from tunix.config import DeviceKind
 from tunix.models.exchanges import choose_exchange
 from tunix.plan.candidates import GIB, Candidate
 from tunix.plan.compiled import HBM_SHARE, find_backend
@@ -124,12 +125,18 @@ def _stage_table(candidate: Candidate) -> Table:
     return table
 
 
+def _fp8(kind: DeviceKind, candidates: list[Candidate]) -> str:
+    """Return in words the peak of products of 8-bit floats; nothing without them."""
+    shares = {each.costs.fp8_share for each in candidates} - {0.0}
+    return f" ({max(shares):.0%} of the arithmetic fp8: of {kind.fp8_tflops:g})" if shares else ""
+
+
 def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
     kind = cluster.kind
     lines = [
-        f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s, the rest at "
-        f"{HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, collectives as NCCL predicts them, with links of "
-        f"{kind.link_gb_per_s:g} GB/s in a node and {kind.nics_per_node} network cards a node of "
+        f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s"
+        f"{_fp8(kind, candidates)}, the rest at {HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, collectives as NCCL "
+        f"predicts them, with links of {kind.link_gb_per_s:g} GB/s in a node and {kind.nics_per_node} network cards a node of "
         f"{kind.network.nic_gb_per_s:g} GB/s"
     ]
     if any(each.rollout for each in candidates):

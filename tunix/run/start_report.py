@@ -89,7 +89,7 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
     return {
         "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
-        "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {dtypes['compute']}, "
+        "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {_products(cfg, mesh)}, "
         f"gradient sums {dtypes['reduce']}; " + _remat(training),
         **_describe_stream(cfg, program, mesh),
     }
@@ -269,6 +269,16 @@ def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str
         "bytes of a rollout": f"{costs.memory / 2**30:.3f} GiB beside weights and {cfg.optimizer.name} = {parts}; at "
         f"most {costs.num_programs} compiled programs",
     }
+
+
+def _products(cfg: Config, mesh: Mesh) -> str:
+    """Return in words what numbers products multiply."""
+    compute = cfg.training.dtypes["compute"]
+    if cfg.training.matmul_dtype is None:
+        return compute
+    emulated = ", emulated: this is slow" if mesh.devices.flat[0].platform == "cpu" else ""
+    others = "logits and experts" if isinstance(cfg.model.mlp, ExpertsMlp) else "logits"
+    return f"fp8 ({compute} in {others}{emulated})"
 
 
 def _processes() -> str:

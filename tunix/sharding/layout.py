@@ -80,6 +80,7 @@ class Layout:
     # What the axes of the stages split here: `sequences` of a batch; `layers` inside of a stage, and nothing else; or
     # `tokens` of sequences, where one part of a batch is at work outside of the stages (1F1B).
     stages_split: str = "sequences"
+    block_products: str = "plain"  # kind of the products of attention and MLP: a key of PRODUCTS (models/products.py)
     moments_on_host: bool = False  # the optimizer's state is in the host's memory between two updates
     splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
 
@@ -111,8 +112,11 @@ class Layout:
         return replace(self, unsplit=self.unsplit | {LAYERS})
 
     def for_generation(self) -> "Layout":
-        """Return the layout of programs that draw answers one token after the other: no axis splits the stream."""
-        return replace(self.with_all_layers(), splits_stream=False)
+        """Return the layout of programs that draw answers one token after the other: no axis splits the stream.
+
+        Products are plain: the scale of an 8-bit array would tie each answer to those that are drawn beside it.
+        """
+        return replace(self.with_all_layers(), splits_stream=False, block_products="plain")
 
     def at_rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
         """Return where a weight lives between uses.

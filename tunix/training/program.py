@@ -45,6 +45,7 @@ def build_layout(cfg: Config, mesh: Mesh) -> Layout:
         dtypes["param"],
         dtypes["compute"],
         dtypes["reduce"],
+        block_products="plain" if cfg.training.matmul_dtype is None else cfg.training.matmul_dtype,
         moments_on_host=on_host,
         splits_stream=_splits_stream(cfg, mesh.shape),
     )
