@@ -60,6 +60,7 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
         found,
         Speeds(
             flops_per_s=PRODUCT / 1e5,
+            fp8_flops_per_s=1.0,
             kernel_flops_per_s=1.0,
             bytes_per_s=1.0,
             launch_s=0.0,
@@ -70,6 +71,15 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
     assert timeline.compute_s == pytest.approx(5 * (MOVED + 1e5))  # the loop's stack is updated in place
     assert timeline.communication_s == pytest.approx(5 * gather_s)
     assert timeline.exposed_s == pytest.approx(5 * exposed_s)
+
+
+def test_products_of_8_bit_floats_have_their_own_speed():
+    hlo = HLO.replace("%a = bf16", "%a = f8e4m3fn").replace("%b = bf16", "%b = f8e5m2")
+    speeds = Speeds(
+        flops_per_s=1.0, fp8_flops_per_s=PRODUCT / 1e5, kernel_flops_per_s=1.0, bytes_per_s=1.0, launch_s=0.0,
+        collective_s=lambda _: 0.0,
+    )  # fmt: skip
+    assert walk(hlo, read_collectives(hlo), speeds).compute_s == pytest.approx(5 * (MOVED + 1e5))
 
 
 CONDITIONAL = """HloModule step, is_scheduled=true
@@ -101,7 +111,14 @@ def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
     timeline = walk(
         hlo,
         [],
-        Speeds(flops_per_s=1.0, kernel_flops_per_s=1.0, bytes_per_s=1.0, launch_s=0.0, collective_s=lambda _: 0.0),
+        Speeds(
+            flops_per_s=1.0,
+            fp8_flops_per_s=1.0,
+            kernel_flops_per_s=1.0,
+            bytes_per_s=1.0,
+            launch_s=0.0,
+            collective_s=lambda _: 0.0,
+        ),
     )
     assert timeline.compute_s == 2 * (2 * 10 * 4)  # two instructions, each reads and writes ten numbers
 
@@ -119,7 +136,12 @@ ENTRY %main (q: bf16[2,1024,4,64], k: bf16[2,1024,2,64]) -> bf16[2,1024,4,64] {
 def test_attention_kernels_have_the_products_of_the_pairs_that_they_compute():
     """Three for each pair, at the speed of kernels."""
     speeds = Speeds(
-        flops_per_s=1e30, kernel_flops_per_s=10.0, bytes_per_s=1e30, launch_s=0.0, collective_s=lambda _: 0.0
+        flops_per_s=1e30,
+        fp8_flops_per_s=1e30,
+        kernel_flops_per_s=10.0,
+        bytes_per_s=1e30,
+        launch_s=0.0,
+        collective_s=lambda _: 0.0,
     )
     timeline = walk(KERNEL, [], speeds, KernelData(pairs_per_row=1000.0))
     assert timeline.flops == 2 * 3 * 2 * 4 * 64 * 1000

@@ -136,8 +136,8 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
     lines = [
         f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s"
         f"{_fp8(kind, candidates)}, the rest at {HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, collectives as NCCL "
-        f"predicts them, with links of {kind.link_gb_per_s:g} GB/s in a node and {kind.nics_per_node} network cards a node of "
-        f"{kind.network.nic_gb_per_s:g} GB/s"
+        f"predicts them, with links of {kind.link_gb_per_s:g} GB/s in a node and {kind.nics_per_node} network cards a "
+        f"node of {kind.network.nic_gb_per_s:g} GB/s"
     ]
     if any(each.rollout for each in candidates):
         lines.append(

@@ -1,0 +1,169 @@
+"""Products of 8-bit floats: exact where 8 bits are enough, alike on every mesh, refused where no chip has them."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.harness import ROOT, SMALL, batch, program
+from support.installs import cuda_plugin, one_at_a_time
+
+from tunix.base.errors import UserError
+from tunix.cli.compose import compose
+from tunix.costs.derived import derive
+from tunix.costs.devices import device_kinds, peak_tflops
+from tunix.costs.eight_bits import check_matmul_dtype
+from tunix.models.products import product
+from tunix.models.remat import Remat, keep_policy
+from tunix.sharding.dims import Equation, axis_names
+from tunix.training.program import build_layout, build_mesh
+
+FP8 = "training.matmul_dtype=fp8"
+ROUNDING = 2**-4  # of a number with three bits of fraction, at most
+
+
+def gradients(text: str, layout, weight_scale=1.0):
+    """Return a function of x, w and the gradient g of the result, which gives the result and both gradients."""
+    equation = Equation(text)
+
+    @jax.jit
+    def run(x, w, g):
+        def multiply(x, w):
+            return product(equation, x, layout.gather(w, equation) * weight_scale, layout, "fp8")
+
+        y, back = jax.vjp(multiply, x, w)
+        return y, *back(g)
+
+    return run
+
+
+def test_small_integers_are_multiplied_exactly():
+    """Forward and backward, at any scale, with parts of the sums on other devices; zeros and what is not finite too."""
+    cfg = compose([*SMALL, "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"]).config
+    mesh = build_mesh(cfg)
+    layout = build_layout(cfg, mesh)
+    rng = np.random.default_rng(0)
+    x, w, g = (
+        rng.integers(-4, 5, shape).astype(np.float32) * scale
+        for shape, scale in (((4, 6, 32), 2.0**-40), ((32, 64), 2.0**20), ((4, 6, 64), 2.0**-9))
+    )
+    with jax.set_mesh(mesh):
+        equation = Equation("BTD,DF->BTF")
+        specs = layout.activation("BTD"), layout.at_rest(equation), layout.activation("BTF")
+        run = gradients(equation.text, layout)
+
+        def results(*arrays):
+            placed = (jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True))
+            return [np.asarray(each) for each in run(*placed)]
+
+        y, d_x, d_w = results(x, w, g)
+        assert np.array_equal(y, np.einsum("btd,df->btf", x, w))
+        assert np.array_equal(d_x, np.einsum("btf,df->btd", g, w))
+        assert np.array_equal(d_w, np.einsum("btd,btf->df", x, g))
+        assert not any(each.any() for each in results(x * 0, w * 0, g * 0))
+        assert not any(np.isfinite(each).any() for each in results(x, np.where(w == w.max(), np.inf, w), g)[:2])
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> list[dict[str, float]]:
+    return steps("[[1],[fsdp]]", 16)
+
+
+def steps(mesh: str, num_rows: int, *words: str, dtype: str = "fp8") -> list[dict[str, float]]:
+    """Return the metrics of two steps on the same 32 sequences; a device has `num_rows` of a microbatch."""
+    small = program(
+        f"training.matmul_dtype={dtype}", "model.num_layers=2", "model.global_every=1", "model.sliding_window=null", "training.global_batch_size=32",
+        f"training.micro_batch_size={num_rows}", f"model.mesh_shape={mesh}", "distributed.allow_idle_devices=true", *words,
+    )  # fmt: skip
+    return small.run(batch(32, 2), 2)
+
+
+MESHES: dict[str, tuple[int, tuple[str, ...]]] = {  # sequences of a device in a microbatch, and other words
+    "[[2,2,2],[dp,fsdp,tp]]": (4, ("training.overlap=prefetch", "training.remat=dots")),
+    "[[2,2,2],[fsdp,cp,tp]]": (8, ("training.sequence_parallel=false",)),
+    "[[2,4],[fsdp,tp]]": (8, ("training.sharding_strategy=shard_grad_op",)),
+    "[[2,2,2],[pp,fsdp,tp]]": (4, ()),
+}
+
+
+@pytest.mark.nightly(but=["[[2,2,2],[dp,fsdp,tp]]"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_same_loss_on_every_mesh(mesh, on_one_device):
+    """The scales are those of all devices. Each part of a batch on stages has its own, so there it is within rounding."""
+    tolerance = ROUNDING / 4 if "pp" in mesh else 1e-3
+    num_rows, words = MESHES[mesh]
+    for here, there in zip(steps(mesh, num_rows, *words), on_one_device, strict=True):
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(here[name], there[name], rtol=tolerance)
+
+
+@pytest.mark.nightly
+def test_a_frozen_base_in_4_bits_is_rounded_again():
+    """Low-rank updates keep the compute dtype; the base's products have the gradient of x alone."""
+    words = "model.embed_dim=64", "model.lora.rank=2", "model.lora.quantize_base=nf4"
+    losses = [[step["loss"] for step in steps("[[1],[fsdp]]", 16, *words, dtype=dtype)] for dtype in ("null", "fp8")]
+    np.testing.assert_allclose(*losses, rtol=0.01)
+    assert losses[0] != losses[1]
+
+
+def test_scales_are_kept_with_products(capsys):
+    """Else the backward pass would ask all devices for the largest numbers again. Numbers in 8 bits are not kept."""
+    cfg = compose([*SMALL, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]).config
+    mesh, equation = build_mesh(cfg), Equation("BTD,DF->BTF")
+    layout = build_layout(cfg, mesh)
+    with jax.set_mesh(mesh):
+
+        def loss(x, w):
+            return jnp.sum(jnp.sin(product(equation, x, layout.gather(w, equation), layout, "fp8")))
+
+        policy = keep_policy(Remat("dots"))
+        jax.ad_checkpoint.print_saved_residuals(
+            jax.checkpoint(loss, policy=policy), jnp.ones((2, 4, 8)), jnp.ones((8, 6))
+        )
+    kept = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[0] for line in kept if "named 'product'" in line) == ["f32[2,4,6]", "f32[]", "f32[]"], (
+        kept
+    )
+    assert not any(line.startswith("f8") for line in kept)
+
+
+def test_only_chips_that_have_them():
+    cfg = compose([*SMALL, FP8]).config
+    for platform, kind in (("cpu", "cpu"), ("gpu", "NVIDIA H100 80GB HBM3"), ("gpu", "NVIDIA L40S")):
+        check_matmul_dtype(cfg, platform, kind)
+    for platform, kind in (("gpu", "NVIDIA A100-SXM4-80GB"), ("tpu", "TPU v5e")):
+        with pytest.raises(
+            UserError, match=rf"matmul_dtype=fp8: {kind} has no .* B200, H100, H100 PCIe, H200, L40S have"
+        ):
+            check_matmul_dtype(cfg, platform, kind)
+        check_matmul_dtype(compose(SMALL).config, platform, kind)
+
+
+def test_the_peak_is_that_of_each_product():
+    kind = device_kinds()["h100"]
+    assert [peak_tflops(kind, share) for share in (0.0, 1.0)] == pytest.approx([989, 1979])
+    assert peak_tflops(kind, 0.5) == pytest.approx(2 / (1 / 989 + 1 / 1979))
+    for word, num_bits in ((FP8, 8), ("training.matmul_dtype=null", 16)):
+        cfg = compose([*SMALL, word]).config
+        sizes = dict.fromkeys(axis_names(), 1)
+        costs = derive(cfg, sizes, "gpu", with_activations=False)
+        in_blocks = 3 * (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64)
+        expected = 6 * in_blocks * costs.tokens_per_step / costs.model_flops if num_bits == 8 else 0.0
+        assert costs.fp8_share == pytest.approx(expected)
+
+
+@pytest.mark.nightly
+def test_gpus_multiply_8_bits(installs_dir):
+    """The compiled program of a product and its gradients for an H100: three products of 8-bit floats, and no other."""
+    path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    with one_at_a_time("gpu_programs"):
+        done = subprocess.run(
+            [sys.executable, "tests/support/compile_fp8.py", "h100"],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["f8e4m3fn f8e4m3fn", "f8e4m3fn f8e5m2", "f8e5m2 f8e4m3fn"]

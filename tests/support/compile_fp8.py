@@ -1,0 +1,40 @@
+"""Compile a product of 8-bit floats and its gradients for a chip that is not there: compile_fp8.py CHIP.
+
+Prints the dtypes of both factors of each product of matrices in the program, sorted.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tunix.models.fp8 import fp8_product
+from tunix.plan.compiled import describe_devices
+from tunix.plan.topology import read_topology
+from tunix.sharding.dims import Equation
+
+mesh = jax.make_mesh(
+    (1,), ("fsdp",), axis_types=(AxisType.Explicit,), devices=describe_devices(read_topology(f"{sys.argv[1]}:1"))
+)
+WHOLE = jax.P(None, None, None)
+
+
+def results(x, w, g):
+    y, back = jax.vjp(lambda x, w: fp8_product(Equation("BTD,DF->BTF"), x, w, WHOLE), x, w)
+    return y, *back(g)
+
+
+def shape(*dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P()))
+
+
+with jax.set_mesh(mesh):
+    hlo = jax.jit(results).lower(shape(2, 512, 256), shape(256, 1024), shape(2, 512, 1024)).compile().as_text()
+dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", hlo))
+dots = re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", hlo)
+print(*sorted(f"{dtypes[a]} {dtypes[b]}" for a, b in dots), sep="\n")
