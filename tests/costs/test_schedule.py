@@ -163,7 +163,12 @@ ENTRY %main (rows: bf16[640,64], w: bf16[8,64,32], begin: s32[8]) -> bf16[8,64,3
 def test_grouped_kernels_have_the_products_of_the_rows_of_their_own_experts():
     """A device has 8 of 16 experts, so half of the rows are others'; a kernel computes a few rows more for each expert."""
     speeds = Speeds(
-        flops_per_s=1e30, kernel_flops_per_s=10.0, bytes_per_s=1e30, launch_s=0.0, collective_s=lambda _: 0.0
+        flops_per_s=1e30,
+        fp8_flops_per_s=1e30,
+        kernel_flops_per_s=10.0,
+        bytes_per_s=1e30,
+        launch_s=0.0,
+        collective_s=lambda _: 0.0,
     )
     data = KernelData(num_experts=16, empty_rows={"grouped_forward": 4.0, "grouped_d_weights": 2.0})
     timeline = walk(GROUPED, [], speeds, data)

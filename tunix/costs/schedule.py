@@ -119,15 +119,6 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
     collective_s = {each.name: speeds.collective_s(each) for each in collectives}
     work = cache(lambda name: _count_work(name, program))  # a fusion may run many times
 
-    def is_fp8(name: str, scope: dict[str, Instruction]) -> bool:
-        """Return whether an instruction multiplies matrices of 8-bit floats, itself or in the fusion that it is."""
-        instruction = scope[name]
-        if instruction.opcode == "fusion":
-            inside = {each.name: each for each in program.get(instruction.called, ())}
-            return any(is_fp8(each, inside) for each in inside)
-        is_product = instruction.opcode == "dot" or "__cublas" in instruction.text
-        return is_product and all(scope[factor].type.startswith("f8") for factor in instruction.operands[:2])
-
     def run_instruction(instruction: Instruction, scope: dict[str, Instruction]) -> StepTime:
         """Time of an instruction that is no collective; `scope` is its computation."""
         if instruction.opcode == "conditional":  # the slowest branch counts
@@ -136,7 +127,7 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
             trips = TRIPS.search(instruction.text)
             return run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
         num_bytes: float
-        flops_per_s = speeds.fp8_flops_per_s if is_fp8(instruction.name, scope) else speeds.flops_per_s
+        flops_per_s = speeds.fp8_flops_per_s if _multiplies_fp8(instruction, scope, program) else speeds.flops_per_s
         if instruction.opcode == "fusion":
             flops, num_bytes = work(instruction.called)
         else:
@@ -206,6 +197,17 @@ def _count_work(name: str, program: dict[str, list[Instruction]]) -> tuple[float
     if scope:
         num_bytes += _bytes_written(list(scope.values())[-1], scope)
     return flops, num_bytes
+
+
+def _multiplies_fp8(
+    instruction: Instruction, scope: dict[str, Instruction], program: dict[str, list[Instruction]]
+) -> bool:
+    """Return whether an instruction multiplies matrices of 8-bit floats, itself or in the fusion that it is."""
+    if instruction.opcode == "fusion":
+        inside = {each.name: each for each in program.get(instruction.called, ())}
+        return any(_multiplies_fp8(each, inside, program) for each in inside.values())
+    is_product = instruction.opcode == "dot" or "__cublas" in instruction.text
+    return is_product and all(scope[factor].type.startswith("f8") for factor in instruction.operands[:2])
 
 
 def _find_users(instruction: Instruction, scope: dict[str, Instruction]) -> list[Instruction]:
