@@ -14,7 +14,8 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.cli.architecture import unlike_its_family
 from tunix.cli.compose import add_search_path, compose
-from tunix.export import write_export
+from tunix.config import Export
+from tunix.export import export
 
 WRONG = """
 import optax
@@ -99,7 +100,8 @@ def test_a_family_of_ones_own(folder):
     model, expected = tunix.load_pretrained("hf", family=name), load_file(parity / "expected.safetensors")
     np.testing.assert_allclose(np.asarray(model(expected["tokens"])), expected["logits"], atol=1e-4)
     assert unlike_its_family(model.cfg) == ""
-    write_export("out", lambda strategy: model, "bfloat16", 5.0, merge_lora=False)
+    words = {"checkpoint": "hf", "weights": "trained", "family": name, "output": "out", "dtype": "bfloat16"}
+    export(Export(**words, merge_lora=False, shard_gb=5.0))
     written = json.loads((folder / "out/config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("my_model", ["MyModelForCausalLM"])
     before, after = (load_file(path / "model.safetensors") for path in (parity, folder / "out"))

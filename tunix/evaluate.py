@@ -150,7 +150,8 @@ def measure_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Nu
     """Ask the tasks of EleutherAI's harness; return their numbers as TASK/METRIC for each checkpoint."""
     measured = []
     for checkpoint in checkpoints:
-        model = load_pretrained(checkpoint, cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
+        dtype, mesh_shape, family = cfg.training.dtypes["compute"], cfg.model.mesh_shape, cfg.model.family
+        model = load_pretrained(checkpoint, dtype, mesh_shape, cmd.weights, family=family)
         measured.append(ask_tasks(model, cmd))
     return measured
 

@@ -52,7 +52,9 @@ def export(command: Export) -> str:
     """
     return write_export(
         command.output,
-        lambda strategy: load_pretrained(command.checkpoint, weights=command.weights, strategy=strategy),
+        lambda strategy: load_pretrained(
+            command.checkpoint, weights=command.weights, strategy=strategy, family=command.family
+        ),
         command.dtype,
         command.shard_gb,
         merge_lora=command.merge_lora,

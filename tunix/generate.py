@@ -27,7 +27,9 @@ def generate(command: Generate) -> None:
     Where there are several processes, all draw the answers together; process 0 alone reads prompts and writes answers.
     """
     rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
-    model = load_pretrained(command.checkpoint, command.dtype, command.mesh_shape, command.weights)
+    model = load_pretrained(
+        command.checkpoint, command.dtype, command.mesh_shape, command.weights, family=command.family
+    )
     speaker = Speaker(model, command)
     if command.prompt is None and command.input is None:
         _converse(speaker, command)

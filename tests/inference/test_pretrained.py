@@ -147,7 +147,13 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
     np.testing.assert_allclose(after.merged()(tokens), after(tokens), atol=1e-5)
     assert np.abs(np.asarray(after(tokens) - before(tokens))).max() > 1e-3
 
-    settings = {"checkpoint": str(result.folder), "weights": "trained", "dtype": "float32", "shard_gb": 5.0}
+    settings = {
+        "checkpoint": str(result.folder),
+        "weights": "trained",
+        "family": None,
+        "dtype": "float32",
+        "shard_gb": 5.0,
+    }
     export(Export(**settings, output="merged", merge_lora=True))
     export(Export(**settings, output="adapter", merge_lora=False))
     assert {path.name for path in (tmp_path / "merged").iterdir()} == {
@@ -171,6 +177,7 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
         Export(
             checkpoint=str(hf_dir),
             weights="trained",
+            family=None,
             output=str(tmp_path / "out"),
             dtype=None,
             merge_lora=False,
@@ -186,6 +193,7 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
             Export(
                 checkpoint=str(hf_dir),
                 weights="trained",
+                family=None,
                 output=str(tmp_path / "out"),
                 dtype=None,
                 merge_lora=False,

@@ -65,6 +65,7 @@ def test_transformers_loads_what_is_exported_without_a_warning(python, tmp_path)
             Export(
                 checkpoint=str(PARITY / name),
                 weights="trained",
+                family=None,
                 output=output,
                 dtype=None,
                 merge_lora=False,
@@ -94,6 +95,7 @@ def test_peft_loads_an_adapter(python, tmp_path):
         Export(
             checkpoint=str(PARITY / "llama"),
             weights="trained",
+            family=None,
             output=str(tmp_path / "base"),
             dtype=None,
             merge_lora=False,

@@ -74,7 +74,17 @@ def test_a_run(hf_dir, corpus, tmp_path, monkeypatch):
     tunix.train(["resume=run/checkpoints/2"])
     assert [line["loss"] for line in metrics(tmp_path / "run")] == [*losses, *losses[2:]]
 
-    export(Export(checkpoint="run", weights="trained", output="merged", dtype="float32", merge_lora=True, shard_gb=5))
+    export(
+        Export(
+            checkpoint="run",
+            weights="trained",
+            family=None,
+            output="merged",
+            dtype="float32",
+            merge_lora=True,
+            shard_gb=5,
+        )
+    )
     merged = tunix.load_pretrained("merged")
     tokens = np.random.default_rng(0).integers(0, 300, (3, 20))
     np.testing.assert_allclose(merged(tokens), run(tokens), atol=1e-4)

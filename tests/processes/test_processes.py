@@ -259,6 +259,7 @@ def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
             Export(
                 checkpoint=str(folder / "run"),
                 weights="trained",
+                family=None,
                 output=str(folder / "out"),
                 dtype="float32",
                 merge_lora=True,

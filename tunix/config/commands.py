@@ -8,6 +8,7 @@ from tunix.base.dotted import entry_of
 from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.config.model import MeshShape
 from tunix.config.rewards import RewardTerms
+from tunix.families import FAMILIES, Family
 from tunix.rewards import REWARDS
 
 
@@ -18,6 +19,9 @@ class Export(Section):
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
+    family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
+    """Of a Hugging Face directory: its family of models, or your own, `package.module:name`; null finds the family by
+    model_type in config.json."""
     output: str
     """The folder to write, or its address in a bucket (s3://BUCKET/NAME); it must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
@@ -55,6 +59,9 @@ class Generate(Section):
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
+    family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
+    """Of a Hugging Face directory: its family of models, or your own, `package.module:name`; null finds the family by
+    model_type in config.json."""
     prompt: str | None
     """One prompt; null takes them from `input`, or asks for them with `chat`."""
     input: str | None

@@ -33,7 +33,8 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
     """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
     terms = _find_rewards(cmd, cfg)
     how = _find_sampling(cmd, cfg)
-    model = load_pretrained(checkpoints[0], cfg.training.dtypes["compute"], cfg.model.mesh_shape, cmd.weights)
+    dtype, mesh_shape, family = cfg.training.dtypes["compute"], cfg.model.mesh_shape, cfg.model.family
+    model = load_pretrained(checkpoints[0], dtype, mesh_shape, cmd.weights, family=family)
     longest = model.cfg.context_length - how.max_new_tokens
     corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, longest), "preparing the data")
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
