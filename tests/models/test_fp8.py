@@ -155,7 +155,6 @@ def test_the_peak_is_that_of_each_product():
         assert costs.fp8_share == pytest.approx(expected)
 
 
-@pytest.mark.nightly
 def test_gpus_multiply_8_bits(installs_dir):
     """The compiled program of a product and its gradients for an H100: three products of 8-bit floats, and no other."""
     path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
