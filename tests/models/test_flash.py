@@ -1,5 +1,6 @@
 """Attention on ranges: its numbers, interpreted on CPUs; its programs, compiled for GPUs that are not there."""
 
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tunix.models.seen import seen_in_row
 from tunix.training.kernel_check import check_attention
 from tunix.training.program import build_layout, build_mesh
 
+KERNEL_NAMES = ["attention_d_keys", "attention_d_queries", "attention_forward"]
 SMALL_BLOCKS = {8: Blocks(Block(64, 32, 1, 1), Block(64, 32, 1, 1), Block(32, 64, 1, 1))}
 
 
@@ -152,17 +154,35 @@ def test_a_kernel_is_compared_with_the_plain_one_before_the_first_step():
     assert compared(f"{__name__}:wrong", "training.check_attention=false") is None
 
 
+def compile_kernels(chip: str, what: str, installs_dir) -> str:
+    """Return what tests/support/compile_kernels.py prints last, in a process that has XLA's GPU compiler."""
+    path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    with one_at_a_time("gpu_programs"):
+        done = subprocess.run(
+            [sys.executable, "tests/support/compile_kernels.py", chip, what],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()[-1]
+
+
 # Programs of the H200 are compiled in tests/costs/test_gpu_program.py.
 @pytest.mark.nightly(but=["b200-256"])
 @pytest.mark.parametrize(("chip", "dim"), [(chip.lower(), dim) for chip, rows in BLOCKS.items() for dim in rows])
 def test_blocks_fit_into_the_chip(chip, dim, installs_dir):
     """XLA refuses a kernel that needs more shared memory, or tensor memory, than the chip has."""
-    path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    with one_at_a_time("gpu_programs"):
-        done = subprocess.run(
-            [sys.executable, "tests/support/compile_kernels.py", chip, str(dim)],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["attention_d_keys", "attention_d_queries", "attention_forward"]
+    names = compile_kernels(chip, str(dim), installs_dir).split()
+    assert names == KERNEL_NAMES
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("exchange", "kernels", "collective"),
+    [("ulysses", True, "all-to-all"), ("ring", False, "collective-permute")],
+)
+def test_attention_of_devices_that_share_a_sequence_compiles_for_a_gpu(exchange, kernels, collective, installs_dir):
+    """Ulysses runs the kernels on whole sequences; a ring computes blocks by XLA's own operations."""
+    found = json.loads(compile_kernels("h100", exchange, installs_dir))
+    assert found["kernels"] == (KERNEL_NAMES if kernels else [])
+    assert collective in found["collectives"]

@@ -1,9 +1,6 @@
 """Grouped products: their numbers, interpreted on CPUs; their programs, compiled for GPUs that are not there."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -11,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.test_experts import SMALL, STEPS
-from support.harness import ROOT, batch, cli_here, program
-from support.installs import cuda_plugin, one_at_a_time
+from models.test_flash import compile_kernels
+from support.harness import batch, cli_here, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -127,15 +124,7 @@ def test_blocks_fit_into_the_chip(chip, installs_dir):
 
     The layer of Qwen 3 30B-A3B, forward and backward: three products with three kernels each, and no product beside them.
     """
-    path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    with one_at_a_time("gpu_programs"):
-        done = subprocess.run(
-            [sys.executable, "tests/support/compile_kernels.py", chip, "experts"],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(compile_kernels(chip, "experts", installs_dir))
     assert found["kernels"] == {"grouped_d_rows": 3, "grouped_d_weights": 3, "grouped_forward": 3}
     # Products with eight experts and the router's, forward and backward. XLA's own product of one of the three matrices
     # would have 16 times as many FLOPs as all of these, and 16 GiB of copies of the rows.

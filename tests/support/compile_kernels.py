@@ -1,6 +1,7 @@
-"""Compile kernels for a chip that is not there: compile_kernels.py CHIP (HEAD_DIM | experts).
+"""Compile kernels for a chip that is not there: compile_kernels.py CHIP (HEAD_DIM | experts | ulysses | ring).
 
-Prints the names of the attention kernels; of a layer of experts what its program has, as JSON.
+Prints the names of the attention kernels. Of a layer of experts, and of attention on two devices that share a sequence,
+it prints what the program has, as JSON.
 """
 
 import json
@@ -18,7 +19,10 @@ from jax.sharding import AxisType, Mesh
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tunix.cli.compose import compose
+from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import Speeds, walk
+from tunix.models.attention import attend
+from tunix.models.exchanges import EXCHANGES
 from tunix.models.experts import Experts
 from tunix.models.flash import flash
 from tunix.models.seen import seen_in_row
@@ -75,13 +79,40 @@ def compile_experts(mesh: Mesh, kind: str, num_tokens: int = 4096) -> dict[str, 
     }
 
 
+def compile_exchange(mesh: Mesh, exchange: str) -> dict[str, list[str]]:
+    """Return kernels and collectives of attention and its gradients, of a sequence that two devices share."""
+    cfg = compose(["model=qwen3_0_6b", "model.mesh_shape=[[2],[cp]]", f"model.cp_exchange={exchange}"]).config
+    layout = build_layout(cfg, mesh)
+
+    def gradients(q, k, v, segments):
+        def attended(q, k, v):
+            return attend(q, k, v, seen_in_row(segments, 300), layout, "auto", exchange)
+
+        out, pull_back = jax.vjp(attended, q, k, v)
+        return pull_back(out)
+
+    def shape(letters: str, *dims: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, layout.activation(letters)))
+
+    queries, keys = shape("BTNH", 1, 1024, 4, 128), shape("BTKH", 1, 1024, 2, 128)
+    segments = shape("BS", 1, 1024, dtype=jnp.int32)
+    text = jax.jit(gradients).lower(queries, keys, keys, segments).compile().as_text()
+    return {
+        "kernels": sorted(set(re.findall(r'name = "(attention_\w+)"', text))),
+        "collectives": sorted({each.kind for each in read_collectives(text)}),
+    }
+
+
 chip, what = sys.argv[1:]
-cluster = read_topology(f"{chip}:1")
+cluster = read_topology(f"{chip}:{2 if what in EXCHANGES else 1}")
 devices = describe_devices(cluster)
-axes = axis_names() if what == "experts" else ("fsdp",)
-mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
+axes = ("fsdp",) if what.isdigit() else axis_names()
+sizes = [len(devices) if axis == ("fsdp" if what.isdigit() else "cp") else 1 for axis in axes]
+mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 with jax.set_mesh(mesh):
     if what == "experts":
         print(json.dumps(compile_experts(mesh, cluster.kind.name)))
+    elif what in EXCHANGES:
+        print(json.dumps(compile_exchange(mesh, what)))
     else:
         print(*sorted(set(re.findall(r'name = "(attention_\w+)"', compile_attention(mesh, int(what))))))
