@@ -19,6 +19,10 @@ PROGRAMS = {
     "0.6b that keeps all": (
         ["model=qwen3_0_6b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]", "training.remat=none"], 4.2, 1.0,
     ),
+    "experts on 8": (
+        ["model=qwen3_30b_a3b", "model.num_layers=4", "training.seq_len=8192", "plan.topology=h200:8",
+         "model.mesh_shape=[[8],[fsdp]]"], 13.4, AGAIN,
+    ),
     "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]"], 4.1, AGAIN),
 }  # fmt: skip
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
