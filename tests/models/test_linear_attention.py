@@ -26,7 +26,7 @@ def one_step(*words: str) -> list[dict[str, float]]:
     return program(*HYBRID, *words).run(batch(sequences=4), steps=2)
 
 
-@pytest.mark.nightly(but=["fsdp,tp-full_shard"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(("axes", "strategy"), [("fsdp,tp", "full_shard"), ("dp,tp", "shard_grad_op")])
 def test_same_step_on_one_device_and_on_four(axes, strategy):
     expected = one_step("model.mesh_shape=[[1],[fsdp]]", "training.micro_batch_size=4")

@@ -22,9 +22,9 @@ MESHES = {"one": ((1,), ("tp",)), "2x2": ((2, 2), ("fsdp", "tp"))}
 # Families whose parts others have on both meshes: experts in qwen3_moe and gpt_oss, caps in gemma2.
 ON_FOUR_DEVICES = {
     "olmoe", "mixtral", "glm4", "glm4_moe", "nemotron", "granite", "exaone4", "ministral3", "apertus", "phi3_long",
-    "deepseek_v3_whole_queries", "llama4",
+    "deepseek_v3_whole_queries", "llama4", "qwen3_5",
 }  # fmt: skip
-ON_ONE_DEVICE = {"phi3_short"}
+ON_ONE_DEVICE = {"phi3_short", "qwen3_5_rest"}
 CASES = [
     (name, mesh)
     for name in MODELS
@@ -100,7 +100,9 @@ def test_weights_and_config_go_out_as_they_came(name, tmp_path):
     assert read_config(tmp_path) == read_config(PARITY / name)
 
 
-@pytest.mark.nightly(but=["gemma3-2x2", "gpt_oss-2x2", "deepseek_v3-one", "gpt2-one", "smollm3-2x2", "llama-one"])
+@pytest.mark.nightly(
+    but=["gemma3-2x2", "gpt_oss-2x2", "qwen3_5-2x2", "deepseek_v3-one", "gpt2-one", "smollm3-2x2", "llama-one"]
+)
 def test_greedy_generation(case):
     """Token for token, after prompts of unequal length answered together."""
     model, expected = case
