@@ -86,6 +86,11 @@ def _config(cmd: Evaluate) -> Config:
         raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
     origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
     cfg = compose.compose([origin, *(word for word in cmd.overrides if not is_sampling(word))]).config
+    if not run and cfg.model.lora.rank and cfg.model.init_adapter is None:
+        raise UserError(
+            f"model.lora.rank={cfg.model.lora.rank}: checkpoint={cmd.checkpoint} has no low-rank updates; leave it "
+            "out, or give model.init_adapter=ADAPTER"
+        )
     if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
     # An evaluation has no stages of the batch, which perhaps do not fit its devices.
@@ -150,8 +155,9 @@ def measure_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Nu
     """Ask the tasks of EleutherAI's harness; return their numbers as TASK/METRIC for each checkpoint."""
     measured = []
     for checkpoint in checkpoints:
-        dtype, mesh_shape, family = cfg.training.dtypes["compute"], cfg.model.mesh_shape, cfg.model.family
-        model = load_pretrained(checkpoint, dtype, mesh_shape, cmd.weights, family=family)
+        dtype, decoder = cfg.training.dtypes["compute"], cfg.model
+        about = {"family": decoder.family, "adapter": decoder.init_adapter}  # of Hugging Face's files
+        model = load_pretrained(checkpoint, dtype, decoder.mesh_shape, cmd.weights, **about)
         measured.append(ask_tasks(model, cmd))
     return measured
 

@@ -70,9 +70,9 @@ def test_the_base_stays_and_the_answers_are_learnt(tuned, hf_dir):
     assert any(".lora." in name for name in trained)
 
 
-def test_an_adapter_goes_on(tuned, hf_dir, monkeypatch):
-    """A run from an export begins with the weights of the run that was exported."""
-    folder, _ = tuned
+def test_an_adapter_goes_on(tuned, hf_dir, monkeypatch, capsys):
+    """A run from an export begins with the weights of the run that was exported; the export is measured like the run."""
+    folder, result = tuned
     monkeypatch.chdir(folder)
     export(read_settings(Export, ["checkpoint=run", "output=adapter"]))
     cfg = compose([f"model.init_from={hf_dir}", "model.init_adapter=adapter", *SFT]).config
@@ -85,6 +85,16 @@ def test_an_adapter_goes_on(tuned, hf_dir, monkeypatch):
     trained = dict(named(tunix.load_pretrained("run").params))
     for name, weight in named(params):
         assert np.array_equal(np.asarray(weight), np.asarray(trained[name])), name
+    base = [f"checkpoint={hf_dir}", *(word for word in SFT if not word.startswith("hydra"))]
+    code, error, numbers = command(monkeypatch, capsys, *base, "model.init_adapter=adapter")
+    assert code == 0, error
+    assert numbers["loss"] == pytest.approx(result.held_out["loss"], rel=1e-5)
+    answers = ["metric=exact_match", "max_new_tokens=4", "num_prompts=4"]
+    code, error, numbers = command(monkeypatch, capsys, *base, "model.init_adapter=adapter", *answers)
+    assert (code, numbers["exact_match"]) == (0, 1.0), error
+    code, error, _ = command(monkeypatch, capsys, *base, "model.lora.rank=4")
+    assert code == 2
+    assert "has no low-rank updates; leave it out, or give model.init_adapter=ADAPTER" in error
 
 
 def test_the_loss_is_of_answers_alone_in_the_words_of_the_folder(tuned, hf_dir, monkeypatch):

@@ -23,7 +23,7 @@ from tunix.families import Family, Name, find_family
 from tunix.hf.adapter_config import PREFIX, WEIGHTS
 from tunix.hf.tensor_files import TensorFiles
 from tunix.hf.weights import FLOATS, first_names, layers_of, load_parameter, packed, shape_in_files
-from tunix.models.paths import named
+from tunix.models.paths import named, parameter_name
 from tunix.sharding.arrays import replicate_part
 from tunix.sharding.layout import Layout
 
@@ -80,6 +80,16 @@ def load_adapter(
             )
             for path, name, weight in _factors(cfg, weights)
         }
+
+
+def put_updates(
+    params: Mapping[str, Any], folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh
+) -> dict[str, Any]:
+    """Return parameters whose low-rank updates, None in `params`, are those of an adapter."""
+    updates = load_adapter(folder, cfg, weights, layout, mesh)
+    return jax.tree.map_with_path(
+        lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None
+    )
 
 
 def gather_adapter(

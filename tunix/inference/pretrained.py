@@ -17,6 +17,8 @@ from tunix.base.errors import UserError
 from tunix.cli import architecture
 from tunix.cli.runs import find_run
 from tunix.config import Model
+from tunix.hf.adapter import put_updates
+from tunix.hf.adapter_config import read_adapter
 from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import CHANGED, load_weights
 from tunix.inference.drawing import Sampling
@@ -104,6 +106,7 @@ def load_pretrained(
     weights: str = "trained",
     strategy: str = "no_shard",
     family: str | None = None,
+    adapter: str | None = None,
 ) -> Pretrained:
     """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
@@ -112,7 +115,7 @@ def load_pretrained(
     is of any length, and grows by one token at a time. Without a mesh, it is one device; of several processes, which
     all call this, fsdp over all of their devices. `weights` names a copy of the parameters that the run has kept, like
     `ema`, or those that it has trained. `family` is the dotted path of a family of one's own, of a folder of Hugging
-    Face's.
+    Face's, and `adapter` a folder of low-rank updates for such a folder's weights.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
@@ -122,6 +125,9 @@ def load_pretrained(
     if mesh_shape is None:
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
     cfg = architecture.trained_model(folder, mesh_shape, family)
+    if adapter is not None and not run:
+        lora = cfg.lora.model_copy(update=read_adapter(find_adapter(adapter), cfg.family))
+        cfg = cfg.model_copy(update={"lora": lora, "init_adapter": adapter})
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").for_generation()
@@ -136,7 +142,10 @@ def load_pretrained(
 def load_params(
     source: str, cfg: Model, arch: Architecture, layout: Layout, mesh: Mesh, weights: str = "trained"
 ) -> tuple[Params, Tokenizer | None]:
-    """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files."""
+    """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files.
+
+    Low-rank updates beside Hugging Face's files are those of `model.init_adapter`.
+    """
     if run := find_run(source):
         checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
         if peers.first_of_host():
@@ -148,7 +157,15 @@ def load_params(
         raise UserError(f"weights={weights}: {folder} is no run of tunix and has one set of weights; weights=trained")
     if peers.first_of_host():
         refuse_damaged(folder, "checkpoint", CHANGED)
-    return load_weights(folder, cfg, arch.weights, layout, mesh), read_backend(folder)
+    params = load_weights(folder, cfg, arch.weights, layout, mesh)
+    if cfg.init_adapter is not None:
+        params = put_updates(params, find_adapter(cfg.init_adapter), cfg, arch.weights, layout, mesh)
+    return params, read_backend(folder)
+
+
+def find_adapter(source: str) -> Path:
+    """Return the folder of an adapter, downloaded if `source` is an ID."""
+    return find(source, ABOUT + WEIGHTS, key="model.init_adapter")
 
 
 def _fetch(source: str, patterns: tuple[str, ...]) -> Path:

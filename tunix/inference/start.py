@@ -3,18 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from tunix.base.digests import refuse_damaged
 from tunix.base.errors import UserError
 from tunix.cli.runs import find_run
 from tunix.config import Config
-from tunix.hf.adapter import check_adapter, load_adapter
+from tunix.hf.adapter import check_adapter, put_updates
 from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import CHANGED, check_weights, load_weights
-from tunix.inference.pretrained import find_checkpoint
-from tunix.models.paths import parameter_name
+from tunix.inference.pretrained import find_adapter, find_checkpoint
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.stores import read_state
@@ -41,7 +39,7 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
             refuse_damaged(folder, "model.init_from", CHANGED)
         check_weights(folder, cfg.model, arch.weights)
     if cfg.model.init_adapter is not None:
-        folder = _find_adapter(cfg.model.init_adapter)
+        folder = find_adapter(cfg.model.init_adapter)
         if peers.first_of_host():
             refuse_damaged(folder, "model.init_adapter", CHANGED)
         check_adapter(folder, cfg.model, arch.weights)
@@ -58,11 +56,7 @@ def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
     params = _load_base(program, mesh, model.init_from)
     if model.init_adapter is None:
         return params
-    folder = _find_adapter(model.init_adapter)
-    updates = load_adapter(folder, model, program.arch.weights, program.layout, mesh)
-    return jax.tree.map_with_path(
-        lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None
-    )
+    return put_updates(params, find_adapter(model.init_adapter), model, program.arch.weights, program.layout, mesh)
 
 
 def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
@@ -73,10 +67,6 @@ def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
         return _fill(params, lacking)
     folder = find(source, ABOUT + WEIGHTS)
     return load_weights(folder, program.cfg.model, program.arch.weights, program.layout, mesh)
-
-
-def _find_adapter(source: str) -> Path:
-    return find(source, ABOUT + WEIGHTS, key="model.init_adapter")
 
 
 def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:

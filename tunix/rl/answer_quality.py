@@ -33,8 +33,9 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
     """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
     terms = _find_rewards(cmd, cfg)
     how = _find_sampling(cmd, cfg)
-    dtype, mesh_shape, family = cfg.training.dtypes["compute"], cfg.model.mesh_shape, cfg.model.family
-    model = load_pretrained(checkpoints[0], dtype, mesh_shape, cmd.weights, family=family)
+    dtype, decoder = cfg.training.dtypes["compute"], cfg.model
+    about = {"family": decoder.family, "adapter": decoder.init_adapter}  # of Hugging Face's files
+    model = load_pretrained(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **about)
     longest = model.cfg.context_length - how.max_new_tokens
     corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, longest), "preparing the data")
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
