@@ -58,6 +58,7 @@ MISTAKES = [
     ("scheduler.warmup_steps=5 scheduler.warmup_tokens=5", "scheduler.warmup_steps and scheduler.warmup_tokens are both set"),
     ("scheduler=wsd scheduler.warmup_ratio=0.5 scheduler.decay_ratio=0.8", "scheduler.warmup_ratio=0.5 and scheduler.decay_ratio=0.8 are more than the run together"),
     ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),
+    ("optimizer=sgd optimizer.momentum=0 optimizer.moments=int8", "optimizer.moments=int8: optimizer.momentum=0 keeps no moments"),
     ("optimizer.groups=[{param:a}]", "unknown key optimizer.groups.0.param; did you mean optimizer.groups.0.params?"),
     ("optimizer.groups={params:a}", "optimizer.groups={params:a}: expected a list like [a,b]"),
     ("optimizer=adamw,muon", "optimizer=adamw,muon: --multirun runs each of them; as a list it is optimizer=[adamw,muon]"),

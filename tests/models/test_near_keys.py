@@ -41,14 +41,24 @@ def count_pairs(jaxpr: Jaxpr) -> int:
 
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_pairs_that_are_computed(length):
-    """Keys up to the end of each block of queries; in `_near`, only those of the blocks that a window may reach."""
-    forward = {
-        name: count_pairs(jax.make_jaxpr(partial(attended, way))(*row(length), jnp.int32(9)).jaxpr)
-        for name, way in {"triangle": _triangle, "near": partial(_near, span=SPANS[0])}.items()
-    }
+    """Keys up to the end of each block of queries; in `_near`, only those of the blocks that a window may reach.
+
+    The forward pass has two products of a pair. The backward pass has five: the scores again, and four gradients.
+    """
     ends = range(QUERY_BLOCK, length + 1, QUERY_BLOCK)
-    assert forward["triangle"] == 2 * QUERY_BLOCK * sum(ends)
-    assert forward["near"] == 2 * length * (SPANS[0] + NEAR_BLOCK)
+    pairs = {_triangle: QUERY_BLOCK * sum(ends), partial(_near, span=SPANS[0]): length * (SPANS[0] + NEAR_BLOCK)}
+    q, k, v, segments = row(length)
+    for way, num_pairs in pairs.items():
+
+        def forward(q, k, v, way=way):
+            return attended(way, q, k, v, segments, jnp.int32(9))
+
+        def both_passes(q, k, v, forward=forward):
+            out, pull_back = jax.vjp(forward, q, k, v)
+            return pull_back(out)
+
+        assert count_pairs(jax.make_jaxpr(forward)(q, k, v).jaxpr) == 2 * num_pairs
+        assert count_pairs(jax.make_jaxpr(both_passes)(q, k, v).jaxpr) == (2 + 5) * num_pairs
 
 
 @pytest.mark.nightly

@@ -1,5 +1,7 @@
 """What the compiled step moves between devices is what its strategy promises."""
 
+import re
+from collections import Counter
 from functools import cache
 
 import jax
@@ -8,6 +10,7 @@ from support.harness import SMALL, batch, program
 
 from tunix.cli.compose import compose
 from tunix.costs.hlo import read_collectives
+from tunix.sharding.arrays import to_global
 from tunix.training.program import build_mesh, choose_sync
 
 MICROBATCHES = 4
@@ -137,3 +140,17 @@ def test_compiling_is_quiet(mesh, capfd, monkeypatch):
     step = program(f"model.mesh_shape={mesh}", *wide, fresh=True)
     step.compile(batch(16))
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
+
+
+def test_the_program_is_as_long_at_any_depth():
+    """Layers with windows and layers without are one scan, so the time to compile does not grow with their number."""
+
+    def instructions(num_layers: int) -> list[str]:
+        step = program("model.mesh_shape=[[8],[fsdp]]", f"model.num_layers={num_layers}", fresh=True)
+        with jax.set_mesh(step.mesh):
+            text = jax.jit(step.step).lower(step.state, to_global(batch(), step.mesh)).as_text()
+        return re.findall(r" = (?:\"|stablehlo\.)?([\w.]+)", text)
+
+    few, many = Counter(instructions(4)), Counter(instructions(12))
+    assert few == many
+    assert few["while"] >= 2  # forward and backward

@@ -249,3 +249,23 @@ def test_every_optimizer_gives_the_same_on_every_mesh(name):
     many = program("model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]", *words).run(batch(), steps=3)
     np.testing.assert_allclose([m["loss"] for m in many], [m["loss"] for m in one], rtol=2e-5)
     assert one[2]["loss"] < one[0]["loss"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "muon"])
+def test_momenta_in_8_bits_of_other_rules(name, weights):
+    """Muon has two rules, each for its own parameters; the iterations make small differences of a momentum larger."""
+    whole, small = (
+        compose([f"optimizer={name}", f"optimizer.moments={kind}"]).config.optimizer.rule(weights)
+        for kind in ("param", "int8")
+    )
+    params = random_tree(weights, 0)
+    states = [rule.init(params) for rule in (whole, small)]
+    for step in range(3):
+        gradients = random_tree(weights, step + 1)
+        both = [rule.update(gradients, state, params) for rule, state in zip((whole, small), states, strict=True)]
+        (expected, _), (direction, _) = both
+        states = [state for _, state in both]
+    for a, b in zip(jax.tree.leaves(direction), jax.tree.leaves(expected), strict=True):
+        assert jnp.vdot(a, b) > 0.98 * jnp.linalg.norm(a) * jnp.linalg.norm(b)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(state)) for state in states]
+    assert sizes[1] < 0.4 * sizes[0]

@@ -138,7 +138,7 @@ def _add_sinks(values: dict[Any, Any]) -> None:
 def _add_moments(values: dict[Any, Any]) -> None:
     """The key that says how moments rest is new; not all optimizers have it."""
     optimizer = values.get("optimizer", {})
-    if optimizer.get("name") in ("adamw", "lion"):
+    if optimizer.get("name") in ("adamw", "lion", "muon", "sgd"):
         optimizer.setdefault("moments", "param")
 
 

@@ -115,7 +115,7 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
     needed where the program has kernels of our own.
     """
     data = data or KernelData()
-    program = {name: _parse(lines) for name, lines in read_computations(hlo).items()}
+    program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
     collective_s = {each.name: speeds.collective_s(each) for each in collectives}
     work = cache(lambda name: _count_work(name, program))  # a fusion may run many times
 
@@ -169,7 +169,8 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
     return run("ENTRY")
 
 
-def _parse(lines: list[str]) -> list[Instruction]:
+def parse_instructions(lines: list[str]) -> list[Instruction]:
+    """Return the instructions of a computation; `lines` are those of `read_computations`."""
     instructions = []
     for line in lines:
         if match := _INSTRUCTION.match(line):
@@ -177,6 +178,15 @@ def _parse(lines: list[str]) -> list[Instruction]:
             operands = re.findall(r"%([\w.\-]+)", rest.split(")")[0])
             instructions.append(Instruction(name, kind, opcode, tuple(operands), rest))
     return instructions
+
+
+def count_moved_bytes(
+    instruction: Instruction, scope: dict[str, Instruction], program: dict[str, list[Instruction]]
+) -> int:
+    """Count the bytes that an instruction, or the fusion that it runs, reads and writes; `scope` is its computation."""
+    if instruction.opcode == "fusion":
+        return _count_work(instruction.called, program)[1]
+    return _count_alone(instruction, scope)[1]
 
 
 def _count_work(name: str, program: dict[str, list[Instruction]]) -> tuple[float, int]:

@@ -27,7 +27,7 @@ from tunix.sharding.dims import DIMS, LAYERS
 BLOCK = 128  # numbers with one scale, or a smaller power of two that divides the dimension
 LEAST_BLOCK = 8  # below that, scales would take much of what codes save
 ROOTS = ("nu",)  # names of moments that are squares
-MOMENTS = ("mu", *ROOTS)  # as optax's states name them
+MOMENTS = ("mu", "trace", *ROOTS)  # as optax's states name them; trace is the momentum of SGD
 
 
 class Codes(NamedTuple):
@@ -60,7 +60,9 @@ def store_moments(
 
                 def change(weight, moment, name=name):
                     block = _choose_block(weight)
-                    return moment if block is None else function(moment, block, name in ROOTS, state.count)
+                    if block is None or isinstance(moment, optax.MaskedNode):  # of a weight that another rule updates
+                        return moment
+                    return function(moment, block, name in ROOTS, getattr(state, "count", None))
 
                 changed[name] = jax.tree.map(change, weights, getattr(state, name))
         return state._replace(**changed)

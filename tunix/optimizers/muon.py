@@ -12,7 +12,7 @@ each product. Here each device gets whole matrices of some layers, and works alo
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +20,26 @@ import optax
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
+from tunix.optimizers.rules import Muon, store_moments_as
 from tunix.sharding.dims import DIMS, LAYERS, data_axes, keeping_axes
-
-if TYPE_CHECKING:
-    from tunix.optimizers.rules import Muon
 
 RMS = 0.2  # updates as large as AdamW's: one learning rate serves both (arXiv:2502.16982)
 
 
-def make_muon(keys: "Muon", weights: dict[str, Any]) -> optax.GradientTransformation:
+def make_muon(keys: Muon, weights: dict[str, Any]) -> optax.GradientTransformation:
     """Return Muon for matrices, by their fan-in and fan-out, layer by layer; AdamW for vectors and tables.
 
     `weights` is the tree of `state.Weight`.
     """
     dims = jax.tree.map(_matrix_dims, weights)
     labels = jax.tree.map(lambda each: "adam" if each == ADAM else "muon", dims, is_leaf=_is_dims)
+    momentum = store_moments_as(_orthogonalised_momentum(keys, dims), keys.moments, weights)
+    adam = store_moments_as(optax.scale_by_adam(keys.b1, keys.b2, keys.eps, nesterov=True), keys.moments, weights)
     return optax.partition(
         {
-            # As many parts as optax's chain has, so that checkpoints of earlier versions fit.
-            "muon": optax.chain(
-                _orthogonalised_momentum(keys, dims), optax.identity(), optax.identity(), optax.scale(-1.0)
-            ),
-            "adam": optax.adamw(1.0, keys.b1, keys.b2, keys.eps, weight_decay=0.0, nesterov=True),
+            # As many parts as optax's chains have, so that checkpoints of earlier versions fit.
+            "muon": optax.chain(momentum, optax.identity(), optax.identity(), optax.scale(-1.0)),
+            "adam": optax.chain(adam, optax.identity(), optax.scale(-1.0)),
         },
         labels,
     )
@@ -63,7 +61,7 @@ def _matrix_dims(weight: Any) -> MuonDimensionNumbers:
     return MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], kept)
 
 
-def _orthogonalised_momentum(keys: "Muon", dims: dict[str, Any]) -> optax.GradientTransformation:
+def _orthogonalised_momentum(keys: Muon, dims: dict[str, Any]) -> optax.GradientTransformation:
     """Return the direction of matrices: Nesterov momentum, orthogonalised, with a root mean square of `RMS`."""
     init = scale_by_muon(ns_steps=keys.ns_steps, beta=keys.beta, eps=keys.eps).init
 
@@ -84,7 +82,7 @@ def _orthogonalised_momentum(keys: "Muon", dims: dict[str, Any]) -> optax.Gradie
     return optax.GradientTransformation(init, update)
 
 
-def _orthogonalise(x: jax.Array, places: MuonDimensionNumbers, coefficients: jax.Array, keys: "Muon") -> jax.Array:
+def _orthogonalise(x: jax.Array, places: MuonDimensionNumbers, coefficients: jax.Array, keys: Muon) -> jax.Array:
     """Return an array of matrices [..., in, ..., out, ...] with each matrix orthogonalised."""
     rows, columns = list(places.reduction_axis), list(places.output_axis)
     copies = [axis for axis in range(x.ndim) if axis not in rows + columns]

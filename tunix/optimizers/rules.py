@@ -5,7 +5,7 @@ optax is imported where it is called, because a config is checked before jax is 
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tunix.base.dotted import DottedPath, blame_user, import_object
 from tunix.base.section import Count, Flag, Positive, PositiveOrZero, Regex, Section, Share
@@ -51,8 +51,8 @@ class Optimizer(Section):
 Moments = Literal["param", "bfloat16", "int8"]
 
 
-def _stored(rule: "GradientTransformation", moments: str, weights: dict[str, Any]) -> "GradientTransformation":
-    """Return the rule with moments that rest as the key says."""
+def store_moments_as(rule: "GradientTransformation", moments: str, weights: dict[str, Any]) -> "GradientTransformation":
+    """Return the rule with moments that rest as the key says. `weights` is the tree of `state.Weight`."""
     if moments == "param":
         return rule
     from tunix.optimizers.moments import store_moments
@@ -78,7 +78,7 @@ class AdamW(Optimizer):
     def rule(self, weights):
         import optax
 
-        return _stored(optax.scale_by_adam(self.b1, self.b2, self.eps), self.moments, weights)
+        return store_moments_as(optax.scale_by_adam(self.b1, self.b2, self.eps), self.moments, weights)
 
 
 class Adafactor(Optimizer):
@@ -117,7 +117,7 @@ class Lion(Optimizer):
     def rule(self, weights):
         import optax
 
-        return _stored(optax.scale_by_lion(self.b1, self.b2), self.moments, weights)
+        return store_moments_as(optax.scale_by_lion(self.b1, self.b2), self.moments, weights)
 
 
 class Muon(Optimizer):
@@ -135,6 +135,9 @@ class Muon(Optimizer):
     """AdamW's decay of the squares, for embeddings and vectors."""
     eps: Positive
     """AdamW's epsilon, for embeddings and vectors."""
+    moments: Moments
+    """All moments between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
 
     def rule(self, weights):
         import optax
@@ -153,11 +156,24 @@ class SGD(Optimizer):
     """Decay of the momentum; 0 keeps none."""
     nesterov: Flag
     """Look ahead along the momentum."""
+    moments: Moments
+    """The momentum between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "SGD":
+        if not self.momentum and self.moments != "param":
+            raise ValueError(
+                f"optimizer.moments={self.moments} and optimizer.momentum=0, which keeps none: leave one out"
+            )
+        return self
 
     def rule(self, weights):
         import optax
 
-        return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+        if not self.momentum:
+            return optax.identity()
+        return store_moments_as(optax.trace(self.momentum, self.nesterov), self.moments, weights)
 
 
 class Custom(Optimizer):

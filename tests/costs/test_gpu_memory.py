@@ -1,0 +1,67 @@
+"""The GPU's own program of a small step: what its update moves, and what travels to the host's pinned memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support.harness import ROOT
+from support.installs import cuda_plugin, one_at_a_time
+
+LAYERS, ROWS = 2, 4 * 512  # of tests/support/compile_steps.py: layers, and tokens of a microbatch
+
+
+@pytest.fixture(scope="module")
+def compiled(cache_dir, installs_dir):
+    """What tests/support/compile_steps.py says about a way of offloading; one worker of the session asks, all read."""
+
+    def compile_step(name: str) -> dict:
+        file = cache_dir / f"gpu_memory {name}.json"
+        with one_at_a_time("gpu_memory"):
+            if not file.exists():
+                path = [cuda_plugin(installs_dir), str(ROOT), os.environ.get("PYTHONPATH")]
+                environment = {
+                    **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "JAX_PLATFORMS": "cpu",
+                    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+                }  # fmt: skip
+                done = subprocess.run(
+                    [sys.executable, str(ROOT / "tests" / "support" / "compile_steps.py"), name],
+                    env=environment, capture_output=True, text=True, check=False, timeout=600,
+                )  # fmt: skip
+                assert done.returncode == 0, done.stderr
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(done.stdout.splitlines()[-1])
+            return json.loads(file.read_text())[name]
+
+    return compile_step
+
+
+def test_the_update_moves_at_most_30_bytes_a_parameter(compiled):
+    """AdamW in float32: weight and two moments are read and written, the gradient is read: 28 with a whole gradient."""
+    step = compiled("none")
+    assert 24 <= step["update"] / step["parameters"] <= 30
+    assert step["host_arrays"] == []
+    assert step["to_host"] == step["from_host"] == 0
+
+
+@pytest.mark.nightly
+def test_moments_on_the_host_travel_both_ways_once(compiled):
+    """Both moments of each parameter, in float32; the device holds neither between two steps."""
+    step, plain = compiled("optimizer"), compiled("none")
+    moments = 2 * 4 * step["parameters"]
+    assert step["to_host"] == step["from_host"] == moments
+    assert plain["arguments"] - step["arguments"] == pytest.approx(moments, rel=1e-3)
+    assert step["update"] == pytest.approx(plain["update"], rel=1e-3)
+
+
+@pytest.mark.nightly
+def test_activations_on_the_host_leave_the_device(compiled):
+    """What a block takes and the products that `dots` keeps; the gradient of the loss and the last block's stay."""
+    step, plain = compiled("activations"), compiled("none")
+    assert {f"bf16[{LAYERS},4,512,512]", f"bf16[{LAYERS},4,512,1024]", f"bf16[{LAYERS},4,512,4,128]"} <= {
+        *step["host_arrays"]
+    }
+    assert step["arguments"] == plain["arguments"]
+    one_product = 2 * LAYERS * ROWS * 1024  # bytes of the wide product of the MLP in all layers
+    assert step["temporary"] < plain["temporary"] - 2 * one_product

@@ -1,0 +1,82 @@
+"""Compile a small step for one H100 that is not there, once for each way of offloading: `python compile_steps.py NAME ...`.
+
+Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update moves between
+the device's memory and its arithmetic, the number of parameters, and the arrays that travel from and to the host.
+"""
+
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+
+from tunix.cli.compose import compose
+from tunix.costs.hlo import ARRAY, array_bytes, read_computations
+from tunix.costs.schedule import FREE, Instruction, count_moved_bytes, parse_instructions
+from tunix.plan.compiled import compile_for, describe_devices
+from tunix.plan.topology import read_topology
+from tunix.training.program import assemble, build_mesh
+
+WORDS = [
+    "model=tiny", "model.embed_dim=512", "model.mlp_dim=1024", "model.num_layers=2", "model.num_heads=4",
+    "model.num_kv_heads=1", "model.head_dim=128", "model.vocab_size=2048", "tokenizer.vocab_size=2048",
+    "model.context_length=512",
+    "model.sliding_window=256", "model.mesh_shape=[[1],[fsdp]]", "training.seq_len=512", "training.micro_batch_size=4",
+    "training.mixed_precision=bf16", "training.remat=dots",
+]  # fmt: skip
+ON_HOST = "S(5)"  # how XLA writes the host's pinned memory in a type
+
+
+def update_bytes(program: dict[str, list[Instruction]]) -> int:
+    """Return what the instructions of the update read and write: those of its scope that write more than a number."""
+    scope = {each.name: each for each in program["ENTRY"]}
+    parts = [
+        each
+        for each in scope.values()
+        if each.opcode not in FREE and each.num_bytes > 64 and re.search(r'op_name="[^"]*/optimizer/', each.text)
+    ]
+    return sum(count_moved_bytes(each, scope, program) for each in parts)
+
+
+def transfers(program: dict[str, list[Instruction]]) -> dict[str, int]:
+    """Return the bytes of the arrays that copies bring to the host and from it."""
+    moved = {"to_host": 0, "from_host": 0}
+    for instruction in (each for lines in program.values() for each in lines if each.opcode == "copy-start"):
+        target, source = re.findall(r"\w+\[[\d,]*\]\{[^}]*\}", instruction.type)[:2]  # (target, source, context)
+        if (ON_HOST in target) != (ON_HOST in source):
+            way = "to_host" if ON_HOST in target else "from_host"
+            moved[way] += sum(array_bytes(*array) for array in ARRAY.findall(target))
+    return moved
+
+
+def main() -> None:
+    cluster = read_topology("h100:1")
+    devices = describe_devices(cluster)
+    for name in sys.argv[1:]:
+        cfg = compose([*WORDS, f"training.offload={name}"]).config
+        compiled, hlo = compile_for(cfg, cluster, devices, timed=False)
+        mesh = build_mesh(cfg, devices)
+        with jax.set_mesh(mesh):
+            shapes = jax.tree.leaves(assemble(cfg, mesh).abstract["params"])
+        program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
+        answer = {
+            "arguments": compiled.argument_bytes,
+            "temporary": compiled.temporary_bytes,
+            "parameters": sum(int(np.prod(leaf.shape)) for leaf in shapes),
+            "update": update_bytes(program),
+            "host_arrays": sorted(
+                {
+                    dtype + dims
+                    for lines in program.values()
+                    for each in lines
+                    for dtype, dims in re.findall(r"(\w+)(\[[\d,]*\])\{[^}]*S\(5\)", each.type)
+                }
+            ),
+            **transfers(program),
+        }
+        print(json.dumps({name: answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
