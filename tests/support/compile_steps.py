@@ -1,7 +1,7 @@
 """Compile a small step for one H100 that is not there, once for each way of offloading: `python compile_steps.py NAME ...`.
 
-Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update moves between
-the device's memory and its arithmetic, the number of parameters, and the arrays that travel from and to the host.
+Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update reads and
+writes, the number of parameters, and what lies in the host's memory or is copied there.
 """
 
 import json
@@ -29,25 +29,24 @@ ON_HOST = "S(5)"  # how XLA writes the host's pinned memory in a type
 
 
 def update_bytes(program: dict[str, list[Instruction]]) -> int:
-    """Return what the instructions of the update read and write: those of its scope that write more than a number."""
-    scope = {each.name: each for each in program["ENTRY"]}
-    parts = [
-        each
-        for each in scope.values()
-        if each.opcode not in FREE and each.num_bytes > 64 and re.search(r'op_name="[^"]*/optimizer/', each.text)
-    ]
-    return sum(count_moved_bytes(each, scope, program) for each in parts)
-
-
-def transfers(program: dict[str, list[Instruction]]) -> dict[str, int]:
-    """Return the bytes of the arrays that copies bring to the host and from it."""
-    moved = {"to_host": 0, "from_host": 0}
-    for instruction in (each for lines in program.values() for each in lines if each.opcode == "copy-start"):
-        target, source = re.findall(r"\w+\[[\d,]*\]\{[^}]*\}", instruction.type)[:2]  # (target, source, context)
-        if (ON_HOST in target) != (ON_HOST in source):
-            way = "to_host" if ON_HOST in target else "from_host"
-            moved[way] += sum(array_bytes(*array) for array in ARRAY.findall(target))
+    """Return what the instructions of the update read and write, without the norm of the gradients, which is a sum."""
+    scope, moved = {each.name: each for each in program["ENTRY"]}, 0
+    for instruction in scope.values():
+        place = re.search(r'op_name="[^"]*/optimizer/([^"]*)"', instruction.text)
+        if place and place[1] != "reduce_sum" and instruction.opcode not in FREE:
+            moved += count_moved_bytes(instruction, scope, program)
     return moved
+
+
+def moments_on_host(program: dict[str, list[Instruction]]) -> dict[str, int]:
+    """Return the bytes of the arguments that lie in the host's memory, and of what copies write there."""
+    held = sum(each.num_bytes for each in program["ENTRY"] if each.opcode == "parameter" and ON_HOST in each.type)
+    copied = 0
+    for instruction in (each for lines in program.values() for each in lines if each.opcode == "copy-start"):
+        target = instruction.type.split("}")[0]  # of (target, source, context)
+        if ON_HOST in target:
+            copied += sum(array_bytes(*array) for array in ARRAY.findall(target))
+    return {"rests_on_host": held, "copied_to_host": copied}
 
 
 def main() -> None:
@@ -73,7 +72,7 @@ def main() -> None:
                     for dtype, dims in re.findall(r"(\w+)(\[[\d,]*\])\{[^}]*S\(5\)", each.type)
                 }
             ),
-            **transfers(program),
+            **moments_on_host(program),
         }
         print(json.dumps({name: answer}), flush=True)
 
