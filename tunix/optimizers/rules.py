@@ -163,9 +163,7 @@ class SGD(Optimizer):
     @model_validator(mode="after")
     def _check(self) -> "SGD":
         if not self.momentum and self.moments != "param":
-            raise ValueError(
-                f"optimizer.moments={self.moments} and optimizer.momentum=0, which keeps none: leave one out"
-            )
+            raise ValueError(f"optimizer.moments={self.moments}: optimizer.momentum=0 keeps no moments; leave one out")
         return self
 
     def rule(self, weights):
