@@ -1,5 +1,7 @@
 """A run that is hurt at random moments and goes on by itself: `make chaos ARGS="seconds=3600 seed=1"`.
 
+`kinds=SIGKILL,bit_flip` draws from these events alone. A damaged checkpoint needs one that stops a run before its end.
+
     start or resume, on 1, 2 or 4 processes and a random mesh -> hurt it at a random moment -> wait until it is gone
 
 This repeats until the run has reached its last step. Then every line of metrics.jsonl is accounted for: each step has
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -87,6 +89,7 @@ class Session:
     gone_s: float = 0.0  # from the event until no process was left
     new_s: float = 0.0  # from the start to the first step that had not been taken before, or to the end
     lines: list[dict] = field(default_factory=list)  # of training
+    refused_damage: bool = False  # the run has named a damaged file, and has taken the checkpoint before
 
 
 def read_lines(run: Path) -> list[dict]:
@@ -169,13 +172,14 @@ def find_trainer(processes: Processes, rank: int) -> int:
     return processes.child(rank)
 
 
-def start(folder: Path, data: list[str], rng: random.Random) -> Session:
+def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str] = KINDS) -> Session:
     """Start or resume the run, hurt it, and wait until it is gone."""
     run, count = folder / "run", rng.choice([1, 2, 2, 4])
     several, two = count > 1, len(list_steps(run)) > 1  # one checkpoint must be left
-    what = rng.choice(
-        [kind for kind in KINDS if (several or kind not in ("SIGSTOP", *FAULTS)) and (two or kind not in DAMAGES)]
-    )
+    possible = [
+        kind for kind in kinds if (several or kind not in ("SIGSTOP", *FAULTS)) and (two or kind not in DAMAGES)
+    ]
+    what = rng.choice(possible)
     session = Session(rng.choice(MESHES[count]), what)
     if what in DAMAGES:
         damage(run, what, rng)
@@ -210,6 +214,7 @@ def start(folder: Path, data: list[str], rng: random.Random) -> Session:
         session.what = "nothing"  # the run ended before
     session.lines = [line for line in read_lines(run)[before:] if "split" not in line]
     outputs = "".join(path.read_text() for path in sorted(folder.glob("std*.[0-9]")))
+    session.refused_damage = "is damaged" in outputs
     known = CODES if session.lines else CODES | BEFORE_IT_BEGAN
     assert set(session.codes) <= known, f"{session}\n{outputs[-4000:]}"
     return session
@@ -238,7 +243,9 @@ def account(sessions: list[Session], expected: dict[int, dict]) -> list[str]:
     return wrong
 
 
-def play(folder: Path, data: list[str], rng: random.Random, until: float, sessions: list[Session]) -> list[str]:
+def play(
+    folder: Path, data: list[str], rng: random.Random, until: float, kinds: Sequence[str], sessions: list[Session]
+) -> list[str]:
     """Run until the last step, hurt again and again until then or until the time is over; return what is wrong.
 
     `sessions` gets each start.
@@ -253,10 +260,12 @@ def play(folder: Path, data: list[str], rng: random.Random, until: float, sessio
             sessions.append(Session("[[2],[fsdp]]", "nothing", codes, lines=lines))
             assert codes == [0, 0], f"{sessions[-1].mesh}, undisturbed: codes {codes}"
             continue
-        sessions.append(start(folder, data, rng))
+        sessions.append(start(folder, data, rng, kinds))
         each = sessions[-1]
         steps = f"{each.lines[0]['step']} to {each.lines[-1]['step']}" if each.lines else "no step"
-        print(f"{each.mesh:20} {each.what:12} {steps:12} codes {each.codes} gone after {each.gone_s:.1f} s", flush=True)
+        damage = ", damage named" if each.refused_damage else ""
+        ends = f"codes {each.codes} gone after {each.gone_s:.1f} s{damage}"
+        print(f"{each.mesh:20} {each.what:12} {steps:12} {ends}", flush=True)
     whole = [line for line in read_lines(folder / "whole") if "split" not in line]
     return account(sessions, {line["step"]: line for line in whole})
 
@@ -294,6 +303,9 @@ def describe(seconds: list[float]) -> str:
 
 def main(words: list[str]) -> int:
     given = dict(word.split("=") for word in words)
+    kinds = [name.replace("_", " ") for name in given["kinds"].split(",")] if "kinds" in given else KINDS
+    if unknown := {*kinds} - {*KINDS}:
+        sys.exit(f"no such event: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     seed, until = int(given.get("seed", 0)), time.time() + float(given.get("seconds", 300))
     home = Path(tempfile.mkdtemp())
     os.environ.update(
@@ -311,7 +323,7 @@ def main(words: list[str]) -> int:
         folder.mkdir()
         shutil.copytree(home / "whole", folder / "whole")
         try:
-            wrong = play(folder, data, rng, until, rounds_of_sessions[-1])
+            wrong = play(folder, data, rng, until, kinds, rounds_of_sessions[-1])
         except AssertionError as error:
             wrong = [str(error)]
     sessions = [each for of_round in rounds_of_sessions for each in of_round]

@@ -110,6 +110,10 @@ def test_stages_and_caps_and_the_table(tmp_path):
     for text in ("stage", "from step", "from token", "start", "more", "last", "rare: samples (epochs)", "4,096"):
         assert text in table
     assert sum(data.source_tokens(128).values()) == 128 * 32
+    # 40 samples of the stage `more` are left out: 48 are read of it, and the run reads 40 more of the last stage.
+    rows = [line.split() for line in data.stages(40, [[50, 90]]).splitlines()]
+    assert (rows[2][0], rows[2][-4]) == ("more", "48")
+    assert sum(int(row[place]) for row in rows[1:] for place in (-6, -4, -2)) == 160
     _, data = batches(tmp_path, "data.max_epochs={rare: 2}")
     data.stages(10)
     with pytest.raises(

@@ -1,5 +1,6 @@
 """`python -m tunix.launch`: which node this is, and that processes start, speak, and end together."""
 
+import io
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import pytest
 from support.harness import ROOT
 
 from tunix.base.errors import UserError
-from tunix.launch import accelerate
+from tunix.launch import accelerate, children
 from tunix.launch.__main__ import main, parser
 from tunix.launch.nodes import NodeFlags, find_node, free_port
 from tunix.launch.rendezvous import meet
@@ -330,3 +331,24 @@ def test_modules_and_programs(tmp_path):
 def test_wrong_input(words, message, tmp_path, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+class SlowTerminal(io.BytesIO):
+    """A terminal whose reader takes each part only after a while."""
+
+    def write(self, data) -> int:
+        time.sleep(1.2)
+        return super().write(data)
+
+
+def test_the_last_output_reaches_a_slow_reader_and_a_program_left_behind_is_not_waited_for(tmp_path):
+    source, writer = os.pipe()
+    os.write(writer, b"a\nb\nc\n")
+    copier = children.Copier(os.fdopen(source, "rb"), slow := SlowTerminal(), tmp_path / "log", b"0: ")
+    copier.start()
+    copier.finish([])
+    assert slow.getvalue() == b"0: a\n0: b\n0: c\n"
+    assert (tmp_path / "log").read_bytes() == b"a\nb\nc\n"
+    assert copier.is_alive()  # `writer` is still open, as by a program left behind
+    os.close(writer)
+    copier.join()

@@ -1,6 +1,7 @@
 """Files that a run will need: looked for before anything is written or submitted. Imports no jax."""
 
 import glob
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,19 @@ def refuse_missing_inputs(job: Job) -> None:
     for key, folder in (("hydra.run.dir", str(job.run_dir)), ("loading.cache_dir", cfg.loading.cache_dir)):
         if ":/" in folder:
             raise UserError(
-                f"{key}={folder}: a bucket cannot be written there; name a folder of this machine or of a shared disk"
-                f"{' (checkpoint.folder may be in a bucket)' if key == 'hydra.run.dir' else ''}"
+                f"{key}={_as_address(folder)}: a bucket cannot be written there; name a folder of this machine or of a "
+                f"shared disk{' (checkpoint.folder may be in a bucket)' if key == 'hydra.run.dir' else ''}"
             )
     if _runs_elsewhere(cfg):
         return
     for key, path in _list_paths(cfg):
         if ":/" not in path and not _exists(path):
             raise UserError(f"{key}: {path} does not exist")
+
+
+def _as_address(folder: str) -> str:
+    """Return an address with the two slashes of which a `Path` keeps one."""
+    return re.sub(r":/+", "://", folder, count=1)
 
 
 def _runs_elsewhere(cfg: Config) -> bool:

@@ -7,12 +7,13 @@ any number of processes, see the same order.
 
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import grain
+import numpy as np
 from rich.table import Table
 
 from tunix.base.errors import UserError
@@ -122,6 +123,23 @@ def _compute_shares(mixture: Mixture, weights: dict[str, float], parts: Mapping[
     return tuple(round(PRECISION * number / sum(samples)) for number in samples)
 
 
+def count_read(order: SampleOrder, first: int, end: int, left_out: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many of the samples [first, end) are of each part, without those that were left out.
+
+    `left_out` has ranges of samples [first, end) that do not overlap.
+    """
+
+    def count(first: int, end: int) -> np.ndarray:
+        return np.subtract(order.count_by_part(end), order.count_by_part(first))
+
+    counts = count(first, end)
+    for gap_first, gap_end in left_out:
+        begin, stop = max(first, gap_first), min(end, gap_end)
+        if begin < stop:
+            counts = counts - count(begin, stop)
+    return [int(each) for each in counts]
+
+
 def stage_table(
     order: SampleOrder,
     mixture: Mixture,
@@ -129,14 +147,17 @@ def stage_table(
     num_steps: int,
     course: Course,
     seq_len: int,
+    left_out: Sequence[Sequence[int]] = (),
 ) -> str:
     """Format the stages of a run of `num_steps`: where each begins, and the samples and epochs of each part.
+
+    The samples [first, end) that the run leaves out do not count, and the run takes as many more behind them.
 
     Raises:
         UserError: a part would be repeated more often than data.max_epochs allows.
     """
-    num_samples = course.taken(num_steps)
-    total = dict(zip(parts, order.count_by_part(num_samples), strict=True))
+    num_samples = course.taken(num_steps) + sum(end - first for first, end in left_out)
+    total = dict(zip(parts, count_read(order, 0, num_samples, left_out), strict=True))
     for name, most in (mixture.max_epochs or {}).items():
         epochs = total[name] / len(parts[name])
         if epochs > most:
@@ -151,8 +172,7 @@ def stage_table(
     ends = [*order.firsts[1:], num_samples]
     for stage, end in zip(order.stages, ends, strict=True):
         first = min(stage.first_sample, num_samples)
-        before, after = order.count_by_part(first), order.count_by_part(max(first, min(end, num_samples)))
-        counts = [b - a for a, b in zip(before, after, strict=True)]
+        counts = count_read(order, first, max(first, min(end, num_samples)), left_out)
         cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
         table.add_row(stage.name, f"{course.steps_of(first):,.4g}", f"{first * seq_len:,}", *cells)
     return as_text(table)

@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import grain
-import numpy as np
 
 from tunix.config import Config
 from tunix.config.data import Mixture
 from tunix.data.course import Course
-from tunix.data.mixture import SampleOrder, SamplePart, read_stages, stage_table
+from tunix.data.mixture import SampleOrder, SamplePart, count_read, read_stages, stage_table
 from tunix.data.position import Position
 
 
@@ -39,15 +38,19 @@ class Samples:
             return corpus
         return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
 
-    def stages(self, num_steps: int) -> str:
+    def stages(self, num_steps: int, left_out: Sequence[Sequence[int]] = ()) -> str:
         """Return a table of the samples that `num_steps` steps take of each source; empty for a single source.
+
+        The samples [first, end) that training.skip_steps leaves out are not among them.
 
         Raises:
             UserError: more of a source than data.max_epochs allows.
         """
         if self.mixture is None:
             return ""
-        return stage_table(self.order, self.mixture, self.parts, num_steps, self.course, self.tokens_per_sample)
+        return stage_table(
+            self.order, self.mixture, self.parts, num_steps, self.course, self.tokens_per_sample, left_out
+        )
 
     def position_after(self, step: int, start: Position, course: Course) -> Position:
         """Return the position after `step` of a course that began at `start`."""
@@ -62,7 +65,5 @@ class Samples:
         """
         if self.mixture is None:
             return {}
-        counts = np.asarray(self.order.count_by_part(next_sample))
-        for first, end in left_out:
-            counts = counts - np.asarray(self.order.count_by_part(end)) + np.asarray(self.order.count_by_part(first))
-        return {name: int(count) * self.tokens_per_sample for name, count in zip(self.parts, counts, strict=True)}
+        counts = count_read(self.order, 0, next_sample, left_out)
+        return {name: count * self.tokens_per_sample for name, count in zip(self.parts, counts, strict=True)}

@@ -21,6 +21,37 @@ from tunix.processes import exits
 TAIL_LINES = 20
 
 
+class Copier(threading.Thread):
+    """A thread that copies an output to the terminal and the log as it comes, or with a label line by line."""
+
+    def __init__(self, source: BinaryIO, terminal: BinaryIO, log: Path, label: bytes):
+        super().__init__(daemon=True)
+        self.source, self.terminal, self.log, self.label = source, terminal, log, label
+        self.num_read, self.is_writing = 0, False
+
+    def run(self) -> None:
+        with self.log.open("ab", buffering=0) as file:
+            while data := self.source.readline() if self.label else os.read(self.source.fileno(), 65536):
+                self.num_read, self.is_writing = self.num_read + 1, True
+                file.write(data)
+                try:
+                    self.terminal.write(self.label + data)
+                    self.terminal.flush()
+                except OSError:  # the terminal is gone; go on with the log alone
+                    self.terminal = open(os.devnull, "wb")  # noqa: SIM115
+                self.is_writing = False
+
+    def finish(self, received: list[int]) -> None:
+        """Wait until all output is copied, however slowly the terminal is read, or until a signal is received.
+
+        A program that the process has left behind may keep the output open. It is not waited for.
+        """
+        num_read = -1
+        while self.is_alive() and not received and (self.is_writing or self.num_read != num_read):
+            num_read = self.num_read
+            self.join(timeout=1)
+
+
 @dataclass
 class Child:
     """One process of the run."""
@@ -28,7 +59,7 @@ class Child:
     rank: int
     process: subprocess.Popen[bytes]
     log: Path
-    copiers: list[threading.Thread] = field(default_factory=list)
+    copiers: list["Copier"] = field(default_factory=list)
     code: int | None = None  # its exit code, once it has ended
     was_ended: bool = False  # the launcher has sent SIGTERM to it, because another process died
 
@@ -37,8 +68,6 @@ class Child:
         if self.code is None and (status := self.process.poll()) is not None:
             self._kill_group()
             self.code = exits.exit_code(status)
-            for copier in self.copiers:
-                copier.join(timeout=1)
         return self.code is not None
 
     def send(self, number: int) -> None:
@@ -56,9 +85,7 @@ class Child:
         """Copy the output of the process to the terminal, each line behind `label`, and the log, if it has pipes."""
         for source, terminal in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)):
             if source is not None:
-                self.copiers.append(
-                    threading.Thread(target=_copy, args=(source, terminal.buffer, self.log, label), daemon=True)
-                )
+                self.copiers.append(Copier(source, terminal.buffer, self.log, label))
                 self.copiers[-1].start()
 
 
@@ -103,6 +130,9 @@ def run(
                 child.copy_output(f"{child.rank}: ".encode() if label else b"")
             watch.say(f"{len(children)} of {node.world_size} processes; output of each in {log_dir}/train.RANK.log")
             watch.wait_for_all(children, received, grace_s)
+            for child in children:
+                for copier in child.copiers:
+                    copier.finish(received)
             return _report(children)
         finally:
             for child in children:
@@ -126,18 +156,6 @@ def _start(words: list[str], environment: Mapping[str, str], log_dir: Path, labe
             preexec_fn=exits.end_with_parent(),
         )
     return Child(rank, process, log)
-
-
-def _copy(source: BinaryIO, terminal: BinaryIO, log: Path, label: bytes) -> None:
-    """Copy `source` to the terminal and the log as it comes, or with a label line by line."""
-    with log.open("ab", buffering=0) as file:
-        while data := source.readline() if label else os.read(source.fileno(), 65536):
-            file.write(data)
-            try:
-                terminal.write(label + data)
-                terminal.flush()
-            except OSError:  # the terminal is gone; go on with the log alone
-                terminal = open(os.devnull, "wb")  # noqa: SIM115
 
 
 def _report(children: list[Child]) -> int:

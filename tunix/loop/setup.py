@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from tunix.config import Config
 from tunix.config.batch_stages import BatchShape
 from tunix.costs.eight_bits import check_matmul_dtype
+from tunix.data.course import make_course
 from tunix.data.position import BEGINNING, Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from
@@ -95,7 +96,8 @@ def check_before_writing(setup: Setup, feed: Feed) -> None:
     """Raise `UserError` for what only the length of the data, a download or the devices can tell."""
     cfg, num_steps = setup.cfg, setup.sizes.total_steps
     assert num_steps is not None, "a corpus or the config ends every run"
-    if table := feed.samples.stages(num_steps):
+    left_out = make_course(cfg, setup.mesh.shape, BEGINNING).left_out(num_steps)
+    if table := feed.samples.stages(num_steps, left_out):
         log.info("stages of the mixture\n%s", table)
     check_window(cfg, num_steps)
     peers.main_first(lambda: check_init_from(cfg, setup.program.arch), "looking at model.init_from")

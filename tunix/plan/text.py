@@ -26,7 +26,8 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     """Format the table of meshes, the reasons why others are refused, and the traffic and command of the best mesh."""
     candidates = [*ranking.fit, *ranking.too_large]
     lines = [as_text(_mesh_table(ranking, cluster), 190)] if candidates else []
-    lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use ({ranking.limit_key})")
+    if ranking.too_large:
+        lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use ({ranking.limit_key})")
     lines += _list_refused(ranking.refused)
     if ranking.num_slower or ranking.num_hopeless:
         lines.append(
