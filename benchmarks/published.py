@@ -22,7 +22,7 @@ from tunix.costs.derived import derive
 from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import walk
 from tunix.plan.candidates import Candidate
-from tunix.plan.compiled import _speeds, compile_for, describe_devices, kernel_data
+from tunix.plan.compiled import HBM_SHARE, _speeds, compile_for, describe_devices, kernel_data
 from tunix.plan.topology import Cluster, read_topology
 from tunix.sharding.mesh_shape import explicit_sizes
 
@@ -42,6 +42,8 @@ class Run:
     words: list[str]  # keys of training
     seconds: float  # of a step
     source: str
+    # Bytes for each parameter that the run's optimizer reads and writes beside those of one fused update.
+    unfused_bytes: int = 0
 
     @property
     def cfg(self) -> Config:
@@ -70,14 +72,24 @@ class Run:
         for factor in factors:
             kind = cluster.kind.model_copy(update={"efficiency": factor * cluster.kind.efficiency})
             speeds = _speeds(replace(cluster, kind=kind), sizes)
-            times.append(walk(hlo, collectives, speeds, kernel_data(cfg, kind.name)).step_s)
+            walked = walk(hlo, collectives, speeds, kernel_data(cfg, kind.name))
+            times.append(walked.step_s + self.unfused_s())
         return times
+
+    def unfused_s(self) -> float:
+        """Return the seconds in which the run's optimizer reads and writes `unfused_bytes` for each parameter."""
+        if not self.unfused_bytes:
+            return 0.0
+        cluster, sizes = self.cluster, explicit_sizes(self.cfg.model.mesh_shape)
+        assert sizes is not None
+        parameters = derive(self.cfg, sizes, with_activations=False).num_bytes["weights"] / 4  # of a device, float32
+        return parameters * self.unfused_bytes / (cluster.kind.hbm_gb_per_s * 1e9 * HBM_SHARE)
 
     def derive(self) -> float:
         """Return the predicted seconds of a step that is not compiled."""
         sizes = explicit_sizes(self.cfg.model.mesh_shape)
         assert sizes is not None
-        return Candidate(sizes, self.cfg, derive(self.cfg, sizes), self.cluster).step_s
+        return Candidate(sizes, self.cfg, derive(self.cfg, sizes), self.cluster).step_s + self.unfused_s()
 
 
 def main(words: list[str]) -> None:
