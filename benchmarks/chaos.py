@@ -214,7 +214,7 @@ def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str
         session.what = "nothing"  # the run ended before
     session.lines = [line for line in read_lines(run)[before:] if "split" not in line]
     outputs = "".join(path.read_text() for path in sorted(folder.glob("std*.[0-9]")))
-    session.refused_damage = "is damaged" in outputs
+    session.refused_damage = "IS DAMAGED, taking the one before" in outputs
     known = CODES if session.lines else CODES | BEFORE_IT_BEGAN
     assert set(session.codes) <= known, f"{session}\n{outputs[-4000:]}"
     return session
