@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from tunix.base.errors import UserError
 from tunix.launch import watch
@@ -24,7 +24,7 @@ TAIL_LINES = 20
 class Copier(threading.Thread):
     """A thread that copies an output to the terminal and the log as it comes, or with a label line by line."""
 
-    def __init__(self, source: BinaryIO, terminal: BinaryIO, log: Path, label: bytes):
+    def __init__(self, source: IO[bytes], terminal: BinaryIO, log: Path, label: bytes):
         super().__init__(daemon=True)
         self.source, self.terminal, self.log, self.label = source, terminal, log, label
         self.num_read, self.is_writing = 0, False
