@@ -9,7 +9,7 @@ computes everything else again from them. Primitives play no part: a product or 
     product      result of each `product`; in attention and    a matrix product
                  MLP `product.attention.q` and so on
     attention    result of the kernel, and what it needs       the kernel's forward pass
-                 to go backward
+                 to go backward; result of linear attention
     norm         result of each norm                           a mean over D
     residual     sum of the residual stream and a branch       the branch's last norm
     exchange     queries, keys, values and results that        a transfer between devices

@@ -76,6 +76,7 @@ def _describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> 
     return {
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
         + _attention(cfg),
+        **_linear_attention(cfg),
         **_experts(cfg, arch),
         **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
@@ -176,6 +177,18 @@ def _expert_products(cfg: Config) -> str:
     choice = choose_expert_products(cfg.model.expert_products, cfg.training.dtypes["compute"])
     why = f" ({choice.reason})" if cfg.model.expert_products == "auto" else ""
     return f"products by {choice.name}{why}"
+
+
+def _linear_attention(cfg: Config) -> dict[str, str]:
+    """Return the row about layers of linear attention; nothing where there are none."""
+    model, linear = cfg.model, cfg.model.linear_attention
+    if linear is None:
+        return {}
+    count = sum(model.is_linear(layer) for layer in range(model.num_layers))
+    return {
+        "linear attention": f"{count} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory "
+        f"of {linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
+    }
 
 
 def _remat(training: Training) -> str:
