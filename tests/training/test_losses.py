@@ -156,7 +156,7 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         if '"segment_ids"' in path.read_text()
     }
     losses = {"training/scores.py", "training/preferences.py"}
-    stages = {"training/pipelined.py"}  # it sends rows of a batch from stage to stage
+    stages = {"training/staged.py"}  # it sends rows of a batch from stage to stage
     assert named == {"data/batch.py", "data/packing.py", "rl/answer_rows.py"} | losses | stages
 
 

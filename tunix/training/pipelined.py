@@ -26,43 +26,22 @@ all stages, which split its tokens.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batch import Batch
-from tunix.models.block_sums import BlockSums, join_stages
-from tunix.models.dealing import deal_out, take_back
+from tunix.models.block_sums import join_stages
 from tunix.models.pipeline import Lanes
-from tunix.models.transformer import Rows, Transformer
+from tunix.models.transformer import Rows
 from tunix.sharding.layout import Layout
-from tunix.training.scores import ROUTING, LossFn, add_sums
+from tunix.training.layer_chunks import Chunks, add
+from tunix.training.scores import ROUTING, LossFn, Sums, add_sums
+from tunix.training.staged import Parts, StagedModel, Stream, stream_of, with_stream
 from tunix.training.state import Architecture, Weight
 from tunix.training.step import Gradients
 from tunix.training.turns import Turns
-
-
-class AfterBlocks:
-    """A model whose blocks have run: a loss takes their result, [B, T, D], as if the model had computed it."""
-
-    def __init__(self, model: Transformer, x: jax.Array, penalties: dict[str, jax.Array]):
-        self.model, self.x, self.penalties = model, x, penalties
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    def hidden(self, *_: Any) -> tuple[jax.Array, BlockSums]:
-        """Return the result of the final norm, and the penalties; the routing of experts is counted in the ticks."""
-        with jax.named_scope("final_norm"):
-            x = self.model.layout.join_stream(self.model.final_norm(self.x))
-            return x, BlockSums(self.penalties, None)
-
-    def __call__(self, *tokens: Any) -> jax.Array:
-        """Return logits [B, T, V] float32."""
-        tables = self.model.tables()
-        return self.model.logits(tables, self.hidden()[0])
 
 
 def make_pipelined_gradients(
@@ -82,286 +61,169 @@ def make_pipelined_gradients(
         chunks = Chunks(lanes, num_chunks)
         (stack,) = arch.module(params).stacks
         params = params | {stack.name: jax.tree.map(chunks.deal_out, params[stack.name])}
-        model = arch.module(params)
-        places = Places(lanes, layout, stack.name, in_blocks)
+        model, places = arch.module(params), Places(lanes, layout, stack.name, in_blocks)
         with jax.named_scope("gather"):
             weights = jax.tree.map_with_path(places.gather, params, arch.weights)
-        _, values = model.layers_of(stack, batch["tokens"].shape[2])
-        values = jax.tree.map(chunks.split_values, values)
-        parts = {name: lanes.list_parts(x, model.parts_per_stage, outer.layout) for name, x in batch.items()}
-        num_stages, num_parts = lanes.num_stages, len(parts["tokens"])
-        turns = Turns(num_stages, num_chunks, num_parts)
-        stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
-        parts_of_seed = num_parts // len(seeds)
-        entering = list_entering(model, lanes, batch, seeds[0], outer.layout)
+        parts = Parts(model, lanes, batch, seeds, outer.layout)
+        turns = Turns(lanes.num_stages, num_chunks, parts.count)
+        ticks = Ticks(StagedModel(model, arch, outer, loss_fn, params, weights, parts, chunks), turns)
 
-        def module(others):
-            return outer.module(arch.merge(others, weights_outside) | {stack.name: params[stack.name]})
-
-        def embed(others, part):
-            whole = module(others)
-            return whole.embed(whole.tables(), part["tokens"], part["positions"])
-
-        def loss(others, stream, part, seed):
-            result = loss_fn(AfterBlocks(module(others), *stream), part, seed)  # type: ignore[arg-type]
-            return result.objective, (result.weight, result.sums)
-
-        def run_stage(layers, rows, seed):
-            rows, routing = model.run_on_stage(stack, layers, rows, model.mix_of_row, seed)
-            return stream_of(rows), routing
-
-        def run_stages(blocks, stream, rows, turn):
-            """Run a chunk of layers on each stage; `blocks` are its trained weights."""
-            layers = arch.merge(blocks, chunks.take(weights_of_blocks, turn.chunk)), chunks.take(values, turn.chunk)
-            number = jnp.clip(turn.part, 0, num_parts - 1)
-            seed = seeds.at[number // parts_of_seed].get(out_sharding=PartitionSpec(lanes.stage_axes))
-            stream, routing = jax.vmap(run_stage)(layers, with_stream(rows, stream), seed)
-            return stream, lanes.leave_bubbles_out(routing, turn.part, num_parts)
-
-        def take(parts, number):
-            number = jnp.clip(number, 0, num_parts - 1)
-            return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), parts)
-
-        def enter(others, number):
-            spec, part = model.block_layout.activation, take(parts, number)
-            x = stream_on_every_stage(embed(others, part))
-            positions = lanes.on_every_stage(part["positions"], spec("BT"))
-            segments = lanes.on_every_stage(part["segment_ids"], spec("BS"))
-            entered = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), take(entering, number))
-            return entered._replace(x=x, positions=positions, beside=segments)
-
-        def leave(condition, stream):
-            (x, penalties), spec = stream, outer.layout.activation
-            penalties = jax.tree.map(lambda each: lanes.from_stage(condition, each, spec("B")), penalties)
-            x = reshard(x, PartitionSpec(lanes.stage_axes, *model.block_layout.activation("BTD")))
-            return outer.layout.split_stream(lanes.from_stage(condition, x, spec("BTD"))), penalties
-
-        def spread(stream):
-            (x, penalties), spec = stream, model.block_layout.activation
-            penalties = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), penalties)
-            return stream_on_every_stage(x), penalties
-
-        def stream_on_every_stage(x):
-            """[B, t, D] outside of the stages -> [S, B, t, D], the same on each stage, whose axes split no tokens."""
-            spec = model.block_layout.activation
-            x = lanes.on_every_stage(outer.layout.join_stream(x), spec("BTD"))
-            return reshard(x, PartitionSpec(lanes.stage_axes, *spec("BtD")))
-
-        def tick(carry, now, *, forward: bool, backward: bool):
-            kept, forth, back, grads, (weight, sums), routing = carry
-            d_blocks, d_others = grads
-            d_last = jax.tree.map(jnp.zeros_like, back)
-            if forward:
-                turn = turns.forward(now, stages)
-                is_due, number = turns.entering(now)
-                (entered,) = turns.if_due(
-                    is_due, lambda _: (enter(outside, number),), jax.tree.map(jnp.zeros_like, forth)
-                )
-                rows = lanes.choose((stages == 0) & (turn.chunk == 0), entered, forth)
-                place = now % num_kept
-                kept = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 1), kept, rows)
-                y, more_routing = run_stages(chunks.take(blocks, turn.chunk), stream_of(rows), rows, turn)
-                routing = chunks.add(routing, more_routing, turn.chunk)
-                forth = lanes.send(with_stream(rows, y), 1)
-            if forward and backward:  # the last stage may have finished a part
-                is_due, number = turns.finishing(now)
-
-                def finish(d_others, weight, sums, _):
-                    part, seed = take(parts, number), seeds[number // parts_of_seed]
-                    finished = leave(stages == num_stages - 1, y)
-                    _, vjp, (more_weight, more) = jax.vjp(
-                        lambda others, stream: loss(others, stream, part, seed), outside, finished, has_aux=True
-                    )
-                    d_outside, d_finished = vjp(jnp.ones((), jnp.float32))
-                    return add(d_others, d_outside), weight + more_weight, add_sums(sums, more), spread(d_finished)
-
-                d_others, weight, sums, d_last = turns.if_due(is_due, finish, d_others, weight, sums, d_last)
-            if backward:
-                turn = turns.backward(now, stages)
-                place = turns.taken_at(now, stages) % num_kept
-                rows = jax.tree.map(
-                    lambda x: jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x, place), kept
-                )
-                is_last = (stages == num_stages - 1) & (turn.chunk == num_chunks - 1)
-                d_y = lanes.choose(is_last, d_last, back)
-                # The gradient of a part that is not there is zero: it came from zeros.
-                _, vjp, _ = jax.vjp(
-                    lambda blocks, stream: run_stages(blocks, stream, rows, turn),
-                    chunks.take(blocks, turn.chunk),
-                    stream_of(rows),
-                    has_aux=True,
-                )
-                d_more, d_stream = vjp(d_y)
-                d_blocks, back = chunks.add(d_blocks, d_more, turn.chunk), lanes.send(d_stream, -1)
-                is_due, number = turns.returning(now)
-
-                def enter_again(d_others):
-                    d_first, _ = leave(stages == 0, d_stream)
-                    first = take(parts, number)
-                    return (add(d_others, jax.vjp(lambda others: embed(others, first), outside)[1](d_first)[0]),)
-
-                (d_others,) = turns.if_due(is_due, enter_again, d_others)
-            return (kept, forth, back, (d_blocks, d_others), (weight, sums), routing), None
-
-        weights_of_blocks = jax.tree.map(chunks.split, weights[stack.name])
-        weights_outside = {name: tree for name, tree in weights.items() if name != stack.name}
-        is_trained = dict(arch.is_trained)
-        blocks = keep(weights_of_blocks, is_trained.pop(stack.name))
-        outside = keep(weights_outside, is_trained)
-        nothing = jax.tree.map_with_path(places.zeros, arch.trained_weights)
-        no_blocks = jax.tree.map(chunks.split_stage, nothing.pop(stack.name))
-
-        num_kept = turns.num_kept
-        forth = jax.tree.map(jnp.zeros_like, enter(outside, 0))
-        back = stream_of(forth)
-        kept = jax.tree.map(lambda x: lanes.several(x, num_kept), forth)
-        first, seed = take(parts, 0), seeds[0]
-        shapes = jax.eval_shape(lambda: loss(outside, leave(stages == 0, back), first, seed)[1])
-        weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        turn = turns.forward(jnp.asarray(-1), stages)
-        routing = jax.eval_shape(lambda: run_stages(chunks.take(blocks, turn.chunk), back, forth, turn)[1])
-        routing = jax.tree.map(chunks.zeros, routing)
-        carry = kept, forth, back, (no_blocks, nothing), (weight, sums), routing
+        d_outside = jax.tree.map_with_path(places.zeros, arch.trained_weights)
+        d_blocks = jax.tree.map(chunks.split_stage, d_outside.pop(stack.name))
+        carry = ticks.start(d_blocks, d_outside)
         for begin, end, does in turns.loops:
-            carry, _ = jax.lax.scan(partial(tick, **does), carry, jnp.arange(begin, end))
-        *_, (d_blocks, d_others), (weight, sums), routing = carry
-        if routing is not None:
-            sums = sums | {ROUTING: chunks.in_order(join_stages(jax.tree.map(chunks.join_stage, routing)))}
+            tick = partial(ticks.tick, forward=does["forward"], backward=does["backward"])
+            carry, _ = jax.lax.scan(tick, carry, jnp.arange(begin, end))
+
+        sums, d_outside = carry.sums, carry.d_outside
+        if carry.routing is not None:
+            sums = sums | {ROUTING: chunks.in_order(join_stages(jax.tree.map(chunks.join_stage, carry.routing)))}
         with jax.named_scope("reduce"):
-            d_blocks = jax.tree.map(chunks.join_stage, d_blocks)
+            d_blocks = jax.tree.map(chunks.join_stage, carry.d_blocks)
             grads = jax.tree.map_with_path(
-                places.sum_over_devices, d_others | {stack.name: d_blocks}, arch.trained_weights
+                places.sum_over_devices, d_outside | {stack.name: d_blocks}, arch.trained_weights
             )
             grads = grads | {stack.name: jax.tree.map(chunks.take_back, grads[stack.name])}
-        return grads, weight, sums
+        return grads, carry.weight, sums
 
     return gradients
 
 
-def list_entering(model: Transformer, lanes: Lanes, batch: Batch, seed: jax.Array, layout: Layout) -> Rows:
-    """Return, for each part of the step, what its rows have on stages beside x and the batch: arrays [M, rows]."""
-    count = len(batch["tokens"])
-    rows = model.enter_stages(Rows(None, batch["positions"][0], None), seed)._replace(positions=None)
+class Carry(NamedTuple):
+    """State of the stages between two ticks."""
 
-    def of_parts(x: jax.Array) -> jax.Array:
-        spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
-        repeated = jnp.broadcast_to(x, (count, *x.shape), out_sharding=spec)
-        return lanes.list_parts(repeated, model.parts_per_stage, layout)
-
-    return jax.tree.map(of_parts, rows)
-
-
-def stream_of(rows: Rows) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return what a stage changes of its rows, and what has a gradient: the residual stream, and penalties."""
-    return rows.x, rows.penalties
+    kept: Rows  # [S, places, rows, ...]: the rows that each stage took in the last ticks
+    forth: Rows  # [S, rows, ...]: rows that each stage has got from the stage before it, to go forward through
+    back: Stream  # [S, rows, ...]: gradients that each stage has got from the stage behind it, to go backward through
+    d_blocks: Any  # gradients so far, [S, v, L / (S v), ...] for v > 1 chunks, else [S, L / S, ...]
+    d_outside: Any
+    weight: jax.Array  # of the parts that the last stage has finished
+    sums: Sums  # of the same parts
+    routing: Any  # of the experts on each stage; None where there are none
 
 
-def with_stream(rows: Rows, stream: tuple[jax.Array, dict[str, jax.Array]]) -> Rows:
-    """Return rows with what `stream_of` returns replaced."""
-    x, penalties = stream
-    return rows._replace(x=x, penalties=penalties)
+class Ticks:
+    """Ticks of the schedule: the work of all stages between two times that they send rows to one another.
 
+    `kept` is a ring: what a stage takes in tick t it puts at place t % (2 S v - 1). With one chunk (v = 1), stage s
+    goes backward through it 2 (S - 1 - s) ticks later: the last stage at once, the first just before the place is
+    needed again.
 
-class Chunks:
-    """Chunks of the layers of each stage, [S, v, L / (S v), ...]; one chunk is [S, L / S, ...]."""
+        place         0    1    2    3    4             S = 3, stage 0
+        tick 4       p0   p1   p2   p3   p4             takes p4, then goes backward through p0
+        tick 5       p5   p1   p2   p3   p4             takes p5 in its place, then goes backward through p1
+    """
 
-    def __init__(self, lanes: Lanes, num_chunks: int):
-        self.lanes, self.num_chunks = lanes, num_chunks
-        self._of_stages = PartitionSpec(lanes.stage_axes)
-
-    def deal_out(self, x: jax.Array) -> jax.Array:
-        """[L, ...] at rest -> [L, ...] in the order of the stages' chunks."""
-        return x if self.num_chunks == 1 else deal_out(x, self.lanes.stage_axes, self.lanes.num_stages, self.num_chunks)
-
-    def take_back(self, x: jax.Array) -> jax.Array:
-        """The inverse of `deal_out`."""
-        return (
-            x if self.num_chunks == 1 else take_back(x, self.lanes.stage_axes, self.lanes.num_stages, self.num_chunks)
+    def __init__(self, model: StagedModel, turns: Turns):
+        self.model, self.turns, self.parts, self.lanes, self.chunks = (
+            model,
+            turns,
+            model.parts,
+            model.lanes,
+            model.chunks,
         )
+        self.stages = reshard(jnp.arange(turns.num_stages), PartitionSpec(self.lanes.stage_axes))
+        self.is_first, self.is_last = self.stages == 0, self.stages == turns.num_stages - 1
+        self.blocks, self.outside = model.trained()
 
-    def split(self, x: jax.Array) -> jax.Array:
-        """[L, ...], dealt out -> chunks."""
-        return self.split_stage(self.lanes.split_layers(x))
+    def start(self, d_blocks: Any, d_outside: Any) -> Carry:
+        """Return what the first tick takes: zeros, of the shapes that the ticks give."""
+        model, parts = self.model, self.parts
+        forth = jax.tree.map(jnp.zeros_like, model.enter(self.outside, 0))
+        back = stream_of(forth)
+        kept = jax.tree.map(lambda x: self.lanes.several(x, self.turns.num_kept), forth)
+        first, seed = parts.batch(0), parts.seed(0)
+        shapes = jax.eval_shape(lambda: model.loss(self.outside, model.leave(self.is_first, back), first, seed)[1])
+        weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        turn = self.turns.forward(jnp.asarray(-1), self.stages)
+        chunk = self.chunks.take(self.blocks, turn.chunk)
+        routing = jax.eval_shape(lambda: model.run_blocks(chunk, back, forth, turn)[1])
+        return Carry(kept, forth, back, d_blocks, d_outside, weight, sums, jax.tree.map(self.chunks.zeros, routing))
 
-    def split_values(self, x: jax.Array) -> jax.Array:
-        """[L, ...], which every device has, in the order of the layers -> chunks."""
-        by_chunk = x.reshape(self.num_chunks, self.lanes.num_stages, -1, *x.shape[1:])
-        return self.split(by_chunk.swapaxes(0, 1).reshape(x.shape))
+    def tick(self, carry: Carry, now: jax.Array, *, forward: bool, backward: bool) -> tuple[Carry, None]:
+        """Do the work of tick `now`, in the form that `jax.lax.scan` takes.
 
-    def in_order(self, tree: Any) -> Any:
-        """Return arrays [L, ...], which every device has, in the order of the layers again."""
-
-        def one(x: jax.Array) -> jax.Array:
-            by_stage = x.reshape(self.lanes.num_stages, self.num_chunks, -1, *x.shape[1:])
-            return by_stage.swapaxes(0, 1).reshape(x.shape)
-
-        return jax.tree.map(one, tree)
-
-    def split_stage(self, x: jax.Array) -> jax.Array:
-        """[S, L / S, ...] -> chunks."""
-        if self.num_chunks == 1:
-            return x
-        spec = jax.typeof(x).sharding.spec
-        front, others = spec.partitions[0], spec.partitions[2:]
-        spec = PartitionSpec(front, None, None, *others, reduced=spec.reduced, unreduced=spec.unreduced)
-        return x.reshape(x.shape[0], self.num_chunks, -1, *x.shape[2:], out_sharding=spec)
-
-    def join_stage(self, x: jax.Array) -> jax.Array:
-        """Chunks -> [S, L / S, ...]."""
-        if self.num_chunks == 1:
-            return x
-        return x.reshape(x.shape[0], -1, *x.shape[3:], out_sharding=_without_chunks(jax.typeof(x).sharding.spec))
-
-    def take(self, tree: Any, chunk: jax.Array) -> Any:
-        """Return the layers of one chunk of each stage, [S, L / (S v), ...]; `chunk` is [S]."""
-        if self.num_chunks == 1:
-            return tree
-
-        def on_each_stage(x: jax.Array, chunk: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(x, chunk[0], axis=1, keepdims=False)
-
-        def one(x: jax.Array) -> jax.Array:
-            spec = jax.typeof(x).sharding.spec
-            taken = jax.shard_map(on_each_stage, in_specs=(spec, self._of_stages), out_specs=_without_chunks(spec))
-            return taken(x, chunk)
-
-        return jax.tree.map(one, tree)
-
-    def add(self, total: Any, more: Any, chunk: jax.Array) -> Any:
-        """Return totals of all chunks with what is added to one chunk of each stage.
-
-        jax 0.10.2 has no `dynamic_slice` of arrays that are still to be summed over devices, so the chunk comes out of
-        a choice among all.
+        While the stages fill, they go forward alone; while they empty, backward alone. In between the last stage
+        finishes parts, and begins their backward pass.
         """
-        if self.num_chunks == 1:
-            return add(total, more)
+        d_finished = jax.tree.map(jnp.zeros_like, carry.back)
+        if forward:
+            carry, stream = self._go_forward(carry, now)
+            if backward:
+                carry, d_finished = self._finish_part(carry, now, stream, d_finished)
+        return self._go_backward(carry, now, d_finished) if backward else carry, None
 
-        def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
-            own = total[:, 0]
-            for number in range(1, self.num_chunks):
-                own = jax.lax.select(chunk[0] == number, total[:, number], own)
-            return jax.lax.dynamic_update_slice_in_dim(total, (own + more)[:, None], chunk[0], axis=1)
+    def _go_forward(self, carry: Carry, now: jax.Array) -> tuple[Carry, Stream]:
+        """Let every stage compute its rows, keep them, and send the result on. Returns the result too."""
+        model, lanes, turn, place = (
+            self.model,
+            self.lanes,
+            self.turns.forward(now, self.stages),
+            now % self.turns.num_kept,
+        )
+        is_due, number = self.turns.entering(now)
+        nobody = jax.tree.map(jnp.zeros_like, carry.forth)
+        (entering,) = self.turns.if_due(is_due, lambda _: (model.enter(self.outside, number),), nobody)
+        rows = lanes.choose(self.is_first & (turn.chunk == 0), entering, carry.forth)
+        kept = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 1), carry.kept, rows)
+        stream, more = model.run_blocks(self.chunks.take(self.blocks, turn.chunk), stream_of(rows), rows, turn)
+        routing = self.chunks.add(carry.routing, more, turn.chunk)
+        return carry._replace(kept=kept, forth=lanes.send(with_stream(rows, stream), 1), routing=routing), stream
 
-        def one(total: jax.Array, more: jax.Array) -> jax.Array:
-            spec, more = jax.typeof(total).sharding.spec, more.astype(total.dtype)
-            specs = spec, _without_chunks(spec), self._of_stages
-            return jax.shard_map(on_each_stage, in_specs=specs, out_specs=spec)(total, more, chunk)
+    def _finish_part(self, carry: Carry, now: jax.Array, stream: Stream, nothing: Stream) -> tuple[Carry, Stream]:
+        """Compute the loss of the part that the last stage has finished, if it has. Returns the gradient of its stream.
 
-        return jax.tree.map(one, total, more)
+        Without such a part the gradient is `nothing`.
+        """
+        model, (is_due, number) = self.model, self.turns.finishing(now)
 
-    def zeros(self, of_chunk: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros for all chunks of arrays of this shape, [S, L / (S v), ...]."""
-        spec, shape = of_chunk.sharding.spec, of_chunk.shape
-        if self.num_chunks == 1:
-            return reshard(jnp.zeros(shape, of_chunk.dtype), spec)
-        chunks = jnp.zeros((shape[0], self.num_chunks, *shape[1:]), of_chunk.dtype)
-        return reshard(chunks, PartitionSpec(spec[0], None, *spec[1:]))
+        def finish(d_outside, weight, sums, _):
+            part, seed = self.parts.batch(number), self.parts.seed(number)
+            finished = model.leave(self.is_last, stream)
+            _, vjp, (more_weight, more) = jax.vjp(
+                lambda outside, stream: model.loss(outside, stream, part, seed), self.outside, finished, has_aux=True
+            )
+            d_more, d_finished = vjp(jnp.ones((), jnp.float32))
+            return add(d_outside, d_more), weight + more_weight, add_sums(sums, more), model.spread(d_finished)
 
+        so_far = carry.d_outside, carry.weight, carry.sums
+        d_outside, weight, sums, d_finished = self.turns.if_due(is_due, finish, *so_far, nothing)
+        return carry._replace(d_outside=d_outside, weight=weight, sums=sums), d_finished
 
-def _without_chunks(spec: PartitionSpec) -> PartitionSpec:
-    """Return the spec of [S, layers, ...] for that of [S, v, layers, ...]."""
-    front, _, *others = spec.partitions
-    return PartitionSpec(front, *others, reduced=spec.reduced, unreduced=spec.unreduced)
+    def _go_backward(self, carry: Carry, now: jax.Array, d_finished: Stream) -> Carry:
+        """Let every stage go backward through rows that it kept, and send the gradient to the stage before it.
+
+        The stage computes its blocks once more, because it kept only what went into them. Behind the first chunk of the
+        first stage comes the embedding.
+        """
+        model, lanes, turn = self.model, self.lanes, self.turns.backward(now, self.stages)
+        place = self.turns.taken_at(now, self.stages) % self.turns.num_kept
+        rows = jax.tree.map(
+            lambda x: jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x, place), carry.kept
+        )
+        is_last = self.is_last & (turn.chunk == self.turns.num_chunks - 1)
+        # The gradient of a part that is not there is zero: it came from zeros.
+        _, vjp, _ = jax.vjp(
+            lambda chunk, stream: model.run_blocks(chunk, stream, rows, turn),
+            self.chunks.take(self.blocks, turn.chunk),
+            stream_of(rows),
+            has_aux=True,
+        )
+        d_chunk, d_before = vjp(lanes.choose(is_last, d_finished, carry.back))
+        is_due, number = self.turns.returning(now)
+
+        def enter_again(d_outside):
+            d_first, _ = model.leave(self.is_first, d_before)
+            part = self.parts.batch(number)
+            (more,) = jax.vjp(lambda outside: model.embed(outside, part), self.outside)[1](d_first)
+            return (add(d_outside, more),)
+
+        (d_outside,) = self.turns.if_due(is_due, enter_again, carry.d_outside)
+        return carry._replace(
+            back=lanes.send(d_before, -1),
+            d_blocks=self.chunks.add(carry.d_blocks, d_chunk, turn.chunk),
+            d_outside=d_outside,
+        )
 
 
 class Places:
@@ -396,13 +258,3 @@ class Places:
 
     def _rest(self, weight: Weight) -> PartitionSpec:
         return self.layout.at_rest(weight.equation, self.layout.strategy.gradients)
-
-
-def keep(tree: Any, is_trained: Any) -> Any:
-    """Return the tree with None in the place of what is frozen."""
-    return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, is_trained)
-
-
-def add(total: Any, more: Any) -> Any:
-    """Return the sum of two trees of gradients in the dtype of the first."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
