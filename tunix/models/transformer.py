@@ -46,7 +46,7 @@ from tunix.sharding.layout import Layout
 
 
 class Mix(NamedTuple):
-    """What tokens of a layer take from one another; the rest of the model works on each token alone.
+    """Ways in which tokens of a layer act on one another; the rest of the model works on each token alone.
 
     A layer takes the way of its kind. Both return the results of the tokens, and what the caller keeps.
     """
