@@ -5,7 +5,7 @@ bytes are the compiled ones by plan/test_plan.py.
 """
 
 import pytest
-from support.harness import SMALL
+from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -48,11 +48,22 @@ def test_what_cannot_be_split_is_refused_where_it_is_asked_for():
         training.splits_stream(sizes(cp=2, tp=4))
 
 
+@pytest.mark.nightly
+def test_biases_are_added_to_a_split_stream():
+    """LayerNorm and biases of output projections; XLA aborts on ones [B, t] times a vector, so ones have all of x."""
+    words = [TP, "model.norm=layer", "model.qk_norm=none", "model.biases=.", "training.micro_batch_size=4"]
+    split, whole = (program(*words, f"training.sequence_parallel={value}").run(batch(8)) for value in ("true", "false"))
+    for ours, theirs in zip(split, whole, strict=True):
+        assert [ours[name] for name in ("loss", "grad_norm")] == pytest.approx(
+            [theirs[name] for name in ("loss", "grad_norm")], rel=1e-5
+        )
+
+
 def test_a_gradient_of_a_norm_is_a_sum_over_the_devices_that_split_the_stream():
-    program, _ = assemble_once(compose([*SMALL, TP]).config, sizes(fsdp=2, tp=4))
-    scale = program.arch.weights["blocks"]["pre_mlp"]["scale"].equation
-    assert "tp" in program.layout.gradient_axes(scale)
-    assert "tp" not in program.layout.gradient_axes(program.arch.weights["blocks"]["mlp"]["up"]["w"].equation)
+    found, _ = assemble_once(compose([*SMALL, TP]).config, sizes(fsdp=2, tp=4))
+    scale = found.arch.weights["blocks"]["pre_mlp"]["scale"].equation
+    assert "tp" in found.layout.gradient_axes(scale)
+    assert "tp" not in found.layout.gradient_axes(found.arch.weights["blocks"]["mlp"]["up"]["w"].equation)
 
 
 def test_what_a_block_keeps_is_split():

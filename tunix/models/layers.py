@@ -17,7 +17,7 @@ from tunix.models.noise import Noise
 from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
 from tunix.models.soft_cap import soft_cap
-from tunix.sharding.dims import Equation
+from tunix.sharding.dims import STREAM_TOKENS, Equation
 from tunix.sharding.layout import Layout
 
 
@@ -72,12 +72,13 @@ class Bias(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         bias = self.layout.gather(self.b[...], self.equation)
-        spread = jnp.einsum(
-            self.equation.text,
-            jnp.ones(x.shape[:2], bias.dtype, out_sharding=self.layout.activation(self.tokens)),
-            bias,
-            out_sharding=self.layout.activation(self.equation.y),
-        )
+        result = self.layout.activation(self.equation.y)
+        # In a split stream the ones have the shape of x, and the product is one of elements, like that of a norm's
+        # scale: XLA of jaxlib 0.10.2 aborts on the gradient of ones [B, t] times a vector inside of a scan.
+        in_stream = STREAM_TOKENS in self.tokens and self.layout.stream_axes
+        letters = self.equation.y if in_stream else self.tokens
+        ones = jnp.ones(x.shape[: len(letters)], bias.dtype, out_sharding=self.layout.activation(letters))
+        spread = jnp.einsum(f"{letters},{self.equation.w}->{self.equation.y}", ones, bias, out_sharding=result)
         return (x + spread).astype(x.dtype)
 
 

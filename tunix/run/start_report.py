@@ -224,7 +224,7 @@ def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str
     elif training.sequence_parallel is False:
         text, why = "all", "training.sequence_parallel=false"
     else:
-        text, why = "all", f"{together} does not divide the tokens, or the model adds biases to them"
+        text, why = "all", f"{together} does not divide the tokens, or the experts have biases"
     return {"residual stream": f"{text} {num_tokens:,} tokens of a sequence in each branch on a device ({why})"}
 
 
