@@ -35,7 +35,7 @@ COMPILED = {  # one node: sequences of a device, and the policy
 }
 
 
-def compose_step(model: str, mesh: str, remat: str, micro_batch_size: int, *words: str) -> Config:
+def compose_step(model: str, mesh: str, remat: str, micro_batch_size: int | str, *words: str) -> Config:
     return compose(
         [
             f"model={model}", f"model.mesh_shape={mesh}", f"training.seq_len={SEQ_LEN}", f"training.remat={remat}",
@@ -57,7 +57,7 @@ def list_candidates(model: str, num_devices: int) -> Iterator[tuple[str, Candida
     clusters = [read_topology(f"{kind}:{NODES[num_devices]}") for kind in KINDS]
     for mesh in list_meshes(num_devices):
         for remat in REMAT:
-            cfg = compose_step(model, mesh, remat, 1)
+            cfg = compose_step(model, mesh, remat, "auto")
             sizes = explicit_sizes(cfg.model.mesh_shape)
             assert sizes is not None
             try:
@@ -65,7 +65,7 @@ def list_candidates(model: str, num_devices: int) -> Iterator[tuple[str, Candida
             except UserError:
                 continue
             for count in MICRO_BATCHES:
-                with_batch = replace_mesh(cfg, sizes, count)
+                with_batch = replace_mesh(cfg, sizes, count)  # in the place of auto
                 costs = derive(with_batch, sizes, "gpu")
                 for kind, cluster in zip(KINDS, clusters, strict=True):
                     yield kind, Candidate(sizes, with_batch, costs, cluster)
