@@ -20,7 +20,7 @@ from tunix.processes import supervisor
 
 PHASES = {  # the watchdog's name of what a process does there
     "start": "preparing the data",
-    "compile": "compiling the step",
+    "compile": "compiling",
     "step": "reading a batch",
     "evaluation": "evaluation",
     "save": "saving",
