@@ -197,7 +197,8 @@ def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) ->
     heads = shard_shape((model.num_kv_heads,), layout.activation("K"), mesh)[0]
     numbers = 2 * heads * model.head_dim if model.latent is None else model.latent.dim + model.num_rotated
     windows, item = model.windows(num_slots), jnp.dtype(layout.compute).itemsize
-    return sum(windows) * numbers * item + windows.count(0) * _memory_bytes(program, mesh)
+    num_bytes, num_linear = sum(windows) * numbers * item, windows.count(0)
+    return num_bytes + num_linear * _memory_bytes(program, mesh) if num_linear else num_bytes
 
 
 def _memory_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
