@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from tunix.config import Config
 from tunix.config.batch_stages import BatchShape
 from tunix.costs.eight_bits import check_matmul_dtype
-from tunix.data.course import make_course
 from tunix.data.position import BEGINNING, Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from
@@ -96,7 +95,7 @@ def check_before_writing(setup: Setup, feed: Feed) -> None:
     """Raise `UserError` for what only the length of the data, a download or the devices can tell."""
     cfg, num_steps = setup.cfg, setup.sizes.total_steps
     assert num_steps is not None, "a corpus or the config ends every run"
-    left_out = make_course(cfg, setup.sizes.schedule, BEGINNING).left_out(num_steps)
+    left_out = setup.sizes.course.left_out(num_steps)
     if table := feed.samples.stages(num_steps, left_out):
         log.info("stages of the mixture\n%s", table)
     check_window(cfg, num_steps)
