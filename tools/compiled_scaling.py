@@ -1,0 +1,51 @@
+"""Compare bytes of collectives, derived and compiled, on more devices than tests have.
+
+`XLA_FLAGS=--xla_force_host_platform_device_count=32 JAX_PLATFORMS=cpu python -m tools.compiled_scaling` compiles a tiny
+model for 32 CPU devices on each axis in turn, and prints rows of a Markdown table. XLA's CPU backend makes an
+all-reduce out of each reduce-scatter, so bytes are those of the arrays, and both kinds are counted together.
+"""
+
+import jax
+
+from tunix.cli.compose import compose
+from tunix.costs.derived import derive
+from tunix.plan.compiled import compile_for
+from tunix.plan.topology import read_topology
+from tunix.sharding.dims import axis_names
+from tunix.sharding.mesh_shape import count_devices
+
+AXES = ("dp", "fsdp", "tp", "cp", "pp")
+KINDS = {"gathered": ("all-gather",), "summed": ("all-reduce", "reduce-scatter"),
+         "exchanged": ("all-to-all", "collective-permute")}  # fmt: skip
+
+
+def measure(axis: str, num_devices: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes of the arrays of each of `KINDS` in one step: derived from the config, and compiled."""
+    layers = num_devices if axis == "pp" else 2
+    cfg = compose(
+        ["model=tiny", f"model.num_layers={layers}", f"model.num_heads={num_devices}",
+         f"model.num_kv_heads={num_devices}", "model.head_dim=8", f"model.embed_dim={8 * num_devices}",
+         f"model.mlp_dim={16 * num_devices}", "model.vocab_size=1024", "tokenizer.vocab_size=300",
+         f"training.seq_len={4 * num_devices}", "training.mixed_precision=fp32", "training.micro_batch_size=1",
+         "training.remat=full", "plan.output=null", f"model.mesh_shape=[[{num_devices}],[{axis}]]"]
+    ).config  # fmt: skip
+    sizes = dict.fromkeys(axis_names(), 1) | {axis: num_devices}
+    transfers = [each for each in derive(cfg, sizes).transfers if count_devices(sizes, each.axes) > 1]
+    compiled, _ = compile_for(cfg, read_topology(f"h100:{num_devices}"), jax.devices(), timed=False)
+    found = {}
+    for name, kinds in KINDS.items():
+        derived = sum(each.num_bytes for each in transfers if each.kind in kinds)
+        found[name] = derived, sum(each.num_bytes for each in compiled.traffic if each.kind in kinds)
+    return found
+
+
+def main() -> None:
+    """Print a row for each axis."""
+    for axis in AXES:
+        number = len(jax.devices())
+        cells = [f"{derived:,} / {compiled:,}" for derived, compiled in measure(axis, number).values()]
+        print(f"| {axis}={number} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
