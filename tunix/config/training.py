@@ -315,7 +315,7 @@ class Training(Section):
         microbatches = self.batch_shape(mesh_sizes).num_microbatches
         parts = self._num_parts(mesh_sizes)
         schedule = self._schedule(mesh_sizes)
-        chunks = self.pipeline_chunks if schedule == "interleaved" else 1
+        chunks = {"interleaved": self.pipeline_chunks}.get(schedule, 1)
         return PipelineShape(schedule, num_stages(mesh_sizes), parts, microbatches, chunks)
 
     def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
