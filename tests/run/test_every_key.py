@@ -134,7 +134,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
         for size in ("deepseek_v3", "llama4_scout", "qwen3_5_9b")
     ]
     biased = ["model.mlp.bias_rate=0.1", "model.mlp.balance_loss=0.1", "model.mlp.z_loss=0.1", "model.mlp.num_groups=2"]
-    grows = "model.query_growth={rate: 0.1, every: 8, offset: 0, layers: unrotated}"
+    grows = "model.query_growth={rate: 0.1, every: 8, offset: 0, layers: all}"
     with_experts = compose(["model=tiny_moe", *biased, grows]).config
 
     def use() -> None:
