@@ -1,0 +1,170 @@
+"""Keys of config.json that say how queries and keys are rotated (RoPE), to and from ours. Knows no jax."""
+
+import math
+from typing import Any
+
+from tunix.config import Model
+from tunix.families import Family
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ORIGINAL = "original_max_position_embeddings"
+GROWTH = "llama_4_scaling_beta"  # queries grow with their position
+MANY_AXES = {"mrope_section", "mrope_interleaved"}  # rotations by time, height and width, which are one number in text
+PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
+LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
+UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some, and as if not said
+# rope_type -> our name, and its keys: theirs -> (ours, what it means to leave it out).
+SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
+    "default": ("none", {}),
+    "linear": ("linear", {"factor": ("factor", ...)}),
+    "llama3": (
+        "llama3",
+        {
+            "factor": ("factor", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "low_freq_factor": ("low_freq_factor", ...),
+            "high_freq_factor": ("high_freq_factor", ...),
+        },
+    ),
+    "yarn": (
+        "yarn",
+        {
+            "factor": ("factor", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "beta_fast": ("beta_fast", 32.0),
+            "beta_slow": ("beta_slow", 1.0),
+            "attention_factor": ("attention_factor", None),
+            "truncate": ("truncate", True),
+        },
+    ),
+    "longrope": (
+        "longrope",
+        {
+            "short_factor": ("short_factors", ...),
+            "long_factor": ("long_factors", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "attention_factor": ("attention_factor", None),
+        },
+    ),
+}
+ROPE_SYNONYMS = {"su": "longrope"}  # rope_type in other versions -> the usual one
+
+
+def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return our keys of RoPE out of config.json, as transformers 5 writes it (`rope_parameters`) or older versions do.
+
+    `values` are the keys of the section `model` that are read already.
+
+    Raises:
+        ValueError: a key or value that is not understood.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key), dict | None):
+            raise ValueError(f"{key}={raw[key]} is not a JSON object")
+    everywhere = raw.get("rope_parameters") or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
+    nearby = {"rope_theta": raw.get("rope_local_base_freq")}
+    if FULL in everywhere:
+        everywhere, nearby = everywhere[FULL], everywhere[SLIDING]
+    if nearby.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters of {SLIDING}: rope_type={nearby['rope_type']} is not understood")
+    given = dict(everywhere)
+    theta = given.pop("rope_theta", raw["rope_theta"])
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    kind = ROPE_SYNONYMS.get(kind, kind)
+    given.pop("type", None)
+    rotated = {} if PARTIAL.isdisjoint(family.absent) else _rotated_dim(raw, given, values["head_dim"])
+    if kind == "longrope" and raw.get(ORIGINAL) is not None:  # of the whole file, or among the others
+        given.setdefault(ORIGINAL, raw[ORIGINAL])
+    if kind == "longrope" and (factor := given.pop("factor", None)) and given.get("attention_factor") is None:
+        original = given.get(ORIGINAL) or values["context_length"]
+        if factor != values["context_length"] / original:  # else it is what the attention factor is made of anyway
+            given["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
+    grown: dict[str, Any] = {}
+    if GROWTH in family.absent:
+        rate, original = given.pop(GROWTH, None), given.get(ORIGINAL) or values["context_length"]
+        growth = {"rate": rate, "every": original, "offset": 0, "layers": "all"}
+        grown = {"query_growth": growth if rate else None}
+        given.pop("max_position_embeddings", None)  # said here once more
+    if kind == "yarn":
+        of_all_dims = _join_magnitudes(given)
+        if family.absent.keys() >= LATENT and of_all_dims:  # both of a score's factors have it
+            grown["query_scale"] = values["query_scale"] / yarn_magnitude(given["factor"], of_all_dims) ** 4
+    name, keys = SCALINGS[kind]
+    scaling = {"name": name}
+    for theirs, (ours, otherwise) in keys.items():
+        value = given.pop(theirs, otherwise)
+        if value is ...:
+            raise ValueError(f"rope_type={kind} needs {theirs}")
+        scaling[ours] = values["context_length"] if value is None and ours == "original_context" else value
+    unknown = {key: value for key, value in given.items() if (key, value) not in UNSCALED and key not in MANY_AXES}
+    if unknown:
+        raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
+    local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 and family.local_rope else None
+    return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling} | rotated | grown
+
+
+def _join_magnitudes(given: dict[str, Any]) -> float | None:
+    """Replace DeepSeek's two keys of YaRN's magnitude by the one factor that queries and keys are multiplied by.
+
+    Returns the second key, which DeepSeek's scores have as a factor of their own.
+    """
+    if "mscale_all_dim" not in given:
+        return None
+    mscale, of_all_dims = given.pop("mscale", None), given.pop("mscale_all_dim")
+    if mscale and of_all_dims and given.get("attention_factor") is None:
+        given["attention_factor"] = yarn_magnitude(given["factor"], mscale) / yarn_magnitude(
+            given["factor"], of_all_dims
+        )
+    return of_all_dims
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Return what DeepSeek's `mscale` makes of the ratio of the longer context to the original one."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _rotated_dim(raw: dict[str, Any], given: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return how many of a head's numbers are rotated, None for all; takes the key of it out of `given`."""
+    (key,) = PARTIAL
+    rotated = int(head_dim * given.pop(key, raw[key]))
+    return {"rotated_dim": None if rotated == head_dim else rotated}
+
+
+def write_rope(model: Model, family: Family) -> dict[str, Any]:
+    """Return the keys of config.json that say how a model rotates its queries and keys."""
+    scaling = model.rope_scaling.model_dump()
+    kind, keys = next((kind, keys) for kind, (name, keys) in SCALINGS.items() if name == scaling["name"])
+    config: dict[str, Any] = {}
+    given = {theirs: scaling[ours] for theirs, (ours, _) in keys.items() if scaling[ours] is not None}
+    if family.absent.keys() >= LATENT and kind == "yarn" and model.query_scale != model.head_dim:
+        _split_magnitudes(given, model)
+    if GROWTH in family.absent:
+        given[GROWTH] = model.query_growth.rate if model.query_growth else 0.0
+    if kind == "longrope":  # Phi's own code reads the whole file's key, transformers 5 asks for the factor
+        config[ORIGINAL] = given[ORIGINAL]
+        given["factor"] = model.context_length / given[ORIGINAL]
+    config["rope_theta"] = model.rope_theta
+    config["rope_scaling"] = {"rope_type": kind, **given} if given else None
+    if not PARTIAL.isdisjoint(family.absent):
+        config["partial_rotary_factor"] = model.num_rotated / model.head_dim
+    if model.global_every > 1 and family.local_rope:
+        if "rope_local_base_freq" in family.absent:
+            config["rope_local_base_freq"] = model.local_rope_theta
+        else:  # transformers 5 would give local layers the rotations that it has by default
+            config["rope_parameters"] = {
+                FULL: {"rope_type": kind, "rope_theta": model.rope_theta, **given},
+                SLIDING: {"rope_type": "default", "rope_theta": model.local_rope_theta},
+            }
+    return config
+
+
+def _split_magnitudes(given: dict[str, Any], model: Model) -> None:
+    """Write the factor of DeepSeek's scores as its config.json has it: the inverse of `_join_magnitudes`."""
+    magnitude = (model.head_dim / model.query_scale) ** 0.25
+    of_all_dims = round((magnitude - 1) / (0.1 * math.log(given["factor"])), 6)
+    if given.get("attention_factor") == 1:
+        del given["attention_factor"]
+        given["mscale"] = of_all_dims
+    given["mscale_all_dim"] = of_all_dims
