@@ -31,6 +31,7 @@ def more_words(hf_dir, tmp_path_factory) -> Path:
     return folder / "words"
 
 
+@pytest.mark.nightly
 def test_rows_of_added_tokens(hf_dir, more_words, corpus, tmp_path, monkeypatch):
     """They are the mean of the others, in both tables, on a mesh that splits them; exports have them."""
     monkeypatch.chdir(tmp_path)

@@ -89,7 +89,7 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {  # sequences of a device in a
 }
 
 
-@pytest.mark.nightly(but=["[[2,2,2],[dp,fsdp,tp]]"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES)
 def test_same_loss_on_every_mesh(mesh, on_one_device):
     """The scales are those of all devices. Each part of a batch on stages has its own, so there it is within rounding."""

@@ -117,7 +117,7 @@ def test_rows_that_are_computed_beside_those_of_the_groups():
     assert list(empty_rows(blocks).values()) == [32, 16, 8]
 
 
-@pytest.mark.nightly(but=["h100"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("chip", [chip.lower() for chip in BLOCKS])
 def test_blocks_fit_into_the_chip(chip, installs_dir):
     """XLA refuses a kernel that needs more shared memory, or tensor memory, than the chip has.

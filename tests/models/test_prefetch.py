@@ -16,6 +16,7 @@ MESHES = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", MESHES.values(), ids=MESHES)
 def test_the_numbers_are_the_same(words):
     plain, ahead = (program(*words, f"training.overlap={overlap}", "training.sync_gradients_every=1")

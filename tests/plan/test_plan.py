@@ -260,6 +260,7 @@ def test_one_compile_is_for_the_fastest():
     assert candidates[place].tokens_per_s == max(each.tokens_per_s for each in candidates)
 
 
+@pytest.mark.nightly
 def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
     """The other compiler, an automatic micro batch that shrinks until it fits, and the files that are left behind.
 

@@ -97,6 +97,7 @@ def test_a_process_hangs(words, tmp_path):
         assert "in happen" in (tmp_path / "run" / "train.1.log").read_text()  # its stacks
 
 
+@pytest.mark.nightly
 def test_a_process_is_stopped(words, tmp_path):
     """SIGSTOP: it answers nothing, heartbeats included."""
     with Processes(*words, folder=tmp_path, count=2) as run:

@@ -116,6 +116,7 @@ def test_commands_of_two_processes(by_one, hf_dir, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
+@pytest.mark.nightly
 def test_verify_and_prepare_of_two_processes(words, corpus, tmp_path):
     """The mesh of both processes is compared with one device; both tokenize into the bytes that one process makes."""
     data = ["data=text", f"data.paths=['{corpus}']", "loading.shard_bytes=9000"]
