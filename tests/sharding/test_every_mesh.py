@@ -15,9 +15,7 @@ from support.harness import SMALL, batch
 
 from tunix.cli.compose import compose
 from tunix.sharding.arrays import to_global
-from tunix.training.losses import loss_kind
-from tunix.training.program import GRADIENTS, build_layout, build_mesh, choose_sync, read_remat
-from tunix.training.state import describe
+from tunix.training.program import GRADIENTS, assemble, build_mesh
 
 TOLERANCE = 1e-5  # float32; sums in another order
 # Two layers; few kinds of operations, because a program is compiled for each mesh.
@@ -43,11 +41,9 @@ def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
     mesh = build_mesh(cfg)
     sequences = 16 // np.prod([mesh.shape[axis] for axis in ("pp", "dp", "fsdp", "ep")])
     training = cfg.training.model_copy(update={"micro_batch_size": int(sequences)})
-    schedule = training.pipeline(mesh.shape).schedule
     with jax.set_mesh(mesh):
-        layout = build_layout(cfg, mesh)
-        arch = describe(cfg.model, layout, read_remat(training), training.parts_per_stage(mesh.shape))
-        gradients = GRADIENTS[schedule](arch, loss_kind(cfg).make(cfg), layout, choose_sync(training, mesh))
+        step = assemble(cfg.model_copy(update={"training": training}), mesh)
+        gradients = GRADIENTS[step.pipeline.schedule](step)
 
         @jax.jit
         def run(params, rows):
@@ -56,8 +52,8 @@ def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
             return jax.tree.map(lambda x: x / weight, {"grad_norm": optax.tree.norm(grads), **named})
 
         params = jax.tree.map(
-            lambda leaf, weight: jax.device_put(leaf, jax.NamedSharding(mesh, layout.at_rest(weight.equation))),
-            weights(*words[:1]), arch.weights,
+            lambda leaf, weight: jax.device_put(leaf, jax.NamedSharding(mesh, step.layout.at_rest(weight.equation))),
+            weights(*words[:1]), step.arch.weights,
         )  # fmt: skip
         return {name: float(value) for name, value in run(params, to_global(rows, mesh)).items()}
 
