@@ -63,7 +63,7 @@ def run(job: compose.Job) -> Result:
 
     with stopping.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh), ExitStack() as stack:
         # Find every mistake before anything is written. A dry run ends with the report of all derived numbers. In
-        # another run the compiler begins as soon as it knows the program, and works while data and weights are read.
+        # new run the compiler begins as soon as it knows the program, and works while data and weights are read.
         compiler = stack.enter_context(Compiler(mesh, watchdog))
         setup = set_up(cfg, mesh, chosen, watchdog, compiler, clock)
         log.info("%s", setup.report)
@@ -74,6 +74,8 @@ def run(job: compose.Job) -> Result:
         feed = stack.enter_context(setup.make_feed(watchdog))
         check_before_writing(setup, feed)
         check_home(job)
+        if not cfg.resume:  # a checkpoint may be refused, and its program is mostly in the compile cache
+            compiler.begin_run(setup.programs, setup.sizes.schedule, setup.sizes.total_steps)
         clock.end("checks")
 
         # Take the folder, and the state to start from: the newest checkpoint of a resumed run that can be read, else

@@ -24,11 +24,18 @@ def compiler_threads() -> list[str]:
 
 
 def test_an_error_of_the_data_while_the_step_is_compiled(words, monkeypatch):
-    compiling, failed = threading.Event(), threading.Event()
+    compiling, failed, said = (threading.Event() for _ in range(3))
+
+    def log_info(text: str, *values: object) -> None:
+        if "the data cannot be read" in text % values:
+            said.set()
+
+    monkeypatch.setattr(compiler.log, "info", log_info)
 
     def compile_step(*_: object) -> None:
         compiling.set()
         assert failed.wait(WAIT_S)
+        assert said.wait(WAIT_S), "the error is said before XLA is done"
 
     def load(_: object) -> None:
         assert compiling.wait(WAIT_S)  # before the data are there

@@ -74,7 +74,7 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: C
     sizes = derive_sizes(cfg, mesh, program.arch, None)
     if sizes.total_steps is not None:  # else only the data will tell
         check_window(cfg, sizes.total_steps)
-    if not cfg.dry_run:
+    if not (cfg.dry_run or cfg.resume or cfg.model.init_from):  # else other files than the data may be refused
         # Where the config counts epochs, the data may end the run before its other limits.
         compiler.begin_run(programs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
     clock.end("program")
@@ -85,8 +85,6 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: C
     clock.end("data")
 
     sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples if corpus else None, BEGINNING)
-    if not cfg.dry_run:
-        compiler.begin_run(programs, sizes.schedule, sizes.total_steps)
     report = start_report(cfg, program, mesh, sizes, corpus, chosen)
     return Setup(cfg, mesh, program, programs, corpus, sizes, compiler, report)
 

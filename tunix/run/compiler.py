@@ -38,13 +38,14 @@ class Compiler:
     def __enter__(self) -> "Compiler":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Wait for the thread: Python aborts the process if it ends while a thread is inside jaxlib.
 
         XLA cannot be interrupted. After an error of the main thread, programs that wait for their turn are left out.
         """
         if any(future.running() for future in self.begun.values()):
-            log.info("the run ends as soon as XLA has compiled the program that it is at")
+            reason = f": {error}" if error else ""
+            log.info("the run ends as soon as XLA has compiled the program that it is at%s", reason)
         with self.watchdog.phase("compiling"):
             self.thread.shutdown(cancel_futures=True)
 
@@ -66,16 +67,15 @@ class Compiler:
         return self._wait(self.begin_step(program, spans))
 
     def begin_run(self, programs: dict[BatchShape, Program], schedule: BatchSchedule, last: int | None) -> None:
-        """Begin with what a run to the step `last` needs first; None where its length is not known yet.
+        """Begin with what a new run to the step `last` needs first; None where its length is not known yet.
 
-        `schedule` is that of the steps from the first one on. A checkpoint may change what a resumed run needs. A wrong
-        guess costs time alone: whoever needs another program begins with it and waits.
+        `schedule` is that of the steps from the first one on. A wrong guess costs time alone: whoever needs another
+        program begins with it and waits.
         """
         program = programs[schedule.at(1).shape]
-        cfg = program.cfg
-        if not cfg.resume and cfg.model.init_from is None:
+        if program.cfg.model.init_from is None:
             self.begin_state(program)
-        if last is not None and (not cfg.resume or len(programs) == 1):  # a resumed run may be in a later stage
+        if last is not None:
             self.begin_step(program, schedule.spans(last))
 
     def _begin(self, key: Hashable, work: Callable[[], Any]) -> Future:
