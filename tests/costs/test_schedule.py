@@ -133,17 +133,20 @@ ENTRY %main (q: bf16[2,1024,4,64], k: bf16[2,1024,2,64]) -> bf16[2,1024,4,64] {
 """
 
 
+# Nothing but our own kernels takes time.
+OF_KERNELS = Speeds(
+    flops_per_s=1e30,
+    fp8_flops_per_s=1e30,
+    kernel_flops_per_s=10.0,
+    bytes_per_s=1e30,
+    launch_s=0.0,
+    collective_s=lambda _: 0.0,
+)
+
+
 def test_attention_kernels_have_the_products_of_the_pairs_that_they_compute():
     """Three for each pair, at the speed of kernels."""
-    speeds = Speeds(
-        flops_per_s=1e30,
-        fp8_flops_per_s=1e30,
-        kernel_flops_per_s=10.0,
-        bytes_per_s=1e30,
-        launch_s=0.0,
-        collective_s=lambda _: 0.0,
-    )
-    timeline = walk(KERNEL, [], speeds, KernelData(pairs_per_row=1000.0))
+    timeline = walk(KERNEL, [], OF_KERNELS, KernelData(pairs_per_row=1000.0))
     assert timeline.flops == 2 * 3 * 2 * 4 * 64 * 1000
     assert timeline.compute_s == pytest.approx(timeline.flops / 10)
 
@@ -162,19 +165,11 @@ ENTRY %main (rows: bf16[640,64], w: bf16[8,64,32], begin: s32[8]) -> bf16[8,64,3
 
 def test_grouped_kernels_have_the_products_of_the_rows_of_their_own_experts():
     """A device has 8 of 16 experts, so half of the rows are others'; a kernel computes a few rows more for each expert."""
-    speeds = Speeds(
-        flops_per_s=1e30,
-        fp8_flops_per_s=1e30,
-        kernel_flops_per_s=10.0,
-        bytes_per_s=1e30,
-        launch_s=0.0,
-        collective_s=lambda _: 0.0,
-    )
     data = KernelData(num_experts=16, empty_rows={"grouped_forward": 4.0, "grouped_d_weights": 2.0})
-    timeline = walk(GROUPED, [], speeds, data)
+    timeline = walk(GROUPED, [], OF_KERNELS, data)
     assert timeline.flops == 2 * 64 * 32 * (320 + 8 * 4 + 320 + 8 * 2)
     assert timeline.compute_s == pytest.approx(timeline.flops / 10)
-    slow_memory = replace(speeds, kernel_flops_per_s=1e30, bytes_per_s=1.0)
+    slow_memory = replace(OF_KERNELS, kernel_flops_per_s=1e30, bytes_per_s=1.0)
     read_and_written = 2 * (320 * (64 + 32) + 8 * 64 * 32)
     assert walk(GROUPED, [], slow_memory, data).compute_s == pytest.approx(2 * read_and_written)
-    assert math.isnan(walk(GROUPED, [], speeds).flops)
+    assert math.isnan(walk(GROUPED, [], OF_KERNELS).flops)

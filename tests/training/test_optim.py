@@ -62,26 +62,31 @@ def test_steps_are_optaxs(name, weights):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, expected)
 
 
+def update_both(name, moments, weights):
+    """Yield what an optimizer adds with whole and with small moments, and both states, after each of three steps."""
+    rules = [compose([f"optimizer={name}", f"optimizer.moments={kind}"]).config.optimizer.rule(weights)
+             for kind in ("param", moments)]  # fmt: skip
+    params = random_tree(weights, 0)
+    states = [rule.init(params) for rule in rules]
+    for step in range(3):
+        gradients = random_tree(weights, step + 1)
+        both = [rule.update(gradients, state, params) for rule, state in zip(rules, states, strict=True)]
+        (whole, small), states = zip(*both, strict=True)
+        yield whole, small, states
+
+
 @pytest.mark.nightly(but=["int8-1.2-0.05"])
 @pytest.mark.parametrize(("moments", "bytes_of_a_number", "tolerance"), [("bfloat16", 2, 0.01), ("int8", 1.2, 0.05)])
 def test_smaller_moments_give_almost_the_same_direction(moments, bytes_of_a_number, tolerance, weights):
     """Norms and biases keep float32."""
-    whole, small = (
-        compose(["optimizer=adamw", f"optimizer.moments={kind}"]).config.optimizer.rule(weights)
-        for kind in ("param", moments)
-    )
-    params = random_tree(weights, 0)
-    states = [rule.init(params) for rule in (whole, small)]
-    for step in range(3):
-        gradients = random_tree(weights, step + 1)
-        both = [rule.update(gradients, state, params) for rule, state in zip((whole, small), states, strict=True)]
-        (expected, _), (direction, _) = both
-        states = [state for _, state in both]
+    steps = list(update_both("adamw", moments, weights))
+    for expected, direction, _ in steps:
         for a, b in zip(jax.tree.leaves(direction), jax.tree.leaves(expected), strict=True):
             assert jnp.sqrt(jnp.mean((a - b) ** 2)) < tolerance
             assert jnp.max(jnp.abs(a)) < 1.5 * jnp.max(jnp.abs(b))
+    states = steps[-1][2]
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((states[1].mu["blocks"]["mlp"], states[1].nu["blocks"]["mlp"])))
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(params["blocks"]["mlp"]))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(random_tree(weights, 0)["blocks"]["mlp"]))
     assert held <= 2 * numbers * bytes_of_a_number
 
 
@@ -254,17 +259,7 @@ def test_every_optimizer_gives_the_same_on_every_mesh(name):
 @pytest.mark.parametrize("name", ["sgd", "muon"])
 def test_momenta_in_8_bits_of_other_rules(name, weights):
     """Muon has two rules, each for its own parameters; the iterations make small differences of a momentum larger."""
-    whole, small = (
-        compose([f"optimizer={name}", f"optimizer.moments={kind}"]).config.optimizer.rule(weights)
-        for kind in ("param", "int8")
-    )
-    params = random_tree(weights, 0)
-    states = [rule.init(params) for rule in (whole, small)]
-    for step in range(3):
-        gradients = random_tree(weights, step + 1)
-        both = [rule.update(gradients, state, params) for rule, state in zip((whole, small), states, strict=True)]
-        (expected, _), (direction, _) = both
-        states = [state for _, state in both]
+    *_, (expected, direction, states) = update_both(name, "int8", weights)
     for a, b in zip(jax.tree.leaves(direction), jax.tree.leaves(expected), strict=True):
         assert jnp.vdot(a, b) > 0.98 * jnp.linalg.norm(a) * jnp.linalg.norm(b)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(state)) for state in states]

@@ -27,7 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tunix.models.flash_blocks import Block, Blocks, blocks_of
+from tunix.models.chips import row_of_chip
+from tunix.models.flash_blocks import BLOCKS, Block, Blocks
 from tunix.models.seen import first_keys
 from tunix.models.soft_cap import soft_cap
 
@@ -54,7 +55,7 @@ def flash(
     """
     interpret = blocks is not None
     if blocks is None:
-        blocks = blocks_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
+        blocks = row_of_chip(BLOCKS, jax.sharding.get_abstract_mesh().abstract_device.device_kind)
     assert blocks is not None
     length, dim = q.shape[1], q.shape[3]
     padded_dim = min(size for size in blocks if size >= dim)

@@ -42,11 +42,6 @@ BLOCKS: dict[str, dict[int, Blocks]] = {
 }
 
 
-def blocks_of(device_kind: str) -> dict[int, Blocks] | None:
-    """Return the row of `BLOCKS` of a device, by the name that its driver gives it; None if it has no row."""
-    return next((blocks for chip, blocks in BLOCKS.items() if chip in device_kind), None)
-
-
 def blocks_for(blocks: dict[int, Blocks], dim: int) -> Blocks:
     """Return the blocks of the smallest head dim that holds heads of `dim` numbers."""
     return blocks[min(size for size in blocks if size >= dim)]

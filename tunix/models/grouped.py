@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tunix.models.grouped_blocks import Block, Blocks, blocks_of
+from tunix.models.chips import row_of_chip
+from tunix.models.grouped_blocks import BLOCKS, Block, Blocks
 
 WHOLE = pl.BlockSpec()  # a program sees the whole array
 
@@ -34,7 +35,7 @@ def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: Blocks | No
     """
     interpret = blocks is not None
     if blocks is None:
-        blocks = blocks_of(jax.sharding.get_abstract_mesh().abstract_device.device_kind)
+        blocks = row_of_chip(BLOCKS, jax.sharding.get_abstract_mesh().abstract_device.device_kind)
     assert blocks is not None
     return _multiply(*_vary_alike(rows, w, sizes), blocks, interpret)
 

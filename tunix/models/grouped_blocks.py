@@ -35,11 +35,6 @@ BLOCKS: dict[str, Blocks] = {
 }
 
 
-def blocks_of(device_kind: str) -> Blocks | None:
-    """Return the row of `BLOCKS` of a device, by the name that its driver gives it; None if it has no row."""
-    return next((blocks for chip, blocks in BLOCKS.items() if chip in device_kind), None)
-
-
 def empty_rows(blocks: Blocks) -> dict[str, float]:
     """Return by kernel how many rows a group's last block computes beside those that the group has, on average."""
     return {

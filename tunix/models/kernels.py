@@ -11,7 +11,8 @@ from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config.model import GROUPED, KERNELS
 from tunix.models import grouped_blocks
-from tunix.models.flash_blocks import BLOCKS, blocks_of
+from tunix.models.chips import row_of_chip
+from tunix.models.flash_blocks import BLOCKS
 
 DTYPES = ("bfloat16", "float16")  # of the products of flash and cuDNN; float32 would be rounded to fewer bits
 MAX_HEAD_DIM = 256
@@ -62,7 +63,7 @@ def fastest(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, **options: Any)
 
 def _flash_lacks(device: AbstractDevice | None, head_dim: int, dtype: str) -> str | None:
     """Return why flash does not run or is not exact here; None if it is."""
-    if device is None or blocks_of(device.device_kind) is None:
+    if device is None or row_of_chip(BLOCKS, device.device_kind) is None:
         return f"flash has block sizes for {', '.join(BLOCKS)}, not for {device.device_kind if device else 'no device'}"
     return _sixteen_bits("flash", head_dim, dtype)
 
@@ -110,7 +111,7 @@ def fastest_grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Arra
 
 def _grouped_lacks(device: AbstractDevice | None, dtype: str) -> str | None:
     """Return why the grouped kernel does not run or is not exact here; None if it is."""
-    if device is None or grouped_blocks.blocks_of(device.device_kind) is None:
+    if device is None or row_of_chip(grouped_blocks.BLOCKS, device.device_kind) is None:
         chips, this = ", ".join(grouped_blocks.BLOCKS), device.device_kind if device else "no device"
         return f"the grouped kernel has block sizes for {chips}, not for {this}"
     if dtype not in DTYPES:

@@ -34,7 +34,8 @@ from tunix.costs.hlo import Collective, read_collectives
 from tunix.costs.schedule import KernelData, Speeds, StepTime, walk
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models import grouped_blocks
-from tunix.models.flash_blocks import blocks_for, blocks_of, computed_pairs
+from tunix.models.chips import row_of_chip
+from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs
 from tunix.plan.topology import Cluster
 from tunix.training.program import abstract_batch, assemble, build_mesh
 
@@ -229,11 +230,11 @@ def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
 def kernel_data(cfg: Config, device_kind: str) -> KernelData:
     """Return what our own kernels compute on this kind of device: rows have one document, experts equal loads."""
     model, length = cfg.model, cfg.training.seq_len
-    pairs, of_flash = math.nan, blocks_of(device_kind)
+    pairs, of_flash = math.nan, row_of_chip(BLOCKS, device_kind)
     if of_flash is not None and model.head_dim <= max(of_flash):
         windows = [window for window in model.windows(length) if window]  # of layers that run the kernel
         pairs = computed_pairs(length, windows, blocks_for(of_flash, model.head_dim).forward)
-    of_experts = grouped_blocks.blocks_of(device_kind)
+    of_experts = row_of_chip(grouped_blocks.BLOCKS, device_kind)
     if of_experts is None or not isinstance(model.mlp, ExpertsMlp):
         return KernelData(pairs)
     return KernelData(pairs, model.mlp.num_experts, grouped_blocks.empty_rows(of_experts))

@@ -23,8 +23,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from tunix.config import Config
 from tunix.costs.transfers import HeadSizes, Transfer, measure_heads, seconds, swap_heads
 from tunix.models.attention import QUERY_BLOCK
+from tunix.models.chips import row_of_chip
 from tunix.models.exchanges import choose_exchange
-from tunix.models.flash_blocks import blocks_for, blocks_of, computed_pairs
+from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs
 from tunix.models.kernels import choose_kernel
 from tunix.models.ring import chunk_size
 from tunix.plan.compiled import HBM_SHARE, KERNEL_SHARE
@@ -121,7 +122,7 @@ def _place(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Place:
 def _time_of_ulysses(place: Place, window: int) -> float:
     """Return the seconds of one layer for one microbatch: heads are swapped, and a share of them is computed."""
     cfg, heads, kind = place.cfg, place.heads, place.cluster.kind
-    length, blocks = cfg.training.seq_len, blocks_of(kind.name)
+    length, blocks = cfg.training.seq_len, row_of_chip(BLOCKS, kind.name)
     swap = swap_heads(cfg, heads, cfg.training.pipeline(place.sizes).runs_again)
     if place.kernel == "flash" and blocks is not None:
         pairs = computed_pairs(length, [window], blocks_for(blocks, cfg.model.head_dim).forward)
