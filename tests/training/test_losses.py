@@ -9,7 +9,7 @@ from support.harness import ROOT, RUN, batch, metrics, program
 
 import tunix
 from tunix.data.batch import FIELDS, Field, empty_example
-from tunix.models.transformer import Block
+from tunix.models.block import Block
 from tunix.sharding.arrays import to_global
 from tunix.training.chunks import chunk_positions
 from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, next_token_loss, token_log_probs

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 
 from tunix.inference.gathered import Gathered
 from tunix.models.attention import attend
+from tunix.models.block import Mix
 from tunix.models.linear_attention import Memory
 from tunix.models.seen import Seen, seen_in_row
-from tunix.models.transformer import Layer, Mix, Transformer
+from tunix.models.stacks import Forward, Layer
+from tunix.models.transformer import Transformer
 
 Cache = list[tuple[jax.Array, ...] | Memory]
 
@@ -44,7 +46,7 @@ def prefill(
 
         return Mix(attend_to_prompt, lambda recurrence: recurrence.run_rows(segments))
 
-    return _logits(model, weights, tokens, positions, mix_of, num_slots, reach)
+    return _logits(model, weights, tokens, positions, Forward(mix_of, num_slots, reach=reach))
 
 
 def decode(
@@ -79,17 +81,13 @@ def decode(
 
         return Mix(attend_to_cache, lambda recurrence: recurrence.step(cache[layer.number]))
 
-    num_slots = max(cache_slots(cache))
-    return _logits(model, weights, token[:, None], (time - first)[:, None], mix_of, num_slots, reach)
+    forward = Forward(mix_of, max(cache_slots(cache)), reach=reach)
+    return _logits(model, weights, token[:, None], (time - first)[:, None], forward)
 
 
-def _logits(
-    model: Transformer, weights: Gathered, tokens, positions, mix_of, num_slots, reach
-) -> tuple[jax.Array, Cache]:
+def _logits(model: Transformer, weights: Gathered, tokens, positions, forward: Forward) -> tuple[jax.Array, Cache]:
     tables = model.tables()
-    hidden, cache, _ = model.run_blocks(
-        tables, tokens, positions, mix_of, num_slots, layers=weights.layers, reach=reach
-    )
+    hidden, cache = model.hidden_apart(tables, tokens, positions, forward, weights.layers)
     return model.logits(tables, hidden[:, -1:])[:, 0], cache
 
 

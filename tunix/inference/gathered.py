@@ -30,7 +30,7 @@ class Gathered(NamedTuple):
     layers: dict[str, list[Tree]]  # by the name of a stack, a tree for each of its layers
 
     def module(self, arch: Architecture) -> Transformer:
-        """Return the model, whose stacks hold one layer: others go to `run_blocks` as its `layers`."""
+        """Return the model, whose stacks hold one layer: `hidden_apart` takes the others as its `params`."""
         module = arch.module(self.others | {name: trees[0] for name, trees in self.layers.items()})
         parts: list[Einsum | Embedding] = [*_einsums(module), module.embedding]
         for part in parts:

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.models.block_sums import join_stages
 from tunix.models.pipeline import Lanes
-from tunix.models.transformer import Rows
+from tunix.models.stacks import Rows
 from tunix.sharding.layout import Layout
 from tunix.training.layer_chunks import Chunks, add
 from tunix.training.scores import ROUTING, LossFn, Sums, add_sums

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec, reshard
 from tunix.data.batch import Batch
 from tunix.models.block_sums import BlockSums
 from tunix.models.pipeline import Lanes
-from tunix.models.transformer import Rows, Transformer
+from tunix.models.stacks import Forward, Rows
+from tunix.models.transformer import Transformer
 from tunix.sharding.layout import Layout
 from tunix.training.layer_chunks import Chunks
 from tunix.training.scores import LossFn, Sums
@@ -49,9 +50,7 @@ class AfterBlocks:
 
     def hidden(self, *_: Any) -> tuple[jax.Array, BlockSums]:
         """Return the result of the final norm, and the penalties; the routing of experts is counted in the ticks."""
-        with jax.named_scope("final_norm"):
-            x = self.model.layout.join_stream(self.model.final_norm(self.x))
-            return x, BlockSums(self.penalties, None)
+        return self.model.finish(self.x), BlockSums(self.penalties, None)
 
     def __call__(self, *tokens: Any) -> jax.Array:
         """Return logits [B, T, V] float32."""
@@ -101,7 +100,7 @@ class Parts:
 def list_entering(model: Transformer, lanes: Lanes, batch: Batch, seed: jax.Array, layout: Layout) -> Rows:
     """Return, for each part of the step, what its rows have on stages beside x and the batch: arrays [M, rows]."""
     count = len(batch["tokens"])
-    rows = model.enter_stages(Rows(None, batch["positions"][0], None), seed)._replace(positions=None)
+    rows = model.stacks.enter_stages(Rows(None, batch["positions"][0], None), seed)._replace(positions=None)
 
     def of_parts(x: jax.Array) -> jax.Array:
         spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
@@ -137,8 +136,8 @@ class StagedModel:
         self.parts, self.chunks = parts, chunks
         (self.stack,) = model.stacks
         self.lanes = parts.lanes
-        name, num_tokens = self.stack.name, parts.fields["tokens"].shape[-1]
-        _, values = model.layers_of(self.stack, num_tokens)
+        name, self.forward = self.stack.name, Forward(model.mix_of_row, parts.fields["tokens"].shape[-1])
+        _, values = model.stacks.layers_of(name, self.forward)
         self.values = jax.tree.map(chunks.split_values, values)  # of the layers: windows, angles
         self.blocks_at_rest = {name: params[name]}
         self.block_weights = jax.tree.map(chunks.split, weights[name])
@@ -172,7 +171,8 @@ class StagedModel:
         layers = self.arch.merge(chunk, frozen), values
 
         def run_stage(layers, rows, seed):
-            rows, routing = self.model.run_on_stage(self.stack, layers, rows, self.model.mix_of_row, seed)
+            forward = self.forward._replace(seed=seed)
+            rows, routing = self.model.stacks.run_on_stage(self.stack.name, layers, rows, forward)
             return stream_of(rows), routing
 
         seeds = self.parts.seeds_on_stages(turn.part)

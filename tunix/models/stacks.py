@@ -1,0 +1,243 @@
+"""Stacks of equal blocks, and how rows of tokens go through them.
+
+Equal blocks are a stack: their parameters are one tree, in which each array has a first dimension L. Stacks may take
+turns. So 80 layers are as short a program as 8:
+
+    one stack           blocks 0 1 2 3 ...                          a scan over layers
+    stacks take turns   dense_blocks 0 2 4 ..., blocks 1 3 5 ...    a scan over pairs of layers
+    one after another   dense_blocks 0 1, blocks 2 3 4 ...          two scans
+
+There are three ways through them. Training scans over layers (`Stacks.run`). Where the layout splits the layers into
+stages, each stage scans its own (`Stacks.run_on_stage`). In decoding each layer has a cache of its own size, so each
+layer is a piece of program of its own (`Stacks.run_apart`).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import reshard
+
+from tunix.config import Model
+from tunix.config.model import Run
+from tunix.models.block import Block, Mix
+from tunix.models.block_sums import (
+    NO_SUMS,
+    BlockSums,
+    Routing,
+    join_layers,
+    join_pattern,
+    join_runs,
+    join_stages,
+)
+from tunix.models.experts import penalty_names
+from tunix.models.noise import Noise
+from tunix.models.pipeline import run_stages
+from tunix.models.positions import Rope, layer_rope
+from tunix.models.prefetch import scan_ahead
+from tunix.models.remat import Remat, checkpoint_block, join_blocks, scan_blocks
+from tunix.sharding.layout import Layout
+
+
+class Stack(NamedTuple):
+    """Equal blocks."""
+
+    name: str  # of the tree in the module
+    layers: tuple[int, ...]  # numbers of its layers in the whole model
+    mixer: str  # key of `MIXERS`
+    mlp: str  # key of `MLPS`
+
+    def make(self, cfg: Model, layout: Layout, rngs: nnx.Rngs) -> nnx.Module:
+        """Return its blocks as one module, whose parameters have a first dimension L."""
+
+        def make_one(rngs: nnx.Rngs) -> Block:
+            return Block(cfg, layout, self.mixer, self.mlp, rngs)
+
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_one(nnx.Rngs(0))))
+        keys = jax.random.split(rngs.params(), len(self.layers))
+        params = jax.vmap(lambda key: nnx.state(make_one(nnx.Rngs(key))))(keys)
+        return nnx.merge(graphdef, params)
+
+
+def list_stacks(cfg: Model) -> tuple[Stack, ...]:
+    """Return the stacks of a model in the order of their first layers."""
+    attention = "attention" if cfg.latent is None else "latent"
+    stacks = []
+    for name, layers in cfg.stacks.items():
+        mixer = "linear" if cfg.is_linear(layers[0]) else attention
+        mlp = "gated" if name == "dense_blocks" else cfg.mlp.kind
+        stacks.append(Stack(name, layers, mixer, mlp))
+    return tuple(stacks)
+
+
+class Layer(NamedTuple):
+    """Values in which a layer differs from the others of its stack; with a first dimension L, those of all layers."""
+
+    number: Any  # int32 scalar, in the whole model
+    window: Any  # int32 scalar: a query sees its own token and the `window - 1` before it
+    rope: Rope | None  # None with learned positions
+
+
+class Rows(NamedTuple):
+    """Arrays [B, ...] that a block takes of sequences. In a pipeline they travel from stage to stage together."""
+
+    x: Any  # [B, t, D], the residual stream; a block changes it and nothing else
+    positions: Any  # [B, T] int32
+    beside: Any  # what the mix needs of the sequences: a tree of arrays, or None
+    # On stages alone:
+    penalties: Any = None  # {name: [B]}, those of the layers so far
+    numbers: jax.Array | None = None  # [B] int32 in the microbatch: dropout draws by them
+
+
+class Forward(NamedTuple):
+    """What is the same for all layers of a forward pass."""
+
+    # (a layer, `Rows.beside`) -> how tokens act on one another there, in the rows that have these arrays beside
+    mix_of: Callable[[Layer, Any], Mix]
+    length: int  # tokens of the sequences, or those for which a cache has room
+    seed: Any = None  # int32 scalar for the dropout of training, or None
+    reach: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
+
+    def rope(self, cfg: Model, layers: Any) -> Rope | None:
+        """Return the angles of these layers, arrays [L, ...]; None with learned positions."""
+        reach = self.length if self.reach is None else self.reach
+        return layer_rope(cfg, layers, reach) if cfg.positions == "rope" else None
+
+
+class Stacks:
+    """The blocks of a model, and how they are run. Iterates over the stacks.
+
+    See `Transformer` for `remat`, `parts_per_stage` and `prefetch`.
+    """
+
+    def __init__(
+        self,
+        cfg: Model,
+        layout: Layout,
+        modules: dict[str, nnx.Module],
+        remat: Remat,
+        parts_per_stage: int | None,
+        prefetch: bool,
+    ):
+        """`modules` are the blocks of each stack by its name, as `Stack.make` returns them."""
+        self.cfg, self.layout, self.modules = cfg, layout, modules
+        self.remat, self.parts_per_stage, self.prefetch = remat, parts_per_stage, prefetch
+        self.stacks = {stack.name: stack for stack in list_stacks(cfg)}
+
+    def __iter__(self) -> Iterator[Stack]:
+        return iter(self.stacks.values())
+
+    def run(self, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Return the rows after all blocks, and the numbers of all blocks. Mixes keep nothing."""
+        sums = NO_SUMS
+        for run in self.cfg.runs:
+            go = self._run_stages if self.layout.stage_axes else self._scan_run
+            rows, sums_here = go(run, rows, forward)
+            sums = join_runs(sums, sums_here)
+        return rows, sums
+
+    def run_apart(self, rows: Rows, forward: Forward, params: dict[str, list[Any]]) -> tuple[Rows, list]:
+        """Return the rows after all blocks, and what the mix of each layer keeps, of any shapes.
+
+        `params` has, by the name of a stack, the parameters of each of its layers as a tree of their own. A layer's
+        number and window are Python's.
+        """
+        windows, every = self.cfg.windows(forward.length), range(self.cfg.num_layers)
+        rope, all_kept = forward.rope(self.cfg, every), []
+        for number in every:
+            name = self.cfg.stack_of(number)
+            layer = Layer(number, windows[number], jax.tree.map(lambda of_all, number=number: of_all[number], rope))
+            of_layer = params[name][self.stacks[name].layers.index(number)]
+            rows, kept, _ = self._run_layer(self._graphdef(name), rows, (of_layer, layer), forward)
+            all_kept.append(kept)
+        return rows, all_kept
+
+    def layers_of(self, name: str, forward: Forward) -> tuple[Any, Layer]:
+        """Return parameters and values of the layers of a stack, arrays [L, ...]."""
+        layers, windows = self.stacks[name].layers, self.cfg.windows(forward.length)
+        numbers, windows_here = jnp.asarray(layers), jnp.asarray([windows[layer] for layer in layers])
+        return nnx.state(self.modules[name]), Layer(numbers, windows_here, forward.rope(self.cfg, layers))
+
+    def enter_stages(self, rows: Rows, seed: Any) -> Rows:
+        """Return rows of a whole microbatch as stages take them."""
+        spec = self.layout.activation("B")
+        count = len(rows.positions)
+        draws = seed is not None and self.cfg.lora.rank and self.cfg.lora.dropout
+        numbers = reshard(jnp.arange(count), spec) if draws else None
+        penalties = {name: reshard(jnp.zeros(count), spec) for name in penalty_names(self.cfg)}
+        return rows._replace(penalties=penalties, numbers=numbers)
+
+    def run_on_stage(self, name: str, layers: Any, rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
+        """Run the layers of a stage on rows of `enter_stages`, and return the rows and the routing of its experts."""
+        rows, sums = self._scan((name,), (layers,), rows, forward)
+        return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, sums.penalties)), sums.routing
+
+    def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        (name,) = run.pattern
+        on_stage = partial(self.run_on_stage, name, forward=forward)
+        layers, rows = self.layers_of(name, forward), self.enter_stages(rows, forward.seed)
+        rows, routing = run_stages(on_stage, layers, rows, self.layout, self.parts_per_stage)
+        return rows, BlockSums(rows.penalties, join_stages(routing))
+
+    def _scan_run(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        of_stacks = {name: self.layers_of(name, forward) for name in run.pattern}
+        of_places = []
+        for place, name in enumerate(run.pattern):
+            numbers = run.layers[place :: len(run.pattern)]
+            at = [self.stacks[name].layers.index(number) for number in numbers]
+            of_places.append(_take_layers(of_stacks[name], at))
+        return self._scan(run.pattern, tuple(of_places), rows, forward)
+
+    def _scan(self, pattern: tuple[str, ...], layers, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Run layers of stacks that take turns on some rows, and return the rows and the sums of the layers.
+
+        `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...].
+        """
+
+        def block_of(name):
+            graphdef = self._graphdef(name)
+
+            def block(x, params, layer, others):
+                beside_x, seed = others
+                # The seed comes with the arguments: a backward rule may not close over a value that is traced.
+                this = forward._replace(seed=seed)
+                after, _, sums = self._run_layer(graphdef, Rows(x, *beside_x), (params, layer), this)
+                return after.x, sums
+
+            return block
+
+        blocks = [block_of(name) for name in pattern]
+        # What a block does not change stays outside: the scan would keep it for each layer.
+        others = tuple(rows[1:]), forward.seed
+        if self.prefetch:
+            params, values = zip(*layers, strict=True)
+            again = checkpoint_block(join_blocks(blocks), self.remat)
+            x, sums = scan_ahead(again, params, rows.x, values, others, self.layout.inside_stage())
+        else:
+            x, sums = scan_blocks(blocks, rows.x, layers, others, self.remat)
+        return rows._replace(x=x), join_pattern([join_layers(each) for each in sums])
+
+    def _run_layer(self, graphdef, rows: Rows, each, forward: Forward) -> tuple[Rows, Any, BlockSums]:
+        params, layer = each
+        noise = None
+        if forward.seed is not None:
+            noise = Noise(jax.random.fold_in(jax.random.key(forward.seed), layer.number), rows.numbers)
+        mix = forward.mix_of(layer, rows.beside)
+        x, kept, sums = nnx.merge(graphdef, params)(rows.x, rows.positions, layer.rope, mix, noise)
+        return rows._replace(x=x), kept, sums
+
+    def _graphdef(self, name: str) -> nnx.GraphDef:
+        return nnx.graphdef(self.modules[name])
+
+
+def _take_layers(layers: Any, places: list[int]) -> Any:
+    """Return the layers at these places, which have equal distances, of arrays [L, ...]."""
+    step = places[1] - places[0] if len(places) > 1 else 1
+
+    def take(x: jax.Array) -> jax.Array:
+        return x if len(places) == len(x) else jax.lax.slice_in_dim(x, places[0], places[-1] + 1, step)
+
+    return jax.tree.map(take, layers)
