@@ -74,7 +74,7 @@ def kernel(tiny: bool) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from tunix.base.dotted import import_object
-    from tunix.config.model import KERNELS
+    from tunix.config.kernel_tables import KERNELS
     from tunix.models.kernels import choose_kernel
     from tunix.models.seen import seen_in_row
 

@@ -111,7 +111,7 @@ SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
         ("model.mesh_shape=[[4,2],[extra,fsdp]]",),
     ),
     "an attention kernel": Entry(
-        "tunix/config/model.py",
+        "tunix/config/kernel_tables.py",
         "KERNELS = {",
         'KERNELS = {\n    "another": "tunix.models.attention:plain",',
         ("model.attention=another",),

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.config.step_ranges import read_steps
 from tunix.config.task import Cycle
-from tunix.config.training import read_steps
 from tunix.data.course import Course
 from tunix.data.position import BEGINNING, Position
 from tunix.training.sizes import last_step

@@ -12,7 +12,7 @@ from support.harness import batch, program
 
 from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
-from tunix.config.model import KERNELS
+from tunix.config.kernel_tables import KERNELS
 from tunix.models import products
 from tunix.models.seen import seen_in_row
 from tunix.training.losses import loss_kind

@@ -11,10 +11,12 @@ from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generat
 from tunix.config.data import AnyData, Loading, Tokenizer
 from tunix.config.decoding import Sampling
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Ray, Slurm
-from tunix.config.model import PROJECTIONS, Lora, Model
+from tunix.config.low_rank import PROJECTIONS, Lora
+from tunix.config.model import Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
+from tunix.config.step_ranges import read_steps
 from tunix.config.task import AnyTask, Dpo, Grpo, Task
-from tunix.config.training import Training, read_steps
+from tunix.config.training import Training
 from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import read_dims

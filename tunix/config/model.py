@@ -1,116 +1,22 @@
 """The decoder's architecture, and the mesh."""
 
-import re
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
 from tunix.base.dotted import entry_of
-from tunix.base.section import Count, CountOrZero, Flag, Positive, Regex, Section
+from tunix.base.section import Count, Flag, Positive, Regex, Section
+from tunix.config.kernel_tables import GROUPED, KERNELS
+from tunix.config.low_rank import Lora, match_projections
+from tunix.config.mixers import Latent, LinearAttention, QueryGrowth
 from tunix.config.mlp import AnyMlp, ExpertsMlp
-from tunix.config.rope import RopeLong, RopeScaling
+from tunix.config.model_checks import check_model
+from tunix.config.rope import RopeScaling
 from tunix.families import FAMILIES, Family
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
-
-# Attention kernels. Each is a function, given by its place so that this module needs no jax; `models/attention.py` says
-# what a kernel takes and gives.
-KERNELS = {
-    "auto": "tunix.models.kernels:fastest",
-    "flash": "tunix.models.flash:flash",
-    "xla": "tunix.models.attention:plain",
-    "cudnn": "tunix.models.attention:cudnn",
-}
-
-# Products of rows with the weights of their experts, by their place too; `models/products.py` says what one takes.
-GROUPED = {
-    "auto": "tunix.models.kernels:fastest_grouped",
-    "grouped": "tunix.models.grouped:grouped",
-    "xla": "jax.lax:ragged_dot",
-}
-
-PROJECTIONS = (
-    "attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down",
-    "attention.q_down", "attention.kv_down", "attention.kv_up", "attention.q_whole",
-    "attention.gate", "attention.beta", "attention.decay",
-)  # fmt: skip
-
-
-def _match_projections(pattern: str | None) -> str | None:
-    if pattern is not None and not any(re.search(pattern, name) for name in PROJECTIONS):
-        raise ValueError(f"matches none of {', '.join(PROJECTIONS)}")
-    return pattern
-
-
-class Lora(Section):
-    """Low-rank updates of frozen matrices (Hu et al. 2021, arXiv:2106.09685)."""
-
-    rank: CountOrZero
-    """Rank of the updates (r); 0 trains all weights, without them."""
-    alpha: Positive
-    """Updates are multiplied by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)]
-    """Share of an update's inputs that a training step leaves out."""
-    targets: Regex
-    """Regular expression of the projections that are updated: of attention.q, attention.k, attention.v, attention.o,
-    mlp.gate, mlp.up and mlp.down; with model.latent also attention.q_down (or
-    attention.q_whole in its and attention.q's place), attention.kv_down and attention.kv_up; with gates also
-    attention.gate; with model.linear_attention also attention.beta and attention.decay."""
-    train_also: Regex | None
-    """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
-    none."""
-    quantize_base: Literal["int8", "nf4"] | None
-    """Keep the frozen matrices of attention and MLP in 8 or 4 bits, with a scale for each 32 weights; null keeps them
-    in training.param_dtype. Needs qwix."""
-
-    _matches = field_validator("targets")(_match_projections)
-
-
-class Latent(Section):
-    """Queries, keys and values out of narrow vectors of each token (DeepSeek-V2, arXiv:2405.04434)."""
-
-    query_dim: Count | None
-    """Width of the vector that a token's queries are made of (Q); null for queries out of the token's whole vector."""
-    dim: Count
-    """Width of the vector that a token's keys and values are made of (C): a cache keeps it in their place."""
-    value_dim: Count
-    """Width of the values of one head (W), at most head_dim."""
-
-
-class LinearAttention(Section):
-    """Layers with a memory of fixed size in the place of keys and values (gated delta rule, arXiv:2412.06464)."""
-
-    num_key_heads: Count
-    """Heads of queries and of keys (I); each serves num_value_heads / num_key_heads value heads."""
-    num_value_heads: Count
-    """Heads of values and of results (J)."""
-    key_dim: Count
-    """Width of a key and of a query of one head (E)."""
-    value_dim: Count
-    """Width of a value of one head (M)."""
-    filter_size: Count
-    """Tokens that the filters of queries, keys and values take, the newest included (Z)."""
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of the memory of one layer, for one sequence."""
-        return self.num_value_heads * self.key_dim * self.value_dim
-
-
-class QueryGrowth(Section):
-    """Queries that grow with their position p: they are multiplied by 1 + rate * log(1 + floor((p + offset) / every))
-    (arXiv:2501.19399)."""
-
-    rate: Positive
-    """Growth at the first step."""
-    every: Count
-    """Tokens of a step."""
-    offset: CountOrZero
-    """Added to the position."""
-    layers: Literal["all", "unrotated"]
-    """Layers whose queries grow: all, or those without positions (model.unrotated_every)."""
 
 
 class Run(NamedTuple):
@@ -225,7 +131,7 @@ class Model(Section):
     """Device mesh: `[[sizes], [axis names]]` of the axes pp, dp, fsdp, ep, cp, tp in any order, one -1 to fill; or
     `auto`, all devices on fsdp."""
 
-    _matches = field_validator("biases")(_match_projections)
+    _matches = field_validator("biases")(match_projections)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -304,124 +210,5 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Model":
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}"
-            )
-        if self.positions == "rope":
-            self._check_rotations()
-        if self.qk_norm == "after_rotation" and self.positions != "rope":
-            raise ValueError(f"model.qk_norm=after_rotation needs rotations, not model.positions={self.positions}")
-        if self.query_growth is not None and self.query_growth.layers == "unrotated" and not self.unrotated_every:
-            raise ValueError(
-                "model.query_growth.layers=unrotated needs layers without positions; set model.unrotated_every, or "
-                "model.query_growth=null"
-            )
-        if self.norm.startswith("layer") and self.qk_norm != "none":
-            raise ValueError(
-                f"model.qk_norm={self.qk_norm} needs an RMSNorm, not model.norm={self.norm}; set it to none"
-            )
-        local = self.global_every > 1 and self.linear_attention is None
-        for key, needed, why in (
-            ("sliding_window", local, f"model.global_every={self.global_every}"),
-            ("rope_theta", self.positions == "rope", f"model.positions={self.positions}"),
-        ):
-            if needed and getattr(self, key) is None:
-                raise ValueError(f"model.{key} must be given with {why}")
-        if self.latent is not None:
-            self._check_latent(self.latent)
-        if self.linear_attention is not None:
-            self._check_linear(self.linear_attention)
-        if isinstance(self.mlp, ExpertsMlp):
-            self._check_experts(self.mlp)
-        elif self.expert_products != "auto":
-            raise ValueError(
-                f"model.expert_products={self.expert_products}: model.mlp.kind={self.mlp.kind} has no experts; set "
-                "model.expert_products=auto"
-            )
-        if self.cp_exchange == "ring" and self.attention not in ("auto", "xla"):
-            raise ValueError(
-                f"model.attention={self.attention}: model.cp_exchange=ring computes blocks by XLA's own operations; "
-                "set model.attention=auto, or model.cp_exchange=ulysses, which runs every kernel"
-            )
-        quantized = self.lora.quantize_base
-        if quantized and not self.lora.rank:
-            raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
-        if quantized and self.embed_dim % codes_per_byte(quantized):
-            raise ValueError(f"model.embed_dim={self.embed_dim} must be even: model.lora.quantize_base={quantized}")
+        check_model(self)
         return self
-
-    def _check_linear(self, linear: LinearAttention) -> None:
-        if linear.num_value_heads % linear.num_key_heads:
-            raise ValueError(
-                f"model.linear_attention.num_value_heads={linear.num_value_heads} is not divisible by "
-                f"model.linear_attention.num_key_heads={linear.num_key_heads}"
-            )
-        if self.num_layers < self.global_every:
-            raise ValueError(
-                f"model.global_every={self.global_every} leaves no layer of model.num_layers={self.num_layers} that "
-                "attends to all earlier tokens; lower it"
-            )
-        if self.sliding_window is not None:
-            raise ValueError(
-                f"model.sliding_window={self.sliding_window}: there are no local layers with model.linear_attention; "
-                "set it to null"
-            )
-        if isinstance(self.mlp, ExpertsMlp):
-            raise ValueError(
-                "model.linear_attention does not go with experts yet; set model.mlp={kind:gated,activation:silu}"
-            )
-
-    def _check_latent(self, latent: Latent) -> None:
-        wanted_values: tuple[tuple[str, Any], ...] = (
-            ("num_kv_heads", self.num_heads), ("qk_norm", "none"), ("attention_sinks", False),
-            ("attention_gate", False),
-        )  # fmt: skip
-        for key, wanted in wanted_values:
-            if (value := getattr(self, key)) != wanted:
-                raise ValueError(f"model.{key}={value} does not go with model.latent; set it to {wanted}")
-        if self.rotated_dim is None or self.rotated_dim >= self.head_dim:
-            raise ValueError(
-                f"model.rotated_dim={self.rotated_dim} must be a number below model.head_dim={self.head_dim} with "
-                "model.latent"
-            )
-        if self.attention == "cudnn" and latent.value_dim != self.head_dim:
-            raise ValueError(
-                "model.attention=cudnn: cuDNN takes values as wide as keys, and "
-                f"model.latent.value_dim={latent.value_dim} is not model.head_dim={self.head_dim}; set "
-                "model.attention=auto"
-            )
-        if latent.value_dim > self.head_dim:
-            raise ValueError(
-                f"model.latent.value_dim={latent.value_dim} is more than model.head_dim={self.head_dim}; lower it"
-            )
-
-    def _check_rotations(self) -> None:
-        key = "head_dim" if self.rotated_dim is None else "rotated_dim"
-        if self.num_rotated % 2:
-            raise ValueError(f"model.{key}={self.num_rotated} must be even: RoPE rotates pairs")
-        if self.num_rotated > self.head_dim:
-            raise ValueError(f"model.rotated_dim={self.rotated_dim} is more than model.head_dim={self.head_dim}")
-        if isinstance(self.rope_scaling, RopeLong):
-            for name in ("short_factors", "long_factors"):
-                if (count := len(getattr(self.rope_scaling, name))) != self.num_rotated // 2:
-                    raise ValueError(
-                        f"model.rope_scaling.{name} has {count} divisors; model.{key}={self.num_rotated} needs "
-                        f"{self.num_rotated // 2}"
-                    )
-
-    def _check_experts(self, mlp: ExpertsMlp) -> None:
-        if "blocks" not in self.stacks:
-            key = "dense_layers" if mlp.dense_layers >= self.num_layers else "every"
-            raise ValueError(
-                f"model.mlp.{key}={getattr(mlp, key)} leaves none of model.num_layers={self.num_layers} layers to the "
-                "experts; lower it, or take model.mlp={kind:gated,activation:silu}"
-            )
-        updated = [name for name in PROJECTIONS if name.startswith("mlp.") and re.search(self.lora.targets, name)]
-        if self.lora.rank and updated:
-            raise ValueError(
-                f"model.lora.targets={self.lora.targets} matches {updated[0]}: experts have no low-rank updates; set "
-                "model.lora.targets=attention"
-            )
-        if self.biases is not None and any(re.search(self.biases, name) for name in PROJECTIONS if "mlp." in name):
-            raise ValueError(f"model.biases={self.biases} matches projections of the MLP: experts have no biases")

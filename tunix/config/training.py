@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from tunix.base.errors import UserError
 from tunix.base.section import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share
@@ -16,7 +16,9 @@ from tunix.config.batch_stages import (
     schedule_batches,
     training_in_stage,
 )
-from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, stream_shards, token_shards
+from tunix.config.pipeline_shape import PIPELINE_SCHEDULES, PipelineShape, choose_schedule, count_parts
+from tunix.config.step_ranges import Steps, read_steps
+from tunix.sharding.mesh_shape import data_shards, num_stages, stream_shards, token_shards
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -30,73 +32,6 @@ REMAT = {
     "attention": ("attention",),
     "full": (),
 }
-
-
-def read_steps(text: str) -> range:
-    """Return the steps of `1200:1250`, both ends included, or of `1200`.
-
-    Raises:
-        ValueError: the text is neither.
-    """
-    first, _, last = text.partition(":")
-    if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
-        raise ValueError("expected a step, or a range of steps FIRST:LAST that includes both")
-    return range(int(first), int(last or first) + 1)
-
-
-def _check_steps(text: str) -> str:
-    read_steps(text)
-    return text
-
-
-Steps = Annotated[str, AfterValidator(_check_steps)]
-
-
-# Each has a row in `GRADIENTS` of training/program.py. Without stages it is the first.
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
-
-
-class PipelineShape(NamedTuple):
-    """The way of a step through the stages of the layers: parts of its microbatches, one after the other."""
-
-    schedule: str  # of PIPELINE_SCHEDULES
-    num_stages: int  # S
-    num_parts: int  # P, of one microbatch; each has sequences of every data shard
-    num_microbatches: int  # A
-    num_chunks: int = 1  # v, of the layers of each stage: more than 1 with interleaved
-
-    @property
-    def is_stream(self) -> bool:
-        """True where the parts of all microbatches follow one another, and stages fill once a step."""
-        return self.schedule != "gpipe"
-
-    @property
-    def num_ticks(self) -> int:
-        """Times that each stage computes a chunk forward, and as often backward, in a step."""
-        fill = self.num_stages - 1  # ticks until the last stage has its first part
-        if self.is_stream:
-            return self.num_chunks * self.num_microbatches * self.num_parts + fill
-        return self.num_microbatches * (self.num_parts + fill)
-
-    @property
-    def num_passes(self) -> float:
-        """Times that each stage computes all of its layers forward in a step."""
-        return self.num_ticks / self.num_chunks
-
-    @property
-    def ticks_per_part(self) -> float:
-        """Passes for each part of the step: 1 without a bubble."""
-        return self.num_passes / (self.num_microbatches * self.num_parts)
-
-    @property
-    def runs_again(self) -> bool:
-        """True where the backward pass runs the forward pass of a stage again: only the rows that it took are kept."""
-        return self.num_stages > 1
-
-    @property
-    def bubble(self) -> float:
-        """Share of the ticks in which a stage computes nothing that is used."""
-        return 1 - 1 / self.ticks_per_part
 
 
 class Training(Section):
@@ -292,8 +227,8 @@ class Training(Section):
                 f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "
                 f"microbatches of a step; it may be {', '.join(map(str, legal))}"
             )
-        self._num_parts(mesh_sizes)
-        self._schedule(mesh_sizes)
+        count_parts(self, mesh_sizes)
+        choose_schedule(self, mesh_sizes)
         for number in range(len(self.batch_stages)):
             training_in_stage(self, number, mesh_sizes)
         return BatchShape(num_microbatches, num_rows, self.seq_len)
@@ -313,8 +248,8 @@ class Training(Section):
             UserError: see `batch_shape`.
         """
         microbatches = self.batch_shape(mesh_sizes).num_microbatches
-        parts = self._num_parts(mesh_sizes)
-        schedule = self._schedule(mesh_sizes)
+        parts = count_parts(self, mesh_sizes)
+        schedule = choose_schedule(self, mesh_sizes)
         chunks = {"interleaved": self.pipeline_chunks}.get(schedule, 1)
         return PipelineShape(schedule, num_stages(mesh_sizes), parts, microbatches, chunks)
 
@@ -322,21 +257,7 @@ class Training(Section):
         """Parts of a microbatch that wait at each stage; None: as many as a device has sequences."""
         if self.pipeline_microbatches == "auto":
             return None
-        return self._num_parts(mesh_sizes) // num_stages(mesh_sizes)
-
-    def _num_parts(self, mesh_sizes: Mapping[str, int]) -> int:
-        stages, rows = num_stages(mesh_sizes), self.sequences_per_shard
-        if stages == 1:
-            return 1
-        parts = stages * rows if self.pipeline_microbatches == "auto" else self.pipeline_microbatches
-        if parts % stages or rows % (parts // stages):
-            legal = [stages * n for n in range(1, rows + 1) if rows % n == 0]
-            raise UserError(
-                f"training.pipeline_microbatches={parts} does not fit {stages} stages with "
-                f"training.micro_batch_size={rows}: it must be a multiple of {stages} that divides {stages * rows}; "
-                f"nearest: {' or '.join(map(str, nearest(legal, parts)))}, or auto"
-            )
-        return parts
+        return count_parts(self, mesh_sizes) // num_stages(mesh_sizes)
 
     def splits_stream(self, mesh_sizes: Mapping[str, int]) -> bool:
         """Return whether devices split the tokens of the residual stream on a mesh; see `sequence_parallel`.
@@ -355,22 +276,6 @@ class Training(Section):
                 f"nearest: {low} or {low + split}, or training.sequence_parallel=auto"
             )
         return self.seq_len % split == 0
-
-    def _schedule(self, mesh_sizes: Mapping[str, int]) -> str:
-        """The schedule; all but GPipe split the tokens of a part over stages and over devices that share sequences."""
-        schedule, stages = self.pipeline_schedule, num_stages(mesh_sizes)
-        if stages == 1:
-            return PIPELINE_SCHEDULES[0]
-        split = stages * token_shards(mesh_sizes)
-        if schedule == "auto":
-            return "gpipe" if self.seq_len % split else "1f1b"
-        if schedule != "gpipe" and self.seq_len % split:
-            low = max(1, self.seq_len // split) * split
-            raise UserError(
-                f"training.pipeline_schedule={schedule} splits training.seq_len={self.seq_len} over {split} devices; "
-                f"nearest: {low} or {low + split}, or training.pipeline_schedule=gpipe"
-            )
-        return schedule
 
     @model_validator(mode="after")
     def _check(self) -> "Training":

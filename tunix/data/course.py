@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from tunix.config import Config
 from tunix.config.batch_stages import BatchSchedule
+from tunix.config.step_ranges import read_steps
 from tunix.config.task import Cycle
-from tunix.config.training import read_steps
 from tunix.data.position import Position
 
 

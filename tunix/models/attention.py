@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix.base.dotted import import_object
-from tunix.config.model import KERNELS
+from tunix.config.kernel_tables import KERNELS
 from tunix.models.exchanges import EXCHANGES
 from tunix.models.kernels import branches_are_cheap
 from tunix.models.seen import Seen
@@ -41,9 +41,9 @@ def attend(
 ) -> Any:
     """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
-    Scores and softmax are float32. `kernel` is a key of `config.model.KERNELS` or a dotted path; `exchange` is a key of
-    `EXCHANGES`; `options` are those of `Model.attention_options`, the same for every layer. Places and segments of
-    `seen` are those of whole sequences, on every device that has a part of them.
+    Scores and softmax are float32. `kernel` is a key of `KERNELS` or a dotted path; `exchange` is a key of `EXCHANGES`;
+    `options` are those of `Model.attention_options`, the same for every layer. Places and segments of `seen` are those
+    of whole sequences, on every device that has a part of them.
     """
     of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", "BTKH", "BS"))
     of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])

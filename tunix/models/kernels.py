@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice
 
 from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
-from tunix.config.model import GROUPED, KERNELS
+from tunix.config.kernel_tables import GROUPED, KERNELS
 from tunix.models import grouped_blocks
 from tunix.models.chips import row_of_chip
 from tunix.models.flash_blocks import BLOCKS

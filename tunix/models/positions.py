@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.config import Model
-from tunix.config.model import QueryGrowth
+from tunix.config.mixers import QueryGrowth
 from tunix.config.rope import RopeLong
 
 

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from tunix.base.dotted import import_object
-from tunix.config.model import GROUPED
+from tunix.config.kernel_tables import GROUPED
 from tunix.models.fp8 import fp8_product
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
@@ -68,7 +68,7 @@ WEIGHTS: dict[str, Callable[[Equation], Equation]] = {
 def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str = "auto") -> jax.Array:
     """Return [R, out] of rows [R, in] sorted by group, weights [X, in, out] and the number of rows of each group [X].
 
-    The arrays are those of one device. `kind` is a key of `config.model.GROUPED` or a dotted path. Results of rows
+    The arrays are those of one device. `kind` is a key of `GROUPED` or a dotted path. Results of rows
     behind the last group are undefined, and so are the gradients of these rows.
     """
     return checkpoint_name(import_object(GROUPED.get(kind, kind))(rows, w, sizes), "product")

@@ -9,7 +9,7 @@ from tunix.base.nested import flat
 from tunix.cli.saved import upgrade
 from tunix.config import Config
 from tunix.config.mlp import TRAINING_KEYS
-from tunix.config.training import read_steps
+from tunix.config.step_ranges import read_steps
 from tunix.data.position import Position
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from tunix.cli.intent import count_idle_rows
 from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
+from tunix.config.step_ranges import read_steps
 from tunix.config.task import Grpo
-from tunix.config.training import Training, read_steps
+from tunix.config.training import Training
 from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
 from tunix.costs.transfers import part_rows

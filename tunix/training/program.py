@@ -14,7 +14,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training
 from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
 from tunix.config.mlp import ExpertsMlp
-from tunix.config.training import PipelineShape
+from tunix.config.pipeline_shape import PipelineShape
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device

@@ -1,0 +1,139 @@
+"""Keys of a model that must fit one another. A message names the keys, their values and the way out."""
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from tunix.config.low_rank import PROJECTIONS
+from tunix.config.mixers import Latent, LinearAttention
+from tunix.config.mlp import ExpertsMlp
+from tunix.config.rope import RopeLong
+from tunix.sharding.dims import codes_per_byte
+
+if TYPE_CHECKING:
+    from tunix.config.model import Model
+
+
+def check_model(model: "Model") -> None:
+    """Raise ValueError where keys of the model contradict one another; the message says which, and the way out."""
+    if model.num_heads % model.num_kv_heads:
+        raise ValueError(
+            f"model.num_heads={model.num_heads} is not divisible by model.num_kv_heads={model.num_kv_heads}"
+        )
+    if model.positions == "rope":
+        _check_rotations(model)
+    if model.qk_norm == "after_rotation" and model.positions != "rope":
+        raise ValueError(f"model.qk_norm=after_rotation needs rotations, not model.positions={model.positions}")
+    if model.query_growth is not None and model.query_growth.layers == "unrotated" and not model.unrotated_every:
+        raise ValueError(
+            "model.query_growth.layers=unrotated needs layers without positions; set model.unrotated_every, or "
+            "model.query_growth=null"
+        )
+    if model.norm.startswith("layer") and model.qk_norm != "none":
+        raise ValueError(f"model.qk_norm={model.qk_norm} needs an RMSNorm, not model.norm={model.norm}; set it to none")
+    local = model.global_every > 1 and model.linear_attention is None
+    for key, needed, why in (
+        ("sliding_window", local, f"model.global_every={model.global_every}"),
+        ("rope_theta", model.positions == "rope", f"model.positions={model.positions}"),
+    ):
+        if needed and getattr(model, key) is None:
+            raise ValueError(f"model.{key} must be given with {why}")
+    if model.latent is not None:
+        _check_latent(model, model.latent)
+    if model.linear_attention is not None:
+        _check_linear(model, model.linear_attention)
+    if isinstance(model.mlp, ExpertsMlp):
+        _check_experts(model, model.mlp)
+    elif model.expert_products != "auto":
+        raise ValueError(
+            f"model.expert_products={model.expert_products}: model.mlp.kind={model.mlp.kind} has no experts; set "
+            "model.expert_products=auto"
+        )
+    if model.cp_exchange == "ring" and model.attention not in ("auto", "xla"):
+        raise ValueError(
+            f"model.attention={model.attention}: model.cp_exchange=ring computes blocks by XLA's own operations; "
+            "set model.attention=auto, or model.cp_exchange=ulysses, which runs every kernel"
+        )
+    quantized = model.lora.quantize_base
+    if quantized and not model.lora.rank:
+        raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
+    if quantized and model.embed_dim % codes_per_byte(quantized):
+        raise ValueError(f"model.embed_dim={model.embed_dim} must be even: model.lora.quantize_base={quantized}")
+
+
+def _check_linear(model: "Model", linear: LinearAttention) -> None:
+    if linear.num_value_heads % linear.num_key_heads:
+        raise ValueError(
+            f"model.linear_attention.num_value_heads={linear.num_value_heads} is not divisible by "
+            f"model.linear_attention.num_key_heads={linear.num_key_heads}"
+        )
+    if model.num_layers < model.global_every:
+        raise ValueError(
+            f"model.global_every={model.global_every} leaves no layer of model.num_layers={model.num_layers} that "
+            "attends to all earlier tokens; lower it"
+        )
+    if model.sliding_window is not None:
+        raise ValueError(
+            f"model.sliding_window={model.sliding_window}: there are no local layers with model.linear_attention; "
+            "set it to null"
+        )
+    if isinstance(model.mlp, ExpertsMlp):
+        raise ValueError(
+            "model.linear_attention does not go with experts yet; set model.mlp={kind:gated,activation:silu}"
+        )
+
+
+def _check_latent(model: "Model", latent: Latent) -> None:
+    wanted_values: tuple[tuple[str, Any], ...] = (
+        ("num_kv_heads", model.num_heads), ("qk_norm", "none"), ("attention_sinks", False),
+        ("attention_gate", False),
+    )  # fmt: skip
+    for key, wanted in wanted_values:
+        if (value := getattr(model, key)) != wanted:
+            raise ValueError(f"model.{key}={value} does not go with model.latent; set it to {wanted}")
+    if model.rotated_dim is None or model.rotated_dim >= model.head_dim:
+        raise ValueError(
+            f"model.rotated_dim={model.rotated_dim} must be a number below model.head_dim={model.head_dim} with "
+            "model.latent"
+        )
+    if model.attention == "cudnn" and latent.value_dim != model.head_dim:
+        raise ValueError(
+            "model.attention=cudnn: cuDNN takes values as wide as keys, and "
+            f"model.latent.value_dim={latent.value_dim} is not model.head_dim={model.head_dim}; set "
+            "model.attention=auto"
+        )
+    if latent.value_dim > model.head_dim:
+        raise ValueError(
+            f"model.latent.value_dim={latent.value_dim} is more than model.head_dim={model.head_dim}; lower it"
+        )
+
+
+def _check_rotations(model: "Model") -> None:
+    key = "head_dim" if model.rotated_dim is None else "rotated_dim"
+    if model.num_rotated % 2:
+        raise ValueError(f"model.{key}={model.num_rotated} must be even: RoPE rotates pairs")
+    if model.num_rotated > model.head_dim:
+        raise ValueError(f"model.rotated_dim={model.rotated_dim} is more than model.head_dim={model.head_dim}")
+    if isinstance(model.rope_scaling, RopeLong):
+        for name in ("short_factors", "long_factors"):
+            if (count := len(getattr(model.rope_scaling, name))) != model.num_rotated // 2:
+                raise ValueError(
+                    f"model.rope_scaling.{name} has {count} divisors; model.{key}={model.num_rotated} needs "
+                    f"{model.num_rotated // 2}"
+                )
+
+
+def _check_experts(model: "Model", mlp: ExpertsMlp) -> None:
+    if "blocks" not in model.stacks:
+        key = "dense_layers" if mlp.dense_layers >= model.num_layers else "every"
+        raise ValueError(
+            f"model.mlp.{key}={getattr(mlp, key)} leaves none of model.num_layers={model.num_layers} layers to the "
+            "experts; lower it, or take model.mlp={kind:gated,activation:silu}"
+        )
+    updated = [name for name in PROJECTIONS if name.startswith("mlp.") and re.search(model.lora.targets, name)]
+    if model.lora.rank and updated:
+        raise ValueError(
+            f"model.lora.targets={model.lora.targets} matches {updated[0]}: experts have no low-rank updates; set "
+            "model.lora.targets=attention"
+        )
+    if model.biases is not None and any(re.search(model.biases, name) for name in PROJECTIONS if "mlp." in name):
+        raise ValueError(f"model.biases={model.biases} matches projections of the MLP: experts have no biases")

@@ -1,0 +1,99 @@
+"""The way of a step through the stages of the layers (the mesh axis pp)."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from tunix.base.errors import UserError
+from tunix.sharding.mesh_shape import nearest, num_stages, token_shards
+
+if TYPE_CHECKING:
+    from tunix.config.training import Training
+
+# Each has a row in `GRADIENTS` of training/program.py. Without stages it is the first.
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+class PipelineShape(NamedTuple):
+    """The way of a step through the stages of the layers: parts of its microbatches, one after the other."""
+
+    schedule: str  # of PIPELINE_SCHEDULES
+    num_stages: int  # S
+    num_parts: int  # P, of one microbatch; each has sequences of every data shard
+    num_microbatches: int  # A
+    num_chunks: int = 1  # v, of the layers of each stage: more than 1 with interleaved
+
+    @property
+    def is_stream(self) -> bool:
+        """True where the parts of all microbatches follow one another, and stages fill once a step."""
+        return self.schedule != "gpipe"
+
+    @property
+    def num_ticks(self) -> int:
+        """Times that each stage computes a chunk forward, and as often backward, in a step."""
+        fill = self.num_stages - 1  # ticks until the last stage has its first part
+        if self.is_stream:
+            return self.num_chunks * self.num_microbatches * self.num_parts + fill
+        return self.num_microbatches * (self.num_parts + fill)
+
+    @property
+    def num_passes(self) -> float:
+        """Times that each stage computes all of its layers forward in a step."""
+        return self.num_ticks / self.num_chunks
+
+    @property
+    def ticks_per_part(self) -> float:
+        """Passes for each part of the step: 1 without a bubble."""
+        return self.num_passes / (self.num_microbatches * self.num_parts)
+
+    @property
+    def runs_again(self) -> bool:
+        """True where the backward pass runs the forward pass of a stage again: only the rows that it took are kept."""
+        return self.num_stages > 1
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ticks in which a stage computes nothing that is used."""
+        return 1 - 1 / self.ticks_per_part
+
+
+def count_parts(training: "Training", mesh_sizes: Mapping[str, int]) -> int:
+    """Return the number of parts of a microbatch that go through the stages one after the other.
+
+    Raises:
+        UserError: the key does not fit the stages and the rows, with the nearest numbers that do.
+    """
+    stages, rows = num_stages(mesh_sizes), training.sequences_per_shard
+    if stages == 1:
+        return 1
+    parts = stages * rows if training.pipeline_microbatches == "auto" else training.pipeline_microbatches
+    if parts % stages or rows % (parts // stages):
+        legal = [stages * n for n in range(1, rows + 1) if rows % n == 0]
+        raise UserError(
+            f"training.pipeline_microbatches={parts} does not fit {stages} stages with "
+            f"training.micro_batch_size={rows}: it must be a multiple of {stages} that divides {stages * rows}; "
+            f"nearest: {' or '.join(map(str, nearest(legal, parts)))}, or auto"
+        )
+    return parts
+
+
+def choose_schedule(training: "Training", mesh_sizes: Mapping[str, int]) -> str:
+    """Return the schedule, of PIPELINE_SCHEDULES.
+
+    All but GPipe split the tokens of a part over the stages, and over devices that share sequences.
+
+    Raises:
+        UserError: the schedule that was asked for does not divide the tokens, with the nearest numbers that it does.
+    """
+    schedule, stages = training.pipeline_schedule, num_stages(mesh_sizes)
+    if stages == 1:
+        return PIPELINE_SCHEDULES[0]
+    split = stages * token_shards(mesh_sizes)
+    if schedule == "auto":
+        return "gpipe" if training.seq_len % split else "1f1b"
+    if schedule != "gpipe" and training.seq_len % split:
+        low = max(1, training.seq_len // split) * split
+        raise UserError(
+            f"training.pipeline_schedule={schedule} splits training.seq_len={training.seq_len} over {split} devices; "
+            f"nearest: {low} or {low + split}, or training.pipeline_schedule=gpipe"
+        )
+    return schedule
