@@ -11,10 +11,12 @@ from support.extending import my_command, my_parts, my_values
 from support.harness import ROOT, RUN, cli, metrics
 
 import tunix
+from tunix.average import average
 from tunix.base.errors import UserError
 from tunix.cli.architecture import unlike_its_family
+from tunix.cli.command import read_settings
 from tunix.cli.compose import add_search_path, compose
-from tunix.config import Export
+from tunix.config import Average, Export
 from tunix.export import export
 
 WRONG = """
@@ -100,13 +102,16 @@ def test_a_family_of_ones_own(folder):
     model, expected = tunix.load_pretrained("hf", family=name), load_file(parity / "expected.safetensors")
     np.testing.assert_allclose(np.asarray(model(expected["tokens"])), expected["logits"], atol=1e-4)
     assert unlike_its_family(model.cfg) == ""
-    words = {"checkpoint": "hf", "weights": "trained", "family": name, "output": "out", "dtype": "bfloat16"}
-    export(Export(**words, merge_lora=False, shard_gb=5.0))
+    words = {"checkpoint": "hf", "weights": "trained", "family": name, "adapter": None, "output": "out"}
+    export(Export(**words, dtype="bfloat16", merge_lora=False, shard_gb=5.0))
+    average(read_settings(Average, ["checkpoint=[hf,out]", f"family={name}", "output=mean", "dtype=bfloat16"]))
     written = json.loads((folder / "out/config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("my_model", ["MyModelForCausalLM"])
-    before, after = (load_file(path / "model.safetensors") for path in (parity, folder / "out"))
-    assert before.keys() == after.keys()
-    assert all(np.array_equal(before[tensor], after[tensor]) for tensor in before)
+    before = load_file(parity / "model.safetensors")
+    for output in ("out", "mean"):
+        after = load_file(folder / output / "model.safetensors")
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[tensor], after[tensor]) for tensor in before)
 
     short = ["training.seq_len=32", "tokenizer.vocab_size=300"]
     read = compose([own, "model.init_from=hf", *short]).config.model

@@ -6,15 +6,27 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.values import CONF
 from tunix.families import FAMILIES, Family
+from tunix.sharding.dims import axis_names, needed_dims
+from tunix.training.program import check_model
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"
-COLUMNS = ("family", "sizes (`model=...`)", "norms", "positions", "attention", "MLP", "refused in config.json")
+COLUMNS = (
+    "family",
+    "sizes (`model=...`)",
+    "norms",
+    "positions",
+    "attention",
+    "MLP",
+    "mesh",
+    "refused in config.json",
+)
 NORMS = {
     "rms": "RMS",
     "rms_unit_offset": "RMS, 1 + scale",
@@ -29,6 +41,7 @@ QK_NORMS = {
     "after_rotation": "; queries and keys, after the rotation, without weights",
 }
 GATES = {"gated": "gated {}", "plain": "{}"}
+EVEN_LAYERS = 48  # two stages divide these, and layers that take turns make whole turns
 OWN = ("tiny", "tiny_moe", "adder", "pretrained")  # sizes that nobody has published
 
 
@@ -65,6 +78,7 @@ def _row(name: str, family: Family, sizes: list[str]) -> Iterator[str]:
     yield "; ".join(_positions(model, family))
     yield "; ".join(_attention(model, family)) or "grouped heads"
     yield _mlp(model)
+    yield _axes(model)
     refused = [f"`{key}` unless {' or '.join(map(str, values))}" for key, values in sorted(family.fixed.items())]
     yield ", ".join([*refused, "keys that are not understood"])
 
@@ -126,6 +140,22 @@ def _mlp(model: Model) -> str:
     parts += [f"in one of {mlp.every} layers"] if mlp.every > 1 else []
     parts += ["biases"] if mlp.biases else []
     return ", ".join(parts)
+
+
+def _axes(model: Model) -> str:
+    """Return the mesh axes that a model may have, and why it refuses the others, as the program says it."""
+    model = model.model_copy(update={"num_layers": EVEN_LAYERS})
+    allowed, refused = [], []
+    useless = {axis for axis, letter in needed_dims().items() if letter not in model.dims}
+    for axis in axis_names():
+        if axis in useless:
+            continue
+        try:
+            check_model(model, dict.fromkeys(axis_names(), 1) | {axis: 2})
+            allowed.append(f"`{axis}`")
+        except UserError as error:
+            refused.append(f"not `{axis}`: {str(error).split('; ')[0]}")
+    return "; ".join([" ".join(allowed), *refused])
 
 
 if __name__ == "__main__":

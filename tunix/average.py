@@ -35,7 +35,7 @@ def average(command: Average) -> str:
         )
     line = write_export(
         command.output,
-        lambda strategy: average_weights(sources, shares, command.weights, strategy),
+        lambda strategy: average_weights(sources, shares, command, strategy),
         command.dtype,
         command.shard_gb,
         merge_lora=True,
@@ -66,17 +66,21 @@ def list_sources(command: Average) -> list[str]:
     return sources
 
 
-def average_weights(sources: list[str], shares: tuple[float, ...], weights: str, strategy: str) -> Pretrained:
+def average_weights(sources: list[str], shares: tuple[float, ...], command: Average, strategy: str) -> Pretrained:
     """Return the first model with the average of all weights, added up in float32, one checkpoint after the other.
 
     Raises:
         UserError: two checkpoints are of different architectures.
     """
+
     # Low-rank updates are added to their matrices first: the average of two products is not the product of averages.
-    first = load_pretrained(sources[0], weights=weights, strategy=strategy).merged()
+    def load(source: str) -> Pretrained:
+        return load_pretrained(source, weights=command.weights, strategy=strategy, family=command.family).merged()
+
+    first = load(sources[0])
     total = _scale(first.params, shares[0] / sum(shares))
     for source, share in zip(sources[1:], shares[1:], strict=True):
-        model = load_pretrained(source, weights=weights, strategy=strategy).merged()
+        model = load(source)
         _check_same(first, model, sources[0], source)
         total = _add(total, model.params, share / sum(shares))
     return replace(first, params=jax.tree.map(lambda mean, p: mean.astype(p.dtype), total, first.params))

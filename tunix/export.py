@@ -53,7 +53,11 @@ def export(command: Export) -> str:
     return write_export(
         command.output,
         lambda strategy: load_pretrained(
-            command.checkpoint, weights=command.weights, strategy=strategy, family=command.family
+            command.checkpoint,
+            weights=command.weights,
+            strategy=strategy,
+            family=command.family,
+            adapter=command.adapter,
         ),
         command.dtype,
         command.shard_gb,

@@ -28,7 +28,12 @@ def generate(command: Generate) -> None:
     """
     rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
     model = load_pretrained(
-        command.checkpoint, command.dtype, command.mesh_shape, command.weights, family=command.family
+        command.checkpoint,
+        command.dtype,
+        command.mesh_shape,
+        command.weights,
+        family=command.family,
+        adapter=command.adapter,
     )
     speaker = Speaker(model, command)
     if command.prompt is None and command.input is None:

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from models.test_parity import PARITY
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
+import tunix
 from tunix.base.errors import UserError
+from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
+from tunix.config import Export, Generate
+from tunix.export import export
+from tunix.generate import generate
 from tunix.hf.adapter import gather_adapter
 from tunix.hf.adapter_config import read_adapter
 from tunix.inference.start import check_init_from, load_init_from
@@ -61,6 +69,51 @@ def test_an_adapter_of_a_llama():
     assert tensors.keys() == before.keys()
     assert all(np.array_equal(tensors[name], before[name]) for name in before)
     assert modules == {"q_proj", "v_proj", "down_proj"}
+
+
+def words_of_the_vocabulary(folder: Path, count: int) -> None:
+    """Give a folder a tokenizer of one token for each word w0, w1, ..."""
+    tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_commands_take_a_loose_adapter(tmp_path, capsys):
+    """Generated words are PEFT's; an export has the adapter's bits, or the base with the updates added."""
+    base, adapter = tmp_path / "base", ADAPTERS / "llama"
+    shutil.copytree(PARITY / "llama", base)
+    words_of_the_vocabulary(base, 97)
+    tokens = load_file(base / "expected.safetensors")["tokens"]
+    expected = load_file(adapter / "expected.safetensors")["logits"]
+    beside = [f"checkpoint={base}", f"adapter={adapter}"]
+    prompt = " ".join(f"w{token}" for token in tokens[0])
+    words = [*beside, f"prompt={prompt}", "max_new_tokens=1", "temperature=0"]
+    generate(read_settings(Generate, words))
+    assert capsys.readouterr().out == f"w{expected[0, -1].argmax()}\n"
+    export(read_settings(Export, [*beside, f"output={tmp_path / 'adapter'}"]))
+    export(read_settings(Export, [*beside, f"output={tmp_path / 'merged'}", "merge_lora=true", "dtype=float32"]))
+    np.testing.assert_allclose(tunix.load_pretrained(tmp_path / "merged")(tokens), expected, atol=1e-4)
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "adapter"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    about = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (about["base_model_name_or_path"], about["r"]) == (str(base), 4)
+
+
+def test_loose_adapters_that_do_not_fit(tmp_path):
+    base = PARITY / "llama"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("")
+    for source, adapter, message in (
+        (base, "nowhere", "adapter=nowhere is neither a folder nor the ID of a model"),
+        (base, PARITY / "llama", "has no adapter_config.json: it is no adapter of PEFT"),
+        (base, ADAPTERS / "deepseek_v3", "is no low-rank update of a projection of a llama"),
+        (PARITY / "llama_linear", ADAPTERS / "llama", "of a layer that the base does not have"),
+        (tmp_path / "run", ADAPTERS / "llama", "is a run of tunix, which has updates of its own or none"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            tunix.load_pretrained(source, adapter=adapter)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.nightly

@@ -151,6 +151,7 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
         "checkpoint": str(result.folder),
         "weights": "trained",
         "family": None,
+        "adapter": None,
         "dtype": "float32",
         "shard_gb": 5.0,
     }
@@ -178,6 +179,7 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
             checkpoint=str(hf_dir),
             weights="trained",
             family=None,
+            adapter=None,
             output=str(tmp_path / "out"),
             dtype=None,
             merge_lora=False,
@@ -194,6 +196,7 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
                 checkpoint=str(hf_dir),
                 weights="trained",
                 family=None,
+                adapter=None,
                 output=str(tmp_path / "out"),
                 dtype=None,
                 merge_lora=False,

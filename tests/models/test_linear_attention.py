@@ -40,7 +40,10 @@ def test_same_step_on_one_device_and_on_four(axes, strategy):
     ("words", "message"),
     [
         (["model.mesh_shape=[[2],[cp]]"], "model.linear_attention takes whole sequences"),
-        (["model.mesh_shape=[[2],[pp]]"], "model.linear_attention: layers of two kinds take turns"),
+        (
+            ["model.mesh_shape=[[2],[pp]]"],
+            "layers of several kinds take turns, and 2 stages do not have the same whole turns",
+        ),
         (["model.mesh_shape=[[4],[tp]]"], "model.linear_attention.num_key_heads=2 is not divisible"),
         (["model.linear_attention.num_value_heads=3"], "model.linear_attention.num_value_heads=3 is not divisible by"),
         (["model.sliding_window=8"], "there are no local layers with model.linear_attention"),

@@ -79,6 +79,7 @@ def test_a_run(hf_dir, corpus, tmp_path, monkeypatch):
             checkpoint="run",
             weights="trained",
             family=None,
+            adapter=None,
             output="merged",
             dtype="float32",
             merge_lora=True,

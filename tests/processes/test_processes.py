@@ -261,6 +261,7 @@ def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
                 checkpoint=str(folder / "run"),
                 weights="trained",
                 family=None,
+                adapter=None,
                 output=str(folder / "out"),
                 dtype="float32",
                 merge_lora=True,

@@ -22,6 +22,9 @@ class Export(Section):
     family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
     """Of a Hugging Face directory: its family of models, or your own, `package.module:name`; null finds the family by
     model_type in config.json."""
+    adapter: str | None
+    """Of a Hugging Face directory: low-rank updates beside its weights, a folder as PEFT or tunix.export writes it, or
+    an ID of the Hugging Face hub; null for none."""
     output: str
     """The folder to write, or its address in a bucket (s3://BUCKET/NAME); it must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
@@ -44,6 +47,9 @@ class Average(Section):
     """Share of each checkpoint in the average, in their order; only the ratios count. null means equal shares."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
+    family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
+    """Of Hugging Face directories: their family of models, or your own, `package.module:name`; null finds the family by
+    model_type in config.json."""
     output: str
     """The folder to write, or its address in a bucket (s3://BUCKET/NAME); it must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
@@ -62,6 +68,9 @@ class Generate(Section):
     family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
     """Of a Hugging Face directory: its family of models, or your own, `package.module:name`; null finds the family by
     model_type in config.json."""
+    adapter: str | None
+    """Of a Hugging Face directory: low-rank updates beside its weights, a folder as PEFT or tunix.export writes it, or
+    an ID of the Hugging Face hub; null for none."""
     prompt: str | None
     """One prompt; null takes them from `input`, or asks for them with `chat`."""
     input: str | None

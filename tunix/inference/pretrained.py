@@ -106,7 +106,7 @@ def load_pretrained(
     weights: str = "trained",
     strategy: str = "no_shard",
     family: str | None = None,
-    adapter: str | None = None,
+    adapter: str | Path | None = None,
 ) -> Pretrained:
     """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
@@ -118,16 +118,22 @@ def load_pretrained(
     Face's, and `adapter` a folder of low-rank updates for such a folder's weights.
 
     Raises:
-        UserError: a source that is neither, or that is not understood: the message names what.
+        UserError: a source that is neither, or that is not understood: the message names what; an adapter for a run.
     """
     run = find_run(str(source))
+    if run and adapter is not None:
+        raise UserError(
+            f"adapter={adapter}: checkpoint={source} is a run of tunix, which has updates of its own or none; leave it "
+            "out, or write the run's model first: python -m tunix.export checkpoint=RUN_DIR output=DIR merge_lora=true"
+        )
     folder = run[0] if run else _fetch(str(source), ABOUT)
     if mesh_shape is None:
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
     cfg = architecture.trained_model(folder, mesh_shape, family)
-    if adapter is not None and not run:
-        lora = cfg.lora.model_copy(update=read_adapter(find_adapter(adapter), cfg.family))
-        cfg = cfg.model_copy(update={"lora": lora, "init_adapter": adapter})
+    if adapter is not None:
+        found = _fetch(str(adapter), ABOUT + WEIGHTS, key="adapter")
+        lora = cfg.lora.model_copy(update=read_adapter(found, cfg.family))
+        cfg = cfg.model_copy(update={"lora": lora, "init_from": str(source), "init_adapter": str(found)})
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").for_generation()
@@ -159,8 +165,16 @@ def load_params(
         refuse_damaged(folder, "checkpoint", CHANGED)
     params = load_weights(folder, cfg, arch.weights, layout, mesh)
     if cfg.init_adapter is not None:
-        params = put_updates(params, find_adapter(cfg.init_adapter), cfg, arch.weights, layout, mesh)
+        adapter = find_adapter(cfg.init_adapter)
+        if peers.first_of_host():
+            refuse_damaged(adapter, "adapter", CHANGED)
+        params = put_updates(params, adapter, cfg, arch.weights, layout, mesh)
     return params, read_backend(folder)
+
+
+def about_files(source: str, cfg: Model) -> dict[str, Any]:
+    """Return what `load_pretrained` takes about Hugging Face's files beside their folder; a run has all of it."""
+    return {} if find_run(source) else {"family": cfg.family, "adapter": cfg.init_adapter}
 
 
 def find_adapter(source: str) -> Path:
@@ -168,9 +182,9 @@ def find_adapter(source: str) -> Path:
     return find(source, ABOUT + WEIGHTS, key="model.init_adapter")
 
 
-def _fetch(source: str, patterns: tuple[str, ...]) -> Path:
+def _fetch(source: str, patterns: tuple[str, ...], key: str = "checkpoint") -> Path:
     """Return the folder of Hugging Face's files; of several processes, the first of each host downloads them."""
-    return peers.main_first(lambda: find(source, patterns, key="checkpoint"), "looking for the checkpoint")
+    return peers.main_first(lambda: find(source, patterns, key=key), f"looking for the {key}")
 
 
 def find_checkpoint(checkpoints: Path, step: int | None) -> Path:

@@ -170,15 +170,19 @@ class Stacks:
         penalties = {name: reshard(jnp.zeros(count), spec) for name in penalty_names(self.cfg)}
         return rows._replace(penalties=penalties, numbers=numbers)
 
-    def run_on_stage(self, name: str, layers: Any, rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
-        """Run the layers of a stage on rows of `enter_stages`, and return the rows and the routing of its experts."""
-        rows, sums = self._scan((name,), (layers,), rows, forward)
+    def run_on_stage(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
+        """Run the layers of a stage on rows of `enter_stages`, and return the rows and the routing of its experts.
+
+        `layers` are parameters and values by the name of a stack: of whole turns, in which all stages have the same.
+        """
+        (run,) = self.cfg.runs
+        rows, sums = self._scan(run.pattern, _take_turns(run.pattern, layers), rows, forward)
         return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, sums.penalties)), sums.routing
 
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
-        (name,) = run.pattern
-        on_stage = partial(self.run_on_stage, name, forward=forward)
-        layers, rows = self.layers_of(name, forward), self.enter_stages(rows, forward.seed)
+        on_stage = partial(self.run_on_stage, forward=forward)
+        layers = {name: self.layers_of(name, forward) for name in dict.fromkeys(run.pattern)}
+        rows = self.enter_stages(rows, forward.seed)
         rows, routing = run_stages(on_stage, layers, rows, self.layout, self.parts_per_stage)
         return rows, BlockSums(rows.penalties, join_stages(routing))
 
@@ -231,6 +235,16 @@ class Stacks:
 
     def _graphdef(self, name: str) -> nnx.GraphDef:
         return nnx.graphdef(self.modules[name])
+
+
+def _take_turns(pattern: tuple[str, ...], layers: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the layers at each place of a pattern, arrays [turns, ...], of those of each stack, in order."""
+    of_places = []
+    for place, name in enumerate(pattern):
+        first, step = pattern[:place].count(name), pattern.count(name)
+        take = partial(jax.lax.slice_in_dim, start_index=first, limit_index=None, stride=step)
+        of_places.append(layers[name] if step == 1 else jax.tree.map(take, layers[name]))
+    return tuple(of_places)
 
 
 def _take_layers(layers: Any, places: list[int]) -> Any:

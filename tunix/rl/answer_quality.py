@@ -15,7 +15,7 @@ from tunix.config.rewards import RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.inference.drawing import choose_sampling
-from tunix.inference.pretrained import load_params, load_pretrained
+from tunix.inference.pretrained import about_files, load_params, load_pretrained
 from tunix.inference.sampling import Answer
 from tunix.inference.stops import chat_stop_ids
 from tunix.processes import peers
@@ -34,7 +34,7 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
     terms = _find_rewards(cmd, cfg)
     how = _find_sampling(cmd, cfg)
     dtype, decoder = cfg.training.dtypes["compute"], cfg.model
-    about = {"family": decoder.family, "adapter": decoder.init_adapter}  # of Hugging Face's files
+    about = about_files(checkpoints[0], decoder)
     model = load_pretrained(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **about)
     longest = model.cfg.context_length - how.max_new_tokens
     corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, longest), "preparing the data")

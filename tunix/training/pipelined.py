@@ -59,9 +59,9 @@ def make_pipelined_gradients(
     def gradients(params, batch, seeds):
         lanes = Lanes(layout)
         chunks = Chunks(lanes, num_chunks)
-        (stack,) = arch.module(params).stacks
-        params = params | {stack.name: jax.tree.map(chunks.deal_out, params[stack.name])}
-        model, places = arch.module(params), Places(lanes, layout, stack.name, in_blocks)
+        names = tuple(stack.name for stack in arch.module(params).stacks)
+        params = params | {name: jax.tree.map(chunks.deal_out, params[name]) for name in names}
+        model, places = arch.module(params), Places(lanes, layout, names, in_blocks)
         with jax.named_scope("gather"):
             weights = jax.tree.map_with_path(places.gather, params, arch.weights)
         parts = Parts(model, lanes, batch, seeds, outer.layout)
@@ -69,7 +69,7 @@ def make_pipelined_gradients(
         ticks = Ticks(StagedModel(model, arch, outer, loss_fn, params, weights, parts, chunks), turns)
 
         d_outside = jax.tree.map_with_path(places.zeros, arch.trained_weights)
-        d_blocks = jax.tree.map(chunks.split_stage, d_outside.pop(stack.name))
+        d_blocks = jax.tree.map(chunks.split_stage, {name: d_outside.pop(name) for name in names})
         carry = ticks.start(d_blocks, d_outside)
         for begin, end, does in turns.loops:
             tick = partial(ticks.tick, forward=does["forward"], backward=does["backward"])
@@ -80,10 +80,8 @@ def make_pipelined_gradients(
             sums = sums | {ROUTING: chunks.in_order(join_stages(jax.tree.map(chunks.join_stage, carry.routing)))}
         with jax.named_scope("reduce"):
             d_blocks = jax.tree.map(chunks.join_stage, carry.d_blocks)
-            grads = jax.tree.map_with_path(
-                places.sum_over_devices, d_outside | {stack.name: d_blocks}, arch.trained_weights
-            )
-            grads = grads | {stack.name: jax.tree.map(chunks.take_back, grads[stack.name])}
+            grads = jax.tree.map_with_path(places.sum_over_devices, d_outside | d_blocks, arch.trained_weights)
+            grads = grads | {name: jax.tree.map(chunks.take_back, grads[name]) for name in names}
         return grads, carry.weight, sums
 
     return gradients
@@ -229,7 +227,8 @@ class Ticks:
 class Places:
     """Where parameters and gradients are while the ticks run: those of the blocks as [S, L / S, ...]."""
 
-    def __init__(self, lanes: Lanes, layout: Layout, blocks: str, in_blocks: bool):
+    def __init__(self, lanes: Lanes, layout: Layout, blocks: tuple[str, ...], in_blocks: bool):
+        """`blocks` are the names of the stacks of blocks."""
         self.lanes, self.layout, self.blocks, self.in_blocks = lanes, layout, blocks, in_blocks
 
     def gather(self, path: Any, parameter: jax.Array, weight: Weight) -> jax.Array:
@@ -254,7 +253,7 @@ class Places:
         return gradient.reshape(weight.shape, out_sharding=self._rest(weight))
 
     def _is_of_blocks(self, path: Any) -> bool:
-        return path[0].key == self.blocks
+        return path[0].key in self.blocks
 
     def _rest(self, weight: Weight) -> PartitionSpec:
         return self.layout.at_rest(weight.equation, self.layout.strategy.gradients)

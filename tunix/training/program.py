@@ -20,10 +20,10 @@ from tunix.models.exchanges import choose_exchange
 from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
 from tunix.models.remat import Remat
 from tunix.sharding.arrays import abstract_results, has_host_memory
-from tunix.sharding.dims import keeping_axes
+from tunix.sharding.dims import DIMS, LAYERS, keeping_axes
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import data_shards, nearest, num_stages, unsplit_dims
+from tunix.sharding.mesh_shape import check_divides, data_shards, nearest, num_stages, unsplit_dims
 from tunix.training.copies import Copy, make_copies, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.optim import make_optimizer, make_schedule
@@ -219,19 +219,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     # A kernel or an exchange that does not fit is refused here.
     choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute, cfg.model.attention_options)
     choose_expert_products(cfg.model.expert_products, layout.compute)
-    choose_exchange(cfg.model, mesh.shape)
-    if layout.stage_axes and cfg.model.linear_attention is not None:
-        raise UserError(
-            "model.linear_attention: layers of two kinds take turns, which do not run on stages yet; leave "
-            f"{', '.join(layout.stage_axes)} out of model.mesh_shape"
-        )
-    if layout.stage_axes and len(cfg.model.stacks) > 1:  # the first stage would have other blocks than the others
-        assert isinstance(cfg.model.mlp, ExpertsMlp)
-        key, usual = ("dense_layers", 0) if cfg.model.mlp.dense_layers else ("every", 1)
-        raise UserError(
-            f"model.mlp.{key}={getattr(cfg.model.mlp, key)}: layers with and without experts do not run on stages; "
-            f"leave {', '.join(layout.stage_axes)} out of model.mesh_shape, or set model.mlp.{key}={usual}"
-        )
+    check_model(cfg.model, mesh.shape)
     _check_chunks(cfg, mesh)
     _check_memory(cfg, mesh)
     sync_every = choose_sync(training, mesh)
@@ -263,16 +251,43 @@ def assemble_stages(program: Program, schedule: BatchSchedule, mesh: Mesh) -> di
     return programs
 
 
+def check_model(model: Model, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` where a model does not run on a mesh of these sizes, whatever the training is.
+
+    Stages do the same at the same time, so each must have layers of the same kinds in the same order.
+    """
+    check_divides(model.dims, sizes)
+    choose_exchange(model, sizes)
+    stages = num_stages(sizes)
+    if stages == 1:
+        return
+    first, *others = model.runs
+    leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
+    if others and isinstance(model.mlp, ExpertsMlp) and model.mlp.dense_layers:
+        raise UserError(
+            f"model.mlp.dense_layers={model.mlp.dense_layers}: the first stage would have layers without experts, and "
+            f"the others none; {leave_out}, or set model.mlp.dense_layers=0"
+        )
+    if others or len(first.layers) // len(first.pattern) % stages:
+        raise UserError(
+            f"model.num_layers={model.num_layers}: layers of several kinds take turns, and {stages} stages do not have "
+            f"the same whole turns; {leave_out}, or change model.num_layers"
+        )
+
+
 def _check_chunks(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raise `UserError` where the layers of a stage do not make equal chunks."""
-    pipeline, layers = cfg.training.pipeline(mesh.shape), cfg.model.num_layers
-    if layers % (pipeline.num_stages * pipeline.num_chunks) == 0:
+    pipeline = cfg.training.pipeline(mesh.shape)
+    first = cfg.model.runs[0]  # the only one, where there are stages
+    turns = len(first.layers) // len(first.pattern)
+    if pipeline.num_stages == 1 or turns % (pipeline.num_stages * pipeline.num_chunks) == 0:
         return
-    of_stage = layers // pipeline.num_stages
+    of_stage = turns // pipeline.num_stages
+    units = "layers" if len(first.pattern) == 1 else f"turns of {len(first.pattern)} layers"
     legal = [count for count in range(2, of_stage + 1) if of_stage % count == 0]
     way_out = f"nearest: {' or '.join(map(str, nearest(legal, pipeline.num_chunks)))}, or " if legal else ""
     raise UserError(
-        f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {of_stage} layers of each of "
+        f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {of_stage} {units} of each of "
         f"{pipeline.num_stages} stages; {way_out}training.pipeline_schedule=1f1b"
     )
 

@@ -134,19 +134,20 @@ class StagedModel:
         """
         self.model, self.arch, self.outer, self.loss_fn = model, arch, outer, loss_fn
         self.parts, self.chunks = parts, chunks
-        (self.stack,) = model.stacks
         self.lanes = parts.lanes
-        name, self.forward = self.stack.name, Forward(model.mix_of_row, parts.fields["tokens"].shape[-1])
-        _, values = model.stacks.layers_of(name, self.forward)
+        self.names = tuple(stack.name for stack in model.stacks)
+        self.forward = Forward(model.mix_of_row, parts.fields["tokens"].shape[-1])
+        values = {name: model.stacks.layers_of(name, self.forward)[1] for name in self.names}
         self.values = jax.tree.map(chunks.split_values, values)  # of the layers: windows, angles
-        self.blocks_at_rest = {name: params[name]}
-        self.block_weights = jax.tree.map(chunks.split, weights[name])
-        self.outer_weights = {key: tree for key, tree in weights.items() if key != name}
+        self.blocks_at_rest = {name: params[name] for name in self.names}
+        self.block_weights = jax.tree.map(chunks.split, {name: weights[name] for name in self.names})
+        self.outer_weights = {key: tree for key, tree in weights.items() if key not in self.names}
 
     def trained(self) -> tuple[Any, Any]:
         """Return the trained weights of the blocks, and those outside of them."""
         is_trained = dict(self.arch.is_trained)
-        return keep(self.block_weights, is_trained.pop(self.stack.name)), keep(self.outer_weights, is_trained)
+        of_blocks = {name: is_trained.pop(name) for name in self.names}
+        return keep(self.block_weights, of_blocks), keep(self.outer_weights, is_trained)
 
     def embed(self, outside: Any, part: Batch) -> jax.Array:
         """Return the residual stream of a part before the first block, [rows, t, D]."""
@@ -168,11 +169,12 @@ class StagedModel:
             The stream [S, rows, T, D], and the routing of the experts, in which bubbles do not count.
         """
         frozen, values = (self.chunks.take(tree, turn.chunk) for tree in (self.block_weights, self.values))
-        layers = self.arch.merge(chunk, frozen), values
+        weights = self.arch.merge(chunk, frozen)
+        layers = {name: (weights[name], values[name]) for name in self.names}
 
         def run_stage(layers, rows, seed):
             forward = self.forward._replace(seed=seed)
-            rows, routing = self.model.stacks.run_on_stage(self.stack.name, layers, rows, forward)
+            rows, routing = self.model.stacks.run_on_stage(layers, rows, forward)
             return stream_of(rows), routing
 
         seeds = self.parts.seeds_on_stages(turn.part)
