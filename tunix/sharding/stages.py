@@ -25,7 +25,8 @@ def stage_shard_map(
     plain = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
     if not axes:
         return plain
-    mapped = custom_vmap(stand_in or plain)
+    traced = stand_in or plain
+    mapped = custom_vmap(lambda *arguments: traced(*arguments))  # which asks a function for its defaults, and adds them
 
     def split(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)
