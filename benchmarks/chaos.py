@@ -1,6 +1,7 @@
 """A run that is hurt at random moments and goes on by itself: `make chaos ARGS="seconds=3600 seed=1"`.
 
 `kinds=SIGKILL,bit_flip` draws from these events alone. A damaged checkpoint needs one that stops a run before its end.
+It needs Linux, root, `ip` and `tc` (a network of its own, which is cut), and `strace` (a disk that becomes slow).
 
     start or resume, on 1, 2 or 4 processes and a random mesh -> hurt it at a random moment -> wait until it is gone
 
@@ -22,6 +23,7 @@ import resource
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -68,15 +70,37 @@ def pause(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-SIGNALS = {  # to the process that trains, by its id
+def slow_disk(pid: int) -> None:
+    """Let each call of the process that opens, makes, renames or closes a file take 0.1 s longer, for 20 s."""
+    calls = "openat,mkdir,rename,renameat,renameat2,unlink,fsync,fdatasync"
+    delay = ["-e", f"trace={calls}", "-e", f"inject={calls}:delay_enter=100000"]
+    strace = ["strace", "-f", "-qq", "-p", str(pid), "-o", "/dev/null", *delay]
+    subprocess.run(["timeout", "20", *strace], stderr=subprocess.DEVNULL, check=False)
+
+
+def cut_network(seconds: float) -> Callable[[int], None]:
+    """Return what lets nothing travel between the processes of the run for these seconds."""
+
+    def cut(_: int) -> None:
+        # Only the network of this program (see `main`): a queue that drops each packet. Without the queue, it is whole.
+        subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "blackhole"], check=True)
+        time.sleep(seconds)
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
+
+    return cut
+
+
+EVENTS = {  # what happens to the process that trains, by its id
     "SIGKILL": send(signal.SIGKILL), "SIGSTOP": send(signal.SIGSTOP), "disk full": fill_disk,
     "SIGTERM": send(signal.SIGTERM), "SIGUSR1": send(signal.SIGUSR1),
-    "pause": pause,
+    "pause": pause, "slow disk": slow_disk,
+    "cut of 5 s": cut_network(5), "cut of 20 s": cut_network(20),  # the heartbeat is 10 s
 }  # fmt: skip
 DAMAGES = ("bit flip", "truncation", "lost file")  # of the newest checkpoint, while no process runs
 FAULTS = {"exception": "exception", "clock jump": "clock"}  # by tests/support/faulty.py
-HARMLESS = ("pause", "clock jump")  # the run goes on
-KINDS = (*SIGNALS, *FAULTS, *DAMAGES)
+HARMLESS = ("pause", "clock jump", "slow disk", "cut of 5 s")  # the run may go on
+OF_SEVERAL = ("SIGSTOP", "cut of 5 s", "cut of 20 s", *FAULTS)  # the others notice it, or there is nothing to notice
+KINDS = (*EVENTS, *FAULTS, *DAMAGES)
 
 
 @dataclass
@@ -143,7 +167,7 @@ def damage(run: Path, what: str, rng: random.Random) -> None:
 
 
 def hurt(processes: Processes, what: str, run: Path, rng: random.Random) -> float:
-    """Send a row of `SIGNALS` to one process after a random step, or in its first seconds; return the Unix time."""
+    """Send a row of `EVENTS` to one process after a random step, or in its first seconds; return the Unix time."""
     begun = len(read_lines(run))
     steps, delay_s = rng.randrange(1, STEPS // 3), rng.uniform(0, 10 if rng.random() < 0.3 else 0.5)
     if delay_s < 0.5:
@@ -151,9 +175,12 @@ def hurt(processes: Processes, what: str, run: Path, rng: random.Random) -> floa
             processes.wait_until(lambda: len(read_lines(run)) >= begun + steps, "a step")
     time.sleep(delay_s)
     rank = rng.randrange(len(processes.started))
+    happened = time.time()
     with suppress(AssertionError, OSError):  # the run ended before
-        SIGNALS[what](find_trainer(processes, rank))
-    return time.time()
+        pid = find_trainer(processes, rank)
+        happened = time.time()
+        EVENTS[what](pid)
+    return happened
 
 
 def find_trainer(processes: Processes, rank: int) -> int:
@@ -176,9 +203,7 @@ def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str
     """Start or resume the run, hurt it, and wait until it is gone."""
     run, count = folder / "run", rng.choice([1, 2, 2, 4])
     several, two = count > 1, len(list_steps(run)) > 1  # one checkpoint must be left
-    possible = [
-        kind for kind in kinds if (several or kind not in ("SIGSTOP", *FAULTS)) and (two or kind not in DAMAGES)
-    ]
+    possible = [kind for kind in kinds if (several or kind not in OF_SEVERAL) and (two or kind not in DAMAGES)]
     what = rng.choice(possible)
     session = Session(rng.choice(MESHES[count]), what)
     if what in DAMAGES:
@@ -196,7 +221,7 @@ def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str
         timing(session, run),
         Processes(*words, *mesh, folder=folder, count=count, devices=1, fork=False, **fault) as processes,
     ):
-        happened = hurt(processes, what, run, rng) if what in SIGNALS else None
+        happened = hurt(processes, what, run, rng) if what in EVENTS else None
         sessions = [process.pid for process in processes.started]
         ends_soon = happened and what not in HARMLESS
         while left(sessions) and (not ends_soon or time.time() < happened + LIMIT_S):
@@ -302,6 +327,10 @@ def describe(seconds: list[float]) -> str:
 
 
 def main(words: list[str]) -> int:
+    if os.environ.setdefault("CHAOS_NETWORK", "machine") == "machine":  # take a network of our own, to cut it
+        os.environ["CHAOS_NETWORK"] = "own"
+        os.execvp("unshare", ["unshare", "--net", sys.executable, "-m", "benchmarks.chaos", *words])
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     given = dict(word.split("=") for word in words)
     kinds = [name.replace("_", " ") for name in given["kinds"].split(",")] if "kinds" in given else KINDS
     if unknown := {*kinds} - {*KINDS}:
