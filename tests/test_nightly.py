@@ -1,4 +1,4 @@
-"""Twelve commits run every nightly case; a case that its mark names runs each time."""
+"""Twenty commits run every nightly case; a case that its mark names runs each time."""
 
 import subprocess
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import conftest
 import pytest
 
 
-def test_twelve_commits_run_all(monkeypatch):
+def test_twenty_commits_run_all(monkeypatch):
     cases, seen = list(range(100)), []
     for count in range(990, 990 + conftest.PARTS):
         monkeypatch.setattr(subprocess, "run", lambda *_, count=count, **__: SimpleNamespace(stdout=f"{count}\n"))

@@ -203,7 +203,7 @@ def test_kill_9_at_a_random_moment_and_resume(attempt, forty_steps, tmp_path):
         out, environment = tmp_path / "output", {**os.environ, "XLA_FLAGS": xla_flags(2)}
         command = [str(ROOT / "run_training.py"), *(["resume=part"] if (folder / "config.yaml").exists() else first)]
         process = start(command, tmp_path, environment, out, tmp_path / "errors")
-        if kills < 3:
+        if kills < 2 + attempt:
             wait_for_step(folder, process, kills * 8 + rng.randint(1, 8))
             time.sleep(rng.random() * 0.2)
             process.send_signal(signal.SIGKILL)

@@ -156,14 +156,12 @@ def test_a_tuned_run(tuned, hf_dir, tmp_path, monkeypatch, capsys):
     assert code == 0
     assert {name: numbers[name] for name in NUMBERS} == {name: result.held_out[name] for name in NUMBERS}
 
-    code, _, numbers = command(monkeypatch, capsys, "checkpoint=run", "metric=exact_match", "max_new_tokens=4")
-    num_held_out = numbers["prompts"]
-    assert (code, numbers["exact_match"]) == (0, 1.0)
     (folder / "my_parts.py").write_text(my_parts())
     code, _, numbers = command(
         monkeypatch, capsys, "checkpoint=run", "metric=my_parts:shared_words", "max_new_tokens=4"
     )
-    assert (code, numbers["reward"], numbers["prompts"]) == (0, 1.0, num_held_out)
+    num_held_out = numbers["prompts"]
+    assert (code, numbers["reward"]) == (0, 1.0)
     (folder / "other.csv").write_text(
         "system_prompt,user_prompt,prediction\n"
         + "Be brief.,1: a few words?,merged\nBe brief.,2: a few words?,no\n" * 9
@@ -173,6 +171,11 @@ def test_a_tuned_run(tuned, hf_dir, tmp_path, monkeypatch, capsys):
     assert (code, numbers["exact_match"], numbers["prompts"]) == (0, 0.5, 12)
     assert 0 < num_held_out < 60
 
+
+@pytest.mark.nightly
+def test_several_answers_to_each_prompt(tuned, monkeypatch, capsys):
+    folder, _ = tuned
+    monkeypatch.chdir(folder)
     sampled = ["data.paths=[talk.csv]", "num_samples=5", "temperature=1", "num_prompts=8", "metric=exact_match"]
     code, _, numbers = command(monkeypatch, capsys, "checkpoint=run", "max_new_tokens=4", *sampled)
     assert code == 0

@@ -326,7 +326,7 @@ def test_slurm_refuses_in_its_own_words(cluster, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_is_preempted_and_goes_on(cluster, corpus, tmp_path):
     """Two nodes, one process each; told to stop, it saves, is queued again, and comes to the digits of an unbroken run."""
     words = [*PAIR, "data=text", f"data.paths=['{corpus}']", "training.max_steps=150", "evaluation.every_steps=null",

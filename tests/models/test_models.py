@@ -11,6 +11,7 @@ from tunix.cli.compose import compose
 from tunix.config.values import CONF
 from tunix.models.attention import attend
 from tunix.models.seen import seen_in_row
+from tunix.sharding.arrays import to_global
 from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe
 
@@ -123,23 +124,23 @@ def test_attention_is_causal_local_and_within_the_document(length, window):
     np.testing.assert_allclose(found, reference_attention(q, k, v, segments, window), atol=2e-5)
 
 
-def test_whole_logits_never_exist():
+def test_whole_logits_never_exist_and_chunks_leave_the_loss_unchanged():
     """No array of the program is as large as [B, T, V], nor by default; with one chunk there is one."""
-
-    def largest(chunk: int | str) -> int:
-        sizes = ("model.vocab_size=4096", "model.embed_dim=16", f"training.loss_chunk_size={chunk}")
-        text = program("model.mesh_shape=[[8],[fsdp]]", *sizes).compile(batch(sequences=8)).as_text()
-        return max(int(np.prod([int(d) for d in dims.split(",")])) for dims in re.findall(r"f32\[([\d,]+)\]", text))
-
-    whole = 1 * 32 * 4096  # of one device
-    assert largest(32) >= whole
-    assert largest(8) < whole
-    assert largest("auto") < whole
-
-
-def test_chunks_leave_the_loss_unchanged():
-    losses = [
-        program("model.mesh_shape=[[4,2],[fsdp,tp]]", f"training.loss_chunk_size={n}").run(batch())[1] for n in (8, 64)
-    ]
-    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-6)
-    assert losses[0]["grad_norm"] == pytest.approx(losses[1]["grad_norm"], rel=1e-5)
+    words = ["model.mesh_shape=[[4,2],[fsdp,tp]]", "model.vocab_size=4096", "model.embed_dim=16", "model.num_layers=1",
+             "model.global_every=1"]  # fmt: skip
+    largest, numbers = {}, {}
+    for chunk in (32, 8, "auto"):
+        step, rows = program(*words, f"training.loss_chunk_size={chunk}"), batch(sequences=8)
+        compiled = step.compile(rows)
+        shapes = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
+        largest[chunk] = max(int(np.prod([int(d) for d in dims.split(",")])) for dims in shapes)
+        with jax.set_mesh(step.mesh):
+            data = to_global(rows, step.mesh)
+            for _ in range(2):
+                step.state, numbers[chunk] = compiled(step.state, data)
+    whole = 2 * 32 * (4096 // 2)  # of one device: two sequences, half of the vocabulary
+    assert largest[32] >= whole
+    assert max(largest[8], largest["auto"]) < whole
+    for chunk in (8, "auto"):
+        assert float(numbers[chunk]["loss"]) == pytest.approx(float(numbers[32]["loss"]), rel=1e-6)
+        assert float(numbers[chunk]["grad_norm"]) == pytest.approx(float(numbers[32]["grad_norm"]), rel=1e-5)

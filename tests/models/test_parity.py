@@ -42,27 +42,50 @@ def case(request):
     )
 
 
+@pytest.fixture(scope="module")
+def logits_of(case):
+    """Logits of (tokens, positions, segment ids) [2, T]: one program for all. Rows are filled up to [4, 25]."""
+    model, _ = case
+    forward = jax.jit(lambda params, *rows: model.arch.module(params)(*rows))
+
+    def compute(*rows: np.ndarray) -> np.ndarray:
+        height, length = rows[0].shape
+        filled = [np.pad(leaf, ((0, 4 - height), (0, 25 - length)), constant_values=fill)
+                  for leaf, fill in zip(rows, (0, 0, -1), strict=True)]  # fmt: skip
+        with jax.set_mesh(model.mesh):
+            return np.asarray(forward(model.params, *map(model.rows, filled)))[:height, :length]
+
+    return compute
+
+
 def test_every_family_has_a_model():
     assert {read_config(PARITY / name)["family"] for name in MODELS} == set(FAMILIES)
 
 
-def test_logits(case):
+def test_logits(case, logits_of):
     """Windows shorter and longer than the sequence, shared heads, odd vocabularies, tied and untied heads."""
-    model, expected = case
-    tokens = expected["tokens"]
-    rows = np.zeros((3, 25), np.int32)  # padded twice, for one program: with a row, and with tokens after the others
-    rows[:2, :24] = tokens
-    np.testing.assert_allclose(np.asarray(model(rows))[:2, :24], expected["logits"], atol=1e-4)
-    rows[:2, 20:] = 0
-    np.testing.assert_allclose(np.asarray(model(rows))[:2, :20], expected["logits"][:, :20], atol=1e-4)
+    _, expected = case
+    for length in (24, 20):  # what comes after the tokens changes nothing
+        tokens = expected["tokens"][:, :length]
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+        logits = logits_of(tokens, positions, np.zeros_like(tokens))
+        np.testing.assert_allclose(logits, expected["logits"][:, :length], atol=1e-4)
 
 
-def test_packed_documents(case):
-    model, expected = case
-    rows = [model.rows(expected[name]) for name in ("tokens", "positions", "segments")]
-    with jax.set_mesh(model.mesh):
-        logits = jax.jit(lambda params, *rows: model.arch.module(params)(*rows))(model.params, *rows)
-    np.testing.assert_allclose(np.asarray(logits), expected["packed_logits"], atol=1e-4)
+def test_a_loaded_model_fills_rows_up_and_takes_each_row_as_one_document():
+    """`model(tokens)`, where three rows do not divide into two data shards."""
+    model = tunix.load_pretrained(PARITY / "qwen3", mesh_shape=MESHES["2x2"])
+    expected = load_file(PARITY / "qwen3" / "expected.safetensors")
+    rows = np.concatenate([expected["tokens"], expected["tokens"][:1]])
+    logits = np.asarray(model(rows))
+    assert logits.shape[:2] == (3, 24)
+    np.testing.assert_allclose(logits[:2], expected["logits"], atol=1e-4)
+
+
+def test_packed_documents(case, logits_of):
+    _, expected = case
+    logits = logits_of(*(expected[name] for name in ("tokens", "positions", "segments")))
+    np.testing.assert_allclose(logits, expected["packed_logits"], atol=1e-4)
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=list(MESHES))

@@ -53,12 +53,10 @@ class Stack(NamedTuple):
     def make(self, cfg: Model, layout: Layout, rngs: nnx.Rngs) -> nnx.Module:
         """Return its blocks as one module, whose parameters have a first dimension L."""
 
-        def make_one(rngs: nnx.Rngs) -> Block:
-            return Block(cfg, layout, self.mixer, self.mlp, rngs)
+        def make_one(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
+            return nnx.split(Block(cfg, layout, self.mixer, self.mlp, nnx.Rngs(key)))
 
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_one(nnx.Rngs(0))))
-        keys = jax.random.split(rngs.params(), len(self.layers))
-        params = jax.vmap(lambda key: nnx.state(make_one(nnx.Rngs(key))))(keys)
+        graphdef, params = jax.vmap(make_one)(jax.random.split(rngs.params(), len(self.layers)))
         return nnx.merge(graphdef, params)
 
 
