@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from support.harness import Program, batch, program
+from support.harness import experts as few_experts
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -14,19 +15,18 @@ from tunix.models.experts import Experts
 from tunix.training.program import assemble, build_layout, build_mesh
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
-VALUES = {
-    "kind": "experts", "activation": "silu", "biases": "true", "num_experts": 8, "experts_per_token": 2, "expert_dim": 16,
-    "shared_dim": 8, "dense_layers": 0, "every": 1, "weighted": "results", "scores": "sigmoid", "normalized": "true", "scale": 2.0, "num_groups": 4,
-    "groups_per_token": 2, "balance_loss": 0.01, "z_loss": 0.001, "bias_rate": 0.25,
+# Every part of a router, and a shared expert; tests of parity have a dense layer too.
+ALL_PARTS = {
+    "biases": True, "shared_dim": 8, "scores": "sigmoid", "scale": 2.0, "num_groups": 4, "groups_per_token": 2,
+    "bias_rate": 0.25,
 }  # fmt: skip
 
 
 def experts(**changed) -> str:
-    """The word that gives a model experts."""
-    return "++model.mlp={" + ", ".join(f"{name}: {value}" for name, value in (VALUES | changed).items()) + "}"
+    """Return the word that gives a model experts with every part."""
+    return few_experts(**(ALL_PARTS | changed))
 
 
-# One layer with every part: shared expert, groups, biases, both penalties. Tests of parity have a dense layer too.
 SMALL = ["model.num_layers=1", "model.global_every=1", "model.sliding_window=null", experts()]
 STEPS = 3
 
@@ -120,11 +120,11 @@ def defined(params: dict, x: np.ndarray, *, scores, groups, normalized, scale) -
 
 @pytest.mark.parametrize(
     ("scores", "groups", "normalized", "more"),
-    [("sigmoid", 2, True, {}), ("softmax", 0, False, {"bias_rate": "null", "shared_dim": "null", "scale": 1.0})],
+    [("sigmoid", 2, True, {}), ("softmax", 0, False, {"bias_rate": None, "shared_dim": None, "scale": 1.0})],
 )
 def test_a_layer_is_its_definition(scores, groups, normalized, more):
     grouped = {} if groups else {"num_groups": 1, "groups_per_token": 1}
-    made, params = layer(scores=scores, normalized=str(normalized).lower(), **grouped, **more)
+    made, params = layer(scores=scores, normalized=normalized, **grouped, **more)
     x = np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)
     with jax.set_mesh(made.router.w.get_value().sharding.mesh):
         y = jax.jit(lambda x: made(x, None)[0])(jax.reshard(x, made.layout.activation("BtD")))
@@ -174,7 +174,7 @@ TURNS = [
     "model.num_layers=4", "model.global_every=4", "model.sliding_window=5", "model.local_attention=chunk",
     "model.unrotated_every=4", "model.qk_norm=after_rotation",
     "model.query_growth={rate: 0.1, every: 3, offset: 1, layers: unrotated}",
-    experts(every=2, weighted="inputs", normalized="false", num_groups=1, groups_per_token=1),
+    experts(every=2, weighted="inputs", normalized=False, num_groups=1, groups_per_token=1),
 ]  # fmt: skip
 
 

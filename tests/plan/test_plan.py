@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 from PIL import Image
-from support.harness import SMALL, batch, program
+from support.harness import SMALL, batch, experts, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -34,11 +34,7 @@ from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
 
 MICROBATCHES = 4
-EXPERTS = (
-    "++model.mlp={kind: experts, activation: silu, num_experts: 8, experts_per_token: 2, expert_dim: 16, shared_dim: "
-    "null, dense_layers: 0, every: 1, weighted: results, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, groups_per_token: 1, "
-    "balance_loss: 0.01, z_loss: 0.001, bias_rate: null, biases: false}"
-)
+EXPERTS = experts()
 
 
 @pytest.mark.nightly(but=["fsdp", "ep", "all axes"])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.harness import SMALL, batch
+from support.harness import SMALL, batch, experts
 
 from tunix.cli.compose import compose
 from tunix.sharding.arrays import to_global
@@ -26,11 +26,7 @@ TINY = [
     "model.sliding_window=null",
     "training.loss_chunk_size=32",
 ]
-EXPERTS = (
-    "++model.mlp={kind: experts, activation: silu, num_experts: 4, experts_per_token: 2, expert_dim: 16, shared_dim: "
-    "null, dense_layers: 0, every: 1, weighted: results, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, groups_per_token: 1, "
-    "balance_loss: 0.01, z_loss: 0.001, bias_rate: null, biases: false}"
-)
+EXPERTS = experts(num_experts=4)
 GPIPE = "training.pipeline_schedule=gpipe"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 from support.devices import xla_flags
 from support.forks import start
 
@@ -43,6 +44,21 @@ PAIR = [  # and for two processes of one device: each collective waits until the
     *RUN, "model.num_layers=1", "model.global_every=1", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
     "evaluation.num_sequences=2", "hydra.run.dir=run",
 ]  # fmt: skip
+
+
+# Experts of a tiny model: what differs from the values of Qwen 3's family.
+FEW_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16, "balance_loss": 0.01, "z_loss": 0.001}
+
+
+def experts(**changed: Any) -> str:
+    """Return the word that gives any model a few experts, with some of their keys changed.
+
+    The other keys come from a file of values, so a new key of experts needs no change in tests.
+    """
+    family: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / "family" / "qwen3_moe.yaml").mlp)
+    values = family | FEW_EXPERTS | changed
+    named = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items())
+    return f"++model.mlp={{{', '.join(named)}}}"
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from support.harness import batch, program
+from support.harness import batch, experts, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -16,11 +16,7 @@ from tunix.training.turns import Turns
 LAYERS = ["model.num_layers=4", "model.global_every=2", "model.lora.rank=2", "model.lora.train_also=."]
 NOISY = [*LAYERS, "model.lora.dropout=0.5", "training.gradient_accumulation_steps=2"]
 IDLE = "distributed.allow_idle_devices=true"
-EXPERTS = (
-    "++model.mlp={kind: experts, activation: silu, biases: false, num_experts: 4, experts_per_token: 2, expert_dim: 16, "
-    "shared_dim: null, dense_layers: 2, every: 1, weighted: results, scores: softmax, normalized: true, scale: 1.0, num_groups: 1, "
-    "groups_per_token: 1, balance_loss: 0.01, z_loss: 0.001, bias_rate: null}"
-)
+EXPERTS = experts(num_experts=4, dense_layers=2)
 
 
 @pytest.fixture(scope="module")
