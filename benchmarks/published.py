@@ -72,7 +72,7 @@ class Run:
         for factor in factors:
             kind = cluster.kind.model_copy(update={"efficiency": factor * cluster.kind.efficiency})
             speeds = _speeds(replace(cluster, kind=kind), sizes)
-            walked = walk(hlo, collectives, speeds, kernel_data(cfg, kind.name))
+            walked = walk(hlo, collectives, speeds, kernel_data(cfg, kind.name, sizes))
             times.append(walked.step_s + self.unfused_s())
         return times
 

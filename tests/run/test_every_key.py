@@ -135,7 +135,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     ]
     biased = ["model.mlp.bias_rate=0.1", "model.mlp.balance_loss=0.1", "model.mlp.z_loss=0.1", "model.mlp.num_groups=2"]
     grows = "model.query_growth={rate: 0.1, every: 8, offset: 0, layers: all}"
-    with_experts = compose(["model=tiny_moe", *biased, grows]).config
+    with_experts = compose(["model=tiny_moe", *biased, grows, "model.mesh_shape=[[2,4],[fsdp,ep]]"]).config
 
     def use() -> None:
         for cfg in configs:

@@ -1,7 +1,7 @@
-"""Compile kernels for a chip that is not there: compile_kernels.py CHIP (HEAD_DIM | experts | ulysses | ring).
+"""Compile kernels for a chip that is not there: compile_kernels.py CHIP (HEAD_DIM | experts | rows | ulysses | ring).
 
-Prints the names of the attention kernels. Of a layer of experts, and of attention on two devices that share a sequence,
-it prints what the program has, as JSON.
+Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
+on two devices that share a sequence, it prints what the program has, as JSON.
 """
 
 import json

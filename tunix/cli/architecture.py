@@ -28,6 +28,8 @@ COMMON = {
     "attention",
     "expert_products",
     "cp_exchange",
+    "expert_exchange",
+    "expert_buffer_factor",
 }  # keys of the model that are no part of an architecture
 
 

@@ -44,6 +44,8 @@ ADDED: dict[str, Any] = {
     "model.logits_cap": None,
     "model.expert_products": "auto",
     "model.cp_exchange": "auto",
+    "model.expert_exchange": "gather",
+    "model.expert_buffer_factor": None,
     "model.init_adapter": None,
     "training.pipeline_microbatches": "auto",
     "training.pipeline_schedule": "auto",

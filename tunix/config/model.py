@@ -123,6 +123,12 @@ class Model(Section):
     expert_products: entry_of(GROUPED)  # type: ignore[valid-type]
     """Products of experts: grouped (our own kernel; GPUs, 16-bit products), xla (anywhere; on GPUs it multiplies all
     tokens with all experts), or auto: the fastest one that is exact here. The start report says which, and why."""
+    expert_exchange: Literal["auto", "gather", "rows"]
+    """How tokens reach experts of other devices: gather (all tokens go to all devices; anywhere), rows (each token goes
+    to its experts alone; GPUs), or auto: the one that sends fewer bytes. The start report says which, and why."""
+    expert_buffer_factor: Positive | None
+    """Rows for which a device has room in the exchange `rows`, as a multiple of those that come where loads are equal;
+    what does not fit is dropped and counted (dropped_share). null: room for all, so no token is dropped."""
     cp_exchange: Literal["auto", "ulysses", "ring"]
     """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
     kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: where the heads allow both, the one

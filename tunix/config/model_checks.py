@@ -43,11 +43,8 @@ def check_model(model: "Model") -> None:
         _check_linear(model, model.linear_attention)
     if isinstance(model.mlp, ExpertsMlp):
         _check_experts(model, model.mlp)
-    elif model.expert_products != "auto":
-        raise ValueError(
-            f"model.expert_products={model.expert_products}: model.mlp.kind={model.mlp.kind} has no experts; set "
-            "model.expert_products=auto"
-        )
+    else:
+        _check_no_experts(model)
     if model.cp_exchange == "ring" and model.attention not in ("auto", "xla"):
         raise ValueError(
             f"model.attention={model.attention}: model.cp_exchange=ring computes blocks by XLA's own operations; "
@@ -137,3 +134,17 @@ def _check_experts(model: "Model", mlp: ExpertsMlp) -> None:
         )
     if model.biases is not None and any(re.search(model.biases, name) for name in PROJECTIONS if "mlp." in name):
         raise ValueError(f"model.biases={model.biases} matches projections of the MLP: experts have no biases")
+    if model.expert_buffer_factor is not None and model.expert_exchange == "gather":
+        raise ValueError(
+            f"model.expert_buffer_factor={model.expert_buffer_factor:g} bounds a buffer that "
+            "model.expert_exchange=gather lacks; set model.expert_exchange=rows, or model.expert_buffer_factor=null"
+        )
+
+
+def _check_no_experts(model: "Model") -> None:
+    for key, usual in (("expert_products", "auto"), ("expert_exchange", "auto"), ("expert_buffer_factor", None)):
+        if (value := getattr(model, key)) != usual:
+            raise ValueError(
+                f"model.{key}={value}: model.mlp.kind={model.mlp.kind} has no experts; set model.{key}="
+                f"{'null' if usual is None else usual}"
+            )

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.eight_bits import fp8_share
+from tunix.costs.expert_transfers import list_expert_transfers
 from tunix.costs.product_transfers import list_product_transfers
 from tunix.costs.transfers import (
     Transfer,
@@ -23,6 +24,7 @@ from tunix.costs.transfers import (
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.delta_rule import CHUNK
 from tunix.models.exchanges import choose_exchange
+from tunix.models.expert_exchanges import buffer_rows_per_token, choose_expert_exchange
 from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
 from tunix.models.kernels import choose_kernel
 from tunix.models.paths import parameter_name
@@ -66,13 +68,15 @@ class Costs:
 def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
     """Return the costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch.
 
-    `platform` is that of the devices, by which `training.overlap` chooses. Activations are traced, which takes most of
-    the time. Without them, everything else is the same.
+    `platform` is that of the devices, by which `training.overlap` and `model.expert_exchange` choose. Activations are
+    traced, which takes most of the time. Without them, everything else is the same.
     """
     # The program of one sequence per shard has the costs of any micro batch in it.
     program, mesh = assemble_once(cfg, sizes)
-    overlap = choose_overlap(cfg.training, program.layout, mesh, choose_sync(cfg.training, mesh), platform)
-    program = replace(program, overlap=overlap)
+    exchange = choose_expert_exchange(cfg.model, sizes, platform).name
+    layout = replace(program.layout, expert_exchange=exchange)
+    overlap = choose_overlap(cfg.training, layout, mesh, choose_sync(cfg.training, mesh), platform)
+    program = replace(program, overlap=overlap, layout=layout)
     with jax.sharding.use_abstract_mesh(mesh):
         return costs_of(cfg, program, mesh, with_activations)
 
@@ -90,9 +94,10 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, with_acti
     by_chunks = chunk_flops_per_token(cfg.model, training.seq_len) * share
     all_flops = flops + again * forward_flops + (3 + again) * by_chunks
     activations = _activation_bytes(cfg, program, mesh) if with_activations else 0
+    lists = list_transfers, list_product_transfers, list_expert_transfers
     return Costs(
         _state_bytes(program, mesh, microbatches) | {"activations": activations},
-        [*list_transfers(program, mesh, microbatches), *list_product_transfers(program, mesh, microbatches)],
+        [transfer for each in lists for transfer in each(program, mesh, microbatches)],
         flops,
         all_flops + _pipeline_flops(cfg, mesh, all_flops, forward_flops, share),
         batch.num_tokens,
@@ -218,10 +223,12 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
     mlp = (2 if model.mlp.kind == "plain" else 3) * local["F"]
     if isinstance(model.mlp, ExpertsMlp):
-        # Rows of the tokens of all devices that the exchange brings together, whose experts may all be here.
-        num_rows = model.mlp.experts_per_token * count_devices(mesh.shape, layout.expert_axes)
+        # Rows for which the exchange has room, for each token of this device.
+        num_rows = buffer_rows_per_token(model, count_devices(mesh.shape, layout.expert_axes), layout.expert_exchange)
         of_experts = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
-        mlp = max(of_experts, mlp if len(model.stacks) > 1 else 0)
+        if layout.expert_exchange == "rows":  # sent, and returned
+            of_experts += 2 * model.mlp.experts_per_token * local["D"]
+        mlp = max(round(of_experts), mlp if len(model.stacks) > 1 else 0)
     of_linear = 0
     if model.linear_attention is not None:
         linear = model.linear_attention
@@ -249,7 +256,8 @@ def _residual_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     cfg = program.cfg
     config = cfg.model.model_dump_json(exclude={"mesh_shape"}), cfg.training.model_dump_json(exclude=BATCH_KEYS)
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
-    key = (*config, *(size for axis, size in mesh.shape.items() if axis not in data_axes()))
+    others = (size for axis, size in mesh.shape.items() if axis not in data_axes())
+    key = (*config, program.layout.expert_exchange, *others)
     if key in _known_residual_bytes:
         return _known_residual_bytes[key]
     # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.

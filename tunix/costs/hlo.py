@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 _INSTRUCTION = re.compile(  # for `match`: to search every place of a line would take a second
     rf"\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\("
@@ -108,7 +108,9 @@ def _parse(line: str, match: re.Match, times: int) -> Collective:
         # The type of a -start is (operands, results), and may end with numbers without dimensions that only XLA needs.
         arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"]) if dims]
     sizes, group = [size for _, size in arrays], _group(line)
-    if match["start"] and match["kind"] != "all-reduce":
+    if match["kind"] == "ragged-all-to-all":
+        num_bytes = min(sizes[:2])  # of the operand and the result: no more rows travel than the smaller one has
+    elif match["start"] and match["kind"] != "all-reduce":
         # The larger half is the whole array.
         num_bytes = max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))
     else:

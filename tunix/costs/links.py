@@ -23,12 +23,13 @@ LINK_SHARE = 20.6 / 25
 TREE_SHARE = 0.9  # a tree's share of the bandwidth of a ring
 # Bytes that each of n devices in a group sends for one byte of the array, with a ring algorithm (Patarasuk and Yuan
 # 2009). The array is the whole one that a group gathers, reduces or scatters; of an all-to-all and of a permute it is
-# the array of one device.
+# the array of one device. Of a ragged all-to-all these are the rows that a device sends where loads are equal.
 BUS_FACTORS = {
     "all-gather": lambda n: (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1.0,
 }
 
@@ -103,7 +104,7 @@ def collective_s(name: str, num_bytes: float, group: Group, kind: DeviceKind, no
 def count_hops(name: str, group: Group) -> tuple[int, int]:
     """Return the hops of a collective in nodes and between them: of a ring, or from each device to each other."""
     crosses = group.num_nodes > 1
-    if name in ("all-to-all", "collective-permute"):
+    if name in ("all-to-all", "ragged-all-to-all", "collective-permute"):
         return int(not crosses), int(crosses)
     rounds = 2 if name == "all-reduce" else 1
     return rounds * (group.size - group.num_nodes), rounds * (group.num_nodes - 1)

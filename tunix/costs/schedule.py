@@ -80,7 +80,9 @@ class KernelData:
     # Pairs of a query and a key that an attention kernel computes in a row: blocks are skipped as documents and windows
     # say.
     pairs_per_row: float = math.nan
-    num_experts: float = math.nan  # of a layer on all devices: a device has rows for all of them, and computes its own
+    # For which a device has rows, where experts have equal loads: those of a layer on all devices, unless a buffer is
+    # bounded. It computes its own.
+    num_experts: float = math.nan
     # Rows that a grouped product computes for each expert beside the expert's own, by kernel.
     empty_rows: dict[str, float] = field(default_factory=dict)
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
-from tunix.config.mlp import ExpertsMlp
 from tunix.costs.links import Group, collective_s
 from tunix.models.exchanges import choose_exchange, repeats_of
 from tunix.sharding.dims import axis_names, token_axes
@@ -46,11 +45,13 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
 
 
 def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
-    """Return the collectives of one step but those of `list_product_transfers`; the mesh must be the one in use."""
+    """Return the collectives of one step that are not of products or experts; the mesh must be the one in use.
+
+    Those of products and experts have files of their own.
+    """
     of_weights = _weight_transfers(program, mesh, num_microbatches)
     of_attention = _attention_transfers(program, mesh, num_microbatches)
-    of_experts = _expert_transfers(program, mesh, num_microbatches)
-    return [*of_weights, *of_attention, *of_experts, *_stage_transfers(program, mesh)]
+    return [*of_weights, *of_attention, *_stage_transfers(program, mesh)]
 
 
 def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
@@ -211,30 +212,6 @@ def hand_on_keys(cfg: Config, heads: HeadSizes, runs_again: bool) -> Transfer:
 
 
 TRANSFERS_OF_A_LAYER = {"ulysses": swap_heads, "ring": hand_on_keys}  # by the name of an exchange
-
-
-def _expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
-    """Tokens that devices with different experts gather, and sums of results that they scatter, both ways."""
-    cfg, layout = program.cfg, program.layout
-    axes, mlp = layout.expert_axes, cfg.model.mlp
-    num_devices = count_devices(mesh.shape, axes)
-    if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
-        return
-    shape = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len, cfg.model.embed_dim
-    own = math.prod(shard_shape(shape[:2], layout.activation("BT"), mesh)) * num_devices  # tokens of a group
-    pipeline = cfg.training.pipeline(mesh.shape)
-    times = round(len(cfg.model.stacks["blocks"]) * num_microbatches * pipeline.ticks_per_part)
-    token = cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
-    choice = mlp.experts_per_token * 4  # bytes of the numbers of a token's experts, and of their weights
-    again = read_remat(cfg.training).computes_again("product")
-    runs = 1 + again + pipeline.runs_again
-    gathers = runs * (token + 2 * choice) + token
-    count = round(times * (3 * runs + 1))
-    yield Transfer("all-gather", axes, round(times * own * gathers), overlaps=False, count=count)
-    # In the backward pass of a block, nothing but a norm behind the experts needs their results again.
-    scatters = 2 + pipeline.runs_again + again * (cfg.model.norm_placement != "pre")
-    num_bytes = round(times * own * (scatters * token + choice))
-    yield Transfer("reduce-scatter", axes, num_bytes, overlaps=False, count=round(times * (scatters + 1)))
 
 
 def gathered_dtype(weight: Weight, layout: Layout) -> str:

@@ -14,6 +14,7 @@ class Routing(NamedTuple):
     load: jax.Array  # [X]: tokens of each expert
     tokens: jax.Array  # number of tokens
     entropy: jax.Array  # sum over tokens of the entropy of the router's scores, in nats
+    dropped: jax.Array | None = None  # choices of tokens that found no room; None where there is room for all
 
 
 class BlockSums(NamedTuple):

@@ -2,15 +2,16 @@
 
     x [B, T, D] --- router ---> k experts of each token, and their weights, [B, T, k]
         |
-        |   an exchange brings tokens to the devices that have their experts; there, with n tokens:
-        |   n * k rows, sorted by expert      | expert 0 | expert 1 | ... | of other devices
+        |   an exchange (expert_exchanges.py) brings a row of each token to each of its experts' devices; there:
+        |   rows, sorted by expert            | expert 0 | expert 1 | ... | of no expert of this device
         |   grouped products                  each expert's weights meet its rows
-        |   rows in their old order           n tokens, k results each: added up with the weights
-        |   the exchange brings the sums back
+        |   rows in their old order
+        |   the exchange adds up the results of a token's experts, with the weights, and brings them back
         v
     y [B, T, D]
 
-No token is dropped: the rows of a device have room for every choice, however uneven the loads are.
+No token is dropped, unless `model.expert_buffer_factor` says so: a device has room for every choice, however uneven the
+loads are.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.block_sums import BlockSums, Routing
+from tunix.models.expert_exchanges import EXCHANGES, OwnExperts, Tokens
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, Matrix, unchanged
 from tunix.models.products import grouped_product, product
 from tunix.sharding.dims import Equation
@@ -157,7 +159,7 @@ class Experts(nnx.Module):
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.weighs_inputs = cfg.mlp.weighted == "inputs"
-        self.product = partial(grouped_product, kind=cfg.expert_products)
+        self.product, self.room = partial(grouped_product, kind=cfg.expert_products), cfg.expert_buffer_factor
         self.router = Router(cfg, layout, rngs)
         qtype = cfg.lora.quantize_base
         self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, rngs, qtype)
@@ -173,14 +175,17 @@ class Experts(nnx.Module):
         with jax.named_scope("router"):
             routes, sums = self.router(x)
         with jax.named_scope("experts"):
-            y = self._compute(x, routes)
+            y, dropped = self._compute(x, routes)
+        if self.room is not None:
+            assert sums.routing is not None
+            sums = sums._replace(routing=sums.routing._replace(dropped=dropped))
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
                 y = y + self.shared(x, noise)[0]
         return y, sums
 
-    def _compute(self, x: jax.Array, routes: Routes) -> jax.Array:
-        """Return the sum over each token's experts of weight x result, [B, t, D]."""
+    def _compute(self, x: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
+        """Return the sum over each token's experts of weight x result, [B, t, D], and the choices that were dropped."""
         layout, of_tokens = self.layout, self.layout.activation("Bt")
         parts: list[Any] = [self.expert_gate, self.expert_up, self.expert_down]
         parts += [part for part in (self.gate_bias, self.up_bias, self.down_bias) if part is not None]
@@ -197,35 +202,34 @@ class Experts(nnx.Module):
                 # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
                 tokens = jax.lax.pcast(x, split_width, to="varying")
             shape = tokens.shape
-            tokens, experts, shares = (each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares))
-            own_results = partial(self._own_results, weights)
-            y = EXCHANGES["gather"](tokens, experts, shares, layout.expert_axes, own_results)
+            tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares)))
+            compute = partial(self._own_results, weights)
+            own = OwnExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.room, compute)
+            y, dropped = EXCHANGES[layout.expert_exchange](tokens, own)
+            dropped = _sum_over_devices(dropped, split_width)
             if layout.stream_axes:
                 y = y.reshape(shape).astype(x.dtype)
-                return jax.lax.psum_scatter(y, split_width, scatter_dimension=1, tiled=True)
-            return jax.lax.psum(y, split_width).astype(x.dtype).reshape(shape)
+                return jax.lax.psum_scatter(y, split_width, scatter_dimension=1, tiled=True), dropped
+            return jax.lax.psum(y, split_width).astype(x.dtype).reshape(shape), dropped
 
-        in_specs = of_tokens, of_tokens, of_tokens, specs
-        mapped = stage_shard_map(on_each_device, in_specs, of_tokens, layout.stages_around, lambda x, *_: x)
-        return checkpoint_name(mapped(x, *routes, weights), "product")
+        def stand_in(x, *_):
+            return x, jnp.zeros(())
 
-    def _own_results(
-        self, weights: list[jax.Array], tokens: jax.Array, experts: jax.Array, shares: jax.Array
-    ) -> jax.Array:
-        """Return what this device's experts add to each token, [n, D], of tokens [n, D].
+        in_specs, out_specs = (of_tokens, of_tokens, of_tokens, specs), (of_tokens, jax.P())
+        mapped = stage_shard_map(on_each_device, in_specs, out_specs, layout.stages_around, stand_in)
+        y, dropped = mapped(x, *routes, weights)
+        return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)
 
-        `experts` and `shares` are [n, k]: the numbers of experts, of this device and of others, and their weights.
+    def _own_results(self, weights: list[jax.Array], rows: jax.Array, group: jax.Array) -> jax.Array:
+        """Return what this device's experts give for rows [R, D]: results [R, D].
+
+        `group` [R] are the numbers of the experts; the number behind the last expert is of no expert, and gives 0.
         """
         (gate, up, down), biases = weights[:3], weights[3:]
         num_experts = len(gate)
-        choices = experts.reshape(-1) - jax.lax.axis_index(self.layout.expert_axes) * num_experts  # from the first own
-        group = jnp.where((choices >= 0) & (choices < num_experts), choices, num_experts)  # the last is other devices'
         order = jnp.argsort(group)
         sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
         is_own = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]  # in the sorted order; products leave others open
-        rows = jnp.repeat(tokens, experts.shape[1], axis=0)
-        if self.weighs_inputs:
-            rows, shares = rows * shares.reshape(-1, 1).astype(rows.dtype), jnp.ones_like(shares)
         rows = rows.at[order].get(unique_indices=True)
         rows = jnp.where(is_own, rows, 0)
         add_biases = self._of_rows(biases, group[order])
@@ -234,8 +238,7 @@ class Experts(nnx.Module):
         )
         results = add_biases[2](self.product(self.gated(gates, ups), down, sizes))
         results = jnp.where(is_own, results, 0)
-        results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
-        return jnp.einsum("nkD,nk->nD", results.reshape(*experts.shape, -1), shares.astype(results.dtype))
+        return jnp.zeros_like(results).at[order].set(results, unique_indices=True)
 
     def _of_rows(self, biases: list[jax.Array], group: jax.Array) -> list[Callable[[jax.Array], jax.Array]]:
         """Return for each of the three products what adds its bias to rows of these groups [rows].
@@ -255,21 +258,10 @@ def _add(bias: jax.Array, rows: jax.Array) -> jax.Array:
     return rows + bias.astype(rows.dtype)
 
 
-# (tokens [n, D], experts [n, k], shares [n, k], axes that split the experts, results of own experts) -> [n, D]
-Exchange = Callable[[jax.Array, jax.Array, jax.Array, tuple[str, ...], Callable], jax.Array]
-
-
-def exchange_by_gather(tokens, experts, shares, axes, own_results) -> jax.Array:
-    """Gather the tokens of all devices along the axes, compute own experts, and give each device its tokens' sums.
-
-        device 0, experts 0 1   tokens a b   gather   a b c d -> what experts 0 and 1 add   reduce-scatter   sums of a b
-        device 1, experts 2 3   tokens c d   ----->   a b c d -> what experts 2 and 3 add   ------------->   sums of c d
-
-    It runs on every platform. Each token travels to every device along the axes, whether its experts are there or not:
-    with as many experts for a token as devices, that is no more than to send a row to each expert.
-    """
-    tokens, experts, shares = (jax.lax.all_gather(each, axes, tiled=True) for each in (tokens, experts, shares))
-    return jax.lax.psum_scatter(own_results(tokens, experts, shares), axes, scatter_dimension=0, tiled=True)
-
-
-EXCHANGES: dict[str, Exchange] = {"gather": exchange_by_gather}
+def _sum_over_devices(count: jax.Array, copied_over: tuple[str, ...]) -> jax.Array:
+    """Return the sum of a count over all devices whose counts differ; devices along `copied_over` have equal ones."""
+    axes = jax.typeof(count).manual_axis_type.varying
+    if not axes:
+        return count
+    copies = jax.lax.axis_size(tuple(axes & {*copied_over}))
+    return jax.lax.psum(count, tuple(sorted(axes))) / copies

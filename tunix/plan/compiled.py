@@ -35,6 +35,7 @@ from tunix.costs.schedule import KernelData, Speeds, StepTime, walk
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models import grouped_blocks
 from tunix.models.chips import row_of_chip
+from tunix.models.expert_exchanges import choose_expert_exchange, experts_with_room
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs
 from tunix.plan.topology import Cluster
 from tunix.training.program import abstract_batch, assemble, build_mesh
@@ -188,7 +189,7 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
     memory: Any = executable.memory_analysis()
     hlo = executable.as_text() or ""
     collectives, sizes = read_collectives(hlo), dict(mesh.shape)
-    data = kernel_data(cfg, cluster.kind.name)
+    data = kernel_data(cfg, cluster.kind.name, sizes)
     # The new state is written over the old one, which is an argument: those outputs take no memory of their own.
     temporary_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(
@@ -227,8 +228,11 @@ def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
     return Speeds(products, fp8, products * KERNEL_SHARE, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, LAUNCH_S, collective_s)
 
 
-def kernel_data(cfg: Config, device_kind: str) -> KernelData:
-    """Return what our own kernels compute on this kind of device: rows have one document, experts equal loads."""
+def kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelData:
+    """Return what our own kernels compute on this kind of device: rows have one document, experts equal loads.
+
+    `sizes` are those of the mesh's axes.
+    """
     model, length = cfg.model, cfg.training.seq_len
     pairs, of_flash = math.nan, row_of_chip(BLOCKS, device_kind)
     if of_flash is not None and model.head_dim <= max(of_flash):
@@ -237,7 +241,8 @@ def kernel_data(cfg: Config, device_kind: str) -> KernelData:
     of_experts = row_of_chip(grouped_blocks.BLOCKS, device_kind)
     if of_experts is None or not isinstance(model.mlp, ExpertsMlp):
         return KernelData(pairs)
-    return KernelData(pairs, model.mlp.num_experts, grouped_blocks.empty_rows(of_experts))
+    exchange = choose_expert_exchange(model, sizes, "gpu").name
+    return KernelData(pairs, experts_with_room(model, sizes, exchange), grouped_blocks.empty_rows(of_experts))
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ MAY_DIFFER = (
     "model.attention",
     "model.expert_products",
     "model.cp_exchange",
+    "model.expert_exchange",
+    "model.expert_buffer_factor",
     *(f"model.mlp.{key}" for key in TRAINING_KEYS),
 )
 

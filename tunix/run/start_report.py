@@ -23,7 +23,8 @@ from tunix.families import find_family
 from tunix.hf.config_json import read_num_rows
 from tunix.hf.hub import find
 from tunix.models.exchanges import choose_exchange
-from tunix.models.kernels import choose_expert_products, choose_kernel
+from tunix.models.expert_exchanges import choose_expert_exchange
+from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import DIMS, stream_axes
@@ -78,7 +79,7 @@ def _describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> 
         "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
         + _attention(cfg),
         **_linear_attention(cfg),
-        **_experts(cfg, arch),
+        **_experts(cfg, program),
         **_what_is_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
     }
@@ -159,9 +160,9 @@ def _describe_unsplit(cfg: Config, mesh: Mesh) -> dict[str, str]:
     return rows
 
 
-def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
+def _experts(cfg: Config, program: Program) -> dict[str, str]:
     """Return a row about experts, if the model has any."""
-    mlp = cfg.model.mlp
+    mlp, arch = cfg.model.mlp, program.arch
     if not isinstance(mlp, ExpertsMlp):
         return {}
     beside = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
@@ -169,8 +170,23 @@ def _experts(cfg: Config, arch: Architecture) -> dict[str, str]:
     dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
     return {
         "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{beside}"
-        f"{dense}; {arch.num_active:,} parameters compute a token; no token is dropped; " + _expert_products(cfg)
+        f"{dense}; {arch.num_active:,} parameters compute a token; "
+        f"{_expert_exchange(cfg, program)}; {_expert_products(cfg)}"
     }
+
+
+def _expert_exchange(cfg: Config, program: Program) -> str:
+    """Return in words how tokens reach experts of other devices, why so, and what may be dropped."""
+    axes, factor = program.layout.expert_axes, cfg.model.expert_buffer_factor
+    sizes, device = jax.sharding.get_abstract_mesh().shape, mesh_device()
+    dropped = "no token is dropped"
+    if all(sizes[axis] == 1 for axis in axes):
+        return dropped
+    choice = choose_expert_exchange(cfg.model, sizes, device.platform if device else None)
+    if factor is not None:
+        dropped = f"a device has room for {factor:g} x the rows of equal loads, and drops what does not fit"
+    why = f" ({choice.reason})" if cfg.model.expert_exchange == "auto" else ""
+    return f"{dropped}; exchange by {choice.name}{why}"
 
 
 def _expert_products(cfg: Config) -> str:

@@ -82,6 +82,7 @@ class Layout:
     stages_split: str = "sequences"
     block_products: str = "plain"  # kind of the products of attention and MLP: a key of PRODUCTS (models/products.py)
     moments_on_host: bool = False  # the optimizer's state is in the host's memory between two updates
+    expert_exchange: str = "gather"  # how tokens reach their experts: a key of EXCHANGES (models/expert_exchanges.py)
     splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
 
     @property
@@ -114,9 +115,11 @@ class Layout:
     def for_generation(self) -> "Layout":
         """Return the layout of programs that draw answers one token after the other: no axis splits the stream.
 
-        Products are plain: the scale of an 8-bit array would tie each answer to those that are drawn beside it.
+        Products are plain: the scale of an 8-bit array would tie each answer to those that are drawn beside it. So
+        would a bounded buffer of rows, and tokens of experts are gathered.
         """
-        return replace(self.with_all_layers(), splits_stream=False, block_products="plain")
+        layout = self.with_all_layers()
+        return replace(layout, splits_stream=False, block_products="plain", expert_exchange="gather")
 
     def at_rest(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
         """Return where a weight lives between uses.

@@ -33,6 +33,8 @@ class Terminal:
         line = f"{name} {_decimals(record[name])}  {record['tokens_per_s']:,.0f} tokens/s"
         if record["mfu"] is not None:
             line += f"  MFU {record['mfu']:.1%}"
+        if record.get("dropped_share"):
+            line += f"  dropped {record['dropped_share']:.2%}"
         if self.progress:
             self.progress.update(self.task, completed=step, total=self.last_step, description=line)
         if step % self.every_steps == 0 or step == self.last_step:

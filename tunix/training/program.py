@@ -17,6 +17,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.config.pipeline_shape import PipelineShape
 from tunix.data.batch import abstract_arrays
 from tunix.models.exchanges import choose_exchange
+from tunix.models.expert_exchanges import check_expert_exchange, choose_expert_exchange
 from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
 from tunix.models.remat import Remat
 from tunix.sharding.arrays import abstract_results, has_host_memory
@@ -46,9 +47,16 @@ def build_layout(cfg: Config, mesh: Mesh) -> Layout:
         dtypes["reduce"],
         block_products="plain" if cfg.training.matmul_dtype is None else cfg.training.matmul_dtype,
         moments_on_host=on_host,
+        expert_exchange=choose_expert_exchange(cfg.model, mesh.shape, _platform(mesh)).name,
         splits_stream=_splits_stream(cfg, mesh.shape),
     )
     return layout if num_stages(mesh.shape) > 1 else layout.with_all_layers()
+
+
+def _platform(mesh: Mesh | AbstractMesh) -> str | None:
+    """Return the platform of the devices of a mesh; None if it has no devices."""
+    device = (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
+    return None if device is None else device.platform
 
 
 def _splits_stream(cfg: Config, sizes: Mapping[str, int]) -> bool:
@@ -220,6 +228,7 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute, cfg.model.attention_options)
     choose_expert_products(cfg.model.expert_products, layout.compute)
     check_model(cfg.model, mesh.shape)
+    check_expert_exchange(cfg.model, layout.expert_exchange, mesh_device())
     _check_chunks(cfg, mesh)
     _check_memory(cfg, mesh)
     sync_every = choose_sync(training, mesh)

@@ -77,13 +77,18 @@ def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
 
 
 def report_routing(routing: Routing) -> dict[str, jax.Array]:
-    """Return how even the loads of experts are: 1 is the mean load of an expert in its layer. `load` is [L, X]."""
+    """Return how even the loads of experts are: 1 is the mean load of an expert in its layer. `load` is [L, X].
+
+    With a bounded buffer, also the share of all choices that did not fit.
+    """
     loads = routing.load / jnp.mean(routing.load, 1, keepdims=True)
+    dropped = {} if routing.dropped is None else {"dropped_share": jnp.sum(routing.dropped) / jnp.sum(routing.load)}
     return {
         "expert_load": jnp.mean(loads, 0),
         "expert_load_max": jnp.max(loads),
         "expert_load_min": jnp.min(loads),
         "router_entropy": jnp.sum(routing.entropy) / jnp.sum(routing.tokens),
+        **dropped,
     }
 
 

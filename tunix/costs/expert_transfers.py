@@ -1,0 +1,90 @@
+"""Collectives of experts: what devices with different experts send each other, by the name of the exchange."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from tunix.config.mlp import ExpertsMlp
+from tunix.costs.transfers import Transfer, shard_shape
+from tunix.models.expert_exchanges import count_rows
+from tunix.sharding.mesh_shape import count_devices
+from tunix.training.program import Program, read_remat
+
+NUMBER = 4  # bytes of the number of an expert, of a share and of a count
+
+
+class Exchanged(NamedTuple):
+    """Sizes and counts of an exchange of experts in one step."""
+
+    axes: tuple[str, ...]  # that split the experts
+    num_devices: int  # along them
+    num_tokens: int  # of one device in a microbatch
+    per_token: int  # experts of a token
+    num_experts: int  # of a layer
+    row: int  # bytes of a token in products
+    room: float | None  # of `count_rows`
+    weighs_inputs: bool
+    layers: float  # layers with experts x microbatches, with those of the bubble of a pipeline
+    runs: float  # forward passes of a layer: one, and those that the backward pass needs again
+    results: float  # forward passes of which the results come back: nothing but a norm behind them needs them again
+
+
+def list_expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
+    """Return the collectives of one step that bring tokens to experts of other devices, and results back."""
+    cfg, layout = program.cfg, program.layout
+    axes, mlp = layout.expert_axes, cfg.model.mlp
+    num_devices = count_devices(mesh.shape, axes)
+    if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
+        return []
+    rows = cfg.training.batch_shape(mesh.shape).num_rows
+    num_tokens = math.prod(shard_shape((rows, cfg.training.seq_len), layout.activation("BT"), mesh))
+    pipeline = cfg.training.pipeline(mesh.shape)
+    again = read_remat(cfg.training).computes_again("product")
+    exchanged = Exchanged(
+        axes,
+        num_devices,
+        num_tokens,
+        mlp.experts_per_token,
+        mlp.num_experts,
+        row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
+        room=cfg.model.expert_buffer_factor,
+        weighs_inputs=mlp.weighted == "inputs",
+        layers=len(cfg.model.stacks["blocks"]) * num_microbatches * pipeline.ticks_per_part,
+        runs=1 + again + pipeline.runs_again,
+        results=1 + pipeline.runs_again + again * (cfg.model.norm_placement != "pre"),
+    )
+    return list(TRANSFERS[layout.expert_exchange](exchanged))
+
+
+def _gathered(each: Exchanged) -> Iterator[Transfer]:
+    """Yield gathers of tokens, experts and shares, reduce-scatters of sums, and the opposite for gradients."""
+    own = each.num_tokens * each.num_devices  # tokens of a group
+    choices = each.per_token * NUMBER
+    gathers = each.runs * (each.row + 2 * choices) + each.row
+    count = round(each.layers * (3 * each.runs + 1))
+    yield Transfer("all-gather", each.axes, round(each.layers * own * gathers), overlaps=False, count=count)
+    num_bytes = round(each.layers * own * ((each.results + 1) * each.row + choices))
+    count = round(each.layers * (each.results + 2))
+    yield Transfer("reduce-scatter", each.axes, num_bytes, overlaps=False, count=count)
+
+
+def _sent_as_rows(each: Exchanged) -> Iterator[Transfer]:
+    """Yield counts that all devices gather, rows and their shares there, results back, and the same for gradients."""
+    counts = each.num_devices * each.num_experts * NUMBER
+    times = each.layers * each.runs
+    yield Transfer("all-gather", each.axes, round(times * counts), overlaps=False, count=round(times))
+    num_own = each.num_experts // each.num_devices
+    room = count_rows(each.num_tokens, each.per_token, each.num_devices, num_own, each.room)
+    num_rows = min(each.num_tokens * each.per_token, room)
+    there = each.runs + 1
+    shares = 0.0 if each.weighs_inputs else there
+    num_bytes = round(each.layers * num_rows * ((there + each.results + 1) * each.row + shares * NUMBER))
+    count = round(each.layers * (there + each.results + 1 + shares))
+    yield Transfer("ragged-all-to-all", each.axes, num_bytes, overlaps=False, count=count)
+
+
+# By the key of `EXCHANGES` of models/expert_exchanges.py.
+TRANSFERS: dict[str, Callable[[Exchanged], Iterator[Transfer]]] = {"gather": _gathered, "rows": _sent_as_rows}

@@ -1,0 +1,261 @@
+"""Exchanges of experts: how tokens reach the devices that have their experts, and how the results come back.
+
+Devices along some mesh axes have different experts and different tokens. An exchange runs inside a `shard_map`, on one
+device's arrays: `Tokens` -> sums of the results of each token's experts [n, D], and the number of choices that were
+dropped. With two devices that have two experts and two tokens each, and one expert for a token:
+
+    gather   device 0, experts 0 1   tokens a b   gather   a b c d -> results of 0 1   reduce-scatter   sums of a b
+             device 1, experts 2 3   tokens c d   ----->   a b c d -> results of 2 3   ------------->   sums of c d
+
+    rows     device 0, experts 0 1   a:2  b:0     there    b         -> b0             back             a2 b0
+             device 1, experts 2 3   c:3  d:2     ----->   a, d c    -> a2, d2 c3      ------------->   c3 d2
+
+`gather` runs on every platform: each token travels to every device, whether its experts are there or not. `rows` sends
+a token to each of its experts: less where a token has fewer experts than there are devices.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice
+
+from tunix.base.errors import UserError
+from tunix.config import Model
+from tunix.config.mlp import ExpertsMlp
+from tunix.sharding.dims import DIMS, EXPERTS
+from tunix.sharding.mesh_shape import count_devices
+
+WITHOUT_ROWS = ("cpu",)  # platforms for which jax 0.10.2 does not compile `ragged_all_to_all`
+
+
+class Choice(NamedTuple):
+    """A key of `EXCHANGES`, and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def choose_expert_exchange(model: Model, sizes: Mapping[str, int], platform: str | None) -> Choice:
+    """Return the exchange of `model.expert_exchange` on a mesh of these sizes; `platform` None is not known.
+
+    `auto` takes the exchange that sends fewer bytes. Of n tokens on a device, each with k experts, n x (ep - 1) arrive
+    by `gather`, and n x k x (ep - 1) / ep rows by `rows` where loads are equal; as many results go back.
+    """
+    mlp, axes = model.mlp, DIMS[EXPERTS].weight_axes
+    num_devices, together = count_devices(sizes, axes), " x ".join(axes)
+    if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
+        return Choice("gather", "each device has all experts")
+    if model.expert_exchange != "auto":
+        return Choice(model.expert_exchange, f"model.expert_exchange={model.expert_exchange}")
+    if model.expert_buffer_factor is not None:
+        return Choice("rows", f"model.expert_buffer_factor={model.expert_buffer_factor:g} bounds its buffer")
+    fewer = mlp.experts_per_token < num_devices
+    compared = f"{mlp.experts_per_token} experts of a token, {together}={num_devices}"
+    if platform is None or platform in WITHOUT_ROWS:
+        return Choice("gather", f"runs on {platform or 'every platform'}")
+    return Choice("rows" if fewer else "gather", f"sends fewer bytes: {compared}" if fewer else compared)
+
+
+def check_expert_exchange(model: Model, name: str, device: AbstractDevice | None) -> None:
+    """Raise `UserError` where the chosen exchange does not run on this device; None is not known."""
+    if name != "rows" or device is None or device.platform not in WITHOUT_ROWS:
+        return
+    key, way_out = f"model.expert_exchange={model.expert_exchange}", "set model.expert_exchange=gather"
+    if model.expert_buffer_factor is not None:
+        key = f"model.expert_buffer_factor={model.expert_buffer_factor:g}"
+        way_out = "set model.expert_buffer_factor=null and model.expert_exchange=gather"
+    raise UserError(
+        f"{key}: an exchange of rows (ragged_all_to_all) does not compile for {device.device_kind} in this version of "
+        f"jax; {way_out}"
+    )
+
+
+class Tokens(NamedTuple):
+    """Tokens of one device, and the experts that are to compute them."""
+
+    x: jax.Array  # [n, D]
+    experts: jax.Array  # [n, k] int32: numbers of experts, of this device and of others
+    shares: jax.Array  # [n, k] float32: weights of the experts' results
+
+
+class OwnExperts(NamedTuple):
+    """Experts of one device, for an exchange."""
+
+    num_experts: int
+    axes: tuple[str, ...]  # mesh axes that split the experts of a layer
+    weighs_inputs: bool  # shares multiply what experts take, and not what they give
+    room: float | None  # rows of the buffer of `rows`, as a multiple of the choices of a device; None: for all choices
+    # (rows [R, D], numbers of own experts [R]; `num_experts` is of none) -> results [R, D], 0 of none
+    compute: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def exchange_by_gather(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array]:
+    """Gather the tokens of all devices, compute own experts, and give each device its tokens' sums. Nothing is dropped.
+
+    With as many experts for a token as devices, it sends no more than `exchange_rows`.
+    """
+    x, experts, shares = (jax.lax.all_gather(each, own.axes, tiled=True) for each in tokens)
+    group = experts.reshape(-1) - jax.lax.axis_index(own.axes) * own.num_experts  # from the first own
+    group = jnp.where((group >= 0) & (group < own.num_experts), group, own.num_experts)
+    rows = jnp.repeat(x, experts.shape[1], axis=0)
+    if own.weighs_inputs:
+        rows, shares = rows * shares.reshape(-1, 1).astype(rows.dtype), jnp.ones_like(shares)
+    results = own.compute(rows, group).reshape(*experts.shape, -1)
+    sums = jnp.einsum("nkD,nk->nD", results, shares.astype(results.dtype))
+    return jax.lax.psum_scatter(sums, own.axes, scatter_dimension=0, tiled=True), jnp.zeros(())
+
+
+def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array]:
+    """Send a row of each token to each of its experts, compute own experts, and send the results back.
+
+    A row travels with its share, so that the backward pass does not need the results at home again.
+    """
+    num_devices, (num_tokens, per_token) = jax.lax.axis_size(own.axes), tokens.experts.shape
+    choices, num_experts = tokens.experts.reshape(-1), num_devices * own.num_experts
+    own_counts = jnp.bincount(choices, length=num_experts).astype(jnp.int32)
+    counts = jax.lax.all_gather(own_counts, own.axes)
+    room = count_rows(num_tokens, per_token, num_devices, own.num_experts, own.room)
+    plan = plan_rows(counts, jax.lax.axis_index(own.axes), room)
+    if own.room is not None:
+        rank = _rank_in_group(choices, own_counts)
+        choices = jnp.where(rank < plan.kept[choices], choices, num_experts)
+    order = jnp.argsort(choices)  # by expert, so by device; what is dropped comes last, and is not sent
+
+    def by_expert(x: jax.Array) -> jax.Array:
+        return x.at[order].get(unique_indices=True)
+
+    def send(rows: jax.Array) -> jax.Array:
+        return move_rows(by_expert(rows), plan.there, plan.back, (room, len(choices)), own.axes)
+
+    rows, shares = jnp.repeat(tokens.x, per_token, axis=0), tokens.shares.reshape(-1)
+    if own.weighs_inputs:
+        results = own.compute(send(rows * shares[:, None].astype(rows.dtype)), plan.group)
+    else:
+        results = own.compute(send(rows), plan.group)
+        results = results * send(shares)[:, None].astype(results.dtype)
+    results = move_rows(results, plan.back, plan.there, (len(choices), room), own.axes)
+    results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
+    dropped = jnp.sum(own_counts - plan.kept).astype(jnp.float32)
+    return jnp.sum(results.reshape(num_tokens, per_token, -1), 1), dropped
+
+
+Exchange = Callable[[Tokens, OwnExperts], tuple[jax.Array, jax.Array]]
+EXCHANGES: dict[str, Exchange] = {"gather": exchange_by_gather, "rows": exchange_rows}
+
+
+def count_rows(num_tokens: int, per_token: int, num_devices: int, num_own: int, room: float | None) -> int:
+    """Return the rows of the buffer of `exchange_rows`: all that may come, or at most `room` times the mean."""
+    most = num_devices * num_tokens * min(per_token, num_own)
+    return most if room is None else max(1, min(most, math.ceil(room * num_tokens * per_token)))
+
+
+def buffer_rows_per_token(model: Model, num_devices: int, exchange: str) -> float:
+    """Return the rows for which the buffer of a device has room, for each token of the device."""
+    mlp = model.mlp
+    assert isinstance(mlp, ExpertsMlp)
+    if exchange == "gather":
+        return num_devices * mlp.experts_per_token
+    most = num_devices * min(mlp.experts_per_token, mlp.num_experts // num_devices)
+    factor = model.expert_buffer_factor
+    return most if factor is None else min(most, factor * mlp.experts_per_token)
+
+
+def experts_with_room(model: Model, sizes: Mapping[str, int], exchange: str) -> float:
+    """Return for how many experts of equal loads a device's rows have room, on a mesh of these sizes."""
+    assert isinstance(model.mlp, ExpertsMlp)
+    num_devices = count_devices(sizes, DIMS[EXPERTS].weight_axes)
+    room = buffer_rows_per_token(model, num_devices, exchange) / model.mlp.experts_per_token
+    return max(1.0, room) * model.mlp.num_experts / num_devices  # `room` is a multiple of the rows of own experts
+
+
+class Trips(NamedTuple):
+    """Rows that one device exchanges with each device, [devices] int32 each, as `ragged_all_to_all` takes them."""
+
+    starts: jax.Array  # places of the first row for each device, among those that this device has
+    sizes: jax.Array  # rows for each device
+    places: jax.Array  # places that these rows get on the other device
+    arriving: jax.Array  # rows from each device
+
+
+class Plan(NamedTuple):
+    """Plan of one device's exchange of rows."""
+
+    there: Trips
+    back: Trips
+    group: jax.Array  # [room]: the own expert of each row that arrives; behind the last row, a number of no expert
+    kept: jax.Array  # [X]: rows that each expert takes from this device; the others do not fit into its buffer
+
+
+def plan_rows(counts: jax.Array, device: jax.Array | int, room: int) -> Plan:
+    """Return the plan of a device, out of the choices of all devices for each expert: `counts` [devices, X] int32.
+
+    Rows for device t leave device f in the order of t's experts. They arrive in the order of the devices f:
+
+        sizes [f, t]    2 1     device 0 has   to 0, to 0, to 1          device 0 gets   of 0, of 0, of 1
+                        1 3     device 1 has   to 0, to 1, to 1, to 1    device 1 gets   of 0, of 1, of 1, of 1
+        starts [f, t]   0 2     sums along t of what comes before
+        places [f, t]   0 0     sums along f of what comes before
+                        2 1
+
+    The way back has the same rows: what was a start is a place, and what was a place is a start.
+    """
+    num_devices = len(counts)
+    kept = limit_to_room(counts, room)
+    by_device = kept.reshape(num_devices, num_devices, -1)  # [from, to, experts of a device]
+    sizes = jnp.sum(by_device, 2)
+    starts, places = jnp.cumsum(sizes, 1) - sizes, jnp.cumsum(sizes, 0) - sizes
+    there = Trips(starts[device], sizes[device], places[device], sizes[:, device])
+    back = Trips(places[:, device], sizes[:, device], starts[:, device], sizes[device])
+    ends = jnp.cumsum(by_device[:, device].reshape(-1))  # of the rows of each sender for each own expert
+    run = jnp.cumsum(jnp.zeros(room, jnp.int32).at[ends].add(1, mode="drop"))  # ends at or before each place
+    num_own = by_device.shape[2]
+    group = jnp.where(jnp.arange(room) < ends[-1], run % num_own, num_own)
+    return Plan(there, back, group, kept[device])
+
+
+def limit_to_room(counts: jax.Array, room: int) -> jax.Array:
+    """Return the rows [devices, X] that are sent, so that at most `room` arrive on each device.
+
+    Where more would arrive, each device and each expert gives up the same share of its rows, rounded up. So no device
+    and no expert is preferred.
+    """
+    num_devices, num_experts = counts.shape
+    arriving = jnp.sum(counts.reshape(num_devices, num_devices, -1), (0, 2))  # [to]
+    # A little less than the share: float32 must not round a product up to the next whole number.
+    share = jnp.repeat(room * (1 - 1e-6) / jnp.maximum(arriving, 1), num_experts // num_devices)
+    fits = jnp.repeat(arriving <= room, num_experts // num_devices)
+    return jnp.where(fits, counts, jnp.floor(counts * share).astype(counts.dtype))
+
+
+def _rank_in_group(group: jax.Array, counts: jax.Array) -> jax.Array:
+    """Return how many earlier entries of `group` [n] have the same number; `counts` [X] are those of each number."""
+    order = jnp.argsort(group)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(group)), unique_indices=True)
+    return place - (jnp.cumsum(counts) - counts)[group]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def move_rows(rows: Any, trips: Trips, opposite: Trips, lengths: tuple[int, int], axes: tuple[str, ...]) -> Any:
+    """Return the rows that come to this device, [lengths[0], ...], in the places of `trips`; 0 elsewhere.
+
+    `rows` are [lengths[1], ...]. Gradients go the opposite way; jax's own rule would exchange the places once more.
+    """
+    empty = jnp.zeros((lengths[0], *rows.shape[1:]), rows.dtype)
+    empty = jax.lax.pcast(empty, tuple(sorted(jax.typeof(rows).manual_axis_type.varying)), to="varying")
+    return jax.lax.ragged_all_to_all(rows, empty, *trips, axis_name=axes)
+
+
+def _move_forward(rows, trips, opposite, lengths, axes):
+    return move_rows(rows, trips, opposite, lengths, axes), (trips, opposite)
+
+
+def _move_backward(lengths, axes, kept, gradient):
+    trips, opposite = kept
+    return move_rows(gradient, opposite, trips, lengths[::-1], axes), None, None
+
+
+move_rows.defvjp(_move_forward, _move_backward)
