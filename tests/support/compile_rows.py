@@ -9,9 +9,6 @@ import math
 import re
 import sys
 from collections import Counter
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from support.harness import experts
 
