@@ -1,9 +1,12 @@
 """Compare bytes of collectives, derived and compiled, on more devices than tests have.
 
-`XLA_FLAGS=--xla_force_host_platform_device_count=32 JAX_PLATFORMS=cpu python -m tools.compiled_scaling` compiles a tiny
-model for 32 CPU devices on each axis in turn, and prints rows of a Markdown table. XLA's CPU backend makes an
-all-reduce out of each reduce-scatter, so bytes are those of the arrays, and both kinds are counted together.
+`XLA_FLAGS=--xla_force_host_platform_device_count=64 JAX_PLATFORMS=cpu python -m tools.compiled_scaling` compiles a tiny
+model for 64 CPU devices on each axis in turn, and prints rows of a Markdown table; axes after the command are compiled
+alone. XLA's CPU backend makes an all-reduce out of each reduce-scatter, so bytes are those of the arrays, and both kinds
+are counted together.
 """
+
+import sys
 
 import jax
 
@@ -14,21 +17,29 @@ from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import count_devices
 
-AXES = ("dp", "fsdp", "tp", "cp", "pp")
+AXES = ("dp", "fsdp", "ep", "cp", "tp", "pp")
 KINDS = {"gathered": ("all-gather",), "summed": ("all-reduce", "reduce-scatter"),
          "exchanged": ("all-to-all", "collective-permute")}  # fmt: skip
 
 
+def words(axis: str, num_devices: int) -> list[str]:
+    """Return the words of a model whose sizes this axis divides; it is as small as compiling for many devices asks."""
+    num_layers = num_devices if axis == "pp" else 2
+    sizes = [
+        f"model.num_layers={num_layers}", f"model.num_heads={num_devices}", f"model.num_kv_heads={num_devices}",
+        "model.head_dim=8", f"model.embed_dim={8 * num_devices}", f"model.mlp_dim={16 * num_devices}",
+        "model.vocab_size=1024", "tokenizer.vocab_size=300", f"training.seq_len={4 * num_devices}",
+    ]  # fmt: skip
+    same = ["training.mixed_precision=fp32", "training.micro_batch_size=1", "training.remat=full", "plan.output=null"]
+    model = ["model=tiny"]
+    if axis == "ep":
+        model = ["model=tiny_moe", f"model.mlp.num_experts={num_devices}", "model.mlp.expert_dim=16"]
+    return [*model, *sizes, *same, f"model.mesh_shape=[[{num_devices}],[{axis}]]"]
+
+
 def measure(axis: str, num_devices: int) -> dict[str, tuple[int, int]]:
     """Return the bytes of the arrays of each of `KINDS` in one step: derived from the config, and compiled."""
-    layers = num_devices if axis == "pp" else 2
-    cfg = compose(
-        ["model=tiny", f"model.num_layers={layers}", f"model.num_heads={num_devices}",
-         f"model.num_kv_heads={num_devices}", "model.head_dim=8", f"model.embed_dim={8 * num_devices}",
-         f"model.mlp_dim={16 * num_devices}", "model.vocab_size=1024", "tokenizer.vocab_size=300",
-         f"training.seq_len={4 * num_devices}", "training.mixed_precision=fp32", "training.micro_batch_size=1",
-         "training.remat=full", "plan.output=null", f"model.mesh_shape=[[{num_devices}],[{axis}]]"]
-    ).config  # fmt: skip
+    cfg = compose(words(axis, num_devices)).config
     sizes = dict.fromkeys(axis_names(), 1) | {axis: num_devices}
     transfers = [each for each in derive(cfg, sizes).transfers if count_devices(sizes, each.axes) > 1]
     compiled, _ = compile_for(cfg, read_topology(f"h100:{num_devices}"), jax.devices(), timed=False)
@@ -41,7 +52,7 @@ def measure(axis: str, num_devices: int) -> dict[str, tuple[int, int]]:
 
 def main() -> None:
     """Print a row for each axis."""
-    for axis in AXES:
+    for axis in sys.argv[1:] or AXES:
         number = len(jax.devices())
         cells = [f"{derived:,} / {compiled:,}" for derived, compiled in measure(axis, number).values()]
         print(f"| {axis}={number} | {' | '.join(cells)} |", flush=True)

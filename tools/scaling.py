@@ -32,6 +32,7 @@ SIXTEEN_BITS, THIRTY_TWO_BITS = 2, 4  # bytes of a number
 class Case:
     """One axis that grows, and what theory says about it."""
 
+    name: str  # of a column of the table
     axis: str
     words: Callable[[int], list[str]]  # of the config, for a number of devices
     theory: Callable[["Sizes", int], float]  # bytes that one device sends in a step
@@ -108,10 +109,28 @@ def of_ep(sizes: Sizes, num_devices: int) -> float:
     With each token travel the numbers and the weights of its experts, twice forward, and a gradient backward.
     """
     model = sizes.cfg.model
-    assert isinstance(model.mlp, ExpertsMlp)
-    choices = sizes.cfg.training.seq_len * model.mlp.experts_per_token * 4
-    of_layer = 5 * sizes.stream + 5 * choices
+    of_layer = 5 * sizes.stream + 5 * _choices(sizes) * 4
     return of_fsdp(sizes, num_devices) + (num_devices - 1) * model.num_layers * of_layer
+
+
+def of_ep_by_rows(sizes: Sizes, num_devices: int) -> float:
+    """What fsdp sends of dense weights; in each layer rows for a token's experts, there or back five times.
+
+    With each row travels its weight, twice forward, and a gradient backward. Before that, every device learns how many
+    rows each expert gets of each device.
+    """
+    model = sizes.cfg.model
+    assert isinstance(model.mlp, ExpertsMlp)
+    rows = 5 * model.mlp.experts_per_token * sizes.stream + 3 * _choices(sizes) * 4
+    counts = 2 * num_devices * model.mlp.num_experts * 4
+    return of_fsdp(sizes, num_devices) + _share(num_devices) * model.num_layers * (rows + counts)
+
+
+def _choices(sizes: Sizes) -> int:
+    """Return the number of experts that the tokens of one sequence take in a layer."""
+    mlp = sizes.cfg.model.mlp
+    assert isinstance(mlp, ExpertsMlp)
+    return sizes.cfg.training.seq_len * mlp.experts_per_token
 
 
 def of_pp(sizes: Sizes, num_devices: int) -> float:
@@ -135,14 +154,16 @@ def _same(*words: str) -> Callable[[int], list[str]]:
 
 
 CASES = {
-    case.axis: case
+    case.name: case
     for case in (
-        Case("dp", _same(*DENSE, "training.seq_len=4096"), of_dp),
-        Case("fsdp", _same(*DENSE, "training.seq_len=4096"), of_fsdp),
-        Case("tp", _same(*DENSE, "training.seq_len=4096"), of_tp),
-        Case("cp", _same(*DENSE, "training.seq_len=65536"), of_cp),
-        Case("ep", _same(*EXPERT, "training.seq_len=4096"), of_ep),
+        Case("dp", "dp", _same(*DENSE, "training.seq_len=4096"), of_dp),
+        Case("fsdp", "fsdp", _same(*DENSE, "training.seq_len=4096"), of_fsdp),
+        Case("tp", "tp", _same(*DENSE, "training.seq_len=4096"), of_tp),
+        Case("cp", "cp", _same(*DENSE, "training.seq_len=65536"), of_cp),
+        Case("ep", "ep", _same(*EXPERT, "training.seq_len=4096", "model.expert_exchange=gather"), of_ep),
+        Case("ep, rows", "ep", _same(*EXPERT, "training.seq_len=4096", "model.expert_exchange=rows"), of_ep_by_rows),
         Case(
+            "pp",
             "pp",
             lambda n: [*DENSE, "training.seq_len=4096", f"training.micro_batch_size={64 // n}"],
             of_pp,
@@ -151,20 +172,20 @@ CASES = {
 }  # fmt: skip
 
 
-Found = dict[str, dict[int, tuple[float, float]]]  # by axis and number of devices, what `measure` returns
+Found = dict[str, dict[int, tuple[float, float]]]  # by case and number of devices, what `measure` returns
 
 
 def table(found: Found) -> str:
-    """Return the table as Markdown: a row for each number of devices, derived GB and theory's for each axis."""
-    rows = [["devices n", *(f"`{axis}`" for axis in CASES)], ["---", *["---:"] * len(CASES)]]
+    """Return the table as Markdown: a row for each number of devices, derived GB and theory's for each case."""
+    rows = [["devices n", *(f"`{name}`" for name in CASES)], ["---", *["---:"] * len(CASES)]]
     for number in DEVICES:
-        of_axes = (found[axis][number] for axis in CASES)
+        of_axes = (found[name][number] for name in CASES)
         rows.append([str(number), *(f"{derived / 1e9:,.2f} ({theory / 1e9:,.2f})" for derived, theory in of_axes)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 WIDTH, HEIGHT, LEFT, TOP = 640, 360, 70, 20
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#17becf", "#8c564b")
 
 
 def figure(found: Found) -> str:
@@ -191,21 +212,21 @@ def figure(found: Found) -> str:
         x, _ = place(number, 10.0**low)
         parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{number}</text>')
     parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 6}" text-anchor="middle">devices on the axis</text>')
-    for axis, colour in zip(CASES, COLOURS, strict=True):
-        places = [place(number, found[axis][number][0]) for number in DEVICES]
+    for name, colour in zip(CASES, COLOURS, strict=True):
+        places = [place(number, found[name][number][0]) for number in DEVICES]
         line = " ".join(f"{x},{y}" for x, y in places)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for number in DEVICES:
-            x, y = place(number, found[axis][number][1])
+            x, y = place(number, found[name][number][1])
             parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="none" stroke="{colour}"/>')
         x, y = places[-1]
-        parts.append(f'<text x="{x + 10}" y="{y + 4}" fill="{colour}">{axis}</text>')
+        parts.append(f'<text x="{x + 10}" y="{y + 4}" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> None:
     """Write the table and the figure."""
-    found = {axis: {number: measure(case, number) for number in DEVICES} for axis, case in CASES.items()}
+    found = {name: {number: measure(case, number) for number in DEVICES} for name, case in CASES.items()}
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.split(END)[1]}")
     FIGURE.write_text(figure(found))

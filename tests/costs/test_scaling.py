@@ -5,9 +5,9 @@ import pytest
 from tools.scaling import CASES, measure
 
 
-@pytest.mark.parametrize("axis", CASES)
-def test_what_grows_is_what_theory_says(axis):
+@pytest.mark.parametrize("name", CASES)
+def test_what_grows_is_what_theory_says(name):
     """Norms and other vectors come on top."""
     for number in (2, 64):
-        derived, theory = measure(CASES[axis], number)
+        derived, theory = measure(CASES[name], number)
         assert derived == pytest.approx(theory, rel=1e-3), number
