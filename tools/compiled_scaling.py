@@ -2,8 +2,8 @@
 
 `XLA_FLAGS=--xla_force_host_platform_device_count=64 JAX_PLATFORMS=cpu python -m tools.compiled_scaling` compiles a tiny
 model for 64 CPU devices on each axis in turn, and prints rows of a Markdown table; axes after the command are compiled
-alone. XLA's CPU backend makes an all-reduce out of each reduce-scatter, so bytes are those of the arrays, and both kinds
-are counted together.
+alone. XLA's CPU backend makes an all-reduce out of each reduce-scatter, so bytes are those of the arrays, and both
+kinds are counted together.
 """
 
 import sys
