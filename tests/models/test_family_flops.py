@@ -53,9 +53,9 @@ def test_flops_of_a_forward_pass(name):
         of_rows = NamedSharding(mesh, layout.activation("BT"))
         tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=of_rows)
         traced = jax.jit(lambda params, tokens: arch.module(params)(tokens)).trace(params, tokens)
-    value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
-    attending = sum(window > 0 for window in cfg.windows(LENGTH))
-    unseen_pairs = attending * LENGTH - attended_tokens(cfg, LENGTH)
-    unseen = 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * unseen_pairs
+    unseen = 0.0
+    for heads, layers in cfg.kinds_of_heads.items():
+        unseen_pairs = len(layers) * LENGTH - attended_tokens(cfg, LENGTH, layers)
+        unseen += 2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * unseen_pairs
     derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + chunk_flops_per_token(cfg, LENGTH) + unseen
     assert sum(products(traced.jaxpr.jaxpr)) / (ROWS * LENGTH) == pytest.approx(derived, rel=0.01)

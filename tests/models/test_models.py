@@ -36,6 +36,7 @@ SIZES = {
     "gpt_oss_120b": 116_829_156_672, "deepseek_v3": 671_026_419_200, "kimi_k2": 1_026_408_232_448,
     "llama4_scout": 107_769_861_120, "llama4_maverick": 400_711_848_960, "qwen3_5_9b": 8_953_803_264,
     "moonlight_16b_a3b": 15_960_110_208,
+    "gemma4_31b": 30_697_345_340, "gemma4_12b": 11_907_350_320,  # with the scales of layers, transformers' buffers
 }  # fmt: skip
 
 

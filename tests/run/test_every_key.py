@@ -133,6 +133,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
         compose([f"model={size}", "model.num_layers=4"]).config
         for size in ("deepseek_v3", "llama4_scout", "qwen3_5_9b")
     ]
+    configs += [compose([f"model={size}", "model.num_layers=6"]).config for size in ("gemma4_31b",)]
     biased = ["model.mlp.bias_rate=0.1", "model.mlp.balance_loss=0.1", "model.mlp.z_loss=0.1", "model.mlp.num_groups=2"]
     grows = "model.query_growth={rate: 0.1, every: 8, offset: 0, layers: all}"
     with_experts = compose(["model=tiny_moe", *biased, grows, "model.mesh_shape=[[2,4],[fsdp,ep]]"]).config
@@ -140,7 +141,8 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     def use() -> None:
         for cfg in configs:
             if cfg.model.positions == "rope":
-                layer_rope(cfg.model, range(cfg.model.num_layers), 64)
+                for layers in cfg.model.stacks.values():
+                    layer_rope(cfg.model, layers, 64)
             mesh = build_mesh(cfg)
             with jax.set_mesh(mesh):
                 describe(cfg.model, build_layout(cfg, mesh))

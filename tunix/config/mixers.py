@@ -1,8 +1,9 @@
-"""Parts that the attention of some families has: latent vectors, layers with a memory, queries that grow."""
+"""Parts that the attention of some families has: latent vectors, layers with a memory, queries that grow,
+global layers with heads of their own."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from tunix.base.section import Count, CountOrZero, Positive, Section
+from tunix.base.section import Count, CountOrZero, Flag, Positive, Section
 
 
 class Latent(Section):
@@ -48,3 +49,23 @@ class QueryGrowth(Section):
     """Added to the position."""
     layers: Literal["all", "unrotated"]
     """Layers whose queries grow: all, or those without positions (model.unrotated_every)."""
+
+
+class GlobalHeads(Section):
+    """Heads of global layers, where they are not those of local layers."""
+
+    head_dim: Count
+    """Width of one head in global layers (h), even with RoPE."""
+    num_kv_heads: Count
+    """Key/value heads of global layers (k); each serves num_heads / num_kv_heads query heads."""
+    values_are_keys: Flag
+    """Values of global layers are their keys before norm and rotation; these layers have no projection of values."""
+
+
+class HeadSizes(NamedTuple):
+    """Sizes of the heads of one layer with attention."""
+
+    num_kv_heads: int
+    dim: int  # width of queries and of keys
+    value_dim: int
+    letters: str  # of key/value heads and of the width (sharding/dims.py): KH, or kh in layers with `GlobalHeads`

@@ -8,7 +8,7 @@ from tunix.base.dotted import entry_of
 from tunix.base.section import Count, Flag, Positive, Regex, Section
 from tunix.config.kernel_tables import GROUPED, KERNELS
 from tunix.config.low_rank import Lora, match_projections
-from tunix.config.mixers import Latent, LinearAttention, QueryGrowth
+from tunix.config.mixers import GlobalHeads, HeadSizes, Latent, LinearAttention, QueryGrowth
 from tunix.config.mlp import AnyMlp, ExpertsMlp
 from tunix.config.model_checks import check_model
 from tunix.config.rope import RopeScaling
@@ -53,6 +53,10 @@ class Model(Section):
     linear_attention: LinearAttention | None
     """Linear attention in the layers that are not global, of which global_every says the number; null for attention in
     all layers."""
+    global_heads: GlobalHeads | None
+    """Heads of global layers; null for those of local layers."""
+    value_norm: Flag
+    """Values are divided by their root mean square, each head's, without weights."""
     attention_gate: Flag
     """Results of attention are multiplied by the sigmoid of a projection, number by number (arXiv:2505.06708)."""
     sliding_window: Count | None
@@ -95,6 +99,8 @@ class Model(Section):
     weights, in layers that rotate."""
     mlp: AnyMlp
     """The part of a block that works on each token alone."""
+    layer_scale: Flag
+    """The result of each layer, residual stream and all, is multiplied by a trained number, 1 at first."""
     biases: Regex | None
     """Regular expression of the projections with a bias, of those that `model.lora.targets` names; null for none."""
     tied_head: Flag
@@ -156,6 +162,8 @@ class Model(Section):
         """Return the name of the stack of equal blocks that a layer is in."""
         if self.is_linear(layer):
             return f"linear_blocks_{layer % self.global_every}"
+        if self.global_heads is not None and not self.is_global(layer):
+            return f"local_blocks_{layer % self.global_every}"
         mlp = self.mlp
         if isinstance(mlp, ExpertsMlp) and (layer < mlp.dense_layers or (layer + 1) % mlp.every):
             return "dense_blocks"
@@ -188,8 +196,25 @@ class Model(Section):
 
     @property
     def num_rotated(self) -> int:
-        """Numbers of a head that RoPE rotates."""
+        """Numbers of a head that RoPE rotates, where layers have no heads of their own (`heads_of`)."""
         return self.head_dim if self.rotated_dim is None else self.rotated_dim
+
+    def heads_of(self, layer: int) -> HeadSizes:
+        """Return the sizes of the heads of a layer with attention."""
+        wide = self.global_heads
+        if wide is not None and self.is_global(layer):
+            return HeadSizes(wide.num_kv_heads, wide.head_dim, wide.head_dim, "kh")
+        value_dim = self.head_dim if self.latent is None else self.latent.value_dim
+        return HeadSizes(self.num_kv_heads, self.head_dim, value_dim, "KH")
+
+    @property
+    def kinds_of_heads(self) -> dict[HeadSizes, tuple[int, ...]]:
+        """Layers with attention by the sizes of their heads."""
+        kinds: dict[HeadSizes, tuple[int, ...]] = {}
+        for layer in range(self.num_layers):
+            if not self.is_linear(layer):
+                kinds[self.heads_of(layer)] = (*kinds.get(self.heads_of(layer), ()), layer)
+        return kinds
 
     @property
     def attention_options(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from tunix.config.low_rank import PROJECTIONS
-from tunix.config.mixers import Latent, LinearAttention
+from tunix.config.mixers import GlobalHeads, Latent, LinearAttention
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.rope import RopeLong
 from tunix.sharding.dims import codes_per_byte
@@ -41,6 +41,8 @@ def check_model(model: "Model") -> None:
         _check_latent(model, model.latent)
     if model.linear_attention is not None:
         _check_linear(model, model.linear_attention)
+    if model.global_heads is not None:
+        _check_global_heads(model, model.global_heads)
     if isinstance(model.mlp, ExpertsMlp):
         _check_experts(model, model.mlp)
     else:
@@ -79,6 +81,23 @@ def _check_linear(model: "Model", linear: LinearAttention) -> None:
         )
 
 
+def _check_global_heads(model: "Model", wide: GlobalHeads) -> None:
+    for key, value in (("latent", model.latent), ("linear_attention", model.linear_attention)):
+        if value is not None:
+            raise ValueError(f"model.global_heads does not go with model.{key}; set one of them to null")
+    if not 1 < model.global_every <= model.num_layers:
+        raise ValueError(
+            f"model.global_every={model.global_every} leaves no local or no global layer of model.num_layers="
+            f"{model.num_layers}, and model.global_heads needs both; change it, or set model.global_heads=null"
+        )
+    if model.num_heads % wide.num_kv_heads:
+        raise ValueError(
+            f"model.num_heads={model.num_heads} is not divisible by model.global_heads.num_kv_heads={wide.num_kv_heads}"
+        )
+    if isinstance(model.mlp, ExpertsMlp):
+        raise ValueError("model.global_heads does not go with experts yet; set model.mlp={kind:gated,activation:silu}")
+
+
 def _check_latent(model: "Model", latent: Latent) -> None:
     wanted_values: tuple[tuple[str, Any], ...] = (
         ("num_kv_heads", model.num_heads), ("qk_norm", "none"), ("attention_sinks", False),
@@ -108,8 +127,12 @@ def _check_rotations(model: "Model") -> None:
     key = "head_dim" if model.rotated_dim is None else "rotated_dim"
     if model.num_rotated % 2:
         raise ValueError(f"model.{key}={model.num_rotated} must be even: RoPE rotates pairs")
-    if model.num_rotated > model.head_dim:
-        raise ValueError(f"model.rotated_dim={model.rotated_dim} is more than model.head_dim={model.head_dim}")
+    wide = model.global_heads
+    if wide is not None and model.rotated_dim is None and wide.head_dim % 2:
+        raise ValueError(f"model.global_heads.head_dim={wide.head_dim} must be even: RoPE rotates pairs")
+    for heads in model.kinds_of_heads:
+        if model.rotated_dim is not None and model.rotated_dim > heads.dim:
+            raise ValueError(f"model.rotated_dim={model.rotated_dim} is more than model.head_dim={heads.dim}")
     if isinstance(model.rope_scaling, RopeLong):
         for name in ("short_factors", "long_factors"):
             if (count := len(getattr(model.rope_scaling, name))) != model.num_rotated // 2:

@@ -219,8 +219,9 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     model, item = cfg.model, jnp.dtype(layout.compute).itemsize
     local = {letter: shard_shape((size,), layout.activation(letter), mesh)[0] for letter, size in model.dims.items()}
     tokens = shard_shape((length,), layout.activation("T"), mesh)[0]
-    heads, head_dim = local["N"], local["H"]
-    keys = min(local["K"], heads)  # of heads that every device keeps, it uses one
+    heads, kinds = local["N"], model.kinds_of_heads
+    # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
+    of_heads = max((heads + min(local[each.letters[0]], heads)) * each.dim for each in kinds)
     mlp = (2 if model.mlp.kind == "plain" else 3) * local["F"]
     if isinstance(model.mlp, ExpertsMlp):
         # Rows for which the exchange has room, for each token of this device.
@@ -237,10 +238,11 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         numbers = 2 * local["I"] * linear.key_dim + local["J"] * of_values  # of a token, float32
         of_linear = round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers))
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
-    inside = 2 * tokens * item * (6 * local["D"] + copies * (heads + keys) * head_dim + mlp)
+    inside = 2 * tokens * item * (6 * local["D"] + copies * of_heads + mlp)
     is_ring = choose_exchange(model, mesh.shape).name == "ring"
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
-    if is_ring or choose_kernel(model.attention, head_dim, layout.compute, model.attention_options).name == "xla":
+    kernels = {choose_kernel(model.attention, each.dim, layout.compute, model.attention_options).name for each in kinds}
+    if is_ring or "xla" in kernels:
         inside += heads * min(length, QUERY_BLOCK) * tokens * (4 + item)
     return max(inside, of_linear)
 

@@ -194,10 +194,12 @@ def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) ->
     A layer of linear attention has a memory of fixed size.
     """
     model, layout = program.cfg.model, program.layout
-    heads = shard_shape((model.num_kv_heads,), layout.activation("K"), mesh)[0]
-    numbers = 2 * heads * model.head_dim if model.latent is None else model.latent.dim + model.num_rotated
-    windows, item = model.windows(num_slots), jnp.dtype(layout.compute).itemsize
-    num_bytes, num_linear = sum(windows) * numbers * item, windows.count(0)
+    windows, num_bytes = model.windows(num_slots), 0
+    for heads, layers in model.kinds_of_heads.items():
+        own_heads = shard_shape((heads.num_kv_heads,), layout.activation(heads.letters[0]), mesh)[0]
+        numbers = 2 * own_heads * heads.dim if model.latent is None else model.latent.dim + model.num_rotated
+        num_bytes += sum(windows[layer] for layer in layers) * numbers * jnp.dtype(layout.compute).itemsize
+    num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
     return num_bytes + num_linear * _memory_bytes(program, mesh) if num_linear else num_bytes
 
 

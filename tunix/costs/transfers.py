@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import Config, DeviceKind
+from tunix.config.mixers import HeadSizes
 from tunix.costs.links import Group, collective_s
 from tunix.models.exchanges import choose_exchange, repeats_of
 from tunix.sharding.dims import axis_names, token_axes
@@ -162,14 +163,15 @@ def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microb
     segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
     pipeline = cfg.training.pipeline(mesh.shape)
-    layers = num_microbatches * cfg.model.num_layers * pipeline.ticks_per_part
     exchanged = TRANSFERS_OF_A_LAYER[choose_exchange(cfg.model, mesh.shape).name]
-    of_a_layer = exchanged(cfg, measure_heads(cfg, program.layout, mesh), pipeline.runs_again)
-    num_bytes, count = round(layers * of_a_layer.num_bytes), max(1, round(layers * of_a_layer.count))
-    yield replace(of_a_layer, num_bytes=num_bytes, count=count)
+    for kind, of_kind in cfg.model.kinds_of_heads.items():
+        layers = num_microbatches * len(of_kind) * pipeline.ticks_per_part
+        of_a_layer = exchanged(cfg, measure_heads(cfg, kind, program.layout, mesh), pipeline.runs_again)
+        num_bytes, count = round(layers * of_a_layer.num_bytes), max(1, round(layers * of_a_layer.count))
+        yield replace(of_a_layer, num_bytes=num_bytes, count=count)
 
 
-class HeadSizes(NamedTuple):
+class LocalHeads(NamedTuple):
     """Sizes of attention's arrays on one device, for one microbatch, before an exchange."""
 
     rows: int
@@ -180,16 +182,18 @@ class HeadSizes(NamedTuple):
     itemsize: int  # bytes of a number in products
 
 
-def measure_heads(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh) -> HeadSizes:
+def measure_heads(cfg: Config, kind: HeadSizes, layout: Layout, mesh: Mesh | AbstractMesh) -> LocalHeads:
+    """Return the sizes on one device of heads of a kind (`Model.kinds_of_heads`)."""
     rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
-    shape = rows, tokens, cfg.model.num_heads, cfg.model.head_dim
+    shape = rows, tokens, cfg.model.num_heads, kind.dim
     own_rows, own_tokens, queries, head_dim = shard_shape(shape, layout.activation("BTNH"), mesh)
-    keys = layout.num_own_kv_heads(shard_shape((cfg.model.num_kv_heads,), layout.activation("K"), mesh)[0])
+    letter = kind.letters[0]
+    keys = layout.num_own_kv_heads(shard_shape((kind.num_kv_heads,), layout.activation(letter), mesh)[0], letter)
     numbers, itemsize = own_rows * own_tokens * head_dim, jnp.dtype(layout.compute).itemsize
-    return HeadSizes(own_rows, queries, keys, numbers, token_shards(mesh.shape), itemsize)
+    return LocalHeads(own_rows, queries, keys, numbers, token_shards(mesh.shape), itemsize)
 
 
-def swap_heads(cfg: Config, heads: HeadSizes, runs_again: bool) -> Transfer:
+def swap_heads(cfg: Config, heads: LocalHeads, runs_again: bool) -> Transfer:
     """Return the transfers of a layer whose devices swap queries, keys, values and results: heads for tokens.
 
     `runs_again` is true where the backward pass runs a whole stage once more.
@@ -201,7 +205,7 @@ def swap_heads(cfg: Config, heads: HeadSizes, runs_again: bool) -> Transfer:
     return Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=round(4 * times))
 
 
-def hand_on_keys(cfg: Config, heads: HeadSizes, runs_again: bool) -> Transfer:
+def hand_on_keys(cfg: Config, heads: LocalHeads, runs_again: bool) -> Transfer:
     """Return the transfers of a layer whose keys, values and their gradients go round a ring."""
     # Forward, once more where the results are not kept, and backward. The last two begin with the same transfer, which
     # XLA makes once. Gradients, float32, also go home.

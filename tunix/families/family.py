@@ -50,6 +50,7 @@ class Family:
     biases: dict[str, str] = field(default_factory=dict)  # flag of config.json -> `model.biases` where it is true
     local_rope: bool = False  # local layers have rotations of their own, which no scaling changes
     unrotated_global: bool = False  # where there are local layers, the global ones have no positions
+    query_scale: float | None = None  # `model.query_scale` where no key of config.json says it; None for head_dim
     local_type: str = "sliding_attention"  # word for a local layer in layer_types of config.json
     qk_norm: str = "per_head"  # `model.qk_norm` where use_qk_norm of config.json is true
     # Patterns of the names of tensors that are not weights of the decoder; {num_layers} is the number of its layers.
@@ -64,7 +65,7 @@ class Family:
         Parts that all blocks have are named as those of `blocks`.
         """
         stack, _, part = path.partition(".")
-        if not stack.startswith(("dense_blocks", "linear_blocks")):
+        if not stack.startswith(("dense_blocks", "linear_blocks", "local_blocks")):
             return self.names.get(path)
         kind = stack.rstrip("_0123456789")
         return self.names.get(f"{kind}.{part}") or self.names.get(f"blocks.{part}")

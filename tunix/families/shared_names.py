@@ -72,10 +72,21 @@ def linear_names() -> dict[str, Name]:
 ALL_LOCAL = {"sliding_window": None, "sliding_window_pattern": 0}
 
 
-def qk_norm(*dims: str) -> dict[str, Name]:
-    """Return the names of the norms of queries and of keys, whose scales have these dimensions."""
+def attention_names(letters: str, stack: str) -> dict[str, Name]:
+    """Return the names of the projections of a stack's layers, whose keys have these two dimensions, like "KH"."""
+    width = letters[-1]
+    dims = {"q": f"N{width},D", "k": f"{letters},D", "v": f"{letters},D", "o": f"D,N{width}"}
     return {
-        f"blocks.attention.{x}_norm.scale": Name(f"model.layers.{{}}.self_attn.{x}_norm.weight", letters)
+        f"{stack}.attention.{x}.w": Name(f"model.layers.{{}}.self_attn.{x}_proj.weight", each)
+        for x, each in dims.items()
+    }
+
+
+def qk_norm(queries: str, keys: str, stack: str = "blocks") -> dict[str, Name]:
+    """Return the names of the norms of queries and of keys, whose scales have these dimensions."""
+    dims = queries, keys
+    return {
+        f"{stack}.attention.{x}_norm.scale": Name(f"model.layers.{{}}.self_attn.{x}_norm.weight", letters)
         for x, letters in zip("qk", dims, strict=True)
     }
 

@@ -10,6 +10,7 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.families import FAMILIES, Family, find_family
+from tunix.hf.head_keys import GLOBAL_HEADS, read_global_heads, write_global_heads
 from tunix.hf.rope_keys import FULL, LATENT, PARTIAL, read_rope, write_rope
 
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
@@ -80,10 +81,11 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
     for key, value in raw.items():
         if key not in keys:
             raise UserError(f"{where}: {key}={value} is not understood for model_type={kind}")
+    raw = family.absent | raw
+    for key, value in raw.items():
         if key in family.fixed and value not in family.fixed[key]:
             usual = " or ".join(map(str, family.fixed[key]))
             raise UserError(f"{where}: {key}={value} is not supported; it must be {usual}")
-    raw = family.absent | raw
     missing = [key for key in family.keys.values() if key not in raw]
     if missing:
         raise UserError(f"{where}: {', '.join(missing)} is missing")
@@ -106,7 +108,9 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
             values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
         if family.absent.keys() >= LATENT:
             values |= _latent_heads(raw, values)
-        values = _derived(values)
+        values = _derived(values, family)
+        if family.absent.keys() >= GLOBAL_HEADS:
+            values["global_heads"] = read_global_heads(raw, values)
         if ROPE_KEYS & family.absent.keys():
             values |= read_rope(raw, values, family)
     except ValueError as error:
@@ -197,13 +201,13 @@ def _temperature(raw: dict[str, Any]) -> dict[str, Any] | None:
     return {"rate": raw["attn_scale"], "every": int(raw["floor_scale"]), "offset": 1, "layers": "unrotated"}
 
 
-def _derived(values: dict[str, Any]) -> dict[str, Any]:
+def _derived(values: dict[str, Any], family: Family) -> dict[str, Any]:
     """Dimensions that follow from others where config.json leaves them open."""
     heads, dim = values["num_heads"], values["embed_dim"]
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["head_dim"] = values.get("head_dim") or dim // heads
     values["mlp_dim"] = values["mlp_dim"] or 4 * dim
-    values.setdefault("query_scale", values["head_dim"])
+    values.setdefault("query_scale", family.query_scale or values["head_dim"])
     return values
 
 
@@ -252,7 +256,9 @@ WHOLE = {"query_pre_attn_scalar"}  # keys that are integers there and numbers he
 DERIVED = (
     PARTIAL
     | LATENT
+    | GLOBAL_HEADS
     | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
+    | {"vocab_size_per_layer_input"}  # of embeddings of each layer, which no model has that is understood
 )
 
 
@@ -281,6 +287,8 @@ def write_config(model: Model) -> dict[str, Any]:
             "qk_rope_head_dim": model.num_rotated,
             "rope_interleave": model.rotated_pairs == "neighbours",
         }
+    if family.absent.keys() >= GLOBAL_HEADS:
+        config |= write_global_heads(model)
     if model.positions == "learned":
         return config
     config |= write_rope(model, family)

@@ -46,6 +46,7 @@ SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
             "attention_factor": ("attention_factor", None),
         },
     ),
+    "proportional": ("proportional", {"partial_rotary_factor": ("share", 1.0), "factor": ("factor", 1.0)}),
 }
 ROPE_SYNONYMS = {"su": "longrope"}  # rope_type in other versions -> the usual one
 
@@ -61,7 +62,8 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key), dict | None):
             raise ValueError(f"{key}={raw[key]} is not a JSON object")
-    everywhere = raw.get("rope_parameters") or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
+    everywhere = raw.get("rope_parameters") or family.absent.get("rope_parameters")
+    everywhere = everywhere or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
     nearby = {"rope_theta": raw.get("rope_local_base_freq")}
     if FULL in everywhere:
         everywhere, nearby = everywhere[FULL], everywhere[SLIDING]
@@ -145,8 +147,9 @@ def write_rope(model: Model, family: Family) -> dict[str, Any]:
     if kind == "longrope":  # Phi's own code reads the whole file's key, transformers 5 asks for the factor
         config[ORIGINAL] = given[ORIGINAL]
         given["factor"] = model.context_length / given[ORIGINAL]
-    config["rope_theta"] = model.rope_theta
-    config["rope_scaling"] = {"rope_type": kind, **given} if given else None
+    if "rope_parameters" not in family.absent:
+        config["rope_theta"] = model.rope_theta
+        config["rope_scaling"] = {"rope_type": kind, **given} if given else None
     if not PARTIAL.isdisjoint(family.absent):
         config["partial_rotary_factor"] = model.num_rotated / model.head_dim
     if model.global_every > 1 and family.local_rope:

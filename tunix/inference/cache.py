@@ -41,7 +41,7 @@ def prefill(
             seen = seen_in_row(model.local_segments(segments, layer), layer.window)
             options = model.cfg.attention_options
             k, v = heads.expand(*kept)
-            out = attend(q, k, v, seen, model.layout, model.cfg.attention, **options)
+            out = attend(q, k, v, seen, model.layout, model.cfg.attention, kv_letter=heads.kv_letter, **options)
             return out, tuple(_placed(x, layer.window) for x in kept)
 
         return Mix(attend_to_prompt, lambda recurrence: recurrence.run_rows(segments))
@@ -75,7 +75,7 @@ def decode(
             seen = _seen_in_cache(size, time, first + (time - first) // size * size if chunked else first)
 
             def look(q, k, v, layout):
-                return attend(q, k, v, seen, layout, "xla", **options)
+                return attend(q, k, v, seen, layout, "xla", kv_letter=heads.kv_letter, **options)
 
             return heads.look_back(q, kept, look), kept
 

@@ -37,20 +37,22 @@ def attend(
     layout: Layout,
     kernel: str,
     exchange: str = "none",
+    kv_letter: str = "K",
     **options: Any,
 ) -> Any:
     """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
     Scores and softmax are float32. `kernel` is a key of `KERNELS` or a dotted path; `exchange` is a key of `EXCHANGES`;
-    `options` are those of `Model.attention_options`, the same for every layer. Places and segments of `seen` are those
-    of whole sequences, on every device that has a part of them.
+    `kv_letter` is that of the dimension of key/value heads, by which the layout splits them; `options` are those of
+    `Model.attention_options`, the same for every layer. Places and segments of `seen` are those of whole sequences, on
+    every device that has a part of them.
     """
-    of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", "BTKH", "BS"))
+    of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", f"BT{kv_letter}H", "BS"))
     of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])
     kernel_function = import_object(KERNELS.get(kernel, kernel))
 
     def on_each_device(q, k, v, seen):
-        k, v = (layout.own_kv_heads(x, q.shape[2]) for x in (k, v))
+        k, v = (layout.own_kv_heads(x, q.shape[2], kv_letter) for x in (k, v))
         return EXCHANGES[exchange](kernel_function, q, k, v, seen, **options)
 
     in_specs = (of_queries, of_keys, of_keys, of_seen)

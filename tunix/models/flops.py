@@ -1,5 +1,7 @@
 """Arithmetic that a step needs, and what devices can do: the two halves of model FLOPs utilisation (MFU)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tunix.config import Model
@@ -23,9 +25,9 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
 
     Linear attention reads the memory of each head, corrects it, and asks it: three products with E x M numbers.
     """
-    attended = attended_tokens(cfg, seq_len)
-    value_dim = cfg.head_dim if cfg.latent is None else cfg.latent.value_dim
-    scores = 2.0 * cfg.num_heads * (cfg.head_dim + value_dim) * attended
+    scores = 0.0
+    for heads, layers in cfg.kinds_of_heads.items():
+        scores += 2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * attended_tokens(cfg, seq_len, layers)
     return 2.0 * _multiplied(cfg, num_active) + scores + _memory_flops_per_token(cfg)
 
 
@@ -51,14 +53,15 @@ def _num_linear(cfg: Model) -> int:
     return sum(cfg.is_linear(layer) for layer in range(cfg.num_layers))
 
 
-def attended_tokens(cfg: Model, seq_len: int) -> float:
-    """Return the tokens that a token attends to, a mean over `seq_len` tokens and a sum over layers."""
+def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:
+    """Return the tokens that a token attends to, a mean over `seq_len` tokens and a sum over these layers."""
     context = np.arange(1, seq_len + 1)
     of_local = {
         "window": lambda window: np.minimum(context, window),
         "chunk": lambda window: (context - 1) % window + 1,
     }[cfg.local_attention]
-    return float(sum(of_local(window).mean() for window in cfg.windows(seq_len)))
+    windows = cfg.windows(seq_len)
+    return float(sum(of_local(windows[layer]).mean() for layer in layers))
 
 
 def _multiplied(cfg: Model, num_active: int) -> int:

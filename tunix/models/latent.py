@@ -33,6 +33,7 @@ class Heads(NamedTuple):
 
     expand: Callable[..., tuple[jax.Array, jax.Array]]  # to keys and values [B, S, K, H]
     look_back: Callable[[jax.Array, tuple[jax.Array, ...], Attend], Any]  # of one query for each row, to its results
+    kv_letter: str = "K"  # of the dimension of key/value heads (sharding/dims.py)
 
 
 class LatentAttention(nnx.Module):

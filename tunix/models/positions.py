@@ -27,15 +27,16 @@ class Rope(NamedTuple):
 def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rope:
     """Rotations of these layers: the scaled ones of `rope_theta`, in local layers those of `local_rope_theta` if given.
 
-    A layer without positions turns by 0 radians. `reach` is the number of tokens that the sequences grow to, a number
-    of Python's or a scalar: LongRoPE turns slower in longer ones.
+    A layer without positions turns by 0 radians. The layers have heads of one width. `reach` is the number of tokens
+    that the sequences grow to, a number of Python's or a scalar: LongRoPE turns slower in longer ones.
     """
     assert cfg.rope_theta is not None
-    scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg, cfg.rope_theta)
+    (num_rotated,) = {cfg.rotated_dim or cfg.heads_of(layer).dim for layer in layers}
+    scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg, cfg.rope_theta, num_rotated)
     if isinstance(cfg.rope_scaling, RopeLong):
         short, long = scaled
         scaled = jnp.where(reach > cfg.rope_scaling.original_context, long, short)
-    local = scaled if cfg.local_rope_theta is None else _rotations(cfg.local_rope_theta, cfg.num_rotated)
+    local = scaled if cfg.local_rope_theta is None else _rotations(cfg.local_rope_theta, num_rotated)
     is_scaled = np.array([cfg.local_rope_theta is None or cfg.is_global(layer) for layer in layers])
     is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
     of_layers = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
@@ -81,16 +82,21 @@ def _rotations(theta: float, dim: int) -> np.ndarray:
     return theta ** -(np.arange(0, dim, 2) / dim)
 
 
-def _unscaled(cfg, theta):
-    return _rotations(theta, cfg.num_rotated), 1.0
+def _unscaled(cfg, theta, dim):
+    return _rotations(theta, dim), 1.0
 
 
-def _linear(cfg, theta):
-    return _rotations(theta, cfg.num_rotated) / cfg.rope_scaling.factor, 1.0
+def _linear(cfg, theta, dim):
+    return _rotations(theta, dim) / cfg.rope_scaling.factor, 1.0
 
 
-def _llama3(cfg, theta):
-    scaling, plain = cfg.rope_scaling, _rotations(theta, cfg.num_rotated)
+def _proportional(cfg, theta, dim):
+    is_rotated = np.arange(dim // 2) < int(cfg.rope_scaling.share * dim // 2)
+    return _rotations(theta, dim) / cfg.rope_scaling.factor * is_rotated, 1.0
+
+
+def _llama3(cfg, theta, dim):
+    scaling, plain = cfg.rope_scaling, _rotations(theta, dim)
     turns = scaling.original_context * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Llama 4 has one factor for both: nothing is mixed.
@@ -98,9 +104,8 @@ def _llama3(cfg, theta):
     return plain * kept + plain / scaling.factor * (1 - kept), 1.0
 
 
-def _yarn(cfg, theta):
-    scaling, dim = cfg.rope_scaling, cfg.num_rotated
-    plain = _rotations(theta, dim)
+def _yarn(cfg, theta, dim):
+    scaling, plain = cfg.rope_scaling, _rotations(theta, dim)
 
     def pair(turns):
         """The number of the pair that makes `turns` full turns in the original context."""
@@ -115,14 +120,21 @@ def _yarn(cfg, theta):
     return plain * kept + plain / scaling.factor * (1 - kept), magnitude
 
 
-def _longrope(cfg, theta):
+def _longrope(cfg, theta, dim):
     """Return rotations of sequences up to the original context, and those of longer ones; and their magnitude."""
-    scaling, plain = cfg.rope_scaling, _rotations(theta, cfg.num_rotated)
+    scaling, plain = cfg.rope_scaling, _rotations(theta, dim)
     ratio, original = cfg.context_length / scaling.original_context, scaling.original_context
     magnitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
     rotations = plain / np.array(scaling.short_factors), plain / np.array(scaling.long_factors)
     return rotations, scaling.attention_factor or magnitude
 
 
-# (model, RoPE base) -> radians per position of each pair, [R / 2] float64, and the magnitude of a rotated vector.
-SCALINGS = {"none": _unscaled, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+# (model, RoPE base, R) -> radians per position of each pair, [R / 2] float64, and the magnitude of a rotated vector.
+SCALINGS = {
+    "none": _unscaled,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}

@@ -66,6 +66,7 @@ def list_stacks(cfg: Model) -> tuple[Stack, ...]:
     stacks = []
     for name, layers in cfg.stacks.items():
         mixer = "linear" if cfg.is_linear(layers[0]) else attention
+        mixer = "global" if cfg.heads_of(layers[0]).letters == "kh" else mixer
         mlp = "gated" if name == "dense_blocks" else cfg.mlp.kind
         stacks.append(Stack(name, layers, mixer, mlp))
     return tuple(stacks)
@@ -100,7 +101,7 @@ class Forward(NamedTuple):
     reach: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
 
     def rope(self, cfg: Model, layers: Any) -> Rope | None:
-        """Return the angles of these layers, arrays [L, ...]; None with learned positions."""
+        """Return the angles of layers with heads of one width, arrays [L, ...]; None with learned positions."""
         reach = self.length if self.reach is None else self.reach
         return layer_rope(cfg, layers, reach) if cfg.positions == "rope" else None
 
@@ -143,13 +144,13 @@ class Stacks:
         `params` has, by the name of a stack, the parameters of each of its layers as a tree of their own. A layer's
         number and window are Python's.
         """
-        windows, every = self.cfg.windows(forward.length), range(self.cfg.num_layers)
-        rope, all_kept = forward.rope(self.cfg, every), []
-        for number in every:
+        windows, all_kept = self.cfg.windows(forward.length), []
+        ropes = {stack.name: forward.rope(self.cfg, stack.layers) for stack in self}
+        for number in range(self.cfg.num_layers):
             name = self.cfg.stack_of(number)
-            layer = Layer(number, windows[number], jax.tree.map(lambda of_all, number=number: of_all[number], rope))
-            of_layer = params[name][self.stacks[name].layers.index(number)]
-            rows, kept, _ = self._run_layer(self._graphdef(name), rows, (of_layer, layer), forward)
+            at = self.stacks[name].layers.index(number)
+            layer = Layer(number, windows[number], jax.tree.map(lambda of_all, at=at: of_all[at], ropes[name]))
+            rows, kept, _ = self._run_layer(self._graphdef(name), rows, (params[name][at], layer), forward)
             all_kept.append(kept)
         return rows, all_kept
 

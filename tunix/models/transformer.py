@@ -98,7 +98,7 @@ class Transformer(nnx.Module):
 
         def attend_to_row(q, kept, heads):
             k, v = heads.expand(*kept)
-            return attend(q, k, v, seen, self.block_layout, kernel, exchange, **options), None
+            return attend(q, k, v, seen, self.block_layout, kernel, exchange, heads.kv_letter, **options), None
 
         return Mix(attend_to_row, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
 

@@ -235,9 +235,15 @@ def kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelD
     """
     model, length = cfg.model, cfg.training.seq_len
     pairs, of_flash = math.nan, row_of_chip(BLOCKS, device_kind)
-    if of_flash is not None and model.head_dim <= max(of_flash):
-        windows = [window for window in model.windows(length) if window]  # of layers that run the kernel
-        pairs = computed_pairs(length, windows, blocks_for(of_flash, model.head_dim).forward)
+    if of_flash is not None:
+        windows = model.windows(length)
+        of_layers = [  # that run the kernel
+            computed_pairs(length, [windows[layer]], blocks_for(of_flash, heads.dim).forward)
+            for heads, layers in model.kinds_of_heads.items()
+            for layer in layers
+            if heads.dim <= max(of_flash)
+        ]
+        pairs = sum(of_layers) / len(of_layers) if of_layers else math.nan
     of_experts = row_of_chip(grouped_blocks.BLOCKS, device_kind)
     if of_experts is None or not isinstance(model.mlp, ExpertsMlp):
         return KernelData(pairs)

@@ -14,6 +14,7 @@ short sequences on many devices, a slow network.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,8 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tunix.config import Config
-from tunix.costs.transfers import HeadSizes, Transfer, measure_heads, seconds, swap_heads
+from tunix.config.mixers import HeadSizes
+from tunix.costs.transfers import LocalHeads, Transfer, measure_heads, seconds, swap_heads
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.chips import row_of_chip
 from tunix.models.exchanges import choose_exchange
@@ -66,9 +68,10 @@ def time_of_attention(cfg: Config, exchange: str, sizes: dict[str, int], cluster
 
     `exchange` is `ulysses` or `ring`.
     """
-    place = _place(cfg, sizes, cluster)
-    return place.microbatches * sum(
-        num_layers * _OF_A_LAYER[exchange](place, window) for window, num_layers in place.windows.items()
+    return sum(
+        place.microbatches * num_layers * _OF_A_LAYER[exchange](place, window)
+        for place in _places(cfg, sizes, cluster)
+        for window, num_layers in place.windows.items()
     )
 
 
@@ -79,9 +82,13 @@ def time_beyond_mean(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops
     """
     if choose_exchange(cfg.model, sizes).name != "ring":
         return 0.0
-    place = _place(cfg, sizes, cluster)
-    length, heads, times = cfg.training.seq_len, place.heads, _pair_times(place, "xla")
-    (flops, _), total = _flops_of_pair(cfg), 0.0
+    return sum(_beyond_mean(place, flops_per_s) for place in _places(cfg, sizes, cluster))
+
+
+def _beyond_mean(place: "Place", flops_per_s: float) -> float:
+    """Return `time_beyond_mean` of the layers of one place."""
+    length, heads, times = place.cfg.training.seq_len, place.heads, _pair_times(place, "xla")
+    (flops, _), total = _flops_of_pair(place.kind), 0.0
     for window, num_layers in place.windows.items():
         slowest = float(np.sum(pairs_in_ring(length, window, heads.num_devices)))
         mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
@@ -91,32 +98,39 @@ def time_beyond_mean(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops
 
 
 class Place(NamedTuple):
-    """A mesh of a cluster, with what attention does there for one microbatch."""
+    """A mesh of a cluster, with what attention with heads of one kind does there for one microbatch."""
 
     cfg: Config
     sizes: dict[str, int]
     cluster: Cluster
-    heads: HeadSizes
+    kind: HeadSizes
+    heads: LocalHeads
     kernel: str  # of `choose_kernel`
     again: float  # times that the forward pass runs once more
     microbatches: float  # of a step, with those of the bubble of a pipeline
     windows: Counter[int]  # layers by the tokens that they attend to
 
 
-def _place(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Place:
+def _places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[Place]:
+    """Yield the place of each kind of heads that the model has."""
     model, names = cfg.model, axis_names()
     axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, "gpu")
     lengths = tuple(sizes[axis] for axis in names)
     mesh = AbstractMesh(lengths, names, axis_types=axis_types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         layout = build_layout(cfg, mesh)  # type: ignore[arg-type]
-        heads = measure_heads(cfg, layout, mesh)
-        kernel = choose_kernel(model.attention, model.head_dim, layout.compute, model.attention_options).name
+        heads = {kind: measure_heads(cfg, kind, layout, mesh) for kind in model.kinds_of_heads}
+        kernels = {
+            kind: choose_kernel(model.attention, kind.dim, layout.compute, model.attention_options).name
+            for kind in model.kinds_of_heads
+        }
     pipeline = cfg.training.pipeline(sizes)
     again = read_remat(cfg.training).computes_again("attention") + pipeline.runs_again
     microbatches = pipeline.num_microbatches * pipeline.ticks_per_part
-    windows = Counter(model.windows(cfg.training.seq_len))
-    return Place(cfg, sizes, cluster, heads, kernel, again, microbatches, windows)
+    windows = model.windows(cfg.training.seq_len)
+    for kind, layers in model.kinds_of_heads.items():
+        of_kind = Counter(windows[layer] for layer in layers)
+        yield Place(cfg, sizes, cluster, kind, heads[kind], kernels[kind], again, microbatches, of_kind)
 
 
 def _time_of_ulysses(place: Place, window: int) -> float:
@@ -125,7 +139,7 @@ def _time_of_ulysses(place: Place, window: int) -> float:
     length, blocks = cfg.training.seq_len, row_of_chip(BLOCKS, kind.name)
     swap = swap_heads(cfg, heads, cfg.training.pipeline(place.sizes).runs_again)
     if place.kernel == "flash" and blocks is not None:
-        pairs = computed_pairs(length, [window], blocks_for(blocks, cfg.model.head_dim).forward)
+        pairs = computed_pairs(length, [window], blocks_for(blocks, place.kind.dim).forward)
     else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
         pairs = (length + min(length, QUERY_BLOCK)) * length / 2
     times, count = _pair_times(place, place.kernel), pairs * heads.rows * heads.queries / heads.num_devices
@@ -169,15 +183,13 @@ def pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
     return size * own * np.sum(first_block <= blocks[:, None], axis=1).astype(float)
 
 
-def _flops_of_pair(cfg: Config) -> tuple[int, int]:
+def _flops_of_pair(kind: HeadSizes) -> tuple[int, int]:
     """Return the FLOPs of a pair of one head, forward and backward.
 
     Forward there are two products, of which one has the width of keys and one that of values; backward there are three
     and two.
     """
-    model = cfg.model
-    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
-    return 2 * (model.head_dim + value_dim), 6 * model.head_dim + 4 * value_dim
+    return 2 * (kind.dim + kind.value_dim), 6 * kind.dim + 4 * kind.value_dim
 
 
 def _pair_times(place: Place, kernel: str) -> PairTimes:
@@ -187,7 +199,7 @@ def _pair_times(place: Place, kernel: str) -> PairTimes:
     exponentials, float32; these are written and read by a product in the dtype of products. Backward two arrays are
     written and read once, float32; of the two arrays made of them, one is read by one product and one by two.
     """
-    kind, item, flops = place.cluster.kind, place.heads.itemsize, _flops_of_pair(place.cfg)
+    kind, item, flops = place.cluster.kind, place.heads.itemsize, _flops_of_pair(place.kind)
     products = kind.peak_tflops * 1e12 * kind.efficiency
     if kernel != "xla":
         return PairTimes(*(each / (products * KERNEL_SHARE) for each in flops))

@@ -218,10 +218,12 @@ def _remat(training: Training) -> str:
 
 def _attention(cfg: Config) -> str:
     """Return the attention kernel in words, and why it was chosen."""
-    choice = choose_kernel(
-        cfg.model.attention, cfg.model.head_dim, cfg.training.dtypes["compute"], cfg.model.attention_options
-    )
-    text = f"{choice.name} attention" + (f" ({choice.reason})" if cfg.model.attention == "auto" else "")
+    model, texts = cfg.model, []
+    for heads in model.kinds_of_heads:
+        choice = choose_kernel(model.attention, heads.dim, cfg.training.dtypes["compute"], model.attention_options)
+        where = " in global layers" if heads.letters == "kh" else ""
+        texts.append(f"{choice.name} attention{where}" + (f" ({choice.reason})" if model.attention == "auto" else ""))
+    text = ", ".join(texts)
     exchange = choose_exchange(cfg.model)
     if exchange.name == "none":
         return text

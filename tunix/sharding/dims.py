@@ -92,6 +92,9 @@ DIMS = {
         Dim("N", "query heads",      "tp",    "tp", key="model.num_heads"),
         Dim("K", "key/value heads",  "tp",    "tp", key="model.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),
         Dim("H", "head width",       None,    None, key="model.head_dim"),
+        # Global layers may have heads of their own: small letters for the same two dimensions.
+        Dim("k", "key/value heads of global layers", "tp", "tp", key="model.global_heads.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),  # noqa: E501
+        Dim("h", "head width of global layers", None, None, key="model.global_heads.head_dim"),
         Dim("Q", "queries' latent",  KEEPING, None, key="model.latent.query_dim", may_stay_whole=Whole.ALWAYS),
         Dim("C", "keys' and values' latent", KEEPING, None, key="model.latent.dim", may_stay_whole=Whole.ALWAYS),
         Dim("R", "rotated width",    None,    None),  # of a key that all heads share

@@ -222,22 +222,22 @@ class Layout:
             gradient = reshard(gradient, PartitionSpec(*spec, unreduced=others))
         return reshard(gradient, spec)
 
-    def own_kv_heads(self, heads: jax.Array, num_local_queries: int) -> jax.Array:
+    def own_kv_heads(self, heads: jax.Array, num_local_queries: int, letter: str = "K") -> jax.Array:
         """Return the heads [B, T, K, H] that serve this device's query heads, inside a `shard_map`.
 
         With more devices on the axis of query heads than K, each device has all key/value heads and needs one of them,
-        because K divides the size of the axis.
+        because K divides the size of the axis. `letter` is that of their dimension.
         """
-        if "K" not in self.unsplit:
+        if letter not in self.unsplit:
             return heads
         (axis,) = DIMS["N"].activation_axes
         queries_per_head = num_local_queries * jax.lax.axis_size(axis) // heads.shape[2]
         own = jax.lax.axis_index(axis) * num_local_queries // queries_per_head
         return jax.lax.dynamic_slice_in_dim(heads, own, 1, axis=2)
 
-    def num_own_kv_heads(self, num_heads: int) -> int:
-        """Return how many of the `num_heads` key/value heads on a device serve its query heads."""
-        return 1 if "K" in self.unsplit else num_heads
+    def num_own_kv_heads(self, num_heads: int, letter: str = "K") -> int:
+        """Return how many of the `num_heads` key/value heads on a device serve its query heads; see `own_kv_heads`."""
+        return 1 if letter in self.unsplit else num_heads
 
     @property
     def expert_axes(self) -> tuple[str, ...]:

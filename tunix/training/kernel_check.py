@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from tunix.base.errors import UserError
-from tunix.config import Config
+from tunix.config import Config, Model
+from tunix.config.mixers import HeadSizes
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.attention import attend
 from tunix.models.exchanges import choose_exchange
@@ -37,12 +38,18 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     Raises:
         UserError: they differ by more than rounding explains.
     """
-    name = choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute, cfg.model.attention_options).name
-    is_plain = name == "xla" or choose_exchange(cfg.model, mesh.shape).name == "ring"
-    if not cfg.training.check_attention or is_plain:
+    if not cfg.training.check_attention or choose_exchange(cfg.model, mesh.shape).name == "ring":
         return None
-    differences = jax.jit(lambda: _compare(cfg, layout, name, data_shards(mesh.shape), token_shards(mesh.shape)))()
-    return _judge(f"model.attention={name}", f"{name} attention", differences, layout.compute, mesh)
+    findings, model = [], cfg.model
+    for heads in model.kinds_of_heads:
+        name = choose_kernel(model.attention, heads.dim, layout.compute, model.attention_options).name
+        if name == "xla":
+            continue
+        compare = partial(_compare, model, heads, layout, name, data_shards(mesh.shape), token_shards(mesh.shape))
+        where = " in global layers" if heads.letters == "kh" else ""
+        what = f"{name} attention{where}"
+        findings.append(_judge(f"model.attention={name}", what, jax.jit(compare)(), layout.compute, mesh))
+    return "; ".join(findings) or None
 
 
 def check_expert_products(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
@@ -76,31 +83,33 @@ def _judge(setting: str, what: str, differences: dict[str, jax.Array], dtype: st
     return f"{what} agrees with the plain kernel within {largest:.2%} on {kind}"
 
 
-def _compare(cfg: Config, layout: Layout, name: str, num_rows: int, num_parts: int) -> dict[str, jax.Array]:
+def _compare(
+    model: Model, sizes: HeadSizes, layout: Layout, name: str, num_rows: int, num_parts: int
+) -> dict[str, jax.Array]:
     """Return for outputs and gradients the largest difference, relative to the largest number of the plain kernel.
 
-    There are `num_rows` sequences, each on `num_parts` devices.
+    There are `num_rows` sequences, each on `num_parts` devices. `sizes` are those of the heads.
     """
-    model = cfg.model
+    kv_letter = sizes.letters[0]
     length = -(-LENGTH // num_parts) * num_parts
 
     def numbers(seed: int, letters: str, heads: int) -> jax.Array:
-        row = jax.random.normal(jax.random.key(seed), (1, length, heads, model.head_dim), layout.compute)
+        row = jax.random.normal(jax.random.key(seed), (1, length, heads, sizes.dim), layout.compute)
         return spread(row, letters)
 
     def spread(row: jax.Array, letters: str) -> jax.Array:
         """Equal rows, one for each data shard."""
         return jnp.broadcast_to(row, (num_rows, *row.shape[1:]), out_sharding=layout.activation(letters))
 
-    q = numbers(0, "BTNH", model.num_heads) * jnp.asarray(model.head_dim**-0.5, layout.compute)
-    k, v = (numbers(seed, "BTKH", model.num_kv_heads) for seed in (1, 2))
+    q = numbers(0, "BTNH", model.num_heads) * jnp.asarray(sizes.dim**-0.5, layout.compute)
+    k, v = (numbers(seed, f"BT{kv_letter}H", sizes.num_kv_heads) for seed in (1, 2))
     d_out = numbers(3, "BTNH", model.num_heads)
     segments = spread(jnp.arange(length)[None] // DOCUMENT, "BS")
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
         def attended(q, k, v):
             seen, exchange = seen_in_row(segments, WINDOW), choose_exchange(model).name
-            out = attend(q, k, v, seen, layout, kernel, exchange, **model.attention_options)
+            out = attend(q, k, v, seen, layout, kernel, exchange, kv_letter, **model.attention_options)
             return out[0] if model.attention_sinks else out
 
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))

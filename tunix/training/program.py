@@ -225,7 +225,8 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     training = cfg.training
     layout = build_layout(cfg, mesh)
     # A kernel or an exchange that does not fit is refused here.
-    choose_kernel(cfg.model.attention, cfg.model.head_dim, layout.compute, cfg.model.attention_options)
+    for heads in cfg.model.kinds_of_heads:
+        choose_kernel(cfg.model.attention, heads.dim, layout.compute, cfg.model.attention_options)
     choose_expert_products(cfg.model.expert_products, layout.compute)
     check_model(cfg.model, mesh.shape)
     check_expert_exchange(cfg.model, layout.expert_exchange, mesh_device())

@@ -48,6 +48,10 @@ MINISTRAL_ROPE = YARN | {
     "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "llama_4_scaling_beta": 0.1, "max_position_embeddings": 64,
 }  # fmt: skip
+PROPORTIONAL_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "sliding_attention": PLAIN_ROPE,
+}
 TWO = SIZE | {"num_hidden_layers": 2}
 
 CONFIGS = {
@@ -184,10 +188,21 @@ CONFIGS = {
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
         linear_conv_kernel_dim=3, max_position_embeddings=64, rope_parameters=HALF_ROPE,
     ),
+    "gemma4": transformers.Gemma4TextConfig(  # wider global heads, fewer of them, whose values are their keys
+        **SIZE | {"num_hidden_layers": 6}, vocab_size=97, num_key_value_heads=2, head_dim=6, global_head_dim=10,
+        num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=5, layer_types=EVERY_THIRD[:6],
+        final_logit_softcapping=3.0, hidden_size_per_layer_input=0, max_position_embeddings=64,
+        rope_parameters=PROPORTIONAL_ROPE,
+    ),
+    "gemma4_unified": transformers.Gemma4UnifiedTextConfig(  # as many global heads as local ones, with values
+        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, head_dim=8, global_head_dim=16,
+        sliding_window=5, layer_types=["sliding_attention", "full_attention"], max_position_embeddings=64,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
 }  # fmt: skip
+OFFSET_NORMS = ("gemma2", "gemma3", "nemotron", "qwen3_5")  # whose scales stand around 0
 ROUTER_BIAS = "e_score_correction_bias"  # float32 in the files, whatever the weights are
 PROMPTS, NEW_TOKENS = (3, 11, 7), 16
 
@@ -200,7 +215,7 @@ def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrain
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.ndim == 1 and name.endswith("weight")
-            around = 1.0 if is_norm and not config.model_type.startswith(("gemma", "nemotron", "qwen3_5")) else 0.0
+            around = 1.0 if is_norm and not config.model_type.startswith(OFFSET_NORMS) else 0.0
             weight.normal_(around, 0.3 if weight.ndim == 1 else 0.2)
             if config.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
                 weight.mul_(5)
@@ -208,6 +223,8 @@ def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrain
         for name, buffer in model.named_buffers():
             if name.endswith(ROUTER_BIAS):
                 buffer.normal_(0.0, 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(buffer.normal_(1.0, 0.3).bfloat16())
     return model
 
 

@@ -1,0 +1,84 @@
+"""Grouped-query attention: heads of queries that share heads of keys and values (arXiv:2305.13245).
+
+    x [B, T, D] --+-- q --> norm, rotation --> queries [B, T, N, H] --+
+                  +-- k --> norm, rotation --> keys    [B, T, K, H] --+-- softmax --> [B, T, N, H] -- o --> [B, t, D]
+                  +-- v --> norm ------------> values  [B, T, K, H] --+
+
+Global layers may have other heads than local ones (`model.global_heads`). The letters of their dimensions are k and h.
+With `values_are_keys` they have no v: the product with k is both, before its norm and rotation.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.config import Model
+from tunix.models.latent import Attend, Heads
+from tunix.models.layers import NORMS, Bias, Einsum, divide_by_rms, unchanged
+from tunix.models.positions import apply_rope, grow_queries
+from tunix.sharding.layout import Layout
+
+
+class Attention(nnx.Module):
+    """Attention [B, t, D] -> [B, t, D], and what `mix` keeps.
+
+    `letters` are those of key/value heads and of their width: "KH", or "kh" in global layers with heads of their own.
+    With `model.attention_gate` each token says which numbers of its result count.
+    """
+
+    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, letters: str = "KH"):
+        self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
+        self.kv_letter, width = letters[0], letters[1]
+        self.q = Einsum("attention.q", f"BTD,DN{width}->BTN{width}", cfg, layout, rngs)
+        self.k = Einsum("attention.k", f"BTD,D{letters}->BT{letters}", cfg, layout, rngs)
+        has_values = letters == "KH" or cfg.global_heads is None or not cfg.global_heads.values_are_keys
+        self.v = Einsum("attention.v", f"BTD,D{letters}->BT{letters}", cfg, layout, rngs) if has_values else None
+        self.o = Einsum("attention.o", f"BTN{width},N{width}D->BtD", cfg, layout, rngs)
+        self.q_norm, self.k_norm = (self._norm(each, cfg, layout) for each in (f"BTN{width}", f"BT{letters}"))
+        self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
+        has_gate, of_gate = cfg.attention_gate, f"BTD,DN{width}->BTN{width}"
+        self.gate = Einsum("attention.gate", of_gate, cfg, layout, rngs) if has_gate else None
+
+    def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
+        """Norm of queries or keys, over each head or over all heads together."""
+        if cfg.qk_norm in ("none", "after_rotation"):
+            return unchanged
+        dims = {"per_head": letters[-1], "all_heads": letters[-2:]}[cfg.qk_norm]
+        return NORMS[cfg.norm](letters, cfg, layout, dims)
+
+    def __call__(self, x, positions, rope, mix, noise):
+        x = self.layout.enter_branch(x)
+        q, k = self.q(x, noise), self.k(x, noise)
+        v = k if self.v is None else self.v(x, noise)
+        if self.cfg.value_norm:
+            v = divide_by_rms(v, self.cfg.norm_eps)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.cfg.positions == "rope":
+            q, k = (apply_rope(x, positions, rope, self.cfg.rotated_pairs) for x in (q, k))
+        if self.cfg.qk_norm == "after_rotation":
+            q, k = (jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x) for x in (q, k))
+        if self.cfg.query_growth is not None:
+            q = grow_queries(q, positions, rope, self.cfg.query_growth)
+        out, kept = mix.attend(q * self.scale, (k, v), Heads(_as_they_are, self._look_back, self.kv_letter))
+        out = out if self.sinks is None else self._pour(*out)
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x, noise))
+        return self.o(out, noise), kept
+
+    def _look_back(self, q: jax.Array, kept: tuple[jax.Array, ...], attend: Attend) -> Any:
+        return attend(q, *kept, self.layout)
+
+    def _pour(self, out: jax.Array, log_sums: jax.Array) -> jax.Array:
+        """Return the results [B, T, N, H] as if each head's softmax had one more score, the sink, without a value.
+
+        sum(exp(s) v) / (sum(exp(s)) + exp(sink)) = result * sigmoid(log(sum(exp(s))) - sink)
+        """
+        assert self.sinks is not None
+        share = jax.nn.sigmoid(-self.sinks(-log_sums))
+        return out * share[..., None].astype(out.dtype)
+
+
+def _as_they_are(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return k, v
