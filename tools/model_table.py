@@ -77,7 +77,7 @@ def _row(name: str, family: Family, sizes: list[str]) -> Iterator[str]:
     yield f"{NORMS[model.norm]}, {PLACES[model.norm_placement]}{QK_NORMS[model.qk_norm]}"
     yield "; ".join(_positions(model, family))
     yield "; ".join(_attention(model, family)) or "grouped heads"
-    yield _mlp(model)
+    yield _mlp(model) + ("; a scale of each layer" if model.layer_scale else "")
     yield _axes(model)
     refused = [f"`{key}` unless {' or '.join(map(str, values))}" for key, values in sorted(family.fixed.items())]
     yield ", ".join([*refused, "keys that are not understood"])
@@ -119,6 +119,11 @@ def _attention(model: Model, family: Family) -> Iterator[str]:
         yield f"one of {model.global_every} layers global{chunks}"
     elif "sliding_window" in family.keys.values():
         yield "windows where config.json has them"
+    if model.global_heads is not None:
+        wide, values = model.global_heads, ", values are keys" if model.global_heads.values_are_keys else ""
+        yield f"{wide.num_kv_heads} global key/value heads of {wide.head_dim}, local ones of {model.head_dim}{values}"
+    if model.value_norm:
+        yield "norm of values"
     if model.attention_gate:
         yield "gated results"
     if model.attention_cap is not None:

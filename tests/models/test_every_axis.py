@@ -52,7 +52,7 @@ def config(family: str) -> Config:
     cfg = compose([f"model.init_from={PARITY / family}", *SHORT]).config
     every = min(cfg.model.global_every, 2)
     unrotated = None if cfg.model.unrotated_every is None else 2
-    layers = 2 * every if cfg.model.linear_attention is not None else 2
+    layers = 2 * every if cfg.model.linear_attention is not None or cfg.model.global_heads is not None else 2
     changed = {"init_from": None, "num_layers": layers, "global_every": every, "unrotated_every": unrotated}
     if family == "qwen3_moe":  # the only one of these whose dense layers no published size has
         changed["mlp"] = cfg.model.mlp.model_dump() | {"dense_layers": 0}

@@ -34,7 +34,7 @@ def expected():
     return steps(ONE, "training.micro_batch_size=4")
 
 
-@pytest.mark.nightly(but=["words0"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
@@ -54,7 +54,7 @@ def test_same_step_on_every_mesh(words, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.mesh_shape=[[2],[pp]]"], "model.global_heads: layers of two kinds take turns"),
+        (["model.mesh_shape=[[4],[pp]]"], "model.num_layers=4: layers of several kinds take turns"),
         (["model.global_every=5"], "model.global_every=5 leaves no local or no global layer of model.num_layers=4"),
         (
             ["model.global_heads.num_kv_heads=3"],
