@@ -68,10 +68,10 @@ class RopeLong(Section):
     """Queries and keys are multiplied by this; null is sqrt(1 + log(context_length / original) / log(original))."""
 
 
-class RopeProportional(RopeLinear):
+class RopeProportional(Section):
     """Rotations of a share of the pairs, as fast as if all pairs were rotated; the others are left as they are."""
 
-    name: Literal["proportional"]  # type: ignore[assignment]
+    name: Literal["proportional"]
     """How the rotations are slowed down for a longer context, in layers that attend to everything."""
     share: Annotated[float, Field(gt=0, le=1)]
     """Share of the pairs of a head that are rotated, the fastest ones."""

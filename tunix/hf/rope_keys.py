@@ -46,7 +46,7 @@ SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
             "attention_factor": ("attention_factor", None),
         },
     ),
-    "proportional": ("proportional", {"partial_rotary_factor": ("share", 1.0), "factor": ("factor", 1.0)}),
+    "proportional": ("proportional", {"partial_rotary_factor": ("share", 1.0)}),
 }
 ROPE_SYNONYMS = {"su": "longrope"}  # rope_type in other versions -> the usual one
 

@@ -92,7 +92,7 @@ def _linear(cfg, theta, dim):
 
 def _proportional(cfg, theta, dim):
     is_rotated = np.arange(dim // 2) < int(cfg.rope_scaling.share * dim // 2)
-    return _rotations(theta, dim) / cfg.rope_scaling.factor * is_rotated, 1.0
+    return _rotations(theta, dim) * is_rotated, 1.0
 
 
 def _llama3(cfg, theta, dim):
