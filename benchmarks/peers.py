@@ -1,9 +1,15 @@
-"""A train step on this CPU beside transformers, in one run: `TRANSFORMERS_PYTHON=... python -m benchmarks.peers`.
+"""A train step on this CPU beside other programs, in one run: `python -m benchmarks.peers`.
 
-TRANSFORMERS_PYTHON is a Python with torch and transformers. Each side trains the same decoder, of the Gemma 3
-architecture with 27 million parameters, on 4 x 512 random tokens with AdamW and its own defaults. Sides run in
-processes of their own, in turn, so that other work on the machine slows down both. CPU time is told beside wall time:
-on a machine that is shared, its ratio is the more certain of the two.
+Each side is a Python of its own, which a variable of the environment names; a side without its variable is left out:
+
+    TRANSFORMERS_PYTHON   has torch and transformers; eager, in bf16 under autocast
+    GOOGLE_TUNIX_PYTHON   has google-tunix; in bf16 its weights are bf16 too, as it has no mixed precision
+
+All train the same decoder, of the Gemma 3 architecture with 27 million parameters, on 4 x 512 random tokens with AdamW
+and their own defaults. Sides run in processes of their own, in turn, so that other work on the machine slows down all.
+CPU time is told beside wall time: on a machine that is shared, its ratio is the more certain of the two.
+
+ROUNDS, STEPS and PRECISIONS (`float32,bf16`) in the environment say how often, how long and in what.
 """
 
 import json
@@ -12,6 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +26,7 @@ from benchmarks import gpu
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, STEPS = int(os.environ.get("ROUNDS", "2")), int(os.environ.get("STEPS", "5"))
+PRECISIONS = os.environ.get("PRECISIONS", "float32,bf16").split(",")
 WORDS = [
     "model=gemma3_1b", "model.embed_dim=512", "model.mlp_dim=2048", "model.num_layers=6", "model.num_heads=4",
     "model.num_kv_heads=1", "model.head_dim=128", "model.vocab_size=8192", "model.sliding_window=256",
@@ -26,7 +34,7 @@ WORDS = [
     "training.seq_len=512", "training.micro_batch_size=4", "training.max_steps=1000", "scheduler=constant",
     "tokenizer.vocab_size=300",
 ]  # fmt: skip
-PRECISIONS = {"float32": "fp32", "bf16": "bf16"}  # training.mixed_precision; transformers: autocast for bf16
+PRESETS = {"float32": "fp32", "bf16": "bf16"}  # values of training.mixed_precision
 
 
 def by_tunix(precision: str) -> dict[str, Any]:
@@ -35,61 +43,96 @@ def by_tunix(precision: str) -> dict[str, Any]:
 
     from tunix.cli.compose import compose
 
-    cfg = compose([*WORDS, f"training.mixed_precision={PRECISIONS[precision]}"]).config
+    cfg = compose([*WORDS, f"training.mixed_precision={PRESETS[precision]}"]).config
     return gpu.train(cfg, jax.devices()[0], STEPS)
 
 
-def ask(command: list[str], question: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the answer of a side's process, the last line of its output."""
-    text = None if question is None else json.dumps(question)
-    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=False)
+def ask(command: list[str], question: dict[str, Any], compiled: str) -> dict[str, Any]:
+    """Return the answer of a side's process, the last line of its output; `compiled` keeps programs between rounds."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": compiled}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, input=json.dumps(question), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)}: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def question(precision: str) -> dict[str, Any]:
-    """Return what `benchmarks/trained_by_transformers.py` takes: the same model and batch, without torch.compile."""
+def same_model() -> dict[str, Any]:
+    """Return model and batch as the scripts of the other sides take them."""
     from tunix.cli.compose import compose
     from tunix.hf.config_json import write_config
 
-    cfg = compose(WORDS).config
+    config = write_config(compose(WORDS).config.model)
+    return {"config": config, "rows": 4, "length": 512, "steps": STEPS, "warmup": gpu.WARMUP}
+
+
+def of_transformers(precision: str) -> dict[str, Any]:
+    """Return what differs for `trained_by_transformers.py`: no torch.compile, float32 weights."""
     return {
-        "config": write_config(cfg.model), "rows": 4, "length": 512, "steps": STEPS, "warmup": gpu.WARMUP,
-        "param_dtype": "float32", "compiled": False, "checkpointed": False, "autocast": precision == "bf16",
-    }  # fmt: skip
+        "param_dtype": "float32",
+        "compiled": False,
+        "checkpointed": False,
+        "autocast": precision == "bf16",
+    }
+
+
+def of_google_tunix(precision: str) -> dict[str, Any]:
+    """Return what differs for `trained_by_google_tunix.py`."""
+    return {"param_dtype": "bfloat16" if precision == "bf16" else "float32"}
+
+
+# Name -> variable with its Python, its script, and its part of the question.
+PEERS = {
+    "transformers": ("TRANSFORMERS_PYTHON", "trained_by_transformers.py", of_transformers),
+    "google-tunix": ("GOOGLE_TUNIX_PYTHON", "trained_by_google_tunix.py", of_google_tunix),
+}
+
+
+def compare(precision: str, peers: list[str], compiled: str) -> list[dict[str, dict[str, Any]]]:
+    """Return the answers of all sides by name, for each round."""
+    model, rounds = same_model(), []
+    for _ in range(ROUNDS):
+        answers = {"tunix": ask([sys.executable, "-m", "benchmarks.peers", "--own", precision], {}, compiled)}
+        for name in peers:
+            variable, script, differs = PEERS[name]
+            command = [os.environ[variable], str(ROOT / "benchmarks" / script)]
+            answers[name] = ask(command, model | differs(precision), compiled)
+        rounds.append(answers)
+    return rounds
+
+
+def rows(precision: str, rounds: list[dict[str, dict[str, Any]]]) -> list[str]:
+    """Return a row for each side; those of peers say how many times as fast tunix is, in each round."""
+    lines = []
+    for side in rounds[0]:
+        rate, cpu_s = (statistics.median(each[side][key] for each in rounds) for key in ("tokens_per_s", "cpu_s"))
+        peak = max(each[side]["peak_gib"] for each in rounds)  # a later round finds its program compiled
+        ratios = ["", ""]
+        if side != "tunix":
+            faster = [each["tunix"]["tokens_per_s"] / each[side]["tokens_per_s"] for each in rounds]
+            cheaper = [each[side]["cpu_s"] / each["tunix"]["cpu_s"] for each in rounds]
+            ratios = [", ".join(f"{ratio:.2f}" for ratio in each) for each in (faster, cheaper)]
+        lines.append(f"| {precision} | {side} | {rate:,.0f} | {cpu_s:.2f} | {peak:.2f} | {' | '.join(ratios)} |")
+    return lines
 
 
 def main() -> None:
-    if "TRANSFORMERS_PYTHON" not in os.environ:
-        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
-    other = [os.environ["TRANSFORMERS_PYTHON"], str(ROOT / "benchmarks" / "trained_by_transformers.py")]
-    print("| precision | side | tokens/s | CPU s a step | peak GiB | tokens/s, ratio | CPU time, ratio |")
+    peers = [name for name, (variable, *_) in PEERS.items() if variable in os.environ]
+    if not peers:
+        sys.exit(f"name a Python by {' or '.join(variable for variable, *_ in PEERS.values())}")
+    print("| precision | side | tokens/s | CPU s a step | peak GiB | tunix, times its tokens/s | its CPU time / tunix's |")
     print("|---|---|---|---|---|---|---|")
-    for precision in PRECISIONS:
-        rounds = []
-        for _ in range(ROUNDS):
-            own = ask([sys.executable, "-m", "benchmarks.peers", precision])
-            rounds.append({"tunix": own, "transformers": ask(other, question(precision))})
-        ratios = [
-            (each["tunix"]["tokens_per_s"] / each["transformers"]["tokens_per_s"],
-             each["transformers"]["cpu_s"] / each["tunix"]["cpu_s"])
-            for each in rounds
-        ]  # fmt: skip
-        for side in rounds[0]:
-            rate, cpu_s, peak = (
-                statistics.median(each[side][figure] for each in rounds)
-                for figure in ("tokens_per_s", "cpu_s", "peak_gib")
-            )
-            both = " | ".join(", ".join(f"{ratio:.2f}" for ratio in each) for each in zip(*ratios, strict=True))
-            beside = both if side == "tunix" else "| "
-            print(f"| {precision} | {side} | {rate:,.0f} | {cpu_s:.2f} | {peak:.2f} | {beside} |", flush=True)
-    versions = rounds[0]["transformers"]["versions"]
+    with tempfile.TemporaryDirectory() as compiled:
+        for precision in PRECISIONS:
+            rounds = compare(precision, peers, compiled)
+            print("\n".join(rows(precision, rounds)), flush=True)
+    versions = "; ".join(rounds[0][name]["versions"] for name in peers)
     print(f"\n{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {versions}")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print(json.dumps(by_tunix(sys.argv[1])))
+    if sys.argv[1:2] == ["--own"]:
+        print(json.dumps(by_tunix(sys.argv[2])))
     else:
         main()
