@@ -6,6 +6,7 @@ import pytest
 from support.harness import SMALL
 
 from tunix.cli.compose import compose
+from tunix.models import products
 from tunix.models.kernels import product_of_few_rows
 from tunix.models.products import FEW_ROWS, PRODUCTS, WEIGHTS, product
 from tunix.sharding.dims import Equation
@@ -36,6 +37,42 @@ def test_every_kind_multiplies_as_its_equation_says(kind):
                 y = jax.jit(lambda x, w, equation=equation: product(equation, x, w, layout, kind))(given, weight)
                 assert jax.typeof(y).sharding.spec == layout.activation(equation.y)
                 np.testing.assert_allclose(y, np.einsum(text, x, w), rtol=1e-5, atol=ERRORS.get(kind, 1e-5))
+
+
+def test_large_arrays_are_multiplied_as_matrices_on_each_mesh_that_allows_it(monkeypatch):
+    """The result and both gradients are those of the equation; tokens that lie on several devices stay a dimension."""
+    monkeypatch.setattr(products, "MANY_NUMBERS", 4 * 8 * 8)
+    meshes = (("[[4,2],[fsdp,tp]]", 8, True), ("[[4,2],[fsdp,cp]]", 8, False), ("[[8],[fsdp]]", 2, False))
+    for mesh_shape, length, as_matrices in meshes:
+        cfg = compose([*SMALL, f"model.mesh_shape={mesh_shape}"]).config
+        mesh = build_mesh(cfg)
+        layout, rng = build_layout(cfg, mesh), np.random.default_rng(0)
+        with jax.set_mesh(mesh):
+            for text in ("BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,VD->BTV"):
+                equation = Equation(text)
+                sizes = SIZES | {"B": 8, "T": length, "H": 2, "V": 8}
+                x, w, g = (
+                    rng.normal(size=[sizes[letter] for letter in letters]).astype("float32")
+                    for letters in (equation.x, equation.w, equation.y)
+                )
+                places = [layout.activation(equation.x), layout.at_rest(equation), layout.activation(equation.y)]
+                arrays = [
+                    jax.device_put(array, jax.NamedSharding(mesh, place))
+                    for array, place in zip((x, w, g), places, strict=True)
+                ]
+
+                def both(x, w, g, equation=equation, layout=layout):
+                    y, back = jax.vjp(lambda x, w: product(equation, x, layout.gather(w, equation), layout), x, w)
+                    return y, *back(g)
+
+                run = jax.jit(both).lower(*arrays)
+                products_of_matrices = run.as_text().count("contracting_dims = [0] x [0]")
+                assert products_of_matrices == as_matrices, (mesh_shape, text)  # that of the weight's gradient
+                y, d_x, d_w = run.compile()(*arrays)
+                np.testing.assert_allclose(y, np.einsum(text, x, w), rtol=1e-5, atol=1e-5)
+                of_x, of_w = (f"{equation.y},{equation.w}->{equation.x}", f"{equation.x},{equation.y}->{equation.w}")
+                np.testing.assert_allclose(d_x, np.einsum(of_x, g, w), rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(d_w, np.einsum(of_w, x, g), rtol=1e-5, atol=1e-5)
 
 
 def test_only_cpus_turn_weights_for_few_rows():

@@ -14,6 +14,7 @@ import pytest
 from support.harness import SMALL, batch, experts
 
 from tunix.cli.compose import compose
+from tunix.models import products
 from tunix.sharding.arrays import to_global
 from tunix.training.program import GRADIENTS, assemble, build_mesh
 
@@ -28,6 +29,12 @@ TINY = [
 ]
 EXPERTS = experts(num_experts=4)
 GPIPE = "training.pipeline_schedule=gpipe"
+
+
+@pytest.fixture(autouse=True)
+def matrices_of_any_size(monkeypatch):
+    """Arrays of these tests are small; large ones are multiplied as matrices."""
+    monkeypatch.setattr(products, "MANY_NUMBERS", 0)
 
 
 def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from tunix.base.dotted import import_object
 from tunix.config.kernel_tables import GROUPED
@@ -14,6 +15,7 @@ from tunix.models.fp8 import fp8_product
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
+MANY_NUMBERS = 2**16  # of x or y, from which on `plain` multiplies matrices
 FEW_ROWS = 64  # rows of x up to which `few_rows` differs from `plain`; from 128 on both are equally fast
 
 
@@ -30,8 +32,71 @@ def product(
 
 
 def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Multiply in the dtype of the operands."""
-    return jnp.einsum(equation.text, x, w, out_sharding=spec)
+    """Multiply in the dtype of the operands: as two matrices where `_Matrices` fit, else as the equation says.
+
+    The gradient of a weight is a sum over sequences and tokens. Before XLA's CPU backend sums over two dimensions, it
+    copies an operand into another order, and it takes the gradient of the result, with all that computes it:
+
+        [B, T, D] . [B, T, F] -> [D, F]     copies [B, T, F], one number at a time
+        [BT, D] . [BT, F]     -> [D, F]     copies nothing
+    """
+    matrices = _Matrices.find(equation, x, w, spec)
+    if matrices is None:
+        return jnp.einsum(equation.text, x, w, out_sharding=spec)
+    x2 = jax.lax.reshape(x, (matrices.num_rows, matrices.num_summed), out_sharding=matrices.of_x)
+    shape = (matrices.num_summed, -1) if matrices.text == "rs,so->ro" else (-1, matrices.num_summed)
+    w2 = jnp.reshape(w, shape, out_sharding=matrices.of_w)
+    y2 = jnp.einsum(matrices.text, x2, w2, out_sharding=matrices.of_y)
+    out = [w.shape[equation.w.index(letter)] for letter in matrices.out]
+    return jax.lax.reshape(y2, (*x.shape[: len(equation.batch)], *out), out_sharding=spec)
+
+
+class _Matrices(NamedTuple):
+    """A product `x,w->y` as one of two matrices: [rows, summed] and [summed, out] or [out, summed]."""
+
+    text: str  # for einsum
+    out: str  # letters of the dimensions of y that are those of w
+    num_rows: int
+    num_summed: int
+    of_x: PartitionSpec
+    of_w: PartitionSpec
+    of_y: PartitionSpec
+
+    @classmethod
+    def find(cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> "_Matrices | None":
+        """Return the matrices; None where they need another order of numbers, and where x and y are small.
+
+        For small ones the order of sums, and so the last digit, is that of earlier versions.
+        """
+        rows, summed = equation.batch, equation.summed
+        out = "".join(letter for letter in equation.y if letter not in rows)
+        orders = {summed + out: ("rs,so->ro", summed, out), out + summed: ("rs,os->ro", out, summed)}
+        if equation.x != rows + summed or equation.y != rows + out or equation.w not in orders:
+            return None
+        num_rows = math.prod(x.shape[: len(rows)])
+        num_summed = x.size // num_rows
+        if num_rows * max(num_summed, w.size // num_summed) < MANY_NUMBERS:
+            return None
+        text, first, _ = orders[equation.w]
+        mesh, of_x, of_w = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec, jax.typeof(w).sharding.spec
+        specs = [_merge(of_x, len(rows), mesh), _merge(of_w, len(first), mesh), _merge(spec, len(rows), mesh)]
+        if None in specs:
+            return None
+        return cls(text, out, num_rows, num_summed, *specs)
+
+
+def _merge(spec: PartitionSpec, first: int, mesh: AbstractMesh) -> PartitionSpec | None:
+    """Return where an array lies as a matrix of its `first` dimensions and the others.
+
+    Each device keeps its numbers in their order where only the first dimension of a group is split; else None.
+    """
+    merged = []
+    for group in (spec.partitions[:first], spec.partitions[first:]):
+        of_dims = [(axes,) if isinstance(axes, str) else axes or () for axes in group]
+        if any(mesh.shape[axis] > 1 for axes in of_dims[1:] for axis in axes):
+            return None
+        merged.append(tuple(axis for axes in of_dims for axis in axes) or None)
+    return PartitionSpec(*merged, reduced=spec.reduced, unreduced=spec.unreduced)
 
 
 def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
