@@ -103,7 +103,7 @@ def compare(precision: str, peers: list[str], compiled: str) -> list[dict[str, d
 
 
 def rows(precision: str, rounds: list[dict[str, dict[str, Any]]]) -> list[str]:
-    """Return a row for each side; those of peers say how many times as fast tunix is, in each round."""
+    """Return a row for each side; those of peers say how many times as fast tunix is in each round."""
     lines = []
     for side in rounds[0]:
         rate, cpu_s = (statistics.median(each[side][key] for each in rounds) for key in ("tokens_per_s", "cpu_s"))
@@ -121,7 +121,7 @@ def main() -> None:
     peers = [name for name, (variable, *_) in PEERS.items() if variable in os.environ]
     if not peers:
         sys.exit(f"name a Python by {' or '.join(variable for variable, *_ in PEERS.values())}")
-    print("| precision | side | tokens/s | CPU s a step | peak GiB | tunix, times its tokens/s | its CPU time / tunix's |")
+    print("| precision | side | tokens/s | CPU s a step | peak GiB | ratio of tokens/s | ratio of CPU time |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as compiled:
         for precision in PRECISIONS:

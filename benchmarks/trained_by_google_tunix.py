@@ -1,7 +1,7 @@
-"""A side of peers.py: google-tunix trains the same decoder. Its Python has google-tunix, and is not that of this project.
+"""A side of peers.py: google-tunix trains the same decoder. Its Python has google-tunix.
 
-Reads a question as JSON on stdin and writes an answer as JSON on stdout. A folder `tunix` on the path would stand before
-the package of google-tunix, so this file runs as a script, whose own folder is the first of the path.
+Reads a question as JSON on stdin and writes an answer as JSON on stdout. It runs as a script: the package `tunix` of its
+Python is that of google-tunix, and the folder of this project must not stand on the path.
 """
 
 import importlib.metadata
@@ -22,9 +22,7 @@ from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.sft.utils import build_positions_from_mask, make_causal_attn_mask
 
 
-def train(
-    config: dict[str, Any], rows: int, length: int, steps: int, warmup: int, param_dtype: str
-) -> dict[str, Any]:
+def train(config: dict[str, Any], rows: int, length: int, steps: int, warmup: int, param_dtype: str) -> dict[str, Any]:
     """Train on random tokens by the jitted step of `PeftTrainer`; return the seconds of a step and tokens/s.
 
     `config` has the keys of a config.json of Gemma 3. Weights and activations are of `param_dtype`: google-tunix has no
