@@ -1,7 +1,7 @@
 """A side of peers.py: google-tunix trains the same decoder. Its Python has google-tunix.
 
-Reads a question as JSON on stdin and writes an answer as JSON on stdout. It runs as a script: the package `tunix` of its
-Python is that of google-tunix, and the folder of this project must not stand on the path.
+Reads a question as JSON on stdin and writes an answer as JSON on stdout. It runs as a script: the package `tunix` of
+its Python is that of google-tunix, and the folder of this project must not stand on the path.
 """
 
 import importlib.metadata
