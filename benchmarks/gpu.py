@@ -4,7 +4,7 @@ TRANSFORMERS_PYTHON, if it is set, is a Python with torch and transformers, whic
 same run. Each part has a process of its own, so that it has all of the memory:
 
     prepare     all programs are compiled, several at a time, into a folder of compiled programs
-    kernel      `model.attention=auto` beside the plain kernel: numbers and times
+    kernel      kernels of attention and of experts' products beside the plain ones: numbers and times
     step        train steps of each model on random tokens: tokens/s, MFU, memory, beside what the plan predicts
     peers       the same model and batch by transformers and torch.compile
 
@@ -38,6 +38,11 @@ CASES = {
     "qwen3_0_6b": ["model=qwen3_0_6b", "training.seq_len=8192", "training.micro_batch_size=2"],
     "llama3_8b": ["model=llama3_8b", "training.seq_len=4096", "training.micro_batch_size=1", "training.remat=full",
                   "training.param_dtype=bfloat16"],
+    # As long as there is time: products of 8-bit floats, which an A100 lacks, and experts.
+    "llama3_1b, fp8": ["model=llama3_1b", "training.seq_len=4096", "training.micro_batch_size=4",
+                       "training.matmul_dtype=fp8"],
+    "qwen3_30b_a3b, 4 layers": ["model=qwen3_30b_a3b", "model.num_layers=4", "training.seq_len=4096",
+                                "training.micro_batch_size=1", "training.remat=full"],
 }  # fmt: skip
 COMMON = ["training.remat=dots", "training.max_steps=1000", "scheduler=constant", "tokenizer.vocab_size=300"]
 TINY = ["model.vocab_size=320", "model.embed_dim=32", "model.mlp_dim=64", "model.num_layers=2", "model.num_heads=4",
@@ -46,12 +51,17 @@ TINY = ["model.vocab_size=320", "model.embed_dim=32", "model.mlp_dim=64", "model
 # Heads, key/value heads, numbers of a head, tokens, window.
 SHAPES = [(32, 8, 64, 4096, 4096), (16, 8, 128, 8192, 8192), (4, 1, 256, 4096, 4096), (4, 1, 256, 4096, 512)]
 TINY_SHAPES = [(4, 2, 16, 64, 24)]
+TINY_OF = {"gemma3": ["model.global_every=2", "model.sliding_window=16"]}
+TINY_EXPERTS = ["model.mlp.num_experts=4", "model.mlp.experts_per_token=2", "model.mlp.expert_dim=16"]
+# Experts, rows of all experts, numbers that go in and come out.
+GROUPS = [(32, 8192, 2048, 768)]
+TINY_GROUPS = [(4, 64, 32, 16)]
 
 
 def words_of(name: str, tiny: bool) -> list[str]:
     """Return the words of the command line of a case."""
     one = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
-    shrink = [*TINY, *(["model.global_every=2", "model.sliding_window=16"] if "gemma" in name else [])] if tiny else []
+    shrink = [*TINY, *TINY_OF.get(name.split("_")[0], []), *(TINY_EXPERTS if "a3b" in name else [])] if tiny else []
     words = {word.split("=")[0]: word for word in [*COMMON, *CASES[name], *shrink, *one]}  # the last of a key wins
     return sorted(words.values(), key=lambda word: not word.startswith("model="))
 
@@ -105,7 +115,46 @@ def kernel(tiny: bool) -> dict[str, Any]:
                 {"shape": f"{heads}/{kv_heads} heads of {head_dim}, T {length}, window {window}", "kernel": name,
                  "difference": off, "kernel_ms": times[0] * 1e3, "plain_ms": times[1] * 1e3}
             )  # fmt: skip
+        rows += [compare_experts(*shape) for shape in (TINY_GROUPS if tiny else GROUPS)]
     return {"rows": rows}
+
+
+def compare_experts(num_experts: int, num_rows: int, width: int, out: int) -> dict[str, Any]:
+    """Compare the product of experts and its gradients with the plain one in float32, and measure both.
+
+    The experts have different numbers of rows, and the first one has none.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tunix.models.kernels import choose_expert_products
+    from tunix.models.products import grouped_product
+
+    name = choose_expert_products("auto", "bfloat16").name
+    shapes = (num_rows, width), (num_experts, width, out), (num_rows, out)
+    rows, w, d_out = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+    )
+    w *= width**-0.5
+    ends = num_rows * jnp.arange(num_experts) ** 2 // (num_experts - 1) ** 2
+    sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
+
+    def both(kind, rows, w, d_out):
+        y, pull_back = jax.vjp(lambda rows, w: grouped_product(rows, w, sizes, kind), rows, w)
+        return y, *pull_back(d_out)
+
+    run = jax.jit(both, static_argnums=0)
+    fast, exact = run(name, rows, w, d_out), run("xla", *(x.astype(jnp.float32) for x in (rows, w, d_out)))
+    off = max(float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in zip(fast, exact, strict=True))
+    times = [timed(run, which, rows, w, d_out) for which in (name, "xla")]
+    return {
+        "shape": f"{num_experts} experts, {num_rows} rows, {width} to {out}",
+        "kernel": name,
+        "difference": off,
+        "kernel_ms": times[0] * 1e3,
+        "plain_ms": times[1] * 1e3,
+    }
 
 
 def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
@@ -243,9 +292,13 @@ class Parts:
     def prepare(self, names: list[str]) -> dict[str, dict]:
         """Compile the programs of all cases, several at a time; the parts that follow read them."""
         workers = 1 if self.tiny else max(1, min(4, (os.cpu_count() or 2) // 4))
+        end = time.monotonic() + PREPARE_S
+
+        def compile_case(name: str) -> dict:
+            return self.own("compile", name, limit_s=end - time.monotonic(), shared=True)
+
         with ThreadPoolExecutor(workers) as pool:
-            answers = pool.map(lambda name: self.own("compile", name, limit_s=PREPARE_S, shared=True), names)
-            return dict(zip(names, answers, strict=True))
+            return dict(zip(names, pool.map(compile_case, names), strict=True))
 
 
 def number(value: float | None, form: str = ".3f") -> str:
@@ -280,7 +333,7 @@ def measure(tiny: bool, names: list[str], python: str | None) -> str:
 
 
 def _kernels(compared: dict) -> list[str]:
-    rows = ["| attention, forward and backward | kernel | ms | plain, ms | times as fast | largest difference |",
+    rows = ["| forward and backward | kernel | ms | plain, ms | times as fast | largest difference |",
             "|---|---|---|---|---|---|"]  # fmt: skip
     if "error" in compared:
         return [*rows, f"| {compared['error']} | | | | | |"]

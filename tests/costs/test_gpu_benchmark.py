@@ -14,11 +14,12 @@ def test_each_case_is_a_config_that_transformers_can_have(name):
     question = gpu.peer_question(name, tiny=False)
     assert question["length"] == cfg.training.seq_len
     assert question["config"]["hidden_size"] == cfg.model.embed_dim
+    assert compose(gpu.words_of(name, tiny=True)).config.model.embed_dim == 32
 
 
 def test_the_parts_and_the_table():
     compared = gpu.kernel(tiny=True)
-    assert [row["kernel"] for row in compared["rows"]] == ["xla"]
+    assert [row["kernel"] for row in compared["rows"]] == ["xla", "xla"]  # attention, experts
     assert all(row["difference"] < 0.05 for row in compared["rows"])
     measured = gpu.step("gemma3_270m", tiny=True)
     assert 4 < measured["loss"] < 8

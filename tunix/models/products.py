@@ -79,10 +79,10 @@ class _Matrices(NamedTuple):
             return None
         text, first, _ = orders[equation.w]
         mesh, of_x, of_w = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec, jax.typeof(w).sharding.spec
-        specs = [_merge(of_x, len(rows), mesh), _merge(of_w, len(first), mesh), _merge(spec, len(rows), mesh)]
-        if None in specs:
+        x2, w2, y2 = (_merge(of_x, len(rows), mesh), _merge(of_w, len(first), mesh), _merge(spec, len(rows), mesh))
+        if x2 is None or w2 is None or y2 is None:
             return None
-        return cls(text, out, num_rows, num_summed, *specs)
+        return cls(text, out, num_rows, num_summed, x2, w2, y2)
 
 
 def _merge(spec: PartitionSpec, first: int, mesh: AbstractMesh) -> PartitionSpec | None:
