@@ -38,7 +38,7 @@ def main(words: list[str]) -> None:
         compiled = sampler.compile_stretch(params, rows // ANSWERS, ANSWERS, slots, Sampling(slots // 2))
     hlo = compiled.as_text() or ""
     # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
-    counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 0.0, lambda collective: 0.0)
+    counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)
     moved = walk(_body_of_loop(hlo), [], counting).compute_s
     parts = rollout_costs(program, mesh, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
     kept = {"weights": parts["gathered weights"], "keys and values": parts["cache"]}

@@ -63,6 +63,7 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
             fp8_flops_per_s=1.0,
             kernel_flops_per_s=1.0,
             bytes_per_s=1.0,
+            host_bytes_per_s=1.0,
             launch_s=0.0,
             collective_s=lambda _: gather_s,
         ),
@@ -76,7 +77,8 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
 def test_products_of_8_bit_floats_have_their_own_speed():
     hlo = HLO.replace("%a = bf16", "%a = f8e4m3fn").replace("%b = bf16", "%b = f8e5m2")
     speeds = Speeds(
-        flops_per_s=1.0, fp8_flops_per_s=PRODUCT / 1e5, kernel_flops_per_s=1.0, bytes_per_s=1.0, launch_s=0.0,
+        flops_per_s=1.0, fp8_flops_per_s=PRODUCT / 1e5, kernel_flops_per_s=1.0, bytes_per_s=1.0, host_bytes_per_s=1.0,
+        launch_s=0.0,
         collective_s=lambda _: 0.0,
     )  # fmt: skip
     assert walk(hlo, read_collectives(hlo), speeds).compute_s == pytest.approx(5 * (MOVED + 1e5))
@@ -116,11 +118,49 @@ def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
             fp8_flops_per_s=1.0,
             kernel_flops_per_s=1.0,
             bytes_per_s=1.0,
+            host_bytes_per_s=1.0,
             launch_s=0.0,
             collective_s=lambda _: 0.0,
         ),
     )
     assert timeline.compute_s == 2 * (2 * 10 * 4)  # two instructions, each reads and writes ten numbers
+
+
+COPIES = """HloModule step, is_scheduled=true
+
+%write (stack: f32[9,100], row: f32[1,100], at: s32[]) -> f32[9,100] {
+  %stack = f32[9,100]{1,0:S(5)} parameter(0)
+  %row = f32[1,100]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %written = f32[9,100]{1,0:S(5)} dynamic-update-slice(%stack, %row, %at, %at)
+}
+
+ENTRY %main (kept: f32[9,100], x: f32[1,100], m: f32[50], n: s32[]) -> f32[9,100] {
+  %kept = f32[9,100]{1,0:S(5)} parameter(0)
+  %x = f32[1,100]{1,0} parameter(1)
+  %m = f32[50]{0:S(5)} parameter(2)
+  %n = s32[] parameter(3)
+  %write-start = ((f32[9,100]{1,0:S(5)}, f32[1,100]{1,0}, s32[]), f32[9,100]{1,0:S(5)}, u32[]) fusion-start(%kept, %x, %n), kind=kCustom, calls=%write
+  %copy-start = (f32[50]{0}, f32[50]{0:S(5)}, u32[]) copy-start(%m)
+  %y = f32[1,100]{1,0} negate(%x)
+  %write-done = f32[9,100]{1,0:S(5)} fusion-done(%write-start)
+  %z = f32[50]{0} negate(%m)
+  %copy-done = f32[50]{0} copy-done(%copy-start)
+  ROOT %out = f32[9,100]{1,0:S(5)} bitcast(%write-done)
+}
+"""
+
+
+def test_copies_to_the_host_go_on_beside_arithmetic():
+    """A slice of a stack, 400 bytes, then 200 bytes; `negate` of 800 bytes hides; a kernel reads 200 bytes there."""
+    speeds = Speeds(
+        flops_per_s=1.0, fp8_flops_per_s=1.0, kernel_flops_per_s=1.0, bytes_per_s=2.0, host_bytes_per_s=1.0,
+        launch_s=0.0, collective_s=lambda _: 0.0,
+    )  # fmt: skip
+    # 800 bytes of the device end with the slice; the kernel waits for the host; the second copy ends meanwhile.
+    assert walk(COPIES, [], speeds).compute_s == 400 + 200
+    slower = replace(speeds, host_bytes_per_s=0.5)
+    assert walk(COPIES, [], slower).compute_s == 800 + 400
 
 
 KERNEL = """HloModule step, is_scheduled=true
@@ -139,6 +179,7 @@ OF_KERNELS = Speeds(
     fp8_flops_per_s=1e30,
     kernel_flops_per_s=10.0,
     bytes_per_s=1e30,
+    host_bytes_per_s=1e30,
     launch_s=0.0,
     collective_s=lambda _: 0.0,
 )

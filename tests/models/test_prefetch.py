@@ -50,9 +50,10 @@ def test_no_gathered_weight_is_kept():
     ("words", "message"),
     [
         (["training.sharding_strategy=shard_grad_op"], "weights are gathered once for the step"),
-        (["model.mesh_shape=[[2,4],[pp,fsdp]]", "model.num_layers=4", "model.global_every=2"], "layers on stages"),
+        (["model.mesh_shape=[[2,4],[pp,fsdp]]", "model.num_layers=4", "model.global_every=2", "training.remat_every=2"],
+         "training.remat_every=2 takes so many layers at a time"),
     ],
-)
+)  # fmt: skip
 def test_where_layers_cannot_gather_ahead_it_is_refused(words, message):
     with pytest.raises(UserError, match=message):
         program("training.overlap=prefetch", *words)

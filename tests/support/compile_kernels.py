@@ -32,7 +32,7 @@ from tunix.sharding.dims import axis_names
 from tunix.training.program import build_layout
 
 SPLIT = jax.P("fsdp")
-WITHOUT_TIME = Speeds(1.0, 1.0, 1.0, 1.0, 0.0, lambda _: 0.0)
+WITHOUT_TIME = Speeds(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, lambda _: 0.0)
 
 
 def compile_attention(mesh: Mesh, dim: int) -> str:

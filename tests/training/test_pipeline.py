@@ -32,11 +32,14 @@ def reference() -> list[dict[str, float]]:
         ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", "training.pipeline_schedule=interleaved",
                                     "training.sharding_strategy=shard_grad_op"]),
         ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2"]),
+        *(("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", f"training.pipeline_schedule={schedule}",
+                                      "training.overlap=prefetch", "training.sync_gradients_every=1"])
+          for schedule in ("1f1b", "interleaved", "gpipe")),
         ("[[4],[pp]]", ["training.micro_batch_size=2", "training.pipeline_microbatches=4", "training.remat=none", IDLE,
                         "training.pipeline_schedule=gpipe", "training.sharding_strategy=shard_grad_op"]),
     ],
     ids=["interleaved, gathered in blocks", "interleaved, gathered once", "1f1b, gathered in blocks",
-         "gpipe, gathered once"],
+         "1f1b, gathered ahead", "interleaved, gathered ahead", "gpipe, gathered ahead", "gpipe, gathered once"],
 )  # fmt: skip
 def test_stages_leave_the_result_unchanged(mesh, more, reference):
     step = program(f"model.mesh_shape={mesh}", *NOISY, *more)

@@ -213,6 +213,8 @@ class DeviceKind(Section):
     """Its memory's bandwidth, in GB/s."""
     link_gb_per_s: Positive
     """To the other devices of its node, one way, in GB/s: NVLink, or PCIe where there is none."""
+    host_gb_per_s: Positive
+    """To the memory of its host, one way, in GB/s: 64 with PCIe 5, 32 with PCIe 4 (16 lanes)."""
     nics_per_node: Count
     """Network cards of a node."""
     network: Network

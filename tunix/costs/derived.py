@@ -154,11 +154,11 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
     # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
     weights += [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not weight.equation.is_stacked]
     pipeline = program.cfg.training.pipeline(mesh.shape)
-    gathered = 0.0
+    gathered = float(_gathered_blocks(program, mesh)) if in_blocks else 0.0
     for weight in weights:
         is_in_blocks = in_blocks and weight.equation.is_stacked
-        share = 2 * pipeline.num_stages / weight.shape[0] if is_in_blocks else 1.0
-        gathered += share * _gathered_bytes(weight, layout, mesh)
+        if not is_in_blocks:
+            gathered += _gathered_bytes(weight, layout, mesh)
         if is_in_blocks and pipeline.num_chunks > 1:  # dealt out to the stages, and the chunk at work
             copies = 1 + 1 / pipeline.num_chunks
             gathered += copies * shard_bytes(weight, layout.at_rest(weight.equation, True), weight.dtype, mesh)
@@ -184,6 +184,24 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
         "gradients": unreduced + reduced + accumulated,
         "gathered": round(gathered),
     }
+
+
+def _gathered_blocks(program: Program, mesh: Mesh | AbstractMesh) -> int:
+    """Bytes of the gathered weights of the block at work and of the next, where blocks gather their own weights.
+
+    Blocks that gather ahead have all blocks of a turn and of the next one, where stacks take turns.
+    """
+    model, stages = program.cfg.model, program.cfg.training.pipeline(mesh.shape).num_stages
+    of_block = {}
+    for name in model.stacks:
+        weights = jax.tree.leaves(program.arch.weights[name])
+        of_block[name] = stages * sum(_gathered_bytes(each, program.layout, mesh) / each.shape[0] for each in weights)
+    most = 0.0
+    for run in model.runs:
+        blocks = [of_block[name] for name in run.pattern]
+        neighbours = max(block + following for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True))
+        most = max(most, 2 * sum(blocks) if program.overlap.prefetch else neighbours)
+    return round(most)
 
 
 def _activation_bytes(cfg: Config, program: Program, mesh: Mesh | AbstractMesh) -> int:

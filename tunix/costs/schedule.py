@@ -9,25 +9,30 @@ One clock is the device's arithmetic, the other is the link to other devices. A 
                                                        ^ exposed    ^
 
 The wait is *exposed* communication: it makes the step longer. The rest of the collective is hidden. The link takes one
-collective at a time.
+collective at a time. Copies between the memories of device and host (`training.offload`) go the same way on a link of
+their own; a wait for one of them counts as arithmetic.
 """
 
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
+from typing import NamedTuple
 
 from tunix.costs.hlo import ARRAY, KINDS, TRIPS, Collective, array_bytes, read_branches, read_computations
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
+_PLACED_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")  # an array with its layout, which may name a memory
+_HOST = "S(5)"  # XLA's name of the host's pinned memory
 _KERNEL_NAME = re.compile(r'name = "(\w+)"')
 # Products in the kernels of models/flash.py: scores and outputs; scores, gradients of scores and of queries; scores,
 # gradients of scores, of keys and of values.
 KERNEL_PRODUCTS = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
 GROUPED_KERNELS = ("grouped_forward", "grouped_d_rows", "grouped_d_weights")  # of models/grouped.py
 # Instructions that take no time: they name parts of arrays, or the backend runs them once.
+_ASYNC_CALLS = ("fusion-start", "async-start")  # run a computation beside what follows, until their `-done`
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 
 
@@ -46,6 +51,12 @@ class Instruction:
         return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.type))
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the result in the host's memory."""
+        arrays = _PLACED_ARRAY.findall(self.type)
+        return sum(array_bytes(dtype, dims) for dtype, dims, layout in arrays if _HOST in layout)
+
+    @property
     def dims(self) -> list[int]:
         """Dimensions of the first array of the result."""
         array = ARRAY.search(self.type)
@@ -58,6 +69,18 @@ class Instruction:
         return call[1] if call else ""
 
 
+class Work(NamedTuple):
+    """Work of an instruction: FLOPs of matrix products, bytes read and written in the device's memory and the host's."""
+
+    flops: float = 0.0
+    device_bytes: float = 0
+    host_bytes: float = 0
+
+    def plus(self, other: "Work") -> "Work":
+        """Return the sum of both."""
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True)
 class Speeds:
     """Speeds that the prediction assumes for one device."""
@@ -66,6 +89,7 @@ class Speeds:
     fp8_flops_per_s: float  # of those of 8-bit floats
     kernel_flops_per_s: float  # of our kernels: models/flash.py, which also compute a softmax, and models/grouped.py
     bytes_per_s: float  # of reading and writing the device's memory
+    host_bytes_per_s: float  # between the device and the host's memory
     launch_s: float  # between the end of a kernel and the start of the next
     collective_s: Callable[[Collective], float]  # seconds of one execution
 
@@ -91,7 +115,7 @@ class KernelData:
 class StepTime:
     """Predicted seconds and counted FLOPs of one run of a program on one device."""
 
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # with waits for the host's memory
     exposed_s: float = 0.0  # arithmetic waits for a collective
     communication_s: float = 0.0  # of all collectives, hidden or exposed
     flops: float = 0.0  # of matrix products
@@ -119,7 +143,11 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
     data = data or KernelData()
     program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
     collective_s = {each.name: speeds.collective_s(each) for each in collectives}
-    work = cache(lambda name: _count_work(name, program))  # a fusion may run many times
+    work_of = cache(lambda name: _count_work(name, program))  # a fusion may run many times
+
+    def count(instruction: Instruction, scope: dict[str, Instruction]) -> Work:
+        is_fusion = instruction.opcode in ("fusion", *_ASYNC_CALLS)
+        return work_of(instruction.called) if is_fusion else _count_alone(instruction, scope)
 
     def run_instruction(instruction: Instruction, scope: dict[str, Instruction]) -> StepTime:
         """Time of an instruction that is no collective; `scope` is its computation."""
@@ -128,42 +156,46 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
         if instruction.opcode in ("while", "call"):
             trips = TRIPS.search(instruction.text)
             return run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
-        num_bytes: float
         flops_per_s = speeds.fp8_flops_per_s if _multiplies_fp8(instruction, scope, program) else speeds.flops_per_s
-        if instruction.opcode == "fusion":
-            flops, num_bytes = work(instruction.called)
-        else:
-            flops, num_bytes = _count_alone(instruction, scope)
+        work = count(instruction, scope)
         kernel = _kernel_name(instruction)
         if products := KERNEL_PRODUCTS.get(kernel, 0):
             batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
-            flops, flops_per_s = 2.0 * products * batch * heads * dim * data.pairs_per_row, speeds.kernel_flops_per_s
+            flops = 2.0 * products * batch * heads * dim * data.pairs_per_row
+            work, flops_per_s = work._replace(flops=flops), speeds.kernel_flops_per_s
         if kernel in GROUPED_KERNELS:
-            flops, num_bytes = _count_grouped(
-                instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan)
-            )
+            work = _count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))
             flops_per_s = speeds.kernel_flops_per_s
-        # A kernel computes and reads at the same time: the slower of the two decides ("roofline").
+        # A kernel computes and reads at the same time: the slowest of these decides ("roofline").
+        of_memory = work.device_bytes / speeds.bytes_per_s, work.host_bytes / speeds.host_bytes_per_s
         launch_s = 0.0 if instruction.opcode in FREE else speeds.launch_s
-        return StepTime(launch_s + max(flops / flops_per_s, num_bytes / speeds.bytes_per_s), flops=flops)
+        return StepTime(launch_s + max(work.flops / flops_per_s, *of_memory), flops=work.flops)
 
     @cache
     def run(name: str) -> StepTime:
         scope = {instruction.name: instruction for instruction in program.get(name, ())}
-        total, link_free = StepTime(), 0.0  # link_free: when the link has sent everything so far
-        ends: dict[str, float] = {}  # when each collective that has started ends
+        total, link_free, host_free = StepTime(), 0.0, 0.0  # *_free: when a link has sent everything so far
+        ends: dict[str, float] = {}  # when each collective and each copy that has started ends
         for instruction in scope.values():
-            kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
+            opcode = instruction.opcode
+            kind = opcode.removesuffix("-start").removesuffix("-done")
+            if opcode.endswith("-done") and kind not in KINDS:
+                wait = ends.get(instruction.operands[0], 0.0) - total.step_s
+                total = replace(total, compute_s=total.compute_s + max(0.0, wait))
+                continue
+            if opcode.endswith("-start") and kind not in KINDS and (size := count(instruction, scope).host_bytes):
+                host_free = ends[instruction.name] = max(total.step_s, host_free) + size / speeds.host_bytes_per_s
+                continue
             if kind not in KINDS:
                 total = run_instruction(instruction, scope).after(total)
                 continue
             # A collective is `-start` and `-done`, or one instruction that is both.
-            if not instruction.opcode.endswith("-done"):
+            if not opcode.endswith("-done"):
                 seconds = collective_s[instruction.name]
                 link_free = ends[instruction.name] = max(total.step_s, link_free) + seconds
                 total = replace(total, communication_s=total.communication_s + seconds)
-            if not instruction.opcode.endswith("-start"):
-                start = instruction.operands[0] if instruction.opcode.endswith("-done") else instruction.name
+            if not opcode.endswith("-start"):
+                start = instruction.operands[0] if opcode.endswith("-done") else instruction.name
                 end = ends[start]
                 total = replace(total, exposed_s=total.exposed_s + max(0.0, end - total.step_s))
         return total
@@ -186,29 +218,32 @@ def count_moved_bytes(
     instruction: Instruction, scope: dict[str, Instruction], program: dict[str, list[Instruction]]
 ) -> int:
     """Count the bytes that an instruction, or the fusion that it runs, reads and writes; `scope` is its computation."""
-    if instruction.opcode == "fusion":
-        return _count_work(instruction.called, program)[1]
-    return _count_alone(instruction, scope)[1]
+    is_fusion = instruction.opcode == "fusion"
+    work = _count_work(instruction.called, program) if is_fusion else _count_alone(instruction, scope)
+    return round(work.device_bytes + work.host_bytes)
 
 
-def _count_work(name: str, program: dict[str, list[Instruction]]) -> tuple[float, int]:
-    """Count the FLOPs of a fusion's matrix products, and the bytes that the fusion reads and writes.
+def _count_work(name: str, program: dict[str, list[Instruction]]) -> Work:
+    """Count the work of a fusion.
 
     If a fusion takes slices of an array, only the slices are read. If it updates an array in place, only the updated
     part is written. In a scan over layers both are a small part of the stacked array.
     """
     scope = {instruction.name: instruction for instruction in program.get(name, ())}
-    flops, num_bytes = 0.0, 0
+    work = Work()
     for instruction in scope.values():
-        flops += _flops(instruction, scope)
+        work = work.plus(Work(_flops(instruction, scope)))
         if instruction.called and instruction.opcode == "fusion":
-            flops += _count_work(instruction.called, program)[0]
+            work = work.plus(Work(_count_work(instruction.called, program).flops))
         if instruction.opcode == "parameter":
             parts = [_bytes_read(user, instruction, scope) for user in _find_users(instruction, scope)]
-            num_bytes += min(instruction.num_bytes, sum(parts))
-    if scope:
-        num_bytes += _bytes_written(list(scope.values())[-1], scope)
-    return flops, num_bytes
+            work = work.plus(_in_memory_of(instruction, min(instruction.num_bytes, sum(parts))))
+    return work.plus(_count_written(list(scope.values())[-1], scope)) if scope else work
+
+
+def _in_memory_of(array: Instruction, num_bytes: int) -> Work:
+    """Return the work of reading or writing bytes where an array is."""
+    return Work(host_bytes=num_bytes) if array.host_bytes else Work(device_bytes=num_bytes)
 
 
 def _multiplies_fp8(
@@ -246,23 +281,30 @@ def _skip_bitcasts(name: str, scope: dict[str, Instruction]) -> str:
     return name
 
 
-def _bytes_written(root: Instruction, scope: dict[str, Instruction]) -> int:
-    """Return the bytes that a fusion writes; `root` is its last instruction, the result."""
+def _count_written(root: Instruction, scope: dict[str, Instruction]) -> Work:
+    """Count what a fusion writes; `root` is its last instruction, the result."""
     if root.opcode == "tuple":
-        return sum(_bytes_written(scope[name], scope) for name in root.operands)
+        parts = [_count_written(scope[name], scope) for name in root.operands]
+        return reduce(Work.plus, parts, Work())
     if root.opcode == "bitcast":
-        return _bytes_written(scope[root.operands[0]], scope)
-    return scope[root.operands[1]].num_bytes if root.opcode == "dynamic-update-slice" else root.num_bytes
+        return _count_written(scope[root.operands[0]], scope)
+    updates = root.opcode == "dynamic-update-slice"
+    return _in_memory_of(root, scope[root.operands[1]].num_bytes if updates else root.num_bytes)
 
 
-def _count_alone(instruction: Instruction, scope: dict[str, Instruction]) -> tuple[float, int]:
-    """Count the FLOPs and bytes of an instruction that is in no fusion."""
+def _count_alone(instruction: Instruction, scope: dict[str, Instruction]) -> Work:
+    """Count the work of an instruction that is in no fusion."""
     if instruction.opcode in FREE:
-        return 0.0, 0
+        return Work()
     if instruction.opcode in ("dynamic-slice", "slice"):
-        return 0.0, 2 * instruction.num_bytes
-    read = sum(scope[name].num_bytes for name in instruction.operands if name in scope)
-    return _flops(instruction, scope), read + instruction.num_bytes
+        return Work(device_bytes=2 * instruction.num_bytes)
+    operands = [scope[name] for name in instruction.operands if name in scope]
+    if instruction.opcode == "copy-start":  # its result is a tuple: the copy and what is copied
+        [copied] = operands
+        return Work(host_bytes=copied.num_bytes) if instruction.host_bytes else Work(device_bytes=2 * copied.num_bytes)
+    host = sum(array.host_bytes for array in (*operands, instruction))
+    both = sum(array.num_bytes for array in (*operands, instruction))
+    return Work(_flops(instruction, scope), both - host, host)
 
 
 def _kernel_name(instruction: Instruction) -> str:
@@ -273,8 +315,8 @@ def _kernel_name(instruction: Instruction) -> str:
 
 def _count_grouped(
     instruction: Instruction, scope: dict[str, Instruction], num_experts: float, empty_rows: float
-) -> tuple[float, float]:
-    """Count the FLOPs and bytes of a grouped product, whose experts have equal loads.
+) -> Work:
+    """Count the work of a grouped product, whose experts have equal loads.
 
     Its last two operands are rows [R, in] and weights [X, in, out], of which the result is [R, out]; or two arrays of
     rows, of which it is [X, in, out]. The rows are those of all experts, of which X are on this device. `empty_rows` is
@@ -287,7 +329,7 @@ def _count_grouped(
     share = here / num_experts
     num_rows = of_rows[0].dims[0] * share
     flops = 2.0 * (num_rows + here * empty_rows) * num_inputs * num_outputs
-    return flops, weights.num_bytes + share * sum(array.num_bytes for array in of_rows)
+    return Work(flops, weights.num_bytes + share * sum(array.num_bytes for array in of_rows))
 
 
 def _flops(instruction: Instruction, scope: dict[str, Instruction]) -> float:

@@ -88,7 +88,7 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         summed_over = layout.gradient_axes(equation)
         count = round(times * blocks) if in_blocks else reductions
         if ahead and equation.is_stacked:  # and each backward pass begins with one more, of zeros
-            size, count = size * (blocks + 1) // blocks, count + round(times)
+            size, count = size * (count + pipeline.num_ticks) // count, count + pipeline.num_ticks
         if gathered_over and strategy.gradients:
             yield Transfer("reduce-scatter", gathered_over, size, count=count)
             size //= count_devices(mesh.shape, gathered_over)

@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices
 
-# (layers, rows) -> (rows, counts): some layers, whose arrays have a first dimension, on some rows. The counts are a
-# tree of arrays that are added up over the parts of the batch.
+# (layers, rows) -> (rows, counts): the layers of each stage, arrays [S, L / S, ...], on its rows, [S, rows, ...]. The
+# counts are a tree of arrays [S, ...] that are added up over the parts of the batch.
 RunLayers = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -46,7 +46,7 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
 
     # Of each tick only the rows that a stage takes are kept for the backward pass.
-    run_all = jax.vmap(jax.checkpoint(run, prevent_cse=False))
+    run_all = jax.checkpoint(run, prevent_cse=False)
 
     def tick(carry, now):
         queue, came = carry
@@ -64,6 +64,14 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     counts = jax.tree.map(lambda each: jnp.sum(each, 0), counts)
     # The results begin at the place of tick S - 1.
     return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), counts
+
+
+def stage_seeds(layout: Layout, seed: jax.Array | None) -> jax.Array | None:
+    """Return the seed of a microbatch for each stage, [S]; None where nothing is random."""
+    if seed is None:
+        return None
+    spec = PartitionSpec(layout.stage_axes)
+    return jnp.broadcast_to(seed, (Lanes(layout).num_stages,), out_sharding=spec)
 
 
 class Lanes:

@@ -12,6 +12,10 @@ iteration ends, so its result must wait. Here weights and gradients in flight tr
 
 The last gather forward brings the weights with which the backward pass begins. Beside the layer at work, a device has
 the gathered weights of one more layer, and its own part of the gradients of one.
+
+On stages (models/pipeline.py) each stage has such a scan over its own layers. All arrays have a first dimension [S]:
+layers are [S, L / S, ...], the scan goes along their second dimension, and its body is vmapped over the stages. The
+`vmap` stands inside of the backward rule, because a kernel on stages must be vmapped before its gradient is taken.
 """
 
 from collections.abc import Callable
@@ -22,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import reshard
+from jax.sharding import PartitionSpec, reshard
 
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
@@ -39,12 +43,22 @@ def scan_ahead(
     `params` is a tree of variables and `layers` a tree of values, both [L, ...]; all layers take `shared`. The gradient
     is that of a scan over `block`, of `params` and x alone: that of `layers` and `shared` is left out. What `block`
     keeps for its backward pass is its own matter (`jax.checkpoint`), but no gathered weight is kept.
+
+    Where `layout` is that inside of stages, all arrays have a first dimension [S] before these dimensions, also those
+    of `shared`; only the results are [L / S, S, ...]. `block` is written for one stage.
     """
     weights = Weights(layout, params)
     passes = Passes(block, weights, unroll)
     scan = jax.custom_vjp(passes.run)
     scan.defvjp(passes.forward, passes.backward, symbolic_zeros=True)
-    return scan([each.get_value() for each in weights.variables], x, layers, shared)
+    return scan([each.get_value() for each in weights.variables], x, weights.by_layer(layers), shared)
+
+
+def as_variables(module: nnx.Module, values: Any) -> Any:
+    """Return values of the parameters of a module as its variables, which know their equations."""
+    variables, tree = jax.tree.flatten(nnx.state(module), is_leaf=_is_variable)
+    pairs = zip(variables, jax.tree.leaves(values), strict=True)
+    return jax.tree.unflatten(tree, [variable.replace(value) for variable, value in pairs])
 
 
 class Passes:
@@ -56,6 +70,7 @@ class Passes:
 
     def __init__(self, block: Block, weights: "Weights", unroll: int):
         self.block, self.weights, self.unroll = block, weights, unroll
+        self._run_block = weights.on_each_stage(self._run_one_block)
 
     def run(self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any]:
         """Return x and the results, where no gradient is asked for."""
@@ -82,7 +97,7 @@ class Passes:
         """Return the gradients of the arguments of `run`."""
         params, layers, shared, vjps, gathered, is_trained = kept
         d_x, d_results = jax.tree.map(_instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
-        weights, count = self.weights, _count(params)
+        weights, count = self.weights, self.weights.count(params)
 
         def keep_trained(values):
             return [value if trained else None for value, trained in zip(values, is_trained.value, strict=True)]
@@ -90,7 +105,7 @@ class Passes:
         def put(sums, late, number):
             """Sum the gradients of a layer over devices, and put them at its place."""
             late = weights.sum_over_devices(late, params)
-            update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
+            update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=weights.dim)
             return jax.tree.map(update, sums, late)
 
         def body(carry, each):
@@ -109,14 +124,14 @@ class Passes:
         d_x, _, late, sums = carry
         return put(sums, late, 0), d_x, None, None
 
-    def _run_block(self, gathered: list[jax.Array], x: jax.Array, layer: Any, shared: Any) -> tuple[jax.Array, Any]:
+    def _run_one_block(self, gathered: list[jax.Array], x: jax.Array, layer: Any, shared: Any) -> tuple[jax.Array, Any]:
         return self.block(x, self.weights.as_params(gathered), layer, shared)
 
     def _run_layers(
         self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any, run: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
         """Return what `run` gives for all layers, and the gathered weights of the last layer."""
-        last = _count(params) - 1
+        last = self.weights.count(params) - 1
 
         def body(carry, each):
             x, gathered = carry
@@ -131,13 +146,27 @@ class Passes:
 
 
 class Weights:
-    """Parameters of layers, arrays [L, ...] in a list, with the equation of each."""
+    """Parameters of layers, arrays [L, ...] or on stages [S, L / S, ...] in a list, with the equation of each."""
 
     def __init__(self, layout: Layout, params: Any):
         """`params` is a tree of variables."""
         self.layout = layout
-        self.variables, self.tree = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        self.variables, self.tree = jax.tree.flatten(params, is_leaf=_is_variable)
         self.equations: list[Equation] = [each.get_metadata()["equation"] for each in self.variables]
+        self.stages = layout.stages_around
+        self.dim = 1 if self.stages else 0  # that of the layers
+
+    def on_each_stage(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of one stage's arrays as one of the arrays of all stages, [S, ...]."""
+        return jax.vmap(function) if self.stages else function
+
+    def count(self, params: list[jax.Array]) -> int:
+        """Return the number of layers; on stages, of those of each."""
+        return params[0].shape[self.dim]
+
+    def by_layer(self, values: Any) -> Any:
+        """[S, L / S, ...] -> [L / S, S, ...], as a scan over layers takes values; without stages they stay."""
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), values) if self.stages else values
 
     def as_params(self, values: list[jax.Array]) -> Any:
         """Return the tree of variables with the values of one layer."""
@@ -146,24 +175,38 @@ class Weights:
 
     def gather(self, params: list[jax.Array], number: jax.Array | int) -> list[jax.Array]:
         """Return the weights of one layer as products take them."""
-        one_layer = (jax.lax.dynamic_index_in_dim(p, number, keepdims=False) for p in params)
-        with jax.named_scope("gather"):
+        one_layer = [jax.lax.dynamic_index_in_dim(p, number, axis=self.dim, keepdims=False) for p in params]
+
+        def gather(one_layer):
             return [self.layout.gather(p, equation) for p, equation in zip(one_layer, self.equations, strict=True)]
+
+        with jax.named_scope("gather"):
+            return self.on_each_stage(gather)(one_layer)
 
     def own_zeros(self, gathered: list[jax.Array]) -> list[jax.Array]:
         """Return zeros in the place of this device's part of the gradients."""
-        pairs = zip(gathered, self.equations, strict=True)
-        return [reshard(jnp.zeros(g.shape, g.dtype), self.layout.unreduced(equation)) for g, equation in pairs]
+        zeros = []
+        for weight, equation in zip(gathered, self.equations, strict=True):
+            spec = self.layout.unreduced(equation)
+            if self.stages:
+                spec = PartitionSpec(self.stages, *spec.partitions, unreduced=spec.unreduced)
+            zeros.append(reshard(jnp.zeros(weight.shape, weight.dtype), spec))
+        return zeros
 
     def sum_over_devices(self, gradients: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
         """Return the gradients of one layer as a scan over `Layout.gather` would; None stays None."""
-        sums: list[jax.Array | None] = []
-        with jax.named_scope("reduce"):
-            for gradient, param in zip(gradients, params, strict=True):
-                rest = jax.sharding.PartitionSpec(*jax.typeof(param).sharding.spec.partitions[1:])
-                total = None if gradient is None else self.layout.sum_gradient(gradient, rest).astype(param.dtype)
+        rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
+        dtypes = [param.dtype for param in params]
+
+        def sum_all(gradients):
+            sums: list[jax.Array | None] = []
+            for gradient, rest, dtype in zip(gradients, rests, dtypes, strict=True):
+                total = None if gradient is None else self.layout.sum_gradient(gradient, rest).astype(dtype)
                 sums.append(total)
-        return sums
+            return sums
+
+        with jax.named_scope("reduce"):
+            return self.on_each_stage(sum_all)(gradients)
 
 
 class _Static:
@@ -176,8 +219,8 @@ class _Static:
 jax.tree_util.register_pytree_node(_Static, lambda each: ((), each.value), lambda value, _: _Static(value))
 
 
-def _count(params: list[jax.Array]) -> int:
-    return params[0].shape[0]
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _instantiate(gradient: Any) -> Any:

@@ -8,7 +8,7 @@ turns. So 80 layers are as short a program as 8:
     one after another   dense_blocks 0 1, blocks 2 3 4 ...          two scans
 
 There are three ways through them. Training scans over layers (`Stacks.run`). Where the layout splits the layers into
-stages, each stage scans its own (`Stacks.run_on_stage`). In decoding each layer has a cache of its own size, so each
+stages, each stage scans its own (`Stacks.run_on_stages`). In decoding each layer has a cache of its own size, so each
 layer is a piece of program of its own (`Stacks.run_apart`).
 """
 
@@ -35,9 +35,9 @@ from tunix.models.block_sums import (
 )
 from tunix.models.experts import penalty_names
 from tunix.models.noise import Noise
-from tunix.models.pipeline import run_stages
+from tunix.models.pipeline import run_stages, stage_seeds
 from tunix.models.positions import Rope, layer_rope
-from tunix.models.prefetch import scan_ahead
+from tunix.models.prefetch import as_variables, scan_ahead
 from tunix.models.remat import Remat, checkpoint_block, join_blocks, scan_blocks
 from tunix.sharding.layout import Layout
 
@@ -169,20 +169,31 @@ class Stacks:
         penalties = {name: reshard(jnp.zeros(count), spec) for name in penalty_names(self.cfg)}
         return rows._replace(penalties=penalties, numbers=numbers)
 
-    def run_on_stage(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
-        """Run the layers of a stage on rows of `enter_stages`, and return the rows and the routing of its experts.
+    def run_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
+        """Run the layers of each stage on its rows, and return the rows and the routing of its experts.
 
-        `layers` are parameters and values by the name of a stack: of whole turns, in which all stages have the same.
+        All arrays have a first dimension [S]: layers, the rows of `enter_stages`, and the seeds of `forward`. `layers`
+        are parameters and values by the name of a stack: of whole turns, in which all stages have the same.
         """
-        (run,) = self.cfg.runs
-        rows, sums = self._scan(run.pattern, _take_turns(run.pattern, layers), rows, forward)
-        return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, sums.penalties)), sums.routing
+        (turn,) = self.cfg.runs
+
+        def run(layers, rows, seed):
+            of_places = _take_turns(turn.pattern, layers, dim=1 if self.prefetch else 0)
+            return self._scan(turn.pattern, of_places, rows, forward._replace(seed=seed))
+
+        if self.prefetch:  # the scan has the stages inside of it
+            rows, (penalties, routing) = run(layers, rows, forward.seed)
+            routing = jax.tree.map(lambda x: x.swapaxes(0, 1), routing)
+        else:
+            rows, (penalties, routing) = jax.vmap(run)(layers, rows, forward.seed)
+        return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties)), routing
 
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
-        on_stage = partial(self.run_on_stage, forward=forward)
+        on_each = forward._replace(seed=stage_seeds(self.layout, forward.seed))
+        on_stages = partial(self.run_on_stages, forward=on_each)
         layers = {name: self.layers_of(name, forward) for name in dict.fromkeys(run.pattern)}
         rows = self.enter_stages(rows, forward.seed)
-        rows, routing = run_stages(on_stage, layers, rows, self.layout, self.parts_per_stage)
+        rows, routing = run_stages(on_stages, layers, rows, self.layout, self.parts_per_stage)
         return rows, BlockSums(rows.penalties, join_stages(routing))
 
     def _scan_run(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
@@ -197,7 +208,8 @@ class Stacks:
     def _scan(self, pattern: tuple[str, ...], layers, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run layers of stacks that take turns on some rows, and return the rows and the sums of the layers.
 
-        `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...].
+        `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...]. Layers that
+        gather ahead on stages are [S, turns, ...], and so have all arrays this first dimension; routing is [turns, S].
         """
 
         def block_of(name):
@@ -217,6 +229,7 @@ class Stacks:
         others = tuple(rows[1:]), forward.seed
         if self.prefetch:
             params, values = zip(*layers, strict=True)
+            params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
             again = checkpoint_block(join_blocks(blocks), self.remat)
             x, sums = scan_ahead(again, params, rows.x, values, others, self.layout.inside_stage())
         else:
@@ -236,12 +249,12 @@ class Stacks:
         return nnx.graphdef(self.modules[name])
 
 
-def _take_turns(pattern: tuple[str, ...], layers: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the layers at each place of a pattern, arrays [turns, ...], of those of each stack, in order."""
+def _take_turns(pattern: tuple[str, ...], layers: dict[str, Any], dim: int) -> tuple[Any, ...]:
+    """Return the layers at each place of a pattern, of those of each stack, in order; `dim` is that of the layers."""
     of_places = []
     for place, name in enumerate(pattern):
         first, step = pattern[:place].count(name), pattern.count(name)
-        take = partial(jax.lax.slice_in_dim, start_index=first, limit_index=None, stride=step)
+        take = partial(jax.lax.slice_in_dim, start_index=first, limit_index=None, stride=step, axis=dim)
         of_places.append(layers[name] if step == 1 else jax.tree.map(take, layers[name]))
     return tuple(of_places)
 

@@ -9,10 +9,10 @@ from tunix.costs.derived import Costs, assemble_once, derive
 from tunix.costs.devices import peak_tflops
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
-from tunix.plan.compiled import Compiled, find_backend
+from tunix.plan.compiled import Compiled
 from tunix.plan.exchange_times import settle_exchange, time_beyond_mean
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
-from tunix.plan.topology import Cluster
+from tunix.plan.topology import PLATFORM, Cluster
 
 GIB = 2**30
 PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
@@ -152,7 +152,7 @@ def make_candidate(
     cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
 ) -> Candidate:
     with_mesh, _ = settle_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
-    costs, rollout = derive(with_mesh, sizes, find_backend(), with_activations), None
+    costs, rollout = derive(with_mesh, sizes, PLATFORM, with_activations), None
     if isinstance(cfg.task, Grpo):
         device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
         rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)

@@ -44,6 +44,8 @@ from tunix.training.program import abstract_batch, assemble, build_mesh
 # kernels of this kind (FlashAttention-2 in Triton) are reported to reach 350 to 500. Not measured.
 KERNEL_SHARE = 0.6
 HBM_SHARE = 0.8  # share of the memory's bandwidth that everything but matrix products is assumed to reach
+# Share of PCIe's bandwidth that copies from and to pinned memory are assumed to reach: about 25 of 32 GB/s, 52 of 64.
+HOST_SHARE = 0.8
 # Seconds that a kernel adds beside its own work where kernels follow one another: 3.8 microseconds a kernel of 2.9
 # (NVIDIA, "Getting Started with CUDA Graphs").
 LAUNCH_S = 0.9e-6
@@ -225,7 +227,8 @@ def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
 
     products = kind.peak_tflops * 1e12 * kind.efficiency
     fp8 = (kind.fp8_tflops or kind.peak_tflops) * 1e12 * kind.efficiency
-    return Speeds(products, fp8, products * KERNEL_SHARE, kind.hbm_gb_per_s * 1e9 * HBM_SHARE, LAUNCH_S, collective_s)
+    memory, host = kind.hbm_gb_per_s * 1e9 * HBM_SHARE, kind.host_gb_per_s * 1e9 * HOST_SHARE
+    return Speeds(products, fp8, products * KERNEL_SHARE, memory, host, LAUNCH_S, collective_s)
 
 
 def kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelData:

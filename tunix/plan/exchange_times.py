@@ -31,7 +31,7 @@ from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs
 from tunix.models.kernels import choose_kernel
 from tunix.models.ring import chunk_size
 from tunix.plan.compiled import HBM_SHARE, KERNEL_SHARE
-from tunix.plan.topology import Cluster
+from tunix.plan.topology import PLATFORM, Cluster
 from tunix.sharding.dims import axis_names, token_axes
 from tunix.training.program import build_layout, read_remat
 
@@ -114,7 +114,7 @@ class Place(NamedTuple):
 def _places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[Place]:
     """Yield the place of each kind of heads that the model has."""
     model, names = cfg.model, axis_names()
-    axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, "gpu")
+    axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, PLATFORM)
     lengths = tuple(sizes[axis] for axis in names)
     mesh = AbstractMesh(lengths, names, axis_types=axis_types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -10,6 +10,8 @@ from tunix.base.errors import UserError, did_you_mean
 from tunix.config import DeviceKind
 from tunix.costs.devices import device_kinds, on_network, read_kind
 
+PLATFORM = "gpu"  # of all kinds of conf/command/device, whichever compiler is installed
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -65,9 +65,6 @@ def _prefetch_lacks(training: Training, layout: Layout, sync_every: int) -> str 
             f"with training.sharding_strategy={training.sharding_strategy} and gradients reduced every {sync_every} "
             "microbatch(es), weights are gathered once for the step"
         )
-    if layout.stage_axes:
-        # The rule of such a scan takes the gradient of a block, and a kernel on stages needs `vmap` before that.
-        return f"layers on stages ({', '.join(layout.stage_axes)}) gather when they begin"
     if training.remat_every > 1:
         return f"training.remat_every={training.remat_every} takes so many layers at a time"
     if training.offload == "activations":

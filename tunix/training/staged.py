@@ -171,15 +171,9 @@ class StagedModel:
         frozen, values = (self.chunks.take(tree, turn.chunk) for tree in (self.block_weights, self.values))
         weights = self.arch.merge(chunk, frozen)
         layers = {name: (weights[name], values[name]) for name in self.names}
-
-        def run_stage(layers, rows, seed):
-            forward = self.forward._replace(seed=seed)
-            rows, routing = self.model.stacks.run_on_stage(layers, rows, forward)
-            return stream_of(rows), routing
-
-        seeds = self.parts.seeds_on_stages(turn.part)
-        stream, routing = jax.vmap(run_stage)(layers, with_stream(rows, stream), seeds)
-        return stream, self.lanes.leave_bubbles_out(routing, turn.part, self.parts.count)
+        forward = self.forward._replace(seed=self.parts.seeds_on_stages(turn.part))
+        rows, routing = self.model.stacks.run_on_stages(layers, with_stream(rows, stream), forward)
+        return stream_of(rows), self.lanes.leave_bubbles_out(routing, turn.part, self.parts.count)
 
     def enter(self, outside: Any, number: jax.Array | int) -> Rows:
         """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...]."""
