@@ -70,7 +70,7 @@ class Instruction:
 
 
 class Work(NamedTuple):
-    """Work of an instruction: FLOPs of matrix products, bytes read and written in the device's memory and the host's."""
+    """Work of an instruction: FLOPs of matrix products, bytes moved in the device's memory and in the host's."""
 
     flops: float = 0.0
     device_bytes: float = 0
