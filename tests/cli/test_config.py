@@ -28,7 +28,7 @@ MISTAKES = [
     ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are pp, dp, fsdp, ep, cp, tp"),
     ("model.mesh_shape=[[4,2],[fsdp,fsdp]]", "axis fsdp is named twice"),
     ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
-    ("model.cp_exchange=ring model.attention=flash", "model.attention=flash: model.cp_exchange=ring computes blocks by"),
+    ("model.cp_exchange=ring model.attention=cudnn", "model.attention=cudnn: the kernels of model.cp_exchange=ring are"),
     ("model.sliding_window=null", "model.sliding_window must be given with model.global_every=6"),
     ("model=llama3_1b model.rope_theta=null", "model.rope_theta must be given with model.positions=rope"),
     ("model=llama3_1b model.rope_scaling.name=yarm", "model.rope_scaling.name=yarm: expected one of none, linear, llama3, yarn, longrope; did you mean yarn?"),

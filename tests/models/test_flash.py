@@ -19,6 +19,8 @@ from tunix.models.attention import plain
 from tunix.models.flash import flash
 from tunix.models.flash_blocks import BLOCKS, Block, Blocks, computed_pairs
 from tunix.models.kernels import choose_kernel
+from tunix.models.ring import PRODUCTS, attend_in_ring
+from tunix.models.ring_flash import Flash
 from tunix.models.seen import seen_in_row
 from tunix.training.kernel_check import check_attention
 from tunix.training.program import build_layout, build_mesh
@@ -55,6 +57,35 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
         return *jax.tree.leaves(out), *pull_back((d_out, d_out[..., 0]) if options else d_out)
 
     for one, other in zip(*(results(kernel, q * dim**-0.5, k, v) for kernel in (interpreted, plain)), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
+
+
+def interpreted_ring(cap):
+    return Flash(cap, SMALL_BLOCKS)
+
+
+def test_a_ring_of_kernels_computes_what_plain_blocks_do(monkeypatch):
+    """Three devices of 96 tokens, filled up to 128; documents and windows end in blocks of other devices."""
+    rng = np.random.default_rng(1)
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, 288))), jnp.int32)
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, 288, n, 8)), jnp.float32) for n in (4, 2, 2, 4))
+    automatic = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((3,), ("cp",), axis_types=automatic, devices=jax.devices()[:3])
+    split = jax.P(None, "cp")
+
+    def results(q, k, v):
+        @partial(
+            jax.shard_map, mesh=mesh, in_specs=(split,) * 3 + (jax.P(),), out_specs=(split, split), check_vma=False
+        )
+        def attended(q, k, v, segments):
+            return attend_in_ring("xla", q, k, v, seen_in_row(segments, 120), cap=1.5, with_sums=True)
+
+        out, pull_back = jax.vjp(lambda *qkv: attended(*qkv, segments), q, k, v)
+        return *out, *pull_back((d_out, d_out[..., 0]))
+
+    expected = jax.jit(results)(q, k, v)
+    monkeypatch.setitem(PRODUCTS, "xla", f"{__name__}:interpreted_ring")
+    for one, other in zip(jax.jit(lambda *qkv: results(*qkv))(q, k, v), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 
 
@@ -178,11 +209,11 @@ def test_blocks_fit_into_the_chip(chip, dim, installs_dir):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("exchange", "kernels", "collective"),
-    [("ulysses", True, "all-to-all"), ("ring", False, "collective-permute")],
+    ("exchange", "suffixes", "collective"),
+    [("ulysses", "", "all-to-all"), ("ring", "_before _own", "collective-permute")],
 )
-def test_attention_of_devices_that_share_a_sequence_compiles_for_a_gpu(exchange, kernels, collective, installs_dir):
-    """Ulysses runs the kernels on whole sequences; a ring computes blocks by XLA's own operations."""
+def test_attention_of_devices_that_share_a_sequence_compiles_for_a_gpu(exchange, suffixes, collective, installs_dir):
+    """Ulysses runs the kernels on whole sequences; a ring on the device's own block and on those before it."""
     found = json.loads(compile_kernels("h100", exchange, installs_dir))
-    assert found["kernels"] == (KERNEL_NAMES if kernels else [])
+    assert found["kernels"] == sorted(name + suffix for name in KERNEL_NAMES for suffix in suffixes.split() or [""])
     assert collective in found["collectives"]

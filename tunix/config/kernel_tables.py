@@ -7,6 +7,7 @@ KERNELS = {
     "xla": "tunix.models.attention:plain",
     "cudnn": "tunix.models.attention:cudnn",
 }
+RING_KERNELS = ("auto", "flash", "xla")  # those that also compute blocks of a ring
 
 # Products of rows with the weights of their experts; `models/products.py` says what one takes.
 GROUPED = {

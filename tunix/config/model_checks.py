@@ -3,6 +3,7 @@
 import re
 from typing import TYPE_CHECKING, Any
 
+from tunix.config.kernel_tables import RING_KERNELS
 from tunix.config.low_rank import PROJECTIONS
 from tunix.config.mixers import GlobalHeads, Latent, LinearAttention
 from tunix.config.mlp import ExpertsMlp
@@ -47,9 +48,9 @@ def check_model(model: "Model") -> None:
         _check_experts(model, model.mlp)
     else:
         _check_no_experts(model)
-    if model.cp_exchange == "ring" and model.attention not in ("auto", "xla"):
+    if model.cp_exchange == "ring" and model.attention not in RING_KERNELS:
         raise ValueError(
-            f"model.attention={model.attention}: model.cp_exchange=ring computes blocks by XLA's own operations; "
+            f"model.attention={model.attention}: the kernels of model.cp_exchange=ring are {', '.join(RING_KERNELS)}; "
             "set model.attention=auto, or model.cp_exchange=ulysses, which runs every kernel"
         )
     quantized = model.lora.quantize_base

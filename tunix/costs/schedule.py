@@ -104,6 +104,7 @@ class KernelData:
     # Pairs of a query and a key that an attention kernel computes in a row: blocks are skipped as documents and windows
     # say.
     pairs_per_row: float = math.nan
+    ring_pairs: dict[str, float] = field(default_factory=dict)  # the same of a device's block, by suffix of the kernel
     # For which a device has rows, where experts have equal loads: those of a layer on all devices, unless a buffer is
     # bounded. It computes its own.
     num_experts: float = math.nan
@@ -159,9 +160,12 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
         flops_per_s = speeds.fp8_flops_per_s if _multiplies_fp8(instruction, scope, program) else speeds.flops_per_s
         work = count(instruction, scope)
         kernel = _kernel_name(instruction)
-        if products := KERNEL_PRODUCTS.get(kernel, 0):
+        of_whole = kernel.removesuffix("_own").removesuffix("_before")  # models/ring_flash.py
+        if products := KERNEL_PRODUCTS.get(of_whole, 0):
             batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
-            flops = 2.0 * products * batch * heads * dim * data.pairs_per_row
+            in_block = data.ring_pairs.get(kernel[len(of_whole) :], math.nan)
+            pairs = data.pairs_per_row if kernel == of_whole else in_block
+            flops = 2.0 * products * batch * heads * dim * pairs
             work, flops_per_s = work._replace(flops=flops), speeds.kernel_flops_per_s
         if kernel in GROUPED_KERNELS:
             work = _count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))

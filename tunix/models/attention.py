@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.base.dotted import import_object
-from tunix.config.kernel_tables import KERNELS
 from tunix.models.exchanges import EXCHANGES
 from tunix.models.kernels import branches_are_cheap
 from tunix.models.seen import Seen
@@ -49,11 +47,10 @@ def attend(
     """
     of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", f"BT{kv_letter}H", "BS"))
     of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])
-    kernel_function = import_object(KERNELS.get(kernel, kernel))
 
     def on_each_device(q, k, v, seen):
         k, v = (layout.own_kv_heads(x, q.shape[2], kv_letter) for x in (k, v))
-        return EXCHANGES[exchange](kernel_function, q, k, v, seen, **options)
+        return EXCHANGES[exchange](kernel, q, k, v, seen, **options)
 
     in_specs = (of_queries, of_keys, of_keys, of_seen)
     out_specs = (of_queries, layout.activation("BTN")) if "with_sums" in options else of_queries

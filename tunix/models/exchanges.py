@@ -3,8 +3,8 @@
 Outside attention each device has a share of the tokens of a sequence, with all heads of its part of the model. Inside
 it a query needs the keys of all earlier tokens. An exchange is a function that runs inside a `shard_map`, on one
 device's arrays: (kernel, q [B, T, N, H], k and v [B, T, K, H], seen) -> [B, T, N, H], where T are the tokens of this
-device, and `seen` is the rule for the whole sequence. It takes the
-options of kernels (`models/attention.py`), and returns what the kernel returns.
+device, and `seen` is the rule for the whole sequence. `kernel` is a key of `config.model.KERNELS` or a dotted path. An
+exchange takes the options of kernels (`models/attention.py`), and returns what the kernel returns.
 """
 
 import math
@@ -18,6 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.config.kernel_tables import RING_KERNELS
+from tunix.models.kernels import find_kernel
 from tunix.models.ring import attend_in_ring
 from tunix.models.seen import Seen
 from tunix.sharding.dims import DIMS, token_axes
@@ -58,11 +60,11 @@ def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Cho
     if model.num_heads % num_devices == 0:
         # A ring waits for the device with the last tokens, which computes almost twice the mean; heads are alike.
         return Choice("ulysses", f"{together}={num_devices} divides the {model.num_heads} query heads")
-    if model.attention not in ("auto", "xla"):
+    if model.attention not in RING_KERNELS:
         raise UserError(
             f"model.attention={model.attention}: {together}={num_devices} does not divide "
-            f"model.num_heads={model.num_heads}, so keys and values go round in a ring, which computes blocks by XLA's "
-            "own operations; set model.attention=auto"
+            f"model.num_heads={model.num_heads}, so keys and values go round in a ring, whose kernels are "
+            f"{', '.join(RING_KERNELS)}; set model.attention=auto"
         )
     return Choice("ring", f"{together}={num_devices} does not divide the {model.num_heads} query heads")
 
@@ -72,12 +74,12 @@ def repeats_of(num_kv_heads: int, num_devices: int) -> int:
     return num_devices // math.gcd(num_devices, num_kv_heads)
 
 
-def keep_here(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, **options: Any) -> Any:
+def keep_here(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, **options: Any) -> Any:
     """Run the kernel on what this device has: every key of its sequences, for its heads."""
-    return kernel(q, k, v, seen, **options)
+    return find_kernel(kernel)(q, k, v, seen, **options)
 
 
-def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, **options: Any) -> Any:
+def swap_tokens_for_heads(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, **options: Any) -> Any:
     """Give each device all tokens of some heads, run the kernel there, and give the tokens back (arXiv:2309.14509).
 
     Four heads of a sequence on two devices; a cell is the part of a head that a device has:
@@ -100,7 +102,7 @@ def swap_tokens_for_heads(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array,
         return checkpoint_name(swapped, "exchange")
 
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    out = kernel(*map(whole_sequences, (q, k, v)), seen, **options)
+    out = find_kernel(kernel)(*map(whole_sequences, (q, k, v)), seen, **options)
     back = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(jax.tree.map(back, out), "exchange")
 

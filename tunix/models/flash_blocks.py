@@ -60,3 +60,17 @@ def computed_pairs(length: int, windows: list[int], block: Block) -> float:
         return float(np.sum(stops - starts)) * block.queries * block.keys
 
     return sum(map(pairs, windows)) / len(windows)
+
+
+def computed_pairs_in_ring(own_tokens: int, num_devices: int, window: int, block: Block) -> np.ndarray:
+    """Return how many pairs the forward kernel computes in each step of a ring, [devices], on the device with the end.
+
+    Sequences have one document.
+    """
+    begins = np.arange(0, own_tokens, block.queries)
+    stop = -(-own_tokens // block.keys)
+    pairs = [computed_pairs(own_tokens, [window], block)]
+    for distance in range(own_tokens, num_devices * own_tokens, own_tokens):
+        starts = np.clip(begins + distance - window + 1, 0, own_tokens) // block.keys
+        pairs.append(float(np.sum(np.maximum(stop - starts, 0))) * block.queries * block.keys)
+    return np.array(pairs)

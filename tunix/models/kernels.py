@@ -35,6 +35,11 @@ def mesh_device() -> AbstractDevice | None:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
+def find_kernel(name: str) -> Any:
+    """Return the kernel of attention with this key of `KERNELS` or dotted path."""
+    return import_object(KERNELS.get(name, name))
+
+
 def choose_kernel(name: str, head_dim: int, dtype: str, options: Iterable[str] = ()) -> Choice:
     """Return the kernel of `model.attention=name` on the mesh in use, for products in `dtype`.
 
@@ -49,7 +54,7 @@ def choose_kernel(name: str, head_dim: int, dtype: str, options: Iterable[str] =
         return Choice("xla", lacks) if lacks else Choice("flash", "exact here, and skips keys that no query sees")
     if device is not None and name in CHECKS and (lacks := CHECKS[name](device, head_dim, dtype)):
         raise UserError(f"model.attention={name}: {lacks}; model.attention=auto takes the fastest kernel that is exact")
-    taken = inspect.signature(import_object(KERNELS.get(name, name))).parameters
+    taken = inspect.signature(find_kernel(name)).parameters
     if missing := [NEEDED_FOR[option] for option in options if option not in taken]:
         raise UserError(f"model.attention={name} has no {missing[0]}, which the model needs; set model.attention=auto")
     return Choice(name, f"model.attention={name}")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from tunix.cli import compose
@@ -36,8 +37,9 @@ from tunix.costs.transfers import Transfer, seconds
 from tunix.models import grouped_blocks
 from tunix.models.chips import row_of_chip
 from tunix.models.expert_exchanges import choose_expert_exchange, experts_with_room
-from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs
+from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
 from tunix.plan.topology import Cluster
+from tunix.sharding.mesh_shape import token_shards
 from tunix.training.program import abstract_batch, assemble, build_mesh
 
 # Share of the speed of matrix products that our own kernels are assumed to reach: 415 TFLOP/s on an H100, where
@@ -234,24 +236,30 @@ def _speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
 def kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelData:
     """Return what our own kernels compute on this kind of device: rows have one document, experts equal loads.
 
-    `sizes` are those of the mesh's axes.
+    `sizes` are those of the mesh's axes. Of a ring the pairs are those of the device with the last tokens.
     """
-    model, length = cfg.model, cfg.training.seq_len
-    pairs, of_flash = math.nan, row_of_chip(BLOCKS, device_kind)
+    model, length, num_devices = cfg.model, cfg.training.seq_len, token_shards(sizes)
+    pairs, in_ring, of_flash = math.nan, dict[str, float](), row_of_chip(BLOCKS, device_kind)
     if of_flash is not None:
         windows = model.windows(length)
         of_layers = [  # that run the kernel
-            computed_pairs(length, [windows[layer]], blocks_for(of_flash, heads.dim).forward)
+            (windows[layer], blocks_for(of_flash, heads.dim).forward)
             for heads, layers in model.kinds_of_heads.items()
             for layer in layers
             if heads.dim <= max(of_flash)
         ]
-        pairs = sum(of_layers) / len(of_layers) if of_layers else math.nan
+        if of_layers:
+            own_tokens = length // num_devices
+            pairs = sum(computed_pairs(length, [window], block) for window, block in of_layers) / len(of_layers)
+            steps = [computed_pairs_in_ring(own_tokens, num_devices, window, block) for window, block in of_layers]
+            own, *before = np.mean(steps, 0)
+            in_ring = {"_own": own, "_before": sum(before) / max(1, len(before))}
     of_experts = row_of_chip(grouped_blocks.BLOCKS, device_kind)
     if of_experts is None or not isinstance(model.mlp, ExpertsMlp):
-        return KernelData(pairs)
+        return KernelData(pairs, in_ring)
     exchange = choose_expert_exchange(model, sizes, "gpu").name
-    return KernelData(pairs, experts_with_room(model, sizes, exchange), grouped_blocks.empty_rows(of_experts))
+    num_experts = experts_with_room(model, sizes, exchange)
+    return KernelData(pairs, in_ring, num_experts, grouped_blocks.empty_rows(of_experts))
 
 
 def main() -> None:

@@ -8,9 +8,9 @@
     device 1       own keys   keys of 0  waits
     device 2       own keys   keys of 1  keys of 0     a step takes as long as its block, or as its transfers
 
-Blocks of a ring are XLA's own operations, whose scores pass through the device's memory. So the ring is the faster one
-where its few key/value heads travel in less time than all heads, and attention is a small part of the step: windows,
-short sequences on many devices, a slow network.
+The last device of a ring computes almost twice the mean; with Ulysses all devices are alike. So a ring is faster where
+its few key/value heads travel in less time than all heads, and attention is a small part of the step: windows, short
+sequences on many devices, a slow network.
 """
 
 from collections import Counter
@@ -22,14 +22,15 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tunix.config import Config
+from tunix.config.kernel_tables import RING_KERNELS
 from tunix.config.mixers import HeadSizes
 from tunix.costs.transfers import LocalHeads, Transfer, measure_heads, seconds, swap_heads
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.chips import row_of_chip
 from tunix.models.exchanges import choose_exchange
-from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs
+from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
 from tunix.models.kernels import choose_kernel
-from tunix.models.ring import chunk_size
+from tunix.models.ring_plain import chunk_size
 from tunix.plan.compiled import HBM_SHARE, KERNEL_SHARE
 from tunix.plan.topology import PLATFORM, Cluster
 from tunix.sharding.dims import axis_names, token_axes
@@ -50,7 +51,7 @@ def settle_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tup
     (`choose_exchange`).
     """
     model = cfg.model
-    is_open = model.cp_exchange == "auto" and model.attention in ("auto", "xla")
+    is_open = model.cp_exchange == "auto" and model.attention in RING_KERNELS
     if not is_open or choose_exchange(model, sizes).name != "ulysses":
         return cfg, ""
     times = {name: time_of_attention(cfg, name, sizes, cluster) for name in ("ulysses", "ring")}
@@ -87,10 +88,10 @@ def time_beyond_mean(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops
 
 def _beyond_mean(place: "Place", flops_per_s: float) -> float:
     """Return `time_beyond_mean` of the layers of one place."""
-    length, heads, times = place.cfg.training.seq_len, place.heads, _pair_times(place, "xla")
+    length, heads, times = place.cfg.training.seq_len, place.heads, _pair_times(place, place.kernel)
     (flops, _), total = _flops_of_pair(place.kind), 0.0
     for window, num_layers in place.windows.items():
-        slowest = float(np.sum(pairs_in_ring(length, window, heads.num_devices)))
+        slowest = float(np.sum(_pairs_in_ring(place, window)))
         mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
         seconds_of_pair = (1 + place.again) * times.forward + times.backward
         total += num_layers * (slowest * seconds_of_pair - mean * (3 + place.again) * flops / flops_per_s)
@@ -149,8 +150,8 @@ def _time_of_ulysses(place: Place, window: int) -> float:
 
 def _time_of_ring(place: Place, window: int) -> float:
     """Return the seconds of one layer for one microbatch, step by step on the device with the last tokens."""
-    heads, times = place.heads, _pair_times(place, "xla")
-    pairs = pairs_in_ring(place.cfg.training.seq_len, window, heads.num_devices) * heads.rows * heads.queries
+    heads, times = place.heads, _pair_times(place, place.kernel)
+    pairs = _pairs_in_ring(place, window) * heads.rows * heads.queries
 
     def hop(itemsize: int) -> float:
         """Return the seconds in which keys and values, or their gradients, come to the next device."""
@@ -170,10 +171,20 @@ def _time_of_ring(place: Place, window: int) -> float:
 _OF_A_LAYER = {"ulysses": _time_of_ulysses, "ring": _time_of_ring}
 
 
+def _pairs_in_ring(place: Place, window: int) -> np.ndarray:
+    """Return what `pairs_in_ring` does, for the kernel of this place."""
+    length, num_devices = place.cfg.training.seq_len, place.heads.num_devices
+    blocks = row_of_chip(BLOCKS, place.cluster.kind.name)
+    if place.kernel != "flash" or blocks is None:
+        return pairs_in_ring(length, window, num_devices)
+    block = blocks_for(blocks, place.kind.dim).forward
+    return computed_pairs_in_ring(length // num_devices, num_devices, window, block)
+
+
 def pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
     """Return the pairs of a query and a key that the device with the last tokens computes in each step, [devices].
 
-    Queries skip a block of keys together, a chunk of them at a time (`models/ring.py`).
+    The products are XLA's own operations: queries skip a block of keys together, a chunk at a time (`ring_plain.py`).
     """
     own = length // num_devices
     size = chunk_size(own)
