@@ -17,7 +17,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.models.attention import plain
 from tunix.models.flash import flash
-from tunix.models.flash_blocks import BLOCKS, Block, Blocks, computed_pairs
+from tunix.models.flash_blocks import BLOCKS, Block, Blocks, computed_pairs, computed_pairs_in_ring
 from tunix.models.kernels import choose_kernel
 from tunix.models.ring import PRODUCTS, attend_in_ring
 from tunix.models.ring_flash import Flash
@@ -111,6 +111,10 @@ def test_pairs_that_are_computed():
     assert computed_pairs(1024, [1], block) == 1024 * 128
     mixed = computed_pairs(1024, [1024, 1], block)
     assert mixed == (computed_pairs(1024, [1024], block) + 1024 * 128) / 2
+    # The last of four devices with 256 tokens each: its own triangle, then whole blocks, or what is left of a window.
+    own = computed_pairs(256, [1024], block)
+    assert list(computed_pairs_in_ring(256, 4, [1024], block)) == [own, *[256 * 256] * 3]
+    assert list(computed_pairs_in_ring(256, 4, [129], block)) == [128 * 128 + 128 * 256, 128 * 128, 0, 0]
 
 
 def on(kind: str, platform: str = "gpu"):

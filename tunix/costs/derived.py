@@ -176,6 +176,8 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
     accumulated = 0  # beside the sum of all microbatches, the gradients of one
     if pipeline.schedule == "gpipe" and num_microbatches > 1 and (in_blocks or sync_every > 1):
         accumulated = reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
+    elif in_blocks and jnp.dtype(layout.param).itemsize < 4:  # gradients of blocks have the dtype of their weights
+        accumulated = reduced * jnp.dtype(layout.param).itemsize // 4
     if pipeline.num_stages > 1:  # autodiff adds up the gradients of the ticks before the microbatch has them
         accumulated += reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
     return {

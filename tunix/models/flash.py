@@ -67,7 +67,7 @@ def flash(
     return (out, jnp.swapaxes(log_sums, 1, 2)[:, :length] / LOG2_E) if with_sums else out
 
 
-def last_queries(segments: jax.Array, window: jax.Array) -> jax.Array:
+def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
     """Return the place behind the last query that sees each key, [B, T] int32."""
     length = segments.shape[1]
     places = jnp.arange(length, dtype=jnp.int32)

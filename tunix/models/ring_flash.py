@@ -69,8 +69,9 @@ class Flash(NamedTuple):
     def add(self, q: jax.Array, facts: Facts, sums: Sums, block: Any, step: Any) -> Sums:
         """Add the block of keys and values that came in `step`; step 0 is the device's own block."""
         first, _ = self._ranges(facts, q.shape[1], step)
-        padded = (_pad(x, self._sizes(q)[1]) for x in (q, *block))
-        results = forward(*padded, first, self._sizes(q)[0].forward, self.cap, self._interpret, self._keys(q, step))
+        blocks, dim = self._sizes(q)
+        q_here, k, v = (_pad(x, dim) for x in (q, *block))
+        results = forward(q_here, k, v, first, blocks.forward, self.cap, self._interpret, self._keys(q, step))
         out, log_sums = results[0][:, : q.shape[1], :, : block[1].shape[3]], results[1][..., : q.shape[1]]
         top = jnp.maximum(sums.log_sums, log_sums)
         before, here = jnp.exp2(sums.log_sums - top), jnp.exp2(log_sums - top)
@@ -92,15 +93,27 @@ class Flash(NamedTuple):
         log_sums, delta, d_out = back
         first, end = self._ranges(facts, q.shape[1], step)
         blocks, dim = self._sizes(q)
+        missing = [(0, 0), (0, 0), (0, -q.shape[1] % MULTIPLE)]
+        log_sums, delta = (jnp.pad(x, missing) for x in (log_sums, delta))
         q_here, k, v, d_out = (_pad(x, dim) for x in (q, *block, d_out))
-        sums = [jnp.pad(x, [(0, 0), (0, 0), (0, -q.shape[1] % MULTIPLE)]) for x in (log_sums, delta)]
-        arguments = *sums, d_out
-        options = self.cap, self._interpret, self._keys(q, step)
-        more = queries_gradient(q_here, k, v, first, *arguments, blocks.d_queries, *options)
-        dk, dv = keys_gradient(q_here, k, v, end, *arguments, blocks.d_keys, *options)
-        more, dk, dv = (
-            x[:, : q.shape[1], :, : like.shape[3]] for x, like in zip((more, dk, dv), (q, *block), strict=True)
+        more = queries_gradient(
+            q_here,
+            k,
+            v,
+            first,
+            log_sums,
+            delta,
+            d_out,
+            blocks.d_queries,
+            self.cap,
+            self._interpret,
+            self._keys(q, step),
         )
+        dk, dv = keys_gradient(
+            q_here, k, v, end, log_sums, delta, d_out, blocks.d_keys, self.cap, self._interpret, self._keys(q, step)
+        )
+        results = zip((more, dk, dv), (q, *block), strict=True)
+        more, dk, dv = (x[:, : q.shape[1], :, : like.shape[3]] for x, like in results)
         return dq + more, dk, dv
 
     def _ranges(self, facts: Facts, own_tokens: int, step: Any) -> tuple[jax.Array, jax.Array]:

@@ -70,7 +70,8 @@ class Plain(NamedTuple):
 
     def add(self, q: jax.Array, facts: Any, sums: Sums, block: Any, step: Any) -> Sums:
         """Add the block of keys and values that came in `step` to the sums of all queries."""
-        return _add_block(q, *facts, self.cap, sums, block, step)
+        queries, segments = facts
+        return _add_block(q, queries, segments, self.cap, sums, block, step)
 
     def finish(self, q: jax.Array, sums: Sums) -> tuple[jax.Array, jax.Array]:
         """Return outputs [chunks, B, Q, K, G, H], and logs of the sums of the softmax without the last dimension."""
@@ -85,7 +86,9 @@ class Plain(NamedTuple):
 
     def pull(self, q: jax.Array, facts: Any, back: Any, dq: jax.Array, block: Any, step: Any) -> Any:
         """Return dq with what the block of keys and values adds to it, and the gradients of the block, all float32."""
-        return _pull_back(q, facts[0], *back, facts[1], self.cap, dq, block, step)
+        queries, segments = facts
+        log_sums, delta, d_out = back
+        return _pull_back(q, queries, log_sums, delta, d_out, segments, self.cap, dq, block, step)
 
 
 def chunk_size(own_tokens: int) -> int:
