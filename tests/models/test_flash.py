@@ -113,8 +113,8 @@ def test_pairs_that_are_computed():
     assert mixed == (computed_pairs(1024, [1024], block) + 1024 * 128) / 2
     # The last of four devices with 256 tokens each: its own triangle, then whole blocks, or what is left of a window.
     own = computed_pairs(256, [1024], block)
-    assert list(computed_pairs_in_ring(256, 4, [1024], block)) == [own, *[256 * 256] * 3]
-    assert list(computed_pairs_in_ring(256, 4, [129], block)) == [128 * 128 + 128 * 256, 128 * 128, 0, 0]
+    assert list(computed_pairs_in_ring(256, 4, 1024, block)) == [own, *[256 * 256] * 3]
+    assert list(computed_pairs_in_ring(256, 4, 129, block)) == [128 * 128 + 128 * 256, 128 * 128, 0, 0]
 
 
 def on(kind: str, platform: str = "gpu"):
