@@ -7,6 +7,7 @@ kinds are counted together.
 """
 
 import sys
+from typing import NamedTuple
 
 import jax
 
@@ -22,39 +23,55 @@ KINDS = {"gathered": ("all-gather",), "summed": ("all-reduce", "reduce-scatter")
          "exchanged": ("all-to-all", "collective-permute")}  # fmt: skip
 
 
-def words(axis: str, num_devices: int) -> list[str]:
-    """Return the words of a model whose sizes this axis divides; it is as small as compiling for many devices asks."""
-    num_layers = num_devices if axis == "pp" else 2
+class Moved(NamedTuple):
+    """Collectives of a step: bytes of their arrays, derived from the config and compiled, and executions by kind."""
+
+    num_bytes: dict[str, tuple[int, int]]  # by a name of `KINDS`
+    counts: dict[str, int]
+    ticks: int  # of a pipeline; 1 for each microbatch without stages
+
+
+def words(axis: str, num_devices: int, largest: int) -> list[str]:
+    """Return the words of a model whose sizes `largest` divides, on `num_devices` of this axis.
+
+    The model is as small as compiling for many devices asks.
+    """
+    num_layers = largest if axis == "pp" else 2
     sizes = [
-        f"model.num_layers={num_layers}", f"model.num_heads={num_devices}", f"model.num_kv_heads={num_devices}",
-        "model.head_dim=8", f"model.embed_dim={8 * num_devices}", f"model.mlp_dim={16 * num_devices}",
-        "model.vocab_size=1024", "tokenizer.vocab_size=300", f"training.seq_len={4 * num_devices}",
+        f"model.num_layers={num_layers}", f"model.num_heads={largest}", f"model.num_kv_heads={largest}",
+        "model.head_dim=8", f"model.embed_dim={8 * largest}", f"model.mlp_dim={16 * largest}",
+        "model.vocab_size=1024", "tokenizer.vocab_size=300", f"training.seq_len={4 * largest}",
     ]  # fmt: skip
-    same = ["training.mixed_precision=fp32", "training.micro_batch_size=1", "training.remat=full", "plan.output=null"]
-    model = ["model=tiny"]
+    same = ["training.mixed_precision=fp32", "training.remat=full", "plan.output=null"]
+    rows = largest // num_devices if axis == "pp" else 1  # the same number of parts for every number of stages
+    model = ["model=tiny", f"training.micro_batch_size={rows}"]
     if axis == "ep":
-        model = ["model=tiny_moe", f"model.mlp.num_experts={num_devices}", "model.mlp.expert_dim=16"]
+        model = ["model=tiny_moe", *model[1:], f"model.mlp.num_experts={largest}", "model.mlp.expert_dim=16"]
     return [*model, *sizes, *same, f"model.mesh_shape=[[{num_devices}],[{axis}]]"]
 
 
-def measure(axis: str, num_devices: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes of the arrays of each of `KINDS` in one step: derived from the config, and compiled."""
-    cfg = compose(words(axis, num_devices)).config
+def measure(axis: str, num_devices: int, largest: int | None = None) -> Moved:
+    """Compile a step on the first devices of this process, for a model whose sizes `largest` divides."""
+    cfg = compose(words(axis, num_devices, largest or num_devices)).config
     sizes = dict.fromkeys(axis_names(), 1) | {axis: num_devices}
     transfers = [each for each in derive(cfg, sizes).transfers if count_devices(sizes, each.axes) > 1]
-    compiled, _ = compile_for(cfg, read_topology(f"h100:{num_devices}"), jax.devices(), timed=False)
-    found = {}
+    devices = jax.devices()[:num_devices]
+    compiled, _ = compile_for(cfg, read_topology(f"h100:{num_devices}"), devices, timed=False)
+    num_bytes = {}
     for name, kinds in KINDS.items():
         derived = sum(each.num_bytes for each in transfers if each.kind in kinds)
-        found[name] = derived, sum(each.num_bytes for each in compiled.traffic if each.kind in kinds)
-    return found
+        num_bytes[name] = derived, sum(each.num_bytes for each in compiled.traffic if each.kind in kinds)
+    counts: dict[str, int] = {}
+    for each in compiled.traffic:
+        counts[each.kind] = counts.get(each.kind, 0) + each.count
+    return Moved(num_bytes, counts, cfg.training.pipeline(sizes).num_ticks)
 
 
 def main() -> None:
     """Print a row for each axis."""
     for axis in sys.argv[1:] or AXES:
         number = len(jax.devices())
-        cells = [f"{derived:,} / {compiled:,}" for derived, compiled in measure(axis, number).values()]
+        cells = [f"{derived:,} / {compiled:,}" for derived, compiled in measure(axis, number).num_bytes.values()]
         print(f"| {axis}={number} | {' | '.join(cells)} |", flush=True)
 
 

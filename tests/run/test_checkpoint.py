@@ -100,6 +100,34 @@ def test_resume_on_another_mesh_sees_the_same_data(run, finished_copy, mesh):
     np.testing.assert_allclose(again, expected, rtol=1e-5)
 
 
+STAGES = (
+    "model.mesh_shape=[[2],[pp]]", "distributed.allow_idle_devices=true", "model.num_layers=4", "model.global_every=2",
+    "training.pipeline_schedule=interleaved", "training.micro_batch_size=2", "training.global_batch_size=4",
+    "training.max_steps=2", "checkpoint.save_every_steps=1", "evaluation.every_steps=null",
+)  # fmt: skip
+
+
+@pytest.mark.nightly(but=["no stages"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.mesh_shape=[[2],[fsdp]]"],
+        ["model.mesh_shape=[[2,2],[pp,tp]]", "training.pipeline_schedule=1f1b"],
+        ["model.mesh_shape=[[4],[pp]]", "training.pipeline_schedule=gpipe", "training.micro_batch_size=1"],
+    ],
+    ids=["no stages", "1f1b, tp", "gpipe, more stages"],
+)
+def test_resume_from_interleaved_stages(run, finished_copy, words):
+    """A checkpoint has the layers in the order of the model, whatever the order in which stages had them."""
+    part = finished_copy(*STAGES)
+    expected = losses(part)[2]
+    shutil.rmtree(part / "checkpoints" / "2")
+    run(f"resume={part}", "training.pipeline_schedule=auto", *words)
+    lines = metrics(part)
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    np.testing.assert_allclose(lines[-1]["loss"], expected, rtol=1e-5)
+
+
 @pytest.mark.nightly
 def test_resume_under_another_strategy(run):
     folder = run("training.sharding_strategy=no_shard")

@@ -89,8 +89,9 @@ class OwnExperts(NamedTuple):
     axes: tuple[str, ...]  # mesh axes that split the experts of a layer
     weighs_inputs: bool  # shares multiply what experts take, and not what they give
     room: float | None  # rows of the buffer of `rows`, as a multiple of the choices of a device; None: for all choices
-    # (rows [R, D], numbers of own experts [R]; `num_experts` is of none) -> results [R, D], 0 of none
-    compute: Callable[[jax.Array, jax.Array], jax.Array]
+    # (rows [R, D], numbers of own experts [R]; `num_experts` is of none; weights [R] of the results, or None)
+    # -> results [R, D], 0 of none
+    compute: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
 
 
 def exchange_by_gather(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array]:
@@ -104,7 +105,7 @@ def exchange_by_gather(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.
     rows = jnp.repeat(x, experts.shape[1], axis=0)
     if own.weighs_inputs:
         rows, shares = rows * shares.reshape(-1, 1).astype(rows.dtype), jnp.ones_like(shares)
-    results = own.compute(rows, group).reshape(*experts.shape, -1)
+    results = own.compute(rows, group, None).reshape(*experts.shape, -1)
     sums = jnp.einsum("nkD,nk->nD", results, shares.astype(results.dtype))
     return jax.lax.psum_scatter(sums, own.axes, scatter_dimension=0, tiled=True), jnp.zeros(())
 
@@ -133,10 +134,9 @@ def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array
 
     rows, shares = jnp.repeat(tokens.x, per_token, axis=0), tokens.shares.reshape(-1)
     if own.weighs_inputs:
-        results = own.compute(send(rows * shares[:, None].astype(rows.dtype)), plan.group)
+        results = own.compute(send(rows * shares[:, None].astype(rows.dtype)), plan.group, None)
     else:
-        results = own.compute(send(rows), plan.group)
-        results = results * send(shares)[:, None].astype(results.dtype)
+        results = own.compute(send(rows), plan.group, send(shares))
     results = move_rows(results, plan.back, plan.there, (len(choices), room), own.axes)
     results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
     dropped = jnp.sum(own_counts - plan.kept).astype(jnp.float32)

@@ -220,8 +220,10 @@ class Experts(nnx.Module):
         y, dropped = mapped(x, *routes, weights)
         return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)
 
-    def _own_results(self, weights: list[jax.Array], rows: jax.Array, group: jax.Array) -> jax.Array:
-        """Return what this device's experts give for rows [R, D]: results [R, D].
+    def _own_results(
+        self, weights: list[jax.Array], rows: jax.Array, group: jax.Array, shares: jax.Array | None
+    ) -> jax.Array:
+        """Return what this device's experts give for rows [R, D]: results [R, D], times their shares [R] if given.
 
         `group` [R] are the numbers of the experts; the number behind the last expert is of no expert, and gives 0.
         """
@@ -232,16 +234,25 @@ class Experts(nnx.Module):
         is_own = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]  # in the sorted order; products leave others open
         rows = rows.at[order].get(unique_indices=True)
         rows = jnp.where(is_own, rows, 0)
-        add_biases = self._of_rows(biases, group[order])
+        add_biases = self._of_rows(biases, group[order], shares if shares is None else shares[order])
         gates, ups = (
             add(self.product(rows, weight, sizes)) for add, weight in zip(add_biases[:2], (gate, up), strict=True)
         )
-        results = add_biases[2](self.product(self.gated(gates, ups), down, sizes))
+        hidden = self.gated(gates, ups)
+        if shares is not None:
+            # The last product is linear, and its operand is narrower than its result: this is one pass with the gate.
+            shares = jnp.where(is_own, shares[order][:, None], 0)
+            hidden = hidden * shares.astype(hidden.dtype)
+        results = add_biases[2](self.product(hidden, down, sizes))
         results = jnp.where(is_own, results, 0)
         return jnp.zeros_like(results).at[order].set(results, unique_indices=True)
 
-    def _of_rows(self, biases: list[jax.Array], group: jax.Array) -> list[Callable[[jax.Array], jax.Array]]:
+    def _of_rows(
+        self, biases: list[jax.Array], group: jax.Array, shares: jax.Array | None
+    ) -> list[Callable[[jax.Array], jax.Array]]:
         """Return for each of the three products what adds its bias to rows of these groups [rows].
+
+        The last bias is multiplied by the shares [rows] of the results, if given.
 
         Of the last product each device along the axes that split the experts' width has a part of the sum: the first
         one adds the bias.
@@ -250,6 +261,8 @@ class Experts(nnx.Module):
             return [unchanged] * 3
         *inner, outer = (bias.at[group].get(mode="fill", fill_value=0) for bias in biases)
         split_width = self.layout.product_axes(self.expert_down.equation)
+        if shares is not None:
+            outer = outer * shares[:, None]
         is_first = jax.lax.axis_index(split_width) == 0 if split_width else True
         return [partial(_add, bias) for bias in (*inner, jnp.where(is_first, outer, 0))]
 
