@@ -9,6 +9,7 @@ from tunix.costs.derived import Costs, assemble_once, derive
 from tunix.costs.devices import peak_tflops
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
+from tunix.models.expert_exchanges import choose_expert_exchange
 from tunix.plan.compiled import Compiled
 from tunix.plan.exchange_times import settle_exchange, time_beyond_mean
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
@@ -30,6 +31,11 @@ class Candidate:
     compiled: Compiled | None = None
     note: str = ""  # the reason, if its compile failed
     stages: tuple["Candidate", ...] = ()  # the mesh with each other batch of training.batch_stages; derived
+
+    @property
+    def expert_exchange(self) -> str:
+        """Exchange of experts on this mesh: a key of `EXCHANGES` of models/expert_exchanges.py."""
+        return choose_expert_exchange(self.cfg.model, self.sizes, PLATFORM).name
 
     @property
     def reference_bytes(self) -> int:

@@ -38,7 +38,7 @@ from tunix.models import grouped_blocks
 from tunix.models.chips import row_of_chip
 from tunix.models.expert_exchanges import choose_expert_exchange, experts_with_room
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
-from tunix.plan.topology import Cluster
+from tunix.plan.topology import PLATFORM, Cluster
 from tunix.sharding.mesh_shape import token_shards
 from tunix.training.program import abstract_batch, assemble, build_mesh
 
@@ -257,7 +257,7 @@ def kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelD
     of_experts = row_of_chip(grouped_blocks.BLOCKS, device_kind)
     if of_experts is None or not isinstance(model.mlp, ExpertsMlp):
         return KernelData(pairs, in_ring)
-    exchange = choose_expert_exchange(model, sizes, "gpu").name
+    exchange = choose_expert_exchange(model, sizes, PLATFORM).name
     num_experts = experts_with_room(model, sizes, exchange)
     return KernelData(pairs, in_ring, num_experts, grouped_blocks.empty_rows(of_experts))
 

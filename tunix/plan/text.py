@@ -46,6 +46,11 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         for each in candidates
         if choose_exchange(each.cfg.model, each.sizes).name == "ring"
     ]
+    lines += [
+        f"{format_mesh_shape(each.sizes)} takes model.expert_exchange=rows"
+        for each in candidates
+        if each.expert_exchange == "rows"
+    ]
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
@@ -175,6 +180,7 @@ def record(candidate: Candidate) -> dict[str, Any]:
         "micro_batch_size": candidate.cfg.training.micro_batch_size,
         "remat": candidate.cfg.training.remat,
         "cp_exchange": choose_exchange(candidate.cfg.model, candidate.sizes).name,
+        "expert_exchange": candidate.expert_exchange,
         "source": candidate.source,
         "bytes_per_device": {**candidate.num_bytes, "total": candidate.memory},
         "derived_bytes_per_device": {**candidate.costs.num_bytes, "total": candidate.costs.memory},
