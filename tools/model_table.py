@@ -13,7 +13,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.config.values import CONF
 from tunix.families import FAMILIES, Family
 from tunix.sharding.dims import axis_names, needed_dims
-from tunix.training.program import check_model
+from tunix.training.program_checks import check_model
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"

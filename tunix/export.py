@@ -24,7 +24,7 @@ from tunix.families import find_family
 from tunix.hf.adapter import gather_adapter
 from tunix.hf.adapter_config import CONFIG, WEIGHTS, write_adapter_config
 from tunix.hf.config_json import read_num_rows, write_config
-from tunix.hf.weights import save_weights
+from tunix.hf.saved_weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.processes import peers
 from tunix.tokenizer.vocabulary import PAD, Vocabulary, load_vocabulary, read_backend, tokenizer_digest

@@ -11,9 +11,9 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.cli.command import run_command
 from tunix.config import Generate
+from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import Pretrained, load_pretrained
-from tunix.inference.sampling import Answer
 from tunix.inference.stops import model_stop_ids
 from tunix.processes import peers
 from tunix.tokenizer.vocabulary import read_chat

@@ -14,7 +14,7 @@ from support.harness import ROOT
 
 ID, COMMIT = "someone/small-model", "0123456789abcdef0123456789abcdef01234567"
 FIND = "import sys; from tunix.hf.hub import *; print(find(sys.argv[1], ABOUT + WEIGHTS))"
-READ = "import sys; from tunix.tokenizer.vocabulary import _find_files; print(_find_files(sys.argv[1]))"
+READ = "import sys; from tunix.tokenizer.tokenizer_files import find_tokenizer_files; print(find_tokenizer_files(sys.argv[1]))"
 
 
 @pytest.fixture

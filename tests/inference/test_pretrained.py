@@ -233,7 +233,8 @@ import ctypes, gc, threading, time, numpy as np, jax
 from safetensors.numpy import save_file
 import sys; sys.path.insert(0, {str(ROOT / "tests")!r})
 from support.harness import program
-from tunix.hf.weights import load_weights, save_weights
+from tunix.hf.saved_weights import save_weights
+from tunix.hf.weights import load_weights
 from pathlib import Path
 small = program("model=llama3_1b", "model.vocab_size=2048", "model.embed_dim=512", "model.mlp_dim=2048", "model.num_layers=6",
     "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64", "model.tied_head=true", "model.global_every=1",

@@ -12,7 +12,7 @@ from support.harness import ROOT
 import tunix
 from tunix.families import FAMILIES
 from tunix.hf.config_json import read_config, write_config
-from tunix.hf.weights import save_weights
+from tunix.hf.saved_weights import save_weights
 from tunix.inference.sampling import Sampling
 from tunix.training.losses import next_token_loss
 

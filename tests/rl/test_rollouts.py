@@ -20,7 +20,8 @@ from tunix.cli.compose import compose
 from tunix.config import Evaluate
 from tunix.data.batches import BatchSource
 from tunix.evaluate import evaluate
-from tunix.inference.sampling import Answer, Sampler
+from tunix.inference.answers import Answer
+from tunix.inference.sampling import Sampler
 from tunix.rl.answer_rows import place_answers
 from tunix.rl.asking import derive_seed
 from tunix.run.endings import Moment, asked_to_stop

@@ -8,7 +8,7 @@ from support.harness import program
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tunix.hf.config_json import write_config
-from tunix.hf.weights import save_weights
+from tunix.hf.saved_weights import save_weights
 
 WORDS = 300
 TEMPLATE = (

@@ -21,8 +21,9 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.families import Family, Name, find_family
 from tunix.hf.adapter_config import PREFIX, WEIGHTS
+from tunix.hf.saved_weights import pack
 from tunix.hf.tensor_files import TensorFiles
-from tunix.hf.weights import FLOATS, first_names, layers_of, load_parameter, packed, shape_in_files
+from tunix.hf.weights import FLOATS, first_names, layers_of, load_parameter, shape_in_files
 from tunix.models.paths import named, parameter_name
 from tunix.sharding.arrays import replicate_part
 from tunix.sharding.layout import Layout
@@ -111,7 +112,7 @@ def gather_adapter(
         modules.add(name.tensor.split(".")[-3])
         for place, layer in enumerate(layers_of(path, cfg)):
             factor = np.asarray(replicate_part(leaves[path], place)).astype(jnp.dtype(dtype))
-            tensors[PREFIX + name.tensor.format(layer)] = np.ascontiguousarray(packed(factor, name, weight))
+            tensors[PREFIX + name.tensor.format(layer)] = np.ascontiguousarray(pack(factor, name, weight))
     return tensors, modules
 
 

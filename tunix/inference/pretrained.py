@@ -21,8 +21,9 @@ from tunix.hf.adapter import put_updates
 from tunix.hf.adapter_config import read_adapter
 from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import CHANGED, load_weights
+from tunix.inference.answers import Answer
 from tunix.inference.drawing import Sampling
-from tunix.inference.sampling import Answer, Sampler
+from tunix.inference.sampling import Sampler
 from tunix.models.lora import merge
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint

@@ -11,19 +11,16 @@ of the answer and the number of the token: tokens are the same on every mesh, in
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
 from tunix.costs.rollout_sizes import (
     SMALLEST_PROMPT,
-    STRETCH,
     count_slots,
     fewer_rows,
     fit_as_matrices,
@@ -31,38 +28,16 @@ from tunix.costs.rollout_sizes import (
     pad_prompt,
     spread_prompts,
 )
-from tunix.inference.cache import Cache, cache_slots, decode, grow, prefill, repeat_rows, take_rows
-from tunix.inference.drawing import Drawn, Sampling, draw
+from tunix.inference.answers import Answer, Draft, extend_drafts
+from tunix.inference.cache import cache_slots, grow, take_rows
+from tunix.inference.drawing import Drawn, Sampling
 from tunix.inference.gathered import Gathered, gather
+from tunix.inference.stretches import Rows, begin, stretch
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out, rows_to_global
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Tokens that followed one prompt."""
-
-    tokens: list[int]  # with the stop id, if there is one
-    log_probabilities: list[float]  # of each token under the model, before temperature and filters
-    drawn_log_probabilities: list[float]  # of each token under the distribution that it was drawn from
-    stopped: bool  # by a stop id, not by the length
-
-    @property
-    def text_tokens(self) -> list[int]:
-        """The tokens without the one that stopped the answer, which is no part of its text."""
-        return self.tokens[:-1] if self.stopped else self.tokens
-
-
-class Rows(NamedTuple):
-    """Answers at work: arrays [B] int32 and the cache, whose rows live where their prompts do."""
-
-    token: jax.Array  # the newest
-    first: jax.Array  # time at which the prompt begins
-    number: jax.Array  # of the answer in the whole rollout: it draws by it
-    cache: Cache
 
 
 class Sampler:
@@ -183,7 +158,7 @@ class Sampler:
         slots = count_slots(length + next_look(1, last), length + last)
         rows, chunk, places = self._begin(weights, prompts, numbers, how, key, length, slots)
         drafts = [Draft(how.stop) for _ in numbers]
-        _extend(drafts, chunk, 1, places)
+        extend_drafts(drafts, chunk, 1, places)
         number = 1
         while number < last and not all(draft.stopped for draft in drafts):
             if at_look is not None:
@@ -195,7 +170,7 @@ class Sampler:
                 rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
             scalars = (np.int32(value) for value in (length, number, end))
             rows, chunk = self.stretch(weights, rows, key, *scalars, how=how)
-            _extend(drafts, chunk, end - number, places)
+            extend_drafts(drafts, chunk, end - number, places)
             number = end
         return [draft.answer() for draft in drafts]
 
@@ -240,113 +215,3 @@ class Sampler:
         memory = (own[0].memory_stats() if own else None) or {}
         matrices = jax.eval_shape(partial(gather, self.arch, as_matrices=True), params)
         return fit_as_matrices(bytes_per_device(matrices), memory.get("bytes_limit"))
-
-
-def begin(
-    arch: Architecture,
-    weights: Gathered,
-    tokens: jax.Array,
-    first: jax.Array,
-    numbers: jax.Array,
-    key: jax.Array,
-    *,
-    how: Sampling,
-    repeats: int,
-    num_slots: int,
-) -> tuple[Rows, Drawn]:
-    """Return rows after the first token of their answers, and that token, [B, 1] on every device.
-
-    `tokens` are prompts [B / repeats, T] that begin at `first`; each is the prompt of `repeats` rows that follow one
-    another. Answers have the `numbers` [B].
-    """
-    model = weights.module(arch)
-    logits, cache = prefill(model, weights, tokens, first, num_slots, tokens.shape[1] + how.max_new_tokens)
-    logits, first, cache = repeat_rows((logits, first, cache), repeats)
-    drawn = draw(logits, key, numbers, jnp.int32(0), how, model.layout)
-    return Rows(drawn.tokens, first, numbers, cache), _on_every_device(Drawn(*(each[:, None] for each in drawn)))
-
-
-def stretch(
-    arch: Architecture,
-    weights: Gathered,
-    rows: Rows,
-    key: jax.Array,
-    length: jax.Array,
-    number: jax.Array,
-    end: jax.Array,
-    *,
-    how: Sampling,
-) -> tuple[Rows, Drawn]:
-    """Return rows that had `number` tokens of their answers when they have `end`, and the new ones.
-
-    The new ones are [B, STRETCH] on every device, of which the first `end` - `number` count. Prompts are padded to
-    `length`. The number of tokens is data: one program serves all stretches.
-    """
-    model = weights.module(arch)
-    of_rows = model.layout.activation("B")
-
-    def step(state):
-        now, token, cache, chunk = state
-        tied = _tied_to(now, weights)
-        logits, cache = decode(model, tied, cache, token, length + now - 1, rows.first, length + how.max_new_tokens)
-        drawn = draw(logits, key, rows.number, now, how, model.layout)
-        chunk = jax.tree.map(
-            lambda all_of_them, new: jax.lax.dynamic_update_slice_in_dim(all_of_them, new[:, None], now - number, 1),
-            chunk,
-            drawn,
-        )
-        return now + 1, drawn.tokens, cache, chunk
-
-    def empty(dtype):
-        return jnp.zeros((len(rows.token), STRETCH), dtype, out_sharding=of_rows)
-
-    chunk = Drawn(empty("int32"), empty("float32"), empty("float32"))
-    start = (number, rows.token, rows.cache, chunk)
-    _, token, cache, chunk = jax.lax.while_loop(lambda state: state[0] < end, step, start)
-    return rows._replace(token=token, cache=cache), _on_every_device(chunk)
-
-
-def _tied_to(now: jax.Array, weights: Gathered) -> Gathered:
-    """Return the weights; those that are codes depend on the number of the token.
-
-    XLA moves out of a loop what does not depend on it. Of codes, that would be all matrices at one time.
-    """
-    if all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(weights)):
-        return weights
-    return jax.lax.optimization_barrier((weights, now))[0]
-
-
-def _on_every_device(tree: Any) -> Any:
-    return jax.tree.map(lambda x: reshard(x, PartitionSpec()), tree)
-
-
-@dataclass
-class Draft:
-    """An answer that grows until a stop id comes."""
-
-    stop: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    model_log_probs: list[float] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    stopped: bool = False
-
-    def extend(self, tokens: np.ndarray, model_log_probs: np.ndarray, log_probs: np.ndarray) -> None:
-        """Take the next tokens [M], up to the first stop id; what was drawn after it does not count."""
-        ends = np.flatnonzero(np.isin(tokens, self.stop))
-        count = int(ends[0]) + 1 if len(ends) else len(tokens)
-        self.tokens += tokens[:count].tolist()
-        self.model_log_probs += model_log_probs[:count].tolist()
-        self.log_probs += log_probs[:count].tolist()
-        self.stopped = bool(len(ends))
-
-    def answer(self) -> Answer:
-        """Return the answer as it is now."""
-        return Answer(self.tokens, self.model_log_probs, self.log_probs, self.stopped)
-
-
-def _extend(drafts: list[Draft], drawn: Drawn, count: int, places: np.ndarray) -> None:
-    """Give each draft that goes on its `count` new tokens; row n of `drawn` is that of the draft `places[n]`."""
-    on_host = [np.asarray(each)[:, :count] for each in drawn]
-    for row, place in enumerate(places):
-        if place >= 0 and not drafts[place].stopped:
-            drafts[place].extend(*(each[row] for each in on_host))

@@ -1,4 +1,4 @@
-"""Process that scores answers: `tunix.rl.scoring` starts several, and talks to each through a socket.
+"""Process that scores answers: `tunix.rl.scoring_process` starts several, and talks to each through a socket.
 
     parent   {function, prompts, completions, columns, group_size}  ->   worker
     parent   <-  for each answer its score, or a text about what is wrong   worker

@@ -14,9 +14,9 @@ from tunix.config.data import Mixture
 from tunix.config.rewards import RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
+from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import about_files, load_params, load_pretrained
-from tunix.inference.sampling import Answer
 from tunix.inference.stops import chat_stop_ids
 from tunix.processes import peers
 from tunix.rewards import REWARDS

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tunix.data.batch import Example
-from tunix.inference.sampling import Answer
+from tunix.inference.answers import Answer
 
 
 def place_answers(

@@ -16,8 +16,9 @@ from tunix.config.task import Grpo
 from tunix.costs.rollout_memory import choose_rows, read_device_bytes
 from tunix.costs.rollout_sizes import prompts_at_once
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
+from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
-from tunix.inference.sampling import Answer, Sampler
+from tunix.inference.sampling import Sampler
 from tunix.inference.stops import chat_stop_ids
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog

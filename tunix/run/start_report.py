@@ -9,7 +9,6 @@ from rich.table import Table
 from tunix.base.tables import as_text
 from tunix.cli.architecture import unlike_its_family
 from tunix.cli.intent import count_idle_rows
-from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.step_ranges import read_steps
@@ -17,23 +16,16 @@ from tunix.config.task import Grpo
 from tunix.config.training import Training
 from tunix.costs.derived import costs_of
 from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
-from tunix.costs.transfers import part_rows
 from tunix.data.prompts import AnyCorpus
-from tunix.families import find_family
-from tunix.hf.config_json import read_num_rows
-from tunix.hf.hub import find
-from tunix.models.exchanges import choose_exchange
-from tunix.models.expert_exchanges import choose_expert_exchange
-from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
 from tunix.processes import peers
+from tunix.run.batch_report import describe_batch
+from tunix.run.model_report import describe_model
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import DIMS, stream_axes
 from tunix.sharding.mesh import MAX_ROWS, device_table
-from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, stream_shards, token_shards, unsplit_dims
-from tunix.training.optim import phase_steps
+from tunix.sharding.mesh_shape import format_mesh_shape, stream_shards, token_shards, unsplit_dims
 from tunix.training.program import Program
 from tunix.training.sizes import Sizes
-from tunix.training.state import Architecture, State, count
 
 
 def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str) -> str:
@@ -45,9 +37,9 @@ def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus
     if not peers.is_main():
         return "the start report is in train.log, the log of process 0"
     rows = {
-        **_describe_model(cfg, program, corpus),
+        **describe_model(cfg, program, corpus),
         **_describe_devices(cfg, program, mesh),
-        **_describe_batch(cfg, program, mesh, sizes),
+        **describe_batch(cfg, program, mesh, sizes),
         **_describe_costs(cfg, program, mesh, sizes),
         **({"chosen": chosen} if chosen else {}),
         **_describe_exceptions(cfg, program, corpus),
@@ -72,19 +64,6 @@ def _as_tables(title: str, rows: dict[str, str], mesh: Mesh) -> str:
     return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
 
 
-def _describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
-    """Return the rows about the model and the data that it learns from."""
-    arch = program.arch
-    return {
-        "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
-        + _attention(cfg),
-        **_linear_attention(cfg),
-        **_experts(cfg, program),
-        **_what_is_trained(cfg, arch, program.abstract),
-        "data": corpus.summary if corpus else "not read in a dry run",
-    }
-
-
 def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
     """Return the rows about the mesh, and what its devices keep of the state and of the activations."""
     training, dtypes = cfg.training, cfg.training.dtypes
@@ -95,20 +74,6 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {_products(cfg, mesh)}, "
         f"gradient sums {dtypes['reduce']}; " + _remat(training),
         **_describe_stream(cfg, program, mesh),
-    }
-
-
-def _describe_batch(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
-    """Return the rows about the batch of a step, its way through the devices, and the length of the run."""
-    batch = sizes.batch
-    return {
-        "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
-        f"{data_shards(mesh.shape)} data shard(s) x {cfg.training.sequences_per_shard}; " + _reductions(program),
-        **_describe_stages(sizes),
-        **_describe_pipeline(cfg, mesh),
-        "overlap": _overlap(program),
-        "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
-        "length": _length(cfg, sizes),
     }
 
 
@@ -160,75 +125,12 @@ def _describe_unsplit(cfg: Config, mesh: Mesh) -> dict[str, str]:
     return rows
 
 
-def _experts(cfg: Config, program: Program) -> dict[str, str]:
-    """Return a row about experts, if the model has any."""
-    mlp, arch = cfg.model.mlp, program.arch
-    if not isinstance(mlp, ExpertsMlp):
-        return {}
-    beside = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
-    dense = f"; the first {mlp.dense_layers} layers are dense" if mlp.dense_layers else ""
-    dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
-    return {
-        "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{beside}"
-        f"{dense}; {arch.num_active:,} parameters compute a token; "
-        f"{_expert_exchange(cfg, program)}; {_expert_products(cfg)}"
-    }
-
-
-def _expert_exchange(cfg: Config, program: Program) -> str:
-    """Return in words how tokens reach experts of other devices, why so, and what may be dropped."""
-    axes, factor = program.layout.expert_axes, cfg.model.expert_buffer_factor
-    sizes, device = jax.sharding.get_abstract_mesh().shape, mesh_device()
-    dropped = "no token is dropped"
-    if all(sizes[axis] == 1 for axis in axes):
-        return dropped
-    choice = choose_expert_exchange(cfg.model, sizes, device.platform if device else None)
-    if factor is not None:
-        dropped = f"a device has room for {factor:g} x the rows of equal loads, and drops what does not fit"
-    why = f" ({choice.reason})" if cfg.model.expert_exchange == "auto" else ""
-    return f"{dropped}; exchange by {choice.name}{why}"
-
-
-def _expert_products(cfg: Config) -> str:
-    """Return in words what computes the products of experts, and why it was chosen."""
-    choice = choose_expert_products(cfg.model.expert_products, cfg.training.dtypes["compute"])
-    why = f" ({choice.reason})" if cfg.model.expert_products == "auto" else ""
-    return f"products by {choice.name}{why}"
-
-
-def _linear_attention(cfg: Config) -> dict[str, str]:
-    """Return the row about layers of linear attention; nothing where there are none."""
-    model, linear = cfg.model, cfg.model.linear_attention
-    if linear is None:
-        return {}
-    count = sum(model.is_linear(layer) for layer in range(model.num_layers))
-    return {
-        "linear attention": f"{count} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory "
-        f"of {linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
-    }
-
-
 def _remat(training: Training) -> str:
     """Return in words what blocks keep for their backward pass, and what waits in the host's memory."""
     text = f"remat {training.remat}"
     if training.remat_every > 1:
         text += f" in one of {training.remat_every} blocks, none in the others"
     return text if training.offload == "none" else f"{text}; {training.offload} in the host's memory"
-
-
-def _attention(cfg: Config) -> str:
-    """Return the attention kernel in words, and why it was chosen."""
-    model, texts = cfg.model, []
-    for heads in model.kinds_of_heads:
-        choice = choose_kernel(model.attention, heads.dim, cfg.training.dtypes["compute"], model.attention_options)
-        where = " in global layers" if heads.letters == "kh" else ""
-        texts.append(f"{choice.name} attention{where}" + (f" ({choice.reason})" if model.attention == "auto" else ""))
-    text = ", ".join(texts)
-    exchange = choose_exchange(cfg.model)
-    if exchange.name == "none":
-        return text
-    why = f" ({exchange.reason})" if cfg.model.cp_exchange == "auto" else ""
-    return f"{'xla attention' if exchange.name == 'ring' else text} by {exchange.name}{why}"
 
 
 def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
@@ -245,40 +147,6 @@ def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str
     else:
         text, why = "all", f"{together} does not divide the tokens, or the experts have biases"
     return {"residual stream": f"{text} {num_tokens:,} tokens of a sequence in each branch on a device ({why})"}
-
-
-def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
-    """Return the pipeline in words, and nothing where the layers are not split into stages."""
-    pipeline = cfg.training.pipeline(mesh.shape)
-    if pipeline.num_stages == 1:
-        return {}
-    layers, rows = cfg.model.num_layers // pipeline.num_stages, part_rows(cfg, mesh)
-    chunks = f" in {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
-    return {
-        "pipeline": f"{pipeline.schedule}: {pipeline.num_stages} stages of {layers} layers{chunks}; a microbatch is "
-        f"{pipeline.num_parts} parts of {rows} sequence(s) of each shard; a step is {pipeline.num_ticks} ticks, and a "
-        f"stage idles in {pipeline.bubble:.0%} of them"
-    }
-
-
-def _describe_stages(sizes: Sizes) -> dict[str, str]:
-    """Return the batch of each stage in words, and nothing where there are no stages."""
-    periods = sizes.schedule.periods
-    if len(periods) == 1:
-        return {}
-    batches = []
-    for period in periods:
-        shape = period.shape
-        not_reached = sizes.total_steps is not None and period.first_step > sizes.total_steps
-        batches.append(
-            f"steps {period.in_words}: {shape.num_sequences:,} x {shape.seq_len:,} = {shape.num_tokens:,} tokens in "
-            f"{shape.num_microbatches} microbatch(es)" + (", not reached" if not_reached else "")
-        )
-    num_programs = len({period.shape for period in periods})
-    return {
-        "batch stages": f"{'; '.join(batches)}; {num_programs} compiled programs, each made when its first step comes; "
-        "the learning rate goes by steps, held-out sequences have all their tokens"
-    }
 
 
 def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:
@@ -320,60 +188,3 @@ def _processes() -> str:
     if len(hosts) > MAX_ROWS:
         lines.append(f"... {len(hosts) - MAX_ROWS} more")
     return "; ".join(lines)
-
-
-def _what_is_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
-    rows, lora = {}, cfg.model.lora
-    if cfg.model.init_from:
-        rows["weights from"] = cfg.model.init_from + _added_rows(cfg)
-    if cfg.model.init_adapter:
-        rows["updates from"] = cfg.model.init_adapter
-    if lora.rank:
-        trained = arch.num_trained
-        rows["trained"] = (
-            f"{trained:,} parameters ({trained / arch.num_parameters:.2%}): rank {lora.rank} updates of {lora.targets}"
-            + (f", and {lora.train_also} fully" if lora.train_also else "")
-        )
-        base, kept = bytes_per_device(arch.frozen(state["params"])), cfg.training.dtypes["param"]
-        if lora.quantize_base:
-            kept = f"matrices of attention and MLP {lora.quantize_base}, the rest {kept}"
-        num_frozen = count(arch.frozen(arch.weights))
-        rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {kept}"
-    return rows
-
-
-def _added_rows(cfg: Config) -> str:
-    """Return in words how many rows of vocabulary the model has beyond those of the files it starts from."""
-    source = cfg.model.init_from
-    if source is None or cfg.resume or find_run(source):
-        return ""
-    in_files = read_num_rows(find(source), find_family(cfg.model.family))
-    added = cfg.model.vocab_size - in_files
-    return f"; {added:,} rows of vocabulary added to its {in_files:,}, each the mean of those" if added else ""
-
-
-def _overlap(program: Program) -> str:
-    """Return in words what hides communication, and why."""
-    overlap = program.overlap
-    options = ", ".join(f"{name}={value}" for name, value in overlap.options.items())
-    parts = ["layers gather ahead"] * overlap.prefetch + [options] * bool(options)
-    return f"{' and '.join(parts) or 'none'} ({overlap.reason})"
-
-
-def _reductions(program: Program) -> str:
-    text = f"gradients reduced every {program.sync_every} microbatch(es)"
-    is_chosen = program.cfg.training.sync_gradients_every == "auto" and program.sync_every > 1
-    return f"{text}: once a step, which costs no memory on this mesh" if is_chosen else text
-
-
-def _length(cfg: Config, sizes: Sizes) -> str:
-    if sizes.total_steps is None:
-        return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
-    steps = sizes.total_steps
-    spans = sizes.schedule.spans(steps)
-    warmup, decay = (phase_steps(cfg.scheduler, phase, spans) for phase in ("warmup", "decay"))
-    tail = f", decay over the last {decay}" if cfg.scheduler.shape.has_decay else ""
-    return (
-        f"{steps:,} steps, {sum(count * tokens for count, tokens in spans):,} tokens; "
-        f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
-    )

@@ -1,0 +1,82 @@
+"""What a mesh and a model must have for one another, beyond the checks of the config: errors name the keys."""
+
+from collections.abc import Mapping
+
+from jax.sharding import AbstractMesh, Mesh
+
+from tunix.base.errors import UserError
+from tunix.config import Config, Model
+from tunix.config.mlp import ExpertsMlp
+from tunix.models.exchanges import choose_exchange
+from tunix.sharding.arrays import has_host_memory
+from tunix.sharding.dims import DIMS, LAYERS
+from tunix.sharding.mesh_shape import check_divides, nearest, num_stages
+
+
+def check_model(model: Model, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` where a model does not run on a mesh of these sizes, whatever the training is.
+
+    Stages do the same at the same time, so each must have layers of the same kinds in the same order.
+    """
+    check_divides(model.dims, sizes)
+    choose_exchange(model, sizes)
+    stages = num_stages(sizes)
+    if stages == 1:
+        return
+    first, *others = model.runs
+    leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
+    if others and isinstance(model.mlp, ExpertsMlp) and model.mlp.dense_layers:
+        raise UserError(
+            f"model.mlp.dense_layers={model.mlp.dense_layers}: the first stage would have layers without experts, and "
+            f"the others none; {leave_out}, or set model.mlp.dense_layers=0"
+        )
+    if others or len(first.layers) // len(first.pattern) % stages:
+        raise UserError(
+            f"model.num_layers={model.num_layers}: layers of several kinds take turns, and {stages} stages do not have "
+            f"the same whole turns; {leave_out}, or change model.num_layers"
+        )
+
+
+def check_pipeline_chunks(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise `UserError` where the layers of a stage do not make equal chunks."""
+    pipeline = cfg.training.pipeline(mesh.shape)
+    first = cfg.model.runs[0]  # the only one, where there are stages
+    turns = len(first.layers) // len(first.pattern)
+    if pipeline.num_stages == 1 or turns % (pipeline.num_stages * pipeline.num_chunks) == 0:
+        return
+    of_stage = turns // pipeline.num_stages
+    units = "layers" if len(first.pattern) == 1 else f"turns of {len(first.pattern)} layers"
+    legal = [count for count in range(2, of_stage + 1) if of_stage % count == 0]
+    way_out = f"nearest: {' or '.join(map(str, nearest(legal, pipeline.num_chunks)))}, or " if legal else ""
+    raise UserError(
+        f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {of_stage} {units} of each of "
+        f"{pipeline.num_stages} stages; {way_out}training.pipeline_schedule=1f1b"
+    )
+
+
+def check_host_memory(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
+    training = cfg.training
+    pipeline = training.pipeline(mesh.shape)
+    for run in cfg.model.runs:
+        count = len(run.layers) // len(run.pattern) // (pipeline.num_stages * pipeline.num_chunks)
+        if count % training.remat_every:
+            units = "layers" if len(run.pattern) == 1 else f"times {len(run.pattern)} layers"
+            legal = [every for every in range(1, count + 1) if count % every == 0]
+            raise UserError(
+                f"training.remat_every={training.remat_every} does not divide {count} {units} in a row; it may be "
+                f"{', '.join(map(str, legal))}"
+            )
+    if not isinstance(mesh, Mesh) or has_host_memory(mesh):
+        return
+    kind = mesh.devices.flat[0].device_kind
+    if training.offload != "none":
+        raise UserError(
+            f"training.offload={training.offload} needs devices that read the host's pinned memory, and {kind} does "
+            "not; leave training.offload=none, and save memory with training.remat and model.mesh_shape"
+        )
+    if training.ema_decay is not None and training.ema_memory == "host":
+        raise UserError(
+            f"training.ema_memory=host needs devices that read the host's pinned memory, and {kind} does not; leave "
+            "training.ema_memory=device, and halve the averages with training.ema_dtype=bfloat16"
+        )
