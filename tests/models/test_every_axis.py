@@ -36,13 +36,16 @@ MESHES = {
     "dense": ("pp,fsdp,tp", "dp,cp,tp"),
     "linear": ("pp,fsdp,tp", "dp,fsdp,tp"),
     "experts": ("pp,ep,tp", "dp,fsdp,cp"),
+    "linear, experts": ("pp,ep,tp", "dp,fsdp,tp"),
     "dense first": ("fsdp,ep,tp", "dp,ep,cp"),
 }
 NO_EXPERTS = {"ep": "splits experts, of which this model has none"}
+WHOLE_SEQUENCES = {"cp": "model.linear_attention takes whole sequences"}
 REFUSED = {
     "dense": NO_EXPERTS,
     "experts": {},
-    "linear": NO_EXPERTS | {"cp": "model.linear_attention takes whole sequences"},
+    "linear": NO_EXPERTS | WHOLE_SEQUENCES,
+    "linear, experts": WHOLE_SEQUENCES,
     "dense first": {"pp": "the first stage would have layers without experts"},
 }
 
@@ -62,10 +65,12 @@ def config(family: str) -> Config:
 
 
 def kind(cfg: Config) -> str:
-    mlp = cfg.model.mlp
-    if isinstance(mlp, ExpertsMlp):
-        return "dense first" if mlp.dense_layers else "experts"
-    return "dense" if cfg.model.linear_attention is None else "linear"
+    mlp, is_linear = cfg.model.mlp, cfg.model.linear_attention is not None
+    if not isinstance(mlp, ExpertsMlp):
+        return "linear" if is_linear else "dense"
+    if is_linear:
+        return "linear, experts"
+    return "dense first" if mlp.dense_layers else "experts"
 
 
 def loss_and_norm(cfg: Config, axes: str) -> dict[str, float]:

@@ -91,3 +91,18 @@ def test_config_of_a_model_that_sees():
 def test_keys_that_mean_another_model_are_refused(changes):
     with pytest.raises(UserError, match=next(iter(changes))):
         understood(raw_config(**changes), "config.json")
+
+
+def test_experts_beside_linear_attention():
+    """Keys that mean other layers are refused by name; a config.json may begin with a dense layer, our layers may not."""
+    raw = json.loads((PARITY / "qwen3_next" / "config.json").read_text())
+    for key, value in (("decoder_sparse_step", 2), ("mtp_gate", True), ("mlp_only_layers", [1])):
+        with pytest.raises(UserError, match=f"config.json: {key}="):
+            understood(raw | {key: value}, "config.json")
+    for words, message in (
+        (["model.mlp.dense_layers=1"], "model.mlp.dense_layers=1 does not go with model.linear_attention"),
+        (["model.mlp.bias_rate=0.1"], "model.mlp.bias_rate=0.1 does not go with .* set it to null"),
+        (["model.mlp.shared_dim=null"], "model.mlp.shared_gate=true: there is no shared expert"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compose(["model=qwen3_next_80b_a3b", *words])

@@ -37,6 +37,7 @@ SIZES = {
     "llama4_scout": 107_769_861_120, "llama4_maverick": 400_711_848_960, "qwen3_5_9b": 8_953_803_264,
     "moonlight_16b_a3b": 15_960_110_208,
     "gemma4_31b": 30_697_345_340, "gemma4_12b": 11_907_350_320,  # with the scales of layers, transformers' buffers
+    "qwen3_next_80b_a3b": 79_674_391_296, "qwen3_5_35b_a3b": 34_660_610_688,
 }  # fmt: skip
 
 

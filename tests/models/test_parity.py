@@ -22,7 +22,7 @@ MESHES = {"one": ((1,), ("tp",)), "2x2": ((2, 2), ("fsdp", "tp"))}
 # Families whose parts others have on both meshes: experts in qwen3_moe and gpt_oss, caps in gemma2.
 ON_FOUR_DEVICES = {
     "olmoe", "mixtral", "glm4", "glm4_moe", "nemotron", "granite", "exaone4", "ministral3", "apertus", "phi3_long",
-    "deepseek_v3_whole_queries", "llama4", "qwen3_5",
+    "deepseek_v3_whole_queries", "llama4", "qwen3_5", "qwen3_next", "qwen3_5_moe",
 }  # fmt: skip
 ON_ONE_DEVICE = {"phi3_short", "qwen3_5_rest"}
 CASES = [

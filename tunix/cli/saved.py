@@ -154,11 +154,12 @@ def _round_borders(values: dict[Any, Any]) -> None:
         scaling.setdefault("truncate", True)
 
 
-def _add_biases_of_experts(values: dict[Any, Any]) -> None:
-    """The key for biases of experts is new: none had any."""
+def _add_parts_of_experts(values: dict[Any, Any]) -> None:
+    """The keys for biases of experts and for the gate of a shared one are new: none had any."""
     mlp = values.get("model", {}).get("mlp") or {}
     if isinstance(mlp, dict) and mlp.get("kind") == "experts":
         mlp.setdefault("biases", False)
+        mlp.setdefault("shared_gate", False)
 
 
 CHANGES = (
@@ -167,7 +168,7 @@ CHANGES = (
     _name_sinks,
     _add_sinks,
     _split_mlp,
-    _add_biases_of_experts,
+    _add_parts_of_experts,
     _name_biases,
     _add_sampling,
     _add_pairs,

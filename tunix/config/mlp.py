@@ -45,6 +45,8 @@ class ExpertsMlp(Section):
     """Hidden width of one expert (G)."""
     shared_dim: Count | None
     """Hidden width of a shared expert, which computes every token beside the chosen ones (U); null for none."""
+    shared_gate: Flag
+    """The shared expert's result is multiplied by the sigmoid of a projection of the token to one number."""
     dense_layers: CountOrZero
     """First layers, which have one gated MLP of width mlp_dim and no experts."""
     every: Count
@@ -82,6 +84,10 @@ class ExpertsMlp(Section):
             raise ValueError(
                 f"{prefix}activation=clamped_silu is one of experts; set {prefix}shared_dim=null, "
                 f"{prefix}dense_layers=0 and {prefix}every=1, or {prefix}activation=silu"
+            )
+        if self.shared_gate and self.shared_dim is None:
+            raise ValueError(
+                f"{prefix}shared_gate=true: there is no shared expert; give {prefix}shared_dim, or leave the gate out"
             )
         choices = self.num_experts // groups * self.groups_per_token
         if self.experts_per_token > choices:

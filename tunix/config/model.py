@@ -179,6 +179,11 @@ class Model(Section):
         return stacks
 
     @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts, in a model that has some."""
+        return sum(len(layers) for name, layers in self.stacks.items() if name != "dense_blocks")
+
+    @property
     def runs(self) -> tuple[Run, ...]:
         """All layers as runs: one whose pattern repeats, or else a run for each group of neighbours of one stack."""
         names = [self.stack_of(layer) for layer in range(self.num_layers)]

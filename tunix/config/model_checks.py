@@ -76,10 +76,14 @@ def _check_linear(model: "Model", linear: LinearAttention) -> None:
             f"model.sliding_window={model.sliding_window}: there are no local layers with model.linear_attention; "
             "set it to null"
         )
-    if isinstance(model.mlp, ExpertsMlp):
-        raise ValueError(
-            "model.linear_attention does not go with experts yet; set model.mlp={kind:gated,activation:silu}"
-        )
+    if not isinstance(model.mlp, ExpertsMlp):
+        return
+    for key, wanted in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
+        if (value := getattr(model.mlp, key)) != wanted:
+            raise ValueError(
+                f"model.mlp.{key}={value} does not go with model.linear_attention, whose layers all have the same "
+                f"experts, without biases in the choice; set it to {'null' if wanted is None else wanted}"
+            )
 
 
 def _check_global_heads(model: "Model", wide: GlobalHeads) -> None:

@@ -52,7 +52,7 @@ def list_expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
         row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
         room=cfg.model.expert_buffer_factor,
         weighs_inputs=mlp.weighted == "inputs",
-        layers=len(cfg.model.stacks["blocks"]) * num_microbatches * pipeline.ticks_per_part,
+        layers=cfg.model.num_expert_layers * num_microbatches * pipeline.ticks_per_part,
         runs=1 + again + pipeline.runs_again,
         results=1 + pipeline.runs_again + again * (cfg.model.norm_placement != "pre"),
     )

@@ -51,7 +51,7 @@ def list_product_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micr
             add(kind, axes, num_numbers(letters) * item, times)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
         pipeline = cfg.training.pipeline(mesh.shape)
-        layers = len(cfg.model.stacks["blocks"]) * pipeline.ticks_per_part
+        layers = cfg.model.num_expert_layers * pipeline.ticks_per_part
         forward = 1 + read_remat(cfg.training).computes_again("product") + pipeline.runs_again
         choices = num_numbers("BT") * cfg.model.mlp.experts_per_token * 4
         add("all-gather", layout.stream_axes, choices, 2 * forward * layers)

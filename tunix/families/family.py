@@ -15,8 +15,11 @@ class Name:
 
         qkv_proj [NH + KH + KH, D], fused = ("NH", "KH", "KH"), fused_dim = 0:   | q | k | v |  are its rows
 
-    Of weights that are `interleaved`, all of one size, the tensor has the first entry of each along the first dimension
-    of that group, then the second ones: with "G" numbers, with "NH" the H numbers of a head.
+    Weights may be `interleaved` along a dimension, given by its letter: the tensor has the rows of the first entry of
+    each weight, then those of its second entry, and so on:
+
+        gate_up_proj, interleaved = "G"      | gate 0 | up 0 | gate 1 | up 1 | ...
+        in_proj_qkvz, interleaved = "I"      | q 0 | k 0 | v 0 v 1 | z 0 z 1 | q 1 | k 1 | v 2 v 3 | ...   J = 2 I
     """
 
     tensor: str  # {} is the number of the layer, a second {} that of the expert
@@ -24,7 +27,7 @@ class Name:
     part: int = 0
     fused: tuple[str, ...] = ()
     fused_dim: int = 0
-    interleaved: bool = False
+    interleaved: str = ""
 
     @property
     def numbered(self) -> str:

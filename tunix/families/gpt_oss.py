@@ -8,7 +8,7 @@ def gate_and_up(dims: str, parameter: str, tensor: str) -> dict[str, Name]:
     """Return the names of gates and of what they gate where one tensor holds both, number by number."""
     last = dims.count(",")
     return {
-        f"blocks.mlp.{parameter.format(part)}": Name(tensor, dims, number, ("G", "G"), last, interleaved=True)
+        f"blocks.mlp.{parameter.format(part)}": Name(tensor, dims, number, ("G", "G"), last, interleaved="G")
         for number, part in enumerate(("gate", "up"))
     }
 

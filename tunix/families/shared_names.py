@@ -1,6 +1,7 @@
 """Names of tensors and keys of config.json that several families share. Imports no jax."""
 
 import re
+from dataclasses import replace
 
 from tunix.families.family import Name
 
@@ -68,6 +69,25 @@ def linear_names() -> dict[str, Name]:
     return {f"linear_blocks.attention.{path}": name for path, name in names.items()}
 
 
+# Linear attention beside attention with gated results, as in Qwen 3.5 and Qwen 3 Next.
+GATED_QUERIES = {
+    f"blocks.attention.{part}.w": Name(
+        "model.layers.{}.self_attn.q_proj.weight", "NH,D", number, ("NH", "NH"), interleaved="N"
+    )
+    for number, part in enumerate(("q", "gate"))
+}
+LINEAR_KEYS = {
+    "linear_attention.num_key_heads": "linear_num_key_heads",
+    "linear_attention.num_value_heads": "linear_num_value_heads",
+    "linear_attention.key_dim": "linear_key_head_dim",
+    "linear_attention.value_dim": "linear_value_head_dim",
+    "linear_attention.filter_size": "linear_conv_kernel_dim",
+}
+LINEAR_ABSENT = {
+    "max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 # Families whose config.json has one window for all layers, or null.
 ALL_LOCAL = {"sliding_window": None, "sliding_window_pattern": 0}
 
@@ -126,6 +146,11 @@ ROUTER_BIAS = {"blocks.mlp.router.bias": Name("model.layers.{}.mlp.gate.e_score_
 SHARED_NAMES = {
     f"blocks.mlp.shared.{part}.w": Name(f"model.layers.{{}}.mlp.shared_experts.{part}_proj.weight", dims)
     for part, dims in (("gate", "U,D"), ("up", "U,D"), ("down", "D,U"))
+}
+# A shared expert with a gate, as Qwen has it.
+GATED_SHARED_NAMES = {
+    **{path: replace(name, tensor=name.tensor.replace("experts", "expert")) for path, name in SHARED_NAMES.items()},
+    "blocks.mlp.shared_gate.w": Name("model.layers.{}.mlp.shared_expert_gate.weight", "o,D"),
 }
 # Experts as DeepSeek-V3 has them: a sigmoid for each, groups, a bias in the choice, a shared one, dense first layers.
 DEEPSEEK_KEYS = {

@@ -16,7 +16,15 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.families import Name, find_family
 from tunix.hf.tensor_files import INDEX, SINGLE
-from tunix.hf.weights import first_names, layers_of, list_constants, list_in_files, list_numbers, shape_in_files
+from tunix.hf.weights import (
+    entry_sizes,
+    first_names,
+    layers_of,
+    list_constants,
+    list_in_files,
+    list_numbers,
+    shape_in_files,
+)
 from tunix.models.paths import named
 from tunix.processes import peers
 from tunix.processes.shared_disk import find_blind
@@ -120,13 +128,14 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
 
 def _fuse(pieces: list[np.ndarray], name: Name, dims: Mapping[str, int]) -> np.ndarray:
     """Return the weights of one tensor one after the other, or entry by entry."""
+    dim, shape = name.fused_dim, pieces[0].shape
     if not name.interleaved:
-        return np.concatenate(pieces, name.fused_dim)
-    dim, shape = name.fused_dim, list(pieces[0].shape)
-    inner = math.prod(dims[letter] for letter in name.dims.split(",")[dim][1:])
-    by_entry = [piece.reshape(*shape[:dim], -1, inner, *shape[dim + 1 :]) for piece in pieces]
-    shape[dim] *= len(pieces)
-    return np.stack(by_entry, dim + 1).reshape(shape)
+        return np.concatenate(pieces, dim)
+    rows = entry_sizes(name, dims)
+    by_entry = [
+        piece.reshape(*shape[:dim], -1, own, *shape[dim + 1 :]) for piece, own in zip(pieces, rows, strict=True)
+    ]
+    return np.concatenate(by_entry, dim + 1).reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:

@@ -171,6 +171,7 @@ def load_parameter(
         ranges = {letter: (each.start, each.stop) for letter, each in zip(ours, index, strict=True)}
         wanted = [numbers[letter][slice(*ranges[letter])] for letter in name.numbered]
         where, unpacked = _slices(name, cfg.dims, ranges)
+        entries = ranges[name.dims.split(",")[name.fused_dim][0]]
         views = []
         for which in itertools.product(*wanted):
             tensor = name.tensor.format(*which)
@@ -178,7 +179,7 @@ def load_parameter(
             files.fetch(tensor)
             stored = files.read(tensor, where)
             if name.interleaved:
-                stored = _take_entries(stored, name, cfg.dims)
+                stored = _take_entries(stored, name, cfg.dims, entries)
             views.append(stored.reshape(unpacked).transpose(order))
         if len(views) == 1:
             return np.expand_dims(views[0], new_dims)
@@ -204,17 +205,31 @@ def _slices(
         assert all(ranges[letter] == (0, dims[letter]) for letter in group[1:]), f"{group} is split within"
         begin = sum(_fused_sizes(name, dims)[: name.part]) if place == name.fused_dim else 0
         first, last = ranges[group[0]]
-        if name.interleaved and place == name.fused_dim:  # with the numbers of the others between its own
-            where.append(slice(first * inner * len(name.fused), last * inner * len(name.fused)))
+        if name.interleaved and place == name.fused_dim:  # with the rows of the others between its own
+            rows = entry_sizes(name, dims)
+            own, of_all = rows[name.part], sum(rows)
+            where.append(slice(first * inner // own * of_all, math.ceil(last * inner / own) * of_all))
         else:
             where.append(slice(begin + first * inner, begin + last * inner))
         unpacked += [last - first, *(dims[letter] for letter in group[1:])]
     return tuple(where), unpacked
 
 
-def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int]) -> np.ndarray:
-    """Return the entries of one weight out of those of several that are interleaved."""
-    dim, count = name.fused_dim, len(name.fused)
+def entry_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
+    """Return the rows of one entry of each of the weights that are interleaved."""
+    return [size // dims[name.interleaved] for size in _fused_sizes(name, dims)]
+
+
+def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int], entries: tuple[int, int]) -> np.ndarray:
+    """Return the rows of one weight out of those of several that are interleaved.
+
+    `entries` is the range of the weight's first dimension there, which may begin and end within what was read.
+    """
+    dim, rows = name.fused_dim, entry_sizes(name, dims)
+    own, begin = rows[name.part], sum(rows[: name.part])
+    before, behind = stored.shape[:dim], stored.shape[dim + 1 :]
+    by_entry = stored.reshape(*before, -1, sum(rows), *behind)
+    taken = by_entry.take(range(begin, begin + own), dim + 1).reshape(*before, -1, *behind)
     inner = math.prod(dims[letter] for letter in name.dims.split(",")[dim][1:])
-    shape = *stored.shape[:dim], -1, count, inner, *stored.shape[dim + 1 :]
-    return stored.reshape(shape).take(name.part, dim + 1)
+    first = entries[0] * inner % own
+    return taken.take(range(first, first + (entries[1] - entries[0]) * inner), dim)

@@ -169,6 +169,7 @@ class Experts(nnx.Module):
             ExpertBias(letters, cfg, layout) if cfg.mlp.biases else None for letters in ("XG", "XG", "XD")
         )
         self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, rngs, "gated", width="U")
+        self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, rngs) if cfg.mlp.shared_gate else None
 
     def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
         """Return [B, t, D], and the sums of the router."""
@@ -181,8 +182,15 @@ class Experts(nnx.Module):
             sums = sums._replace(routing=sums.routing._replace(dropped=dropped))
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
-                y = y + self.shared(x, noise)[0]
+                y = y + self._weigh_shared(x, self.shared(x, noise)[0])
         return y, sums
+
+    def _weigh_shared(self, x: jax.Array, result: jax.Array) -> jax.Array:
+        """Return the shared expert's result for tokens x, both [B, t, D], as each token wants it."""
+        if self.shared_gate is None:
+            return result
+        gate = product(self.shared_gate.equation, x, self.shared_gate.gathered(), self.layout)
+        return result * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(result.dtype)
 
     def _compute(self, x: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
         """Return the sum over each token's experts of weight x result, [B, t, D], and the choices that were dropped."""

@@ -198,11 +198,24 @@ CONFIGS = {
         **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, head_dim=8, global_head_dim=16,
         sliding_window=5, layer_types=["sliding_attention", "full_attention"], max_position_embeddings=64,
     ),
+    "qwen3_next": transformers.Qwen3NextConfig(  # three value heads for each key head
+        **SIZE | {"num_hidden_layers": 4}, vocab_size=97, num_key_value_heads=2, head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=6,
+        linear_key_head_dim=5, linear_value_head_dim=7, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+    ),
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, vocab_size=96, num_key_value_heads=1, head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, linear_conv_kernel_dim=3, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16, max_position_embeddings=64,
+        rope_parameters=HALF_ROPE,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
 }  # fmt: skip
-OFFSET_NORMS = ("gemma2", "gemma3", "nemotron", "qwen3_5")  # whose scales stand around 0
+OFFSET_NORMS = ("gemma2", "gemma3", "nemotron", "qwen3_5", "qwen3_next")  # whose scales stand around 0
 ROUTER_BIAS = "e_score_correction_bias"  # float32 in the files, whatever the weights are
 PROMPTS, NEW_TOKENS = (3, 11, 7), 16
 
