@@ -17,8 +17,8 @@ from tunix.training.program import assemble, build_layout, build_mesh
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 # Every part of a router, and a shared expert; tests of parity have a dense layer too.
 ALL_PARTS = {
-    "biases": True, "shared_dim": 8, "scores": "sigmoid", "scale": 2.0, "num_groups": 4, "groups_per_token": 2,
-    "bias_rate": 0.25,
+    "biases": True, "shared_dim": 8, "shared_gate": True, "scores": "sigmoid", "scale": 2.0, "num_groups": 4,
+    "groups_per_token": 2, "bias_rate": 0.25,
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def test_active_parameters_are_counted(reference):
     assert arch.num_parameters - arch.num_active == inactive
     assert arch.num_active - arch.num_active_trained == 8  # biases
     dense = program(*ONE, *SMALL[:-1]).arch
-    experts_and_router = 3 * 32 * (2 * 16 + 8) + 2 * (2 * 16 + 32) + 32 * 8 + 2 * 8
+    experts_and_router = 3 * 32 * (2 * 16 + 8) + 2 * (2 * 16 + 32) + 32 * 8 + 2 * 8 + 32  # with the gate
     assert arch.num_active == dense.num_parameters - 3 * 32 * 64 + experts_and_router
 
 
@@ -114,13 +114,18 @@ def defined(params: dict, x: np.ndarray, *, scores, groups, normalized, scale) -
         chosen = np.argsort(-rank)[:2]
         weights = value[chosen] / (value[chosen].sum() if normalized else 1) * scale
         y = sum(weight * mlp(experts, token, expert) for weight, expert in zip(weights, chosen, strict=True))
-        out.append(y + (mlp(params["shared"], token) if "shared" in params else 0))
+        if "shared" in params:
+            y += mlp(params["shared"], token) / (1 + np.exp(-token @ params["shared_gate"]["w"]))
+        out.append(y)
     return np.array(out)
 
 
 @pytest.mark.parametrize(
     ("scores", "groups", "normalized", "more"),
-    [("sigmoid", 2, True, {}), ("softmax", 0, False, {"bias_rate": None, "shared_dim": None, "scale": 1.0})],
+    [
+        ("sigmoid", 2, True, {}),
+        ("softmax", 0, False, {"bias_rate": None, "shared_dim": None, "shared_gate": False, "scale": 1.0}),
+    ],
 )
 def test_a_layer_is_its_definition(scores, groups, normalized, more):
     grouped = {} if groups else {"num_groups": 1, "groups_per_token": 1}

@@ -1,6 +1,6 @@
-"""Compile kernels for a chip that is not there: compile_kernels.py CHIP (HEAD_DIM | experts | rows | ulysses | ring).
+"""Compile kernels for a chip that is not there: compile_kernels.py CHIP WHAT.
 
-Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
+WHAT is HEAD_DIM, HEAD_DIM-capped, experts, rows, ulysses or ring. Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
 on two devices that share a sequence, it prints what the program has, as JSON.
 """
 
@@ -35,13 +35,13 @@ SPLIT = jax.P("fsdp")
 WITHOUT_TIME = Speeds(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, lambda _: 0.0)
 
 
-def compile_attention(mesh: Mesh, dim: int) -> str:
-    """Return the program of attention and its gradients, as text."""
+def compile_attention(mesh: Mesh, dim: int, options: dict[str, Any]) -> str:
+    """Return the program of attention and its gradients, as text; `options` are those of the kernel."""
 
     def gradients(q, k, v, segments, window):
         @jax.shard_map(in_specs=(SPLIT,) * 4 + (jax.P(),), out_specs=SPLIT)
         def on_each_device(q, k, v, segments, window):
-            out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, seen_in_row(segments, window)), q, k, v)
+            out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, seen_in_row(segments, window), **options), q, k, v)
             return pull_back(out)
 
         return on_each_device(q, k, v, segments, window)
@@ -106,8 +106,9 @@ def compile_exchange(mesh: Mesh, exchange: str) -> dict[str, list[str]]:
 chip, what = sys.argv[1:]
 cluster = read_topology(f"{chip}:{2 if what in EXCHANGES else 1}")
 devices = describe_devices(cluster)
-axes = ("fsdp",) if what.isdigit() else axis_names()
-sizes = [len(devices) if axis == ("fsdp" if what.isdigit() else "cp") else 1 for axis in axes]
+dim, _, capped = what.partition("-")
+axes = ("fsdp",) if dim.isdigit() else axis_names()
+sizes = [len(devices) if axis == ("fsdp" if dim.isdigit() else "cp") else 1 for axis in axes]
 mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 with jax.set_mesh(mesh):
     if what == "experts":
@@ -115,4 +116,5 @@ with jax.set_mesh(mesh):
     elif what in EXCHANGES:
         print(json.dumps(compile_exchange(mesh, what)))
     else:
-        print(*sorted(set(re.findall(r'name = "(attention_\w+)"', compile_attention(mesh, int(what))))))
+        text = compile_attention(mesh, int(dim), {"cap": 30.0, "with_sums": True} if capped else {})
+        print(*sorted(set(re.findall(r'name = "(attention_\w+)"', text))))
