@@ -32,10 +32,12 @@ def _exchange(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: 
         result = jnp.zeros_like(own)
         stage = jax.lax.axis_index(axes)
         for each in range(num_chunks):
+            # A permute sends one array from each device and brings one to each: so v permutes, of a chunk each.
             trips = list_trips(num_stages, num_chunks, each)
-            if not to_chunks:
+            if not to_chunks:  # the same trips, from their end to their beginning
                 trips = [(there, slot, home, place) for home, place, there, slot in trips]
             sent, came = _by_stage([trip[:2] for trip in trips]), _by_stage([trip[2:] for trip in trips])
+            # All stages run one program, in which the number of the stage is data: a table says which chunk it sends.
             chunk = jax.lax.dynamic_index_in_dim(own, sent[stage], keepdims=False)
             chunk = jax.lax.ppermute(chunk, axes, [(source, target) for source, _, target, _ in trips])
             result = jax.lax.dynamic_update_index_in_dim(result, chunk, came[stage], 0)

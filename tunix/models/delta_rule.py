@@ -67,9 +67,15 @@ def run_chunks(
     total = jnp.cumsum(decay, 2)  # G, [B, n, C, I, g]
     sees = (of_tokens[..., :, None] == of_tokens[..., None, :]) & jnp.tri(size, dtype=bool)
     sums = jnp.moveaxis(total, 2, -1)  # [B, n, I, g, C]
+    # -inf before the exponential, not 0 behind it: exp(G_i - G_j) of a later j may overflow, and inf * 0 is no number.
     fades = jnp.exp(jnp.where(sees[:, :, None, None], sums[..., :, None] - sums[..., None, :], -jnp.inf))
     from_before = jnp.where(goes_on, jnp.exp(total), 0)  # of what the memory says, [B, n, C, I, g]
 
+    # The triangular system has two right sides, since its solution is linear in S: error = values - reads S. So it is
+    # solved for all chunks at once, before any chunk knows the memory that it begins with:
+    #
+    #     all chunks at once      system -> values, reads         large products, in parallel
+    #     one after the other     S0 -> errors, S1 -> errors, S2 ...    the scan below, with small products alone
     own_keys = jnp.einsum("bncie,bndie->bnicd", k, k)[:, :, :, None] * fades
     system = own_keys * jnp.moveaxis(beta, 2, -1)[..., None]
     read_keys = k[..., None, :] * (beta * from_before)[..., None]

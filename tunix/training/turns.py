@@ -60,6 +60,12 @@ class Turns:
         chunk, part = self._place(self._backward_ticks(now, stages))
         return Turn(self.num_chunks - 1 - chunk, part)
 
+    # Rows are found again by the tick in which they were taken, so a stage needs no list of the parts that it keeps. In
+    # the picture above, part 0 goes through its last two pieces of layers and back:
+    #
+    #     tick          2           3                 4
+    #     stage 0       F chunk 1                     B chunk 1        taken_at(4) = 2
+    #     stage 1                   F, B chunk 1                       taken_at(3) = 3
     def taken_at(self, now: jax.Array, stages: jax.Array) -> jax.Array:
         """Return the ticks [S] in which stages took the rows through which they go backward now."""
         ahead = self.backward(now, stages).chunk * self.num_stages + stages  # chunks before this one, of all stages
