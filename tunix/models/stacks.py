@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What is the same for all layers of a forward pass."""
+    """Values that all layers share in a forward pass."""
 
     # (a layer, `Rows.beside`) -> how tokens act on one another there, in the rows that have these arrays beside
     mix_of: Callable[[Layer, Any], Mix]

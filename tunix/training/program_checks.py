@@ -1,4 +1,4 @@
-"""What a mesh and a model must have for one another, beyond the checks of the config: errors name the keys."""
+"""Checks of a model on a mesh, beyond those of the config; errors name the keys, the values and the way out."""
 
 from collections.abc import Mapping
 
