@@ -140,6 +140,7 @@ def _mlp(model: Model) -> str:
         return GATES[mlp.kind].format(mlp.activation)
     parts = [f"{mlp.experts_per_token} of {mlp.num_experts} experts, {mlp.activation}"]
     parts += [f"a shared one{' with a gate' * mlp.shared_gate}"] if mlp.shared_dim else []
+    parts += ["beside an MLP"] if mlp.beside_mlp else []
     parts += [f"{mlp.dense_layers} dense layers"] if mlp.dense_layers else []
     parts += ["weights of inputs"] if mlp.weighted == "inputs" else []
     parts += [f"in one of {mlp.every} layers"] if mlp.every > 1 else []

@@ -160,6 +160,7 @@ def _add_parts_of_experts(values: dict[Any, Any]) -> None:
     if isinstance(mlp, dict) and mlp.get("kind") == "experts":
         mlp.setdefault("biases", False)
         mlp.setdefault("shared_gate", False)
+        mlp.setdefault("beside_mlp", False)
 
 
 CHANGES = (

@@ -70,6 +70,10 @@ class ExpertsMlp(Section):
     bias_rate: PositiveOrZero | None
     """Each expert has a bias in the choice, not in the weights; after a step it rises by this where the expert's load
     was below the mean, and falls by this where it was above (arXiv:2408.15664). null for no bias."""
+    beside_mlp: Flag
+    """Each layer also has a gated MLP of width mlp_dim, with norms of its own before and after it, and so have the
+    experts; the router takes the residual stream, divided by its root mean square and sqrt(embed_dim), times a trained
+    scale; and the weight of each expert is multiplied by a trained number (Gemma 4)."""
 
     @model_validator(mode="after")
     def _check(self) -> "ExpertsMlp":

@@ -36,7 +36,7 @@ class Model(Section):
     embed_dim: Count
     """Width of the residual stream (D)."""
     mlp_dim: Count
-    """Hidden width of the MLP (F); with experts, of dense layers alone."""
+    """Hidden width of the MLP (F); with experts, of dense layers alone, or of the MLP beside experts."""
     num_layers: Count
     """Decoder blocks (L)."""
     num_heads: Count

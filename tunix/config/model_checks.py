@@ -99,8 +99,14 @@ def _check_global_heads(model: "Model", wide: GlobalHeads) -> None:
         raise ValueError(
             f"model.num_heads={model.num_heads} is not divisible by model.global_heads.num_kv_heads={wide.num_kv_heads}"
         )
-    if isinstance(model.mlp, ExpertsMlp):
-        raise ValueError("model.global_heads does not go with experts yet; set model.mlp={kind:gated,activation:silu}")
+    if not isinstance(model.mlp, ExpertsMlp):
+        return
+    for key, wanted in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
+        if (value := getattr(model.mlp, key)) != wanted:
+            raise ValueError(
+                f"model.mlp.{key}={value} does not go with model.global_heads, whose layers all have the same experts, "
+                f"without biases in the choice; set it to {'null' if wanted is None else wanted}"
+            )
 
 
 def _check_latent(model: "Model", latent: Latent) -> None:

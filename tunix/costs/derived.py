@@ -249,7 +249,10 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         of_experts = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
         if layout.expert_exchange == "rows":  # sent, and returned
             of_experts += 2 * model.mlp.experts_per_token * local["D"]
-        mlp = max(round(of_experts), mlp if "dense_blocks" in model.stacks else 0)
+        if model.mlp.beside_mlp:
+            mlp = round(of_experts) + mlp
+        else:
+            mlp = max(round(of_experts), mlp if "dense_blocks" in model.stacks else 0)
     of_linear = 0
     if model.linear_attention is not None:
         linear = model.linear_attention

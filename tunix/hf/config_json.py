@@ -1,6 +1,6 @@
 """config.json, as Hugging Face writes it for each family, to and from the keys of our model section. Knows no jax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
     raw = _decoder(raw)
     kind = raw.get("model_type")
     families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
-    name = next((name for name, family in families.items() if kind in (family.model_type, *family.also)), None)
+    name = _find_family(raw, families)
     if "auto_map" in raw and not (name and families[name].published_code):
         raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
     if name is None:
@@ -116,6 +116,17 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
     return {"family": name} | _by_section(values)
+
+
+def _find_family(raw: dict[str, Any], families: Mapping[str, Family]) -> str | None:
+    """Return the name of the family of a config.json, None for none: of several, the one that more keys tell."""
+    fitting = [
+        name
+        for name, family in families.items()
+        if raw.get("model_type") in (family.model_type, *family.also)
+        and all(raw.get(key) == value for key, value in family.told_by.items())
+    ]
+    return max(fitting, key=lambda name: len(families[name].told_by), default=None)
 
 
 def _decoder(raw: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix.config import Model
+from tunix.models.beside import ExpertsBesideMlp
 from tunix.models.block_sums import BlockSums
 from tunix.models.experts import Experts
 from tunix.models.grouped_query import Attention
@@ -42,6 +43,7 @@ MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
     "gated": partial(MLP, kind="gated"),
     "plain": partial(MLP, kind="plain"),
     "experts": Experts,
+    "experts_beside": ExpertsBesideMlp,  # whose parts have norms of their own before them
 }
 
 
@@ -72,7 +74,7 @@ class Block(nnx.Module):
         self.attention = MIXERS[mixer](cfg, layout, rngs)
         self.mlp = MLPS[mlp](cfg, layout, rngs)
         self.pre_attention, self.post_attention = norm(before), norm(after)
-        self.pre_mlp, self.post_mlp = norm(before), norm(after)
+        self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
         self.scale = LayerScale("BtD", layout) if cfg.layer_scale else unchanged
 
     def __call__(self, x, positions, rope, mix: Mix, noise: Noise | None = None) -> tuple[jax.Array, Any, BlockSums]:

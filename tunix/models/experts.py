@@ -27,7 +27,7 @@ from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.block_sums import BlockSums, Routing
 from tunix.models.expert_exchanges import EXCHANGES, OwnExperts, Tokens
-from tunix.models.layers import ACTIVATIONS, MLP, Bias, Matrix, unchanged
+from tunix.models.layers import ACTIVATIONS, MLP, Bias, Matrix, RMSNorm, unchanged
 from tunix.models.products import grouped_product, product
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
@@ -81,11 +81,18 @@ class Router(Matrix):
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.mlp = cfg.mlp
         self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else unchanged
+        is_beside = self.mlp.beside_mlp
+        self.norm = RMSNorm("BtD", cfg, layout) if is_beside else unchanged
+        self.input_scale = cfg.embed_dim**-0.5 if is_beside else 1.0
+        ones = jnp.ones(self.mlp.num_experts, layout.param)
+        self.expert_scales = nnx.Param(ones, equation=Equation("Bt,Y->BtY")) if is_beside else None
         if self.mlp.bias_rate is not None:
             zeros = jnp.zeros(self.mlp.num_experts)  # float32: a step adds less than 16 bits resolve
             self.bias = nnx.Param(zeros, equation=Equation("BtY,Y->BtY"))
 
     def __call__(self, x: jax.Array) -> tuple[Routes, BlockSums]:
+        x = self.norm(x)
+        x = x if self.input_scale == 1 else x * jnp.asarray(self.input_scale, x.dtype)
         logits = product(self.equation, x, self.gathered(), self.layout).astype(jnp.float32)
         logits = self.logits_bias(logits)
         scores = SCORES[self.mlp.scores](logits)
@@ -95,6 +102,12 @@ class Router(Matrix):
         weights = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0), -1)
         if self.mlp.normalized:
             weights = weights / jnp.sum(weights, -1, keepdims=True)
+        if self.expert_scales is not None:
+            scales = self.layout.gather(self.expert_scales[...], self.expert_scales.equation)
+            of_chosen = self.layout.activation("Bt")
+            weights = weights * jnp.einsum(
+                "BtkY,Y->Btk", is_chosen.astype(scales.dtype), scales, out_sharding=of_chosen
+            )
         choices = jnp.sum(is_chosen.astype(jnp.float32), 2)  # [B, T, X]: 1 where the token takes the expert
         return Routes(experts, weights * self.mlp.scale), self._sums(logits, scores, choices)
 
@@ -171,10 +184,10 @@ class Experts(nnx.Module):
         self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, rngs, "gated", width="U")
         self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, rngs) if cfg.mlp.shared_gate else None
 
-    def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
-        """Return [B, t, D], and the sums of the router."""
+    def __call__(self, x, noise, routed=None) -> tuple[jax.Array, BlockSums]:
+        """Return [B, t, D], and the sums of the router, which takes `routed` [B, t, D], or x where that is None."""
         with jax.named_scope("router"):
-            routes, sums = self.router(x)
+            routes, sums = self.router(x if routed is None else routed)
         with jax.named_scope("experts"):
             y, dropped = self._compute(x, routes)
         if self.room is not None:

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.config import Model
+from tunix.config.mlp import ExpertsMlp
 from tunix.config.model import Run
 from tunix.models.block import Block, Mix
 from tunix.models.block_sums import (
@@ -67,7 +68,9 @@ def list_stacks(cfg: Model) -> tuple[Stack, ...]:
     for name, layers in cfg.stacks.items():
         mixer = "linear" if cfg.is_linear(layers[0]) else attention
         mixer = "global" if cfg.heads_of(layers[0]).letters == "kh" else mixer
-        mlp = "gated" if name == "dense_blocks" else cfg.mlp.kind
+        mlp: str = "gated" if name == "dense_blocks" else cfg.mlp.kind
+        if isinstance(cfg.mlp, ExpertsMlp) and cfg.mlp.beside_mlp:
+            mlp = "experts_beside"
         stacks.append(Stack(name, layers, mixer, mlp))
     return tuple(stacks)
 

@@ -36,6 +36,7 @@ def _describe_experts(cfg: Config, program: Program) -> dict[str, str]:
     if not isinstance(mlp, ExpertsMlp):
         return {}
     beside = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
+    beside += f", beside an MLP of width {cfg.model.mlp_dim:,}" if mlp.beside_mlp else ""
     dense = f"; the first {mlp.dense_layers} layers are dense" if mlp.dense_layers else ""
     dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
     return {

@@ -211,6 +211,12 @@ CONFIGS = {
         moe_intermediate_size=16, shared_expert_intermediate_size=16, max_position_embeddings=64,
         rope_parameters=HALF_ROPE,
     ),
+    "gemma4_moe": transformers.Gemma4TextConfig(  # experts beside an MLP
+        **SIZE | {"num_hidden_layers": 4}, vocab_size=96, num_key_value_heads=2, head_dim=8, global_head_dim=12,
+        num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=5, enable_moe_block=True, num_experts=6,
+        top_k_experts=2, moe_intermediate_size=16, layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=0, max_position_embeddings=64, rope_parameters=PROPORTIONAL_ROPE,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
@@ -227,7 +233,7 @@ def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrain
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            is_norm = weight.ndim == 1 and name.endswith("weight")
+            is_norm = weight.ndim == 1 and name.endswith(("weight", "router.scale", "per_expert_scale"))
             around = 1.0 if is_norm and not config.model_type.startswith(OFFSET_NORMS) else 0.0
             weight.normal_(around, 0.3 if weight.ndim == 1 else 0.2)
             if config.model_type == "gpt_oss" and name.endswith("gate_up_proj"):
