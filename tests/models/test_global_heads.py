@@ -118,7 +118,6 @@ def test_config_of_the_published_files():
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
         ({"use_double_wide_mlp": True}, "use_double_wide_mlp=True is not supported"),
-        ({"enable_moe_block": True}, "num_experts=None"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention=all is not supported"),
         ({"per_layer_config": {"2": {"head_dim": 10}}}, "per_layer_config=.* is not understood"),
         ({"per_layer_config": {"1": {"head_dim": 10}}}, "per_layer_config=.* is not understood"),
