@@ -118,6 +118,10 @@ def test_large_collectives_are_as_fast_as_the_slowest_link():
     assert gigabyte("all-reduce", "tp") == pytest.approx(2 * 0.75 / link, rel=1e-3)
     assert gigabyte("all-gather", "fsdp") == pytest.approx(0.75 / (2 * network), rel=1e-3)  # two in a node
     assert gigabyte("all-reduce", "dp") == pytest.approx(2 * 0.5 / network, rel=1e-3)  # alone in its node
+    assert gigabyte("all-gather", "fsdp", "ep", "cp") == gigabyte("all-gather", "fsdp")  # axes of size 1 place nobody
+    sizes |= {"dp": 1, "ep": 4, "cp": 2, "tp": 1}  # a node of fsdp x ep x cp = 1 x 4 x 2: cp alone is inside of it
+    assert gigabyte("all-gather", "fsdp", "cp") == pytest.approx(0.875 / (2 * network), rel=1e-3)
+    sizes |= {"dp": 2, "ep": 1, "cp": 1, "tp": 4}
     of_six = gigabyte("all-gather", "tp", per_node=6)  # devices 4 and 5, 6 and 7
     assert of_six == pytest.approx(0.75 / (2 * network * 8 / 6), rel=1e-3)  # 8 cards for 6 devices
 

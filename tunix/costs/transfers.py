@@ -38,11 +38,23 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
     Neighbours on inner axes are neighbours in a node.
     """
     size = count_devices(sizes, transfer.axes)
-    names = axis_names()
-    stride = count_devices(sizes, names[names.index(transfer.axes[-1]) + 1 :])
-    neighbours = max(1, math.gcd(stride * size, per_node) // stride)  # where groups and nodes overlap least
-    group = Group(size, min(neighbours, size))
+    group = Group(size, min(_neighbours(transfer.axes, sizes, per_node), size))
     return transfer.count * collective_s(transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node)
+
+
+def _neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:
+    """Return how many devices of a group along these axes one node has, where groups and nodes overlap least.
+
+    Other axes may lie between: of a group along fsdp and cp of [fsdp, ep=4, cp=2], a node of 8 devices has two.
+    """
+    neighbours, stride, run = 1, 1, 1  # `run` is the size of the axes of the group that lie side by side
+    for axis in (*reversed(axis_names()), None):
+        if axis in axes and axis is not None:
+            run *= sizes[axis]
+        elif axis is None or sizes[axis] > 1:  # an axis of size 1 separates nothing
+            neighbours *= max(1, math.gcd(stride * run, per_node) // stride)
+            stride, run = stride * run * (1 if axis is None else sizes[axis]), 1
+    return neighbours
 
 
 def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
