@@ -47,7 +47,6 @@ ADDED: dict[str, Any] = {
     "model.logits_cap": None,
     "model.expert_products": "auto",
     "model.cp_exchange": "auto",
-    "model.expert_exchange": "gather",
     "model.expert_buffer_factor": None,
     "model.init_adapter": None,
     "training.pipeline_microbatches": "auto",
@@ -163,6 +162,14 @@ def _add_parts_of_experts(values: dict[Any, Any]) -> None:
         mlp.setdefault("beside_mlp", False)
 
 
+def _gather_tokens_of_experts(values: dict[Any, Any]) -> None:
+    """The key for the exchange of experts is new: all tokens were gathered."""
+    if "model" in values:
+        mlp = values["model"].get("mlp") or {}
+        has_experts = isinstance(mlp, dict) and mlp.get("kind") == "experts"
+        values["model"].setdefault("expert_exchange", "gather" if has_experts else "auto")
+
+
 CHANGES = (
     _add_moments,
     _round_borders,
@@ -170,6 +177,7 @@ CHANGES = (
     _add_sinks,
     _split_mlp,
     _add_parts_of_experts,
+    _gather_tokens_of_experts,
     _name_biases,
     _add_sampling,
     _add_pairs,
