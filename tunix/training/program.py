@@ -32,7 +32,7 @@ from tunix.training.pipelined import make_pipelined_gradients
 from tunix.training.program_checks import check_host_memory, check_model, check_pipeline_chunks
 from tunix.training.spikes import SpikeGuard, make_guard
 from tunix.training.state import Architecture, State, abstract_params, describe, new_state, optimizer_view, start_state
-from tunix.training.step import Gradients, make_gradients, make_train_step
+from tunix.training.step import Gradients, Update, make_gradients, make_train_step
 
 
 def build_layout(cfg: Config, mesh: Mesh) -> Layout:
@@ -184,17 +184,9 @@ class Program:
         cfg = self.cfg
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, spans)
         gradients = GRADIENTS[self.pipeline.schedule](self)
-        return make_train_step(
-            gradients,
-            self.arch,
-            self.optimizer,
-            schedule,
-            self.layout,
-            self.copies,
-            self.guard,
-            _bias_rate(cfg.model),
-            cfg.logging.layer_norms_every,
-        )
+        norms_every = cfg.logging.layer_norms_every
+        update = Update(self.optimizer, schedule, self.copies, self.guard, _bias_rate(cfg.model), norms_every)
+        return make_train_step(gradients, self.arch, self.layout, update)
 
 
 def _one_by_one(program: Program) -> Gradients:

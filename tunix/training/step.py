@@ -1,7 +1,7 @@
 """The train step: gradients of A microbatches, one division by the weight of the loss, one update. Pure."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,31 +23,42 @@ from tunix.training.state import Architecture, State, Weight, optimizer_view
 Gradients = Callable[[dict, Batch, jax.Array], tuple[dict, jax.Array, Sums]]
 
 
+class Update(NamedTuple):
+    """Rules by which a step changes the state, given the gradients."""
+
+    optimizer: optax.GradientTransformation
+    schedule: Schedule  # the learning rate of each step
+    copies: dict[str, Copy]  # of the parameters, by name
+    guard: SpikeGuard | None  # against spikes
+    bias_rate: float | None  # of routers (balance.py); None where they have no bias
+    norms_every: int | None  # steps between two that report the norms of each layer; None reports none
+
+    def direct(self, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
+        """Return the direction of the update, and the new moments, both laid out like the old ones."""
+        # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, moments))
+        return auto_axes(self.optimizer.update, out_sharding=specs)(grads, moments, params)
+
+    def report_norms(self, step: jax.Array, arch: Architecture, grads: Any, old: Any, new: Any) -> dict[str, Any]:
+        """Return the norms of each layer of gradients, parameters and their change; zeros between two due steps."""
+        if not self.norms_every:
+            return {}
+        is_due = (step + 1) % self.norms_every == 0
+        change = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o, new, old)
+        return {NORMS: norms_if_due(is_due, arch.trained_weights, {"gradient": grads, "weight": new, "change": change})}
+
+
 def make_train_step(
-    gradients: Gradients,
-    arch: Architecture,
-    tx: optax.GradientTransformation,
-    schedule: Schedule,
-    layout: Layout,
-    copy_updates: dict[str, Copy],
-    guard: SpikeGuard | None = None,
-    bias_rate: float | None = None,
-    norms_every: int | None = None,
+    gradients: Gradients, arch: Architecture, layout: Layout, update: Update
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """Return a function (state, batch) -> (state, metrics), to be compiled with the state donated.
 
     Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
-    sums of the loss divided by its weight. `bias_rate` is that of routers (balance.py); None where they have no bias.
-    With `norms_every`, metrics have a dict `NORMS` too: the norms of each layer, which are zeros between those steps.
+    sums of the loss divided by its weight; and a dict `NORMS` where the update has `norms_every`.
 
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
     guard. `gradients` is what `make_gradients` returns, or another row of `GRADIENTS` (training/program.py).
     """
-
-    def update(grads, opt_state, params):
-        # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
-        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, opt_state))
-        return auto_axes(tx.update, out_sharding=specs)(grads, opt_state, params)
 
     def train_step(state, batch):
         num_microbatches = len(jax.tree.leaves(batch)[0])
@@ -61,38 +72,33 @@ def make_train_step(
             params = optimizer_view(trained, arch, layout)
             # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
             moments = to_device_memory(state["opt_state"]) if layout.moments_on_host else state["opt_state"]
-            direction, opt_state = update(grads, moments, params)
-            rate = schedule(state["step"])
+            direction, opt_state = update.direct(grads, moments, params)
+            rate = update.schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
             reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
             # A step that is not good changes nothing. Its update is computed like any other, and then left out: each
             # array takes its new values or keeps its old ones, so no step waits for the host to look at its numbers.
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
             is_good, watched = finite, dict[str, Any]()
-            if guard:
-                spike, watched, numbers = guard.check(state["spikes"], reported, finite)
+            if update.guard:
+                spike, watched, numbers = update.guard.check(state["spikes"], reported, finite)
                 is_good, reported = finite & ~spike, reported | numbers
-            old_copies = fetch_copies(copy_updates, state)
-            copies = update_copies(copy_updates, old_copies, params)
+            old_copies = fetch_copies(update.copies, state)
+            copies = update_copies(update.copies, old_copies, params)
             # Back from the layout of the optimizer to that of the state, which is where updated weights are gathered.
             new = {"params": params, "opt_state": opt_state, **copies}
             old = {"params": trained, "opt_state": moments} | ({"copies": old_copies} if old_copies else {})
             kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
-            if norms_every:
-                is_due = (state["step"] + 1) % norms_every == 0
-                change = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o, kept["params"], trained)
-                trees = {"gradient": grads, "weight": kept["params"], "change": change}
-                reported |= {NORMS: norms_if_due(is_due, arch.trained_weights, trees)}
+            reported |= update.report_norms(state["step"], arch, grads, trained, kept["params"])
             if layout.moments_on_host:
                 kept["opt_state"] = to_host_memory(kept["opt_state"])
-            kept |= put_copies(copy_updates, kept)
+            kept |= put_copies(update.copies, kept)
         # Counted in a row: training.max_skipped_steps ends the run. A spike has a count of its own (spikes.py).
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
         kept["params"] = arch.merge(kept["params"], state["params"])
-        if bias_rate:
-            kept["params"] = move_biases(
-                kept["params"], arch.weights, sums[ROUTING], jnp.where(is_good, bias_rate, 0.0)
-            )
+        if update.bias_rate:
+            rate_of_biases = jnp.where(is_good, update.bias_rate, 0.0)
+            kept["params"] = move_biases(kept["params"], arch.weights, sums[ROUTING], rate_of_biases)
         new_state = {**kept, **watched, "step": state["step"] + 1, "skipped": skipped}
         return new_state, {**reported, "learning_rate": rate, "skipped": skipped}
 
