@@ -31,7 +31,7 @@ MISTAKES = [
     ("model.cp_exchange=ring model.attention=cudnn", "model.attention=cudnn: the kernels of model.cp_exchange=ring are"),
     ("model.sliding_window=null", "model.sliding_window must be given with model.global_every=6"),
     ("model=llama3_1b model.rope_theta=null", "model.rope_theta must be given with model.positions=rope"),
-    ("model=llama3_1b model.rope_scaling.name=yarm", "model.rope_scaling.name=yarm: expected one of none, linear, llama3, yarn, longrope; did you mean yarn?"),
+    ("model=llama3_1b model.rope_scaling.name=yarm", "model.rope_scaling.name=yarm: expected one of none, linear, llama3, yarn, longrope, proportional; did you mean yarn?"),
     ("model=llama3_1b model.rope_scaling.factor=0", "model.rope_scaling.factor=0: input should be greater than 0"),
     ("model=qwen3_4b model.rope_scaling={name:linear,factor:4.0}", "model.rope_scaling is changed as a whole by ++model.rope_scaling={...}"),
     ("model=pretrained", "model=pretrained needs model.init_from=DIR"),
