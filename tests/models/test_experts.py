@@ -169,7 +169,7 @@ def test_derived_costs_know_experts():
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         built = assemble(cfg, mesh)
-        costs = costs_of(cfg, built, mesh)
+        costs = costs_of(built.cfg, built, mesh)
     assert costs.num_bytes["weights"] > 4 * built.arch.num_active / 4
     dense = 6 * built.arch.num_active * costs.tokens_per_step / mesh.size
     assert costs.model_flops < 1.2 * dense

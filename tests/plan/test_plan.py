@@ -78,7 +78,7 @@ def test_derived_is_what_is_compiled(mesh, more):
     step = program(f"model.mesh_shape={mesh}", f"training.gradient_accumulation_steps={MICROBATCHES}", *more)
     rows = batch(MICROBATCHES * data_shards(step.mesh.shape), MICROBATCHES)
     compiled = step.compile(rows)
-    costs = derive(step.cfg, explicit_sizes(step.cfg.model.mesh_shape))
+    costs = derive(step.cfg, explicit_sizes(step.cfg.model.mesh_shape), "cpu")
     parts = data_shards(step.mesh.shape) * token_shards(step.mesh.shape)
     given = sum(leaf.nbytes for leaf in rows.values()) // parts + 8  # the batch, two counters
     held = costs.num_bytes["weights"] + costs.num_bytes["optimizer"]
@@ -373,7 +373,7 @@ def test_a_budget_keeps_the_most_that_fits():
     ("words", "message"),
     [
         (["training.remat=budget", "training.micro_batch_size=auto"], "both take what memory is left"),
-        (["training.remat_memory_gib=4"], "training.remat=full takes what it needs"),
+        (["training.remat_memory_gib=4"], "training.remat=auto takes what it needs"),
     ],
 )
 def test_a_budget_that_contradicts_another_key(words, message):

@@ -32,6 +32,9 @@ REMAT = {
     "attention": ("attention",),
     "full": (),
 }
+# What `training.remat=auto` takes, by platform; elsewhere it is "full", which needs the least memory. A CPU computes
+# slowly and has much memory: benchmarks/results.md has the figures.
+REMAT_BY_PLATFORM = {"cpu": "dots"}
 
 
 class Training(Section):
@@ -112,10 +115,11 @@ class Training(Section):
     sharded alike. Each step then moves them to the devices and back."""
     z_loss: PositiveOrZero
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
-    remat: Literal[("budget", *REMAT)]  # type: ignore[valid-type]
+    remat: Literal[("auto", "budget", *REMAT)]  # type: ignore[valid-type]
     """What the backward pass computes again: none, only activations and other cheap operations; dots, all but matrix
     products and attention; projections, all but attention, its products and the MLP's last one; attention, all but
-    attention; full, whole blocks. budget takes the one of them that keeps the most and fits into the memory."""
+    attention; full, whole blocks. auto is dots on CPUs and full on other devices; budget takes the one that keeps the
+    most and fits into the memory."""
     remat_memory_gib: Positive | None
     """remat=budget: memory of a device that the step may take in all, in GiB; null is plan.memory_share of the
     device."""
@@ -176,6 +180,7 @@ class Training(Section):
         Raises:
             UserError: it is `budget`, and nothing has chosen a policy yet.
         """
+        assert self.remat != "auto", "settle_remat chooses a policy where the mesh is known"
         if self.remat == "budget":
             raise UserError(
                 f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {', '.join(REMAT)}"

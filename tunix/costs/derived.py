@@ -35,7 +35,7 @@ from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.chunks import chunk_positions
 from tunix.training.overlap import choose_overlap
-from tunix.training.program import Program, abstract_batch, assemble, choose_sync, read_remat
+from tunix.training.program import Program, abstract_batch, assemble, choose_sync, read_remat, settle_remat
 from tunix.training.state import Weight, abstract_params, describe
 
 MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
@@ -68,10 +68,11 @@ class Costs:
 def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
     """Return the costs of a step of `cfg` on a mesh of these sizes, which must divide model and batch.
 
-    `platform` is that of the devices, by which `training.overlap` and `model.expert_exchange` choose. Activations are
-    traced, which takes most of the time. Without them, everything else is the same.
+    `platform` is that of the devices, by which `training.remat`, `training.overlap` and `model.expert_exchange`
+    choose. Activations are traced, which takes most of the time. Without them, everything else is the same.
     """
     # The program of one sequence per shard has the costs of any micro batch in it.
+    cfg = settle_remat(cfg, platform)
     program, mesh = assemble_once(cfg, sizes)
     exchange = choose_expert_exchange(cfg.model, sizes, platform).name
     layout = replace(program.layout, expert_exchange=exchange)

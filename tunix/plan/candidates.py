@@ -14,6 +14,7 @@ from tunix.plan.compiled import Compiled
 from tunix.plan.exchange_times import settle_exchange, time_beyond_mean
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
 from tunix.plan.topology import PLATFORM, Cluster
+from tunix.training.program import settle_remat
 
 GIB = 2**30
 PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
@@ -157,7 +158,7 @@ def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit
 def make_candidate(
     cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
 ) -> Candidate:
-    with_mesh, _ = settle_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
+    with_mesh, _ = settle_exchange(settle_remat(replace_mesh(cfg, sizes, choice), PLATFORM), sizes, cluster)
     costs, rollout = derive(with_mesh, sizes, PLATFORM, with_activations), None
     if isinstance(cfg.task, Grpo):
         device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)

@@ -34,7 +34,7 @@ from tunix.models.ring_plain import chunk_size
 from tunix.plan.compiled import HBM_SHARE, KERNEL_SHARE
 from tunix.plan.topology import PLATFORM, Cluster
 from tunix.sharding.dims import axis_names, token_axes
-from tunix.training.program import build_layout, read_remat
+from tunix.training.program import build_layout, read_remat, settle_remat
 
 
 class PairTimes(NamedTuple):
@@ -114,6 +114,7 @@ class Place(NamedTuple):
 
 def _places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[Place]:
     """Yield the place of each kind of heads that the model has."""
+    cfg = settle_remat(cfg, PLATFORM)
     model, names = cfg.model, axis_names()
     axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, PLATFORM)
     lengths = tuple(sizes[axis] for axis in names)

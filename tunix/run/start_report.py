@@ -72,14 +72,14 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
         "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {_products(cfg, mesh)}, "
-        f"gradient sums {dtypes['reduce']}; " + _remat(training),
+        f"gradient sums {dtypes['reduce']}; " + _remat(program.cfg.training),
         **_describe_stream(cfg, program, mesh),
     }
 
 
 def _describe_costs(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
     """Return the rows about memory and arithmetic."""
-    gib = {name: size / 2**30 for name, size in costs_of(cfg, program, mesh).num_bytes.items()}
+    gib = {name: size / 2**30 for name, size in costs_of(program.cfg, program, mesh).num_bytes.items()}
     return {
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
         f"{cfg.optimizer.name} {gib['optimizer']:.3f}; predicted on top: gradients {gib['gradients']:.3f}, "

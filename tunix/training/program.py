@@ -15,6 +15,7 @@ from tunix.config import Config, Model, Training
 from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.pipeline_shape import PipelineShape
+from tunix.config.training import REMAT_BY_PLATFORM
 from tunix.data.batch import abstract_arrays
 from tunix.models.expert_exchanges import check_expert_exchange, choose_expert_exchange
 from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
@@ -81,6 +82,14 @@ def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
 def read_remat(training: Training) -> Remat:
     """Return what blocks keep for their backward pass; see `Training.remat_policy` for what it raises."""
     return Remat(training.remat_policy, training.remat_every, on_host=training.offload == "activations")
+
+
+def settle_remat(cfg: Config, platform: str | None) -> Config:
+    """Return the config with a policy in place of `training.remat=auto`; `platform` None is not known."""
+    if cfg.training.remat != "auto":
+        return cfg
+    policy = REMAT_BY_PLATFORM.get(platform or "", "full")
+    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": policy})})
 
 
 def choose_sync(training: Training, mesh: Mesh | AbstractMesh) -> int:
@@ -214,6 +223,7 @@ def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
 
 def assemble(cfg: Config, mesh: Mesh) -> Program:
     """The program of `cfg` for `mesh`, which must be the mesh in use (`jax.set_mesh`)."""
+    cfg = settle_remat(cfg, _platform(mesh))
     training = cfg.training
     layout = build_layout(cfg, mesh)
     # A kernel or an exchange that does not fit is refused here.
