@@ -42,7 +42,7 @@ def list_expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
     rows = cfg.training.batch_shape(mesh.shape).num_rows
     num_tokens = math.prod(shard_shape((rows, cfg.training.seq_len), layout.activation("BT"), mesh))
     pipeline = cfg.training.pipeline(mesh.shape)
-    again = read_remat(cfg.training).computes_again("product")
+    remat = read_remat(cfg.training)
     exchanged = Exchanged(
         axes,
         num_devices,
@@ -53,8 +53,8 @@ def list_expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
         room=cfg.model.expert_buffer_factor,
         weighs_inputs=mlp.weighted == "inputs",
         layers=cfg.model.num_expert_layers * num_microbatches * pipeline.ticks_per_part,
-        runs=1 + again + pipeline.runs_again,
-        results=1 + pipeline.runs_again + again * (cfg.model.norm_placement != "pre"),
+        runs=1 + remat.computes_again("exchange") + pipeline.runs_again,
+        results=1 + pipeline.runs_again + remat.computes_again("product") * (cfg.model.norm_placement != "pre"),
     )
     return list(TRANSFERS[layout.expert_exchange](exchanged))
 
