@@ -23,7 +23,7 @@ MESHES = {"one": ((1,), ("tp",)), "2x2": ((2, 2), ("fsdp", "tp"))}
 ON_FOUR_DEVICES = {
     "olmoe", "mixtral", "glm4", "glm4_moe", "nemotron", "granite", "exaone4", "ministral3", "apertus", "phi3_long",
     "deepseek_v3_whole_queries", "llama4", "qwen3_5", "qwen3_next", "qwen3_5_moe",
-    "gemma4_moe",
+    "gemma4_moe", "gemma4_small",
 }  # fmt: skip
 ON_ONE_DEVICE = {"phi3_short", "qwen3_5_rest", "gemma4_unified"}
 CASES = [

@@ -32,6 +32,8 @@ ADDED: dict[str, Any] = {
     "model.latent": None,
     "model.linear_attention": None,
     "model.global_heads": None,
+    "model.shared_kv": None,
+    "model.layer_inputs": None,
     "model.value_norm": False,
     "model.layer_scale": False,
     "model.attention_gate": False,

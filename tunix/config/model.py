@@ -1,6 +1,6 @@
 """The decoder's architecture, and the mesh."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, field_validator, model_validator
 
@@ -12,18 +12,12 @@ from tunix.config.mixers import GlobalHeads, HeadSizes, Latent, LinearAttention,
 from tunix.config.mlp import AnyMlp, ExpertsMlp
 from tunix.config.model_checks import check_model
 from tunix.config.rope import RopeScaling
+from tunix.config.shared_layers import LayerInputs, Run, SharedKv, list_runs
 from tunix.families import FAMILIES, Family
 from tunix.sharding import mesh_shape
 from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
-
-
-class Run(NamedTuple):
-    """Layers in a row in which stacks of blocks take turns in the same order again and again."""
-
-    layers: range
-    pattern: tuple[str, ...]  # names of the stacks of its first layers; then it begins again
 
 
 class Model(Section):
@@ -55,6 +49,10 @@ class Model(Section):
     all layers."""
     global_heads: GlobalHeads | None
     """Heads of global layers; null for those of local layers."""
+    shared_kv: SharedKv | None
+    """Last layers that take keys and values of earlier ones; null where each layer has its own."""
+    layer_inputs: LayerInputs | None
+    """A vector of each token for each layer, which a gate lets into the residual stream; null for none."""
     value_norm: Flag
     """Values are divided by their root mean square, each head's, without weights."""
     attention_gate: Flag
@@ -151,6 +149,8 @@ class Model(Section):
         dims = read_dims("model", self) | {"o": 1}
         if self.latent is not None:
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
+        if self.layer_inputs is not None:
+            dims["l"] = self.num_layers
         if self.cp_exchange != "ulysses":
             del dims["n"]  # a ring splits no heads
         if self.lora.quantize_base is not None:
@@ -162,12 +162,13 @@ class Model(Section):
         """Return the name of the stack of equal blocks that a layer is in."""
         if self.is_linear(layer):
             return f"linear_blocks_{layer % self.global_every}"
+        shared = "shared_" if self.is_shared(layer) else ""
         if self.global_heads is not None and not self.is_global(layer):
-            return f"local_blocks_{layer % self.global_every}"
+            return f"{shared}local_blocks_{layer % self.global_every}"
         mlp = self.mlp
         if isinstance(mlp, ExpertsMlp) and (layer < mlp.dense_layers or (layer + 1) % mlp.every):
             return "dense_blocks"
-        return "blocks"
+        return f"{shared}blocks"
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
@@ -185,14 +186,8 @@ class Model(Section):
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """All layers as runs: one whose pattern repeats, or else a run for each group of neighbours of one stack."""
-        names = [self.stack_of(layer) for layer in range(self.num_layers)]
-        for size in range(1, self.num_layers // 2 + 1):
-            if names == names[:size] * (self.num_layers // size):
-                return (Run(range(self.num_layers), tuple(names[:size])),)
-        changes = [layer for layer in range(1, len(names)) if names[layer] != names[layer - 1]]
-        ends = zip([0, *changes], [*changes, len(names)], strict=True)
-        return tuple(Run(range(first, last), (names[first],)) for first, last in ends)
+        """All layers as runs (`list_runs`)."""
+        return list_runs(self)
 
     @property
     def keeps_base(self) -> bool:
@@ -239,6 +234,10 @@ class Model(Section):
     def is_linear(self, layer: int) -> bool:
         """Return whether the layer has linear attention."""
         return self.linear_attention is not None and not self.is_global(layer)
+
+    def is_shared(self, layer: int) -> bool:
+        """Return whether the layer takes keys and values of an earlier one."""
+        return self.shared_kv is not None and layer >= self.num_layers - self.shared_kv.layers
 
     def is_rotated(self, layer: int) -> bool:
         """Return whether the layer rotates its queries and keys, where positions are rotations."""

@@ -8,6 +8,7 @@ from tunix.config.low_rank import PROJECTIONS
 from tunix.config.mixers import GlobalHeads, Latent, LinearAttention
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.rope import RopeLong
+from tunix.config.shared_layers import check_shared_layers
 from tunix.sharding.dims import codes_per_byte
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def check_model(model: "Model") -> None:
         _check_linear(model, model.linear_attention)
     if model.global_heads is not None:
         _check_global_heads(model, model.global_heads)
+    check_shared_layers(model)
     if isinstance(model.mlp, ExpertsMlp):
         _check_experts(model, model.mlp)
     else:

@@ -76,7 +76,8 @@ def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with
     program, mesh = assemble_once(cfg, sizes)
     exchange = choose_expert_exchange(cfg.model, sizes, platform).name
     layout = replace(program.layout, expert_exchange=exchange)
-    overlap = choose_overlap(cfg.training, layout, mesh, choose_sync(cfg.training, mesh), platform)
+    sync_every = choose_sync(cfg.training, mesh)
+    overlap = choose_overlap(cfg.training, layout, mesh, sync_every, platform, cfg.model)
     program = replace(program, overlap=overlap, layout=layout)
     with jax.sharding.use_abstract_mesh(mesh):
         return costs_of(cfg, program, mesh, with_activations)
@@ -243,7 +244,7 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
     heads, kinds = local["N"], model.kinds_of_heads
     # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
     of_heads = max((heads + min(local[each.letters[0]], heads)) * each.dim for each in kinds)
-    mlp = (2 if model.mlp.kind == "plain" else 3) * local["F"]
+    mlp = (2 if model.mlp.kind == "plain" else 3) * max(local["F"], local.get("f", 0))
     if isinstance(model.mlp, ExpertsMlp):
         # Rows for which the exchange has room, for each token of this device.
         num_rows = buffer_rows_per_token(model, count_devices(mesh.shape, layout.expert_axes), layout.expert_exchange)

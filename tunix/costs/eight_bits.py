@@ -10,7 +10,8 @@ from tunix.models.paths import parameter_name
 from tunix.sharding.dims import Equation
 from tunix.training.state import Architecture
 
-OF_EXPERTS = "XY"  # letters of experts, and of a router's scores: their products keep the compute dtype
+# Letters of experts, of a router's scores, and of inputs of layers: their products keep the compute dtype.
+OTHERS = "XYp"
 
 
 def check_matmul_dtype(cfg: Config, platform: str, device_kind: str) -> None:
@@ -48,4 +49,4 @@ def run_peak_tflops(cfg: Config, arch: Architecture, seq_len: int, device_kind: 
 
 def _is_in_8_bits(name: str, equation: Equation) -> bool:
     """Return whether the products of a parameter are of 8-bit floats: those of an `Einsum` of models/layers.py."""
-    return equation.is_stacked and name.endswith(".w") and not set(OF_EXPERTS) & set(equation.w)
+    return equation.is_stacked and name.endswith(".w") and not set(OTHERS) & set(equation.w)

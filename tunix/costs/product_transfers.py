@@ -114,6 +114,8 @@ def _of_ends(program: Program) -> Iterator[Exchange]:
     """A vocabulary that is split is summed over in the lookup of tokens and in the gradient of the logits' product."""
     table: Weight = program.arch.weights["embedding"]["table"]
     yield Exchange("all-reduce", ENTERED, program.layout.product_axes(table.equation.transposed()), 2)
+    if (inputs := program.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own
+        yield Exchange("all-reduce", "BTlp", program.layout.product_axes(inputs["table"].equation), 1)
     # What the head takes, and the gradient of what the lookup gives: the stream begins and ends between them.
     yield Exchange("all-gather", ENTERED, program.layout.stream_axes, 2)
 

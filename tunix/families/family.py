@@ -70,7 +70,7 @@ class Family:
         Parts that all blocks have are named as those of `blocks`.
         """
         stack, _, part = path.partition(".")
-        if not stack.startswith(("dense_blocks", "linear_blocks", "local_blocks")):
+        if not stack.startswith(("dense_blocks", "linear_blocks", "local_blocks", "shared_")):
             return self.names.get(path)
         kind = stack.rstrip("_0123456789")
         return self.names.get(f"{kind}.{part}") or self.names.get(f"blocks.{part}")

@@ -15,6 +15,9 @@ EXPERT_KEYS = {
     "mlp.num_experts": "num_experts", "mlp.experts_per_token": "top_k_experts",
     "mlp.expert_dim": "moe_intermediate_size",
 }  # fmt: skip
+# Parts of the small dense models, which models with experts do not have.
+SHARED_KEYS: dict[str, tuple] = {"num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,)}
+NO_LAYER_PARTS = {"hidden_size_per_layer_input": (0, None), **SHARED_KEYS}
 
 FAMILY = replace(
     GEMMA4,
@@ -30,6 +33,7 @@ FAMILY = replace(
         "blocks.mlp.experts.expert_down.w": Name(f"{LAYER}.experts.down_proj", "X,D,G"),
     },
     keys=GEMMA4.keys | EXPERT_KEYS,
-    fixed={key: values for key, values in GEMMA4.fixed.items() if key not in EXPERT_KEYS.values()}
+    fixed={key: values for key, values in GEMMA4.fixed.items() if key not in EXPERT_KEYS.values()} | NO_LAYER_PARTS
     | {"enable_moe_block": (True,)},
+    absent={key: value for key, value in GEMMA4.absent.items() if key not in SHARED_KEYS},
 )  # fmt: skip

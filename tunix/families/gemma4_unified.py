@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tunix.families.gemma4 import FAMILY as GEMMA4
+from tunix.families.gemma4_moe import SHARED_KEYS
 
 # Keys of parts that models of this type never have.
 LEFT_OUT = {
@@ -14,7 +15,7 @@ FAMILY = replace(
     GEMMA4,
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
-    fixed={key: values for key, values in GEMMA4.fixed.items() if key not in LEFT_OUT},
-    absent={key: value for key, value in GEMMA4.absent.items() if key not in LEFT_OUT}
+    fixed={key: values for key, values in GEMMA4.fixed.items() if key not in LEFT_OUT} | SHARED_KEYS,
+    absent={key: value for key, value in GEMMA4.absent.items() if key not in LEFT_OUT | SHARED_KEYS.keys()}
     | {"max_position_embeddings": 262144, "sliding_window": 1024},
 )

@@ -11,6 +11,7 @@ from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.families import FAMILIES, Family, find_family
 from tunix.hf.head_keys import GLOBAL_HEADS, read_global_heads, write_global_heads
+from tunix.hf.layer_keys import LAYER_PARTS, read_layer_parts, write_layer_parts
 from tunix.hf.rope_keys import FULL, LATENT, PARTIAL, read_rope, write_rope
 
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
@@ -111,6 +112,8 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
         values = _derived(values, family)
         if family.absent.keys() >= GLOBAL_HEADS:
             values["global_heads"] = read_global_heads(raw, values)
+        if family.absent.keys() >= LAYER_PARTS:
+            values |= read_layer_parts(raw, values)
         if ROPE_KEYS & family.absent.keys():
             values |= read_rope(raw, values, family)
     except ValueError as error:
@@ -269,7 +272,7 @@ DERIVED = (
     | LATENT
     | GLOBAL_HEADS
     | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
-    | {"vocab_size_per_layer_input"}  # of embeddings of each layer, which no model has that is understood
+    | LAYER_PARTS
 )
 
 
@@ -300,6 +303,8 @@ def write_config(model: Model) -> dict[str, Any]:
         }
     if family.absent.keys() >= GLOBAL_HEADS:
         config |= write_global_heads(model)
+    if family.absent.keys() >= LAYER_PARTS:
+        config |= write_layer_parts(model)
     if model.positions == "learned":
         return config
     config |= write_rope(model, family)

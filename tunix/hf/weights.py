@@ -114,6 +114,7 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     constants = list_constants(files.family, cfg)
     ignored = [pattern.replace("{num_layers}", str(cfg.num_layers)) for pattern in files.family.ignored]
     ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
+    ignored += map(re.escape, _names_of_shared(files.family, cfg))
     missing = sorted(wanted.keys() - shapes.keys())
     extra = sorted(
         name for name in shapes.keys() - wanted.keys() if not any(re.match(pattern, name) for pattern in ignored)
@@ -130,6 +131,13 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
             raise UserError(f"{folder}: {name} is {list(shapes[name])}, its config.json says {list(shape)}")
         if files.dtype(name) not in FLOATS:
             raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}; dequantize it first")
+
+
+def _names_of_shared(family: Family, cfg: Model) -> list[str]:
+    """Return tensors of keys and values that files may have of layers which take those of earlier layers."""
+    parts = [family.name(f"blocks.attention.{part}") for part in ("k.w", "v.w", "k_norm.scale")]
+    shared = [layer for layer in range(cfg.num_layers) if cfg.is_shared(layer)]
+    return [name.tensor.format(layer) for name in parts if name is not None for layer in shared]
 
 
 def list_constants(family: Family, cfg: Model) -> dict[str, float]:

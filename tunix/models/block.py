@@ -15,6 +15,7 @@ from tunix.models.block_sums import BlockSums
 from tunix.models.experts import Experts
 from tunix.models.grouped_query import Attention
 from tunix.models.latent import Heads, LatentAttention
+from tunix.models.layer_inputs import InputGate
 from tunix.models.layers import MLP, NORMS, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.noise import Noise
@@ -36,12 +37,15 @@ class Mix(NamedTuple):
 MIXERS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
     "attention": Attention,
     "global": partial(Attention, letters="kh"),
+    "shared": partial(Attention, has_kv=False),
+    "shared_global": partial(Attention, letters="kh", has_kv=False),
     "latent": LatentAttention,
     "linear": LinearAttention,
 }
 MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
     "gated": partial(MLP, kind="gated"),
     "plain": partial(MLP, kind="plain"),
+    "gated_shared": partial(MLP, kind="gated", width="f"),  # of layers that share keys and values
     "experts": Experts,
     "experts_beside": ExpertsBesideMlp,  # whose parts have norms of their own before them
 }
@@ -76,15 +80,23 @@ class Block(nnx.Module):
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
         self.scale = LayerScale("BtD", layout) if cfg.layer_scale else unchanged
+        self.input_gate = InputGate(cfg, layout, rngs) if cfg.layer_inputs is not None else None
 
-    def __call__(self, x, positions, rope, mix: Mix, noise: Noise | None = None) -> tuple[jax.Array, Any, BlockSums]:
-        """Return [B, t, D], what `mix` keeps, and numbers for the loss."""
+    def __call__(
+        self, x, positions, rope, mix: Mix, noise: Noise | None = None, inputs: jax.Array | None = None
+    ) -> tuple[jax.Array, Any, BlockSums]:
+        """Return [B, t, D], what `mix` keeps, and numbers for the loss; `inputs` [B, t, p] are those of the layer."""
         with jax.named_scope("attention"):
             h, kept = self.attention(self.pre_attention(x), positions, rope, mix, noise)
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         with jax.named_scope("mlp"):
             h, sums = self.mlp(self.pre_mlp(x), noise)
-            return self.scale(x + self._scaled(self.post_mlp(h))), kept, sums
+            x = x + self._scaled(self.post_mlp(h))
+        if self.input_gate is not None:
+            with jax.named_scope("input_gate"):
+                x = self.input_gate(x, inputs)
+        with jax.named_scope("mlp"):
+            return self.scale(x), kept, sums
 
     def _scaled(self, h: jax.Array) -> jax.Array:
         return h if self.multiplier == 1 else h * jnp.asarray(self.multiplier, h.dtype)

@@ -66,4 +66,5 @@ def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:
 
 def _multiplied(cfg: Model, num_active: int) -> int:
     looked_up = (0 if cfg.tied_head else cfg.vocab_size) + (cfg.context_length if cfg.positions == "learned" else 0)
-    return num_active - looked_up * cfg.embed_dim
+    rows = 0 if cfg.layer_inputs is None else cfg.vocab_size * cfg.num_layers * cfg.layer_inputs.dim
+    return num_active - looked_up * cfg.embed_dim - rows

@@ -5,7 +5,8 @@
                   +-- v --> norm ------------> values  [B, T, K, H] --+
 
 Global layers may have other heads than local ones (`model.global_heads`). The letters of their dimensions are k and h.
-With `values_are_keys` they have no v: the product with k is both, before its norm and rotation.
+With `values_are_keys` they have no v: the product with k is both, before its norm and rotation. Layers that take keys
+and values of earlier ones (`model.shared_kv`) have neither: their mix knows whose they take.
 """
 
 from typing import Any
@@ -25,18 +26,21 @@ class Attention(nnx.Module):
     """Attention [B, t, D] -> [B, t, D], and what `mix` keeps.
 
     `letters` are those of key/value heads and of their width: "KH", or "kh" in global layers with heads of their own.
-    With `model.attention_gate` each token says which numbers of its result count.
+    With `model.attention_gate` each token says which numbers of its result count. Without `has_kv` there are queries
+    alone.
     """
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, letters: str = "KH"):
+    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, letters: str = "KH", has_kv: bool = True):
         self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
         self.kv_letter, width = letters[0], letters[1]
         self.q = Einsum("attention.q", f"BTD,DN{width}->BTN{width}", cfg, layout, rngs)
-        self.k = Einsum("attention.k", f"BTD,D{letters}->BT{letters}", cfg, layout, rngs)
+        self.k = Einsum("attention.k", f"BTD,D{letters}->BT{letters}", cfg, layout, rngs) if has_kv else None
         has_values = letters == "KH" or cfg.global_heads is None or not cfg.global_heads.values_are_keys
+        has_values = has_values and has_kv
         self.v = Einsum("attention.v", f"BTD,D{letters}->BT{letters}", cfg, layout, rngs) if has_values else None
         self.o = Einsum("attention.o", f"BTN{width},N{width}D->BtD", cfg, layout, rngs)
-        self.q_norm, self.k_norm = (self._norm(each, cfg, layout) for each in (f"BTN{width}", f"BT{letters}"))
+        self.q_norm = self._norm(f"BTN{width}", cfg, layout)
+        self.k_norm = self._norm(f"BT{letters}", cfg, layout) if has_kv else unchanged
         self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
         has_gate, of_gate = cfg.attention_gate, f"BTD,DN{width}->BTN{width}"
         self.gate = Einsum("attention.gate", of_gate, cfg, layout, rngs) if has_gate else None
@@ -50,22 +54,31 @@ class Attention(nnx.Module):
 
     def __call__(self, x, positions, rope, mix, noise):
         x = self.layout.enter_branch(x)
-        q, k = self.q(x, noise), self.k(x, noise)
-        v = k if self.v is None else self.v(x, noise)
-        if self.cfg.value_norm:
-            v = divide_by_rms(v, self.cfg.norm_eps)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if self.cfg.positions == "rope":
-            q, k = (apply_rope(x, positions, rope, self.cfg.rotated_pairs) for x in (q, k))
-        if self.cfg.qk_norm == "after_rotation":
-            q, k = (jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x) for x in (q, k))
+        q, kv = self.q(x, noise), ()
+        if self.k is not None:
+            k = self.k(x, noise)
+            v = k if self.v is None else self.v(x, noise)
+            v = divide_by_rms(v, self.cfg.norm_eps) if self.cfg.value_norm else v
+            q, k = self._place(self.q_norm(q), positions, rope), self._place(self.k_norm(k), positions, rope)
+            kv = k, v
+        else:
+            q = self._place(self.q_norm(q), positions, rope)
         if self.cfg.query_growth is not None:
             q = grow_queries(q, positions, rope, self.cfg.query_growth)
-        out, kept = mix.attend(q * self.scale, (k, v), Heads(_as_they_are, self._look_back, self.kv_letter))
+        out, kept = mix.attend(q * self.scale, kv, Heads(_as_they_are, self._look_back, self.kv_letter))
         out = out if self.sinks is None else self._pour(*out)
         if self.gate is not None:
             out = out * jax.nn.sigmoid(self.gate(x, noise))
         return self.o(out, noise), kept
+
+    def _place(self, x: jax.Array, positions: jax.Array, rope: Any) -> jax.Array:
+        """Return queries or keys as scores take them: rotated by their positions, and then divided by their root mean
+        square where the family does it."""
+        if self.cfg.positions == "rope":
+            x = apply_rope(x, positions, rope, self.cfg.rotated_pairs)
+        if self.cfg.qk_norm == "after_rotation":
+            x = jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x)
+        return x
 
     def _look_back(self, q: jax.Array, kept: tuple[jax.Array, ...], attend: Attend) -> Any:
         return attend(q, *kept, self.layout)

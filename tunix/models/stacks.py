@@ -24,6 +24,7 @@ from jax.sharding import reshard
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.model import Run
+from tunix.config.shared_layers import find_donors
 from tunix.models.block import Block, Mix
 from tunix.models.block_sums import (
     NO_SUMS,
@@ -40,6 +41,7 @@ from tunix.models.pipeline import run_stages, stage_seeds
 from tunix.models.positions import Rope, layer_rope
 from tunix.models.prefetch import as_variables, scan_ahead
 from tunix.models.remat import Remat, checkpoint_block, join_blocks, scan_blocks
+from tunix.models.shared_kv import leave_kv, take_kv
 from tunix.sharding.layout import Layout
 
 
@@ -71,6 +73,8 @@ def list_stacks(cfg: Model) -> tuple[Stack, ...]:
         mlp: str = "gated" if name == "dense_blocks" else cfg.mlp.kind
         if isinstance(cfg.mlp, ExpertsMlp) and cfg.mlp.beside_mlp:
             mlp = "experts_beside"
+        if cfg.is_shared(layers[0]):
+            mixer, mlp = {"attention": "shared", "global": "shared_global"}[mixer], "gated_shared"
         stacks.append(Stack(name, layers, mixer, mlp))
     return tuple(stacks)
 
@@ -81,6 +85,7 @@ class Layer(NamedTuple):
     number: Any  # int32 scalar, in the whole model
     window: Any  # int32 scalar: a query sees its own token and the `window - 1` before it
     rope: Rope | None  # None with learned positions
+    inputs: Any = None  # [B, t, p], of `model.layer_inputs`
 
 
 class Rows(NamedTuple):
@@ -92,6 +97,8 @@ class Rows(NamedTuple):
     # On stages alone:
     penalties: Any = None  # {name: [B]}, those of the layers so far
     numbers: jax.Array | None = None  # [B] int32 in the microbatch: dropout draws by them
+    # Keys and values that earlier layers have left for later ones, by the letters of their heads (`model.shared_kv`)
+    shared: Any = None
 
 
 class Forward(NamedTuple):
@@ -102,6 +109,7 @@ class Forward(NamedTuple):
     length: int  # tokens of the sequences, or those for which a cache has room
     seed: Any = None  # int32 scalar for the dropout of training, or None
     reach: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
+    inputs: Any = None  # [l, B, t, p], of all layers, where the model has `layer_inputs`
 
     def rope(self, cfg: Model, layers: Any) -> Rope | None:
         """Return the angles of layers with heads of one width, arrays [L, ...]; None with learned positions."""
@@ -128,6 +136,7 @@ class Stacks:
         self.cfg, self.layout, self.modules = cfg, layout, modules
         self.remat, self.parts_per_stage, self.prefetch = remat, parts_per_stage, prefetch
         self.stacks = {stack.name: stack for stack in list_stacks(cfg)}
+        self.donors = find_donors(cfg)
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self.stacks.values())
@@ -152,16 +161,21 @@ class Stacks:
         for number in range(self.cfg.num_layers):
             name = self.cfg.stack_of(number)
             at = self.stacks[name].layers.index(number)
-            layer = Layer(number, windows[number], jax.tree.map(lambda of_all, at=at: of_all[at], ropes[name]))
-            rows, kept, _ = self._run_layer(self._graphdef(name), rows, (params[name][at], layer), forward)
-            all_kept.append(kept)
+            rope = jax.tree.map(lambda of_all, at=at: of_all[at], ropes[name])
+            inputs = None if forward.inputs is None else forward.inputs[number]
+            layer, leaves = Layer(number, windows[number], rope, inputs), number in self.donors.values()
+            rows, kept, _ = self._run_layer(name, rows, (params[name][at], layer), forward, leaves)
+            if leaves:
+                rows = rows._replace(shared=(rows.shared or {}) | {self.cfg.heads_of(number).letters: kept.kv})
+            all_kept.append(kept.kept if leaves else kept)
         return rows, all_kept
 
     def layers_of(self, name: str, forward: Forward) -> tuple[Any, Layer]:
         """Return parameters and values of the layers of a stack, arrays [L, ...]."""
         layers, windows = self.stacks[name].layers, self.cfg.windows(forward.length)
         numbers, windows_here = jnp.asarray(layers), jnp.asarray([windows[layer] for layer in layers])
-        return nnx.state(self.modules[name]), Layer(numbers, windows_here, forward.rope(self.cfg, layers))
+        inputs = None if forward.inputs is None else _take_layers(forward.inputs, list(layers))
+        return nnx.state(self.modules[name]), Layer(numbers, windows_here, forward.rope(self.cfg, layers), inputs)
 
     def enter_stages(self, rows: Rows, seed: Any) -> Rows:
         """Return rows of a whole microbatch as stages take them."""
@@ -182,7 +196,8 @@ class Stacks:
 
         def run(layers, rows, seed):
             of_places = _take_turns(turn.pattern, layers, dim=1 if self.prefetch else 0)
-            return self._scan(turn.pattern, of_places, rows, forward._replace(seed=seed))
+            rows, sums, _ = self._scan(turn.pattern, of_places, rows, forward._replace(seed=seed))
+            return rows, sums
 
         if self.prefetch:  # the scan has the stages inside of it
             rows, (penalties, routing) = run(layers, rows, forward.seed)
@@ -206,46 +221,64 @@ class Stacks:
             numbers = run.layers[place :: len(run.pattern)]
             at = [self.stacks[name].layers.index(number) for number in numbers]
             of_places.append(_take_layers(of_stacks[name], at))
-        return self._scan(run.pattern, tuple(of_places), rows, forward)
+        leaving = {letters: run.layers.index(number) for letters, number in self.donors.items() if number in run.layers}
+        rows, sums, left = self._scan(run.pattern, tuple(of_places), rows, forward, tuple(leaving.values()))
+        if leaving:  # in a run of one turn
+            shared = {letters: jax.tree.map(lambda x: x[0], left[place].kv) for letters, place in leaving.items()}
+            rows = rows._replace(shared=shared)
+        return rows, sums
 
-    def _scan(self, pattern: tuple[str, ...], layers, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
-        """Run layers of stacks that take turns on some rows, and return the rows and the sums of the layers.
+    def _scan(
+        self, pattern: tuple[str, ...], layers, rows: Rows, forward: Forward, leaving: tuple[int, ...] = ()
+    ) -> tuple[Rows, BlockSums, list[Any]]:
+        """Run layers of stacks that take turns on some rows, and return the rows, the sums of the layers, and what the
+        layers at each place of the pattern keep, arrays [turns, ...]; those at the places `leaving` keep a `Left`.
 
         `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...]. Layers that
         gather ahead on stages are [S, turns, ...], and so have all arrays this first dimension; routing is [turns, S].
         """
 
-        def block_of(name):
-            graphdef = self._graphdef(name)
-
+        def block_of(place, name):
             def block(x, params, layer, others):
                 beside_x, seed = others
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 this = forward._replace(seed=seed)
-                after, _, sums = self._run_layer(graphdef, Rows(x, *beside_x), (params, layer), this)
-                return after.x, sums
+                after, kept, sums = self._run_layer(
+                    name, Rows(x, *beside_x), (params, layer), this, place in leaving
+                )
+                return after.x, (sums, kept)
 
             return block
 
-        blocks = [block_of(name) for name in pattern]
+        blocks = [block_of(place, name) for place, name in enumerate(pattern)]
         # What a block does not change stays outside: the scan would keep it for each layer.
         others = tuple(rows[1:]), forward.seed
         if self.prefetch:
             params, values = zip(*layers, strict=True)
             params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
             again = checkpoint_block(join_blocks(blocks), self.remat)
-            x, sums = scan_ahead(again, params, rows.x, values, others, self.layout.inside_stage())
+            x, results = scan_ahead(again, params, rows.x, values, others, self.layout.inside_stage())
         else:
-            x, sums = scan_blocks(blocks, rows.x, layers, others, self.remat)
-        return rows._replace(x=x), join_pattern([join_layers(each) for each in sums])
+            x, results = scan_blocks(blocks, rows.x, layers, others, self.remat)
+        sums = join_pattern([join_layers(sums_here) for sums_here, _ in results])
+        return rows._replace(x=x), sums, [kept for _, kept in results]
 
-    def _run_layer(self, graphdef, rows: Rows, each, forward: Forward) -> tuple[Rows, Any, BlockSums]:
+    def _run_layer(self, name: str, rows: Rows, each, forward: Forward, leaves: bool) -> tuple[Rows, Any, BlockSums]:
+        """Run a layer of a stack. One that `leaves` keys and values keeps a `Left`."""
         params, layer = each
         noise = None
         if forward.seed is not None:
             noise = Noise(jax.random.fold_in(jax.random.key(forward.seed), layer.number), rows.numbers)
-        mix = forward.mix_of(layer, rows.beside)
-        x, kept, sums = nnx.merge(graphdef, params)(rows.x, rows.positions, layer.rope, mix, noise)
+        first = self.stacks[name].layers[0]
+        if self.cfg.is_shared(first):
+            letters = self.cfg.heads_of(first).letters
+            of_donor = layer._replace(number=self.donors[letters])  # whose cache it looks into
+            mix = take_kv(forward.mix_of(of_donor, rows.beside), rows.shared[letters])
+        else:
+            mix = forward.mix_of(layer, rows.beside)
+            mix = leave_kv(mix) if leaves else mix
+        block = nnx.merge(self._graphdef(name), params)
+        x, kept, sums = block(rows.x, rows.positions, layer.rope, mix, noise, layer.inputs)
         return rows._replace(x=x), kept, sums
 
     def _graphdef(self, name: str) -> nnx.GraphDef:

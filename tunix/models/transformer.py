@@ -12,6 +12,7 @@ from tunix.models.attention import attend
 from tunix.models.block import Mix
 from tunix.models.block_sums import BlockSums
 from tunix.models.exchanges import choose_exchange
+from tunix.models.layer_inputs import LayerInputs
 from tunix.models.layers import NORMS, Embedding, LearnedPositions
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.seen import cut_chunks, seen_in_row
@@ -45,6 +46,7 @@ class Transformer(nnx.Module):
             setattr(self, stack.name, stack.make(cfg, self.block_layout, rngs))
         self.final_norm = NORMS[cfg.norm]("BtD", cfg, layout)
         self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
+        self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, rngs)
 
     @property
     def stacks(self) -> Stacks:
@@ -74,8 +76,9 @@ class Transformer(nnx.Module):
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))  # of whole sequences: once, not in each layer
         rows = Rows(self.embed(tables, tokens, positions), positions, segment_ids)
+        forward = Forward(self.mix_of_row, tokens.shape[1], seed, inputs=self.inputs_of_layers(tokens, rows.x))
         with jax.named_scope("blocks"):
-            rows, sums = self.stacks.run(rows, Forward(self.mix_of_row, tokens.shape[1], seed))
+            rows, sums = self.stacks.run(rows, forward)
         return self.finish(rows.x), sums
 
     def hidden_apart(
@@ -86,6 +89,7 @@ class Transformer(nnx.Module):
         `params` are the parameters of each layer of each stack on their own (`Stacks.run_apart`).
         """
         rows = Rows(self.embed(tables, tokens, positions), positions, None)
+        forward = forward._replace(inputs=self.inputs_of_layers(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, kept = self.stacks.run_apart(rows, forward, params)
         return self.finish(rows.x), kept
@@ -111,6 +115,13 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             x = self.embedding.lookup(tables[0], tokens)
             return x if self.positions is None else self.positions(x, positions)
+
+    def inputs_of_layers(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
+        """[B, T] int32 and their embeddings [B, t, D] -> inputs [l, B, t, p] of each layer; None without them."""
+        if self.layer_inputs is None:
+            return None
+        with jax.named_scope("embed"):
+            return self.layer_inputs(tokens, x)
 
     def finish(self, x: jax.Array) -> jax.Array:
         """[B, t, D] after the last block -> [B, T, D], the result of the final norm."""

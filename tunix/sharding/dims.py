@@ -95,6 +95,9 @@ DIMS = {
         # Global layers may have heads of their own: small letters for the same two dimensions.
         Dim("k", "key/value heads of global layers", "tp", "tp", key="model.global_heads.num_kv_heads", may_stay_whole=Whole.AS_DIVISOR),  # noqa: E501
         Dim("h", "head width of global layers", None, None, key="model.global_heads.head_dim"),
+        Dim("f", "MLP width of layers with shared keys", "tp", "tp", key="model.shared_kv.mlp_dim"),
+        Dim("p", "inputs of a layer", KEEPING, None, key="model.layer_inputs.dim", may_stay_whole=Whole.ALWAYS),
+        Dim("l", "layers with inputs", None, None),  # beside one another in one array
         Dim("Q", "queries' latent",  KEEPING, None, key="model.latent.query_dim", may_stay_whole=Whole.ALWAYS),
         Dim("C", "keys' and values' latent", KEEPING, None, key="model.latent.dim", may_stay_whole=Whole.ALWAYS),
         Dim("R", "rotated width",    None,    None),  # of a key that all heads share

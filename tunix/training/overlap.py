@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.base.errors import UserError
-from tunix.config import Training
+from tunix.config import Model, Training
 from tunix.sharding.dims import data_axes, keeping_axes
 from tunix.sharding.layout import Layout
 
@@ -38,7 +38,12 @@ class Overlap(NamedTuple):
 
 
 def choose_overlap(
-    training: Training, layout: Layout, mesh: Mesh | AbstractMesh, sync_every: int, platform: str | None
+    training: Training,
+    layout: Layout,
+    mesh: Mesh | AbstractMesh,
+    sync_every: int,
+    platform: str | None,
+    model: Model,
 ) -> Overlap:
     """Return what `training.overlap` is on a mesh; `platform` is that of its devices, None where there are none.
 
@@ -46,7 +51,7 @@ def choose_overlap(
         UserError: `prefetch` where layers cannot gather ahead.
     """
     name, options = training.overlap, OPTIONS.get(platform or "", {})
-    lacks = _prefetch_lacks(training, layout, sync_every)
+    lacks = _prefetch_lacks(training, layout, sync_every, model)
     if name == "prefetch" and lacks:
         raise UserError(f"training.overlap=prefetch: {lacks}; training.overlap=auto takes what fits")
     if name != "auto":
@@ -58,8 +63,11 @@ def choose_overlap(
     return Overlap(not lacks, options, lacks or "layers gather their weights")
 
 
-def _prefetch_lacks(training: Training, layout: Layout, sync_every: int) -> str | None:
+def _prefetch_lacks(training: Training, layout: Layout, sync_every: int, model: Model) -> str | None:
     """Return why layers cannot gather ahead; None if they can."""
+    for key in ("shared_kv", "layer_inputs"):
+        if getattr(model, key) is not None:
+            return f"model.{key} has gradients that a scan which gathers ahead does not give"
     if not layout.gathers_in_blocks(sync_every):
         return (
             f"with training.sharding_strategy={training.sharding_strategy} and gradients reduced every {sync_every} "

@@ -236,7 +236,8 @@ def assemble(cfg: Config, mesh: Mesh) -> Program:
     check_host_memory(cfg, mesh)
     sync_every = choose_sync(training, mesh)
     device = mesh_device()
-    overlap = choose_overlap(training, layout, mesh, sync_every, device.platform if device else None)
+    platform = device.platform if device else None
+    overlap = choose_overlap(training, layout, mesh, sync_every, platform, cfg.model)
     parts = training.parts_per_stage(mesh.shape)
     arch = describe(cfg.model, layout, read_remat(training), parts, overlap.prefetch)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)

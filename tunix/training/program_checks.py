@@ -25,6 +25,9 @@ def check_model(model: Model, sizes: Mapping[str, int]) -> None:
         return
     first, *others = model.runs
     leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
+    for key in ("shared_kv", "layer_inputs"):
+        if getattr(model, key) is not None:
+            raise UserError(f"model.{key} gives a layer arrays that do not travel from stage to stage; {leave_out}")
     if others and isinstance(model.mlp, ExpertsMlp) and model.mlp.dense_layers:
         raise UserError(
             f"model.mlp.dense_layers={model.mlp.dense_layers}: the first stage would have layers without experts, and "

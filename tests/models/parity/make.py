@@ -217,6 +217,12 @@ CONFIGS = {
         top_k_experts=2, moe_intermediate_size=16, layer_types=["sliding_attention", "full_attention"] * 2,
         hidden_size_per_layer_input=0, max_position_embeddings=64, rope_parameters=PROPORTIONAL_ROPE,
     ),
+    "gemma4_small": transformers.Gemma4TextConfig(  # the last 3 of 6 layers share keys and values; inputs of each layer
+        **SIZE | {"num_hidden_layers": 6}, vocab_size=97, num_key_value_heads=2, head_dim=6, global_head_dim=10,
+        sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 3, vocab_size_per_layer_input=97,
+        hidden_size_per_layer_input=5, num_kv_shared_layers=3, use_double_wide_mlp=True, final_logit_softcapping=3.0,
+        max_position_embeddings=64, rope_parameters=PROPORTIONAL_ROPE,
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
