@@ -115,9 +115,6 @@ def test_config_of_the_published_files():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
-        ({"use_double_wide_mlp": True}, "use_double_wide_mlp=True is not supported"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention=all is not supported"),
         ({"per_layer_config": {"2": {"head_dim": 10}}}, "per_layer_config=.* is not understood"),
         ({"per_layer_config": {"1": {"head_dim": 10}}}, "per_layer_config=.* is not understood"),
@@ -132,8 +129,10 @@ def test_keys_that_mean_another_model_are_refused(changes, message):
 def test_a_width_that_is_left_out_is_the_one_of_transformers():
     raw = raw_config()
     del raw["hidden_size_per_layer_input"]
+    assert understood(raw | {"vocab_size_per_layer_input": 97}, "config.json")["layer_inputs"] == {"dim": 256}
+    raw |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
     with pytest.raises(UserError, match="hidden_size_per_layer_input=256 is not supported"):
-        understood(raw, "config.json")
+        understood(raw, "config.json")  # models with experts have none
 
 
 def test_config_is_written_without_keys_of_one_version():

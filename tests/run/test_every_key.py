@@ -134,6 +134,8 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
         for size in ("deepseek_v3", "llama4_scout", "qwen3_5_9b")
     ]
     configs += [compose([f"model={size}", "model.num_layers=6"]).config for size in ("gemma4_31b",)]
+    small = ["++model.shared_kv={layers: 5, mlp_dim: 12288}", "model.num_layers=10"]
+    configs += [compose(["model=gemma4_e2b", *small]).config]
     biased = ["model.mlp.bias_rate=0.1", "model.mlp.balance_loss=0.1", "model.mlp.z_loss=0.1", "model.mlp.num_groups=2"]
     grows = "model.query_growth={rate: 0.1, every: 8, offset: 0, layers: all}"
     with_experts = compose(["model=tiny_moe", *biased, grows, "model.mesh_shape=[[2,4],[fsdp,ep]]"]).config

@@ -29,8 +29,9 @@ def test_no_axis_is_named_outside_the_tables(path):
 def test_every_key_of_the_table_sets_its_dimension():
     cfg = program().cfg
     parts = ("model.mlp.", "model.latent.", "model.linear_attention.", "model.global_heads.")
+    parts += ("model.shared_kv.", "model.layer_inputs.")
     of_parts = {letter for letter, dim in DIMS.items() if dim.key.startswith(parts)}
-    assert of_parts == set("UXYG") | set("QCW") | set("IEJMZ") | set("kh")
+    assert of_parts == set("UXYG") | set("QCW") | set("IEJMZ") | set("kh") | set("fp")
     assert not of_parts & cfg.dims.keys()  # a dense model, whose attention has no latents, in every layer
     assert all(
         (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"ceno", *of_parts}

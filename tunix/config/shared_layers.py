@@ -1,6 +1,5 @@
 """Layers that take keys and values of earlier ones, inputs of each layer, and the runs of equal layers (Gemma 4)."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tunix.base.section import Count, Section
@@ -51,7 +50,7 @@ def list_runs(model: "Model") -> tuple[Run, ...]:
     return (*before, Run(turn, tuple(names[turn.start : first])), *shared)
 
 
-def _list_runs(names: Sequence[str], start: int) -> tuple[Run, ...]:
+def _list_runs(names: list[str], start: int) -> tuple[Run, ...]:
     """Return one run whose pattern repeats, or else a run for each group of neighbours of one stack.
 
     `names` are the stacks of the layers from number `start` on.

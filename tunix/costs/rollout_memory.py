@@ -198,7 +198,11 @@ def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) ->
     for heads, layers in model.kinds_of_heads.items():
         own_heads = shard_shape((heads.num_kv_heads,), layout.activation(heads.letters[0]), mesh)[0]
         numbers = 2 * own_heads * heads.dim if model.latent is None else model.latent.dim + model.num_rotated
-        num_bytes += sum(windows[layer] for layer in layers if not model.is_shared(layer)) * numbers * jnp.dtype(layout.compute).itemsize
+        num_bytes += (
+            sum(windows[layer] for layer in layers if not model.is_shared(layer))
+            * numbers
+            * jnp.dtype(layout.compute).itemsize
+        )
     num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
     return num_bytes + num_linear * _memory_bytes(program, mesh) if num_linear else num_bytes
 

@@ -1,4 +1,4 @@
-"""Keys of config.json about shared keys and values and inputs of each layer, to and from ours (Gemma 4). Knows no jax."""
+"""Keys of config.json about shared keys and values, and inputs of layers, to and from ours (Gemma 4). No jax."""
 
 from typing import Any
 

@@ -5,8 +5,8 @@ of (models/latent.py). S is the layer's window, or the slots of the cache if tho
 t % S: a later token takes the place of one that has left the window. Rows begin at different times, because prompts are
 unequal and end together. Rows live on the data shard of their prompt, heads are split like those of the model.
 
-A layer of linear attention has a `Memory` in the place of slots, which does not grow. A layer that takes keys and values
-of an earlier one has no arrays: it looks into the slots of that layer.
+A layer of linear attention has a `Memory` in the place of slots, which does not grow. A layer that takes keys and
+values of an earlier one has no arrays: it looks into the slots of that layer.
 """
 
 from collections.abc import Callable
@@ -126,7 +126,7 @@ def grow(cache: Cache, windows: tuple[int, ...]) -> Cache:
 
 
 def cache_slots(cache: Cache) -> list[int]:
-    """Return the slots of each layer; the memory of linear attention has none, and neither has a layer without cache."""
+    """Return the slots of each layer; the memory of linear attention has none, nor has a layer without a cache."""
     return [0 if isinstance(kept, Memory) or not kept else kept[0].shape[1] for kept in cache]
 
 

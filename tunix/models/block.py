@@ -92,7 +92,7 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             h, sums = self.mlp(self.pre_mlp(x), noise)
             x = x + self._scaled(self.post_mlp(h))
-        if self.input_gate is not None:
+        if self.input_gate is not None and inputs is not None:
             with jax.named_scope("input_gate"):
                 x = self.input_gate(x, inputs)
         with jax.named_scope("mlp"):

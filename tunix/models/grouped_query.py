@@ -54,7 +54,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x, positions, rope, mix, noise):
         x = self.layout.enter_branch(x)
-        q, kv = self.q(x, noise), ()
+        kv: tuple[jax.Array, ...] = ()
+        q = self.q(x, noise)
         if self.k is not None:
             k = self.k(x, noise)
             v = k if self.v is None else self.v(x, noise)

@@ -243,9 +243,7 @@ class Stacks:
                 beside_x, seed = others
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 this = forward._replace(seed=seed)
-                after, kept, sums = self._run_layer(
-                    name, Rows(x, *beside_x), (params, layer), this, place in leaving
-                )
+                after, kept, sums = self._run_layer(name, Rows(x, *beside_x), (params, layer), this, place in leaving)
                 return after.x, (sums, kept)
 
             return block
