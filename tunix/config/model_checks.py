@@ -78,14 +78,7 @@ def _check_linear(model: "Model", linear: LinearAttention) -> None:
             f"model.sliding_window={model.sliding_window}: there are no local layers with model.linear_attention; "
             "set it to null"
         )
-    if not isinstance(model.mlp, ExpertsMlp):
-        return
-    for key, wanted in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
-        if (value := getattr(model.mlp, key)) != wanted:
-            raise ValueError(
-                f"model.mlp.{key}={value} does not go with model.linear_attention, whose layers all have the same "
-                f"experts, without biases in the choice; set it to {'null' if wanted is None else wanted}"
-            )
+    _check_equal_experts(model, "linear_attention")
 
 
 def _check_global_heads(model: "Model", wide: GlobalHeads) -> None:
@@ -101,12 +94,17 @@ def _check_global_heads(model: "Model", wide: GlobalHeads) -> None:
         raise ValueError(
             f"model.num_heads={model.num_heads} is not divisible by model.global_heads.num_kv_heads={wide.num_kv_heads}"
         )
+    _check_equal_experts(model, "global_heads")
+
+
+def _check_equal_experts(model: "Model", part: str) -> None:
+    """Raise `ValueError` where the layers of a model with this part have experts that are not alike."""
     if not isinstance(model.mlp, ExpertsMlp):
         return
     for key, wanted in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
         if (value := getattr(model.mlp, key)) != wanted:
             raise ValueError(
-                f"model.mlp.{key}={value} does not go with model.global_heads, whose layers all have the same experts, "
+                f"model.mlp.{key}={value} does not go with model.{part}, whose layers all have the same experts, "
                 f"without biases in the choice; set it to {'null' if wanted is None else wanted}"
             )
 

@@ -10,7 +10,7 @@ exchange takes the options of kernels (`models/attention.py`), and returns what 
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.kernel_tables import RING_KERNELS
-from tunix.models.kernels import find_kernel
+from tunix.models.kernels import Choice, find_kernel
 from tunix.models.ring import attend_in_ring
 from tunix.models.seen import Seen
 from tunix.sharding.dims import DIMS, token_axes
 from tunix.sharding.mesh_shape import count_devices, token_shards
 
 Exchange = Callable[..., jax.Array]
-
-
-class Choice(NamedTuple):
-    """A key of `EXCHANGES`, and why it was chosen."""
-
-    name: str
-    reason: str
 
 
 def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Choice:

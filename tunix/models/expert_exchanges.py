@@ -26,17 +26,11 @@ from jax.sharding import AbstractDevice
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
+from tunix.models.kernels import Choice
 from tunix.sharding.dims import DIMS, EXPERTS
 from tunix.sharding.mesh_shape import count_devices
 
 WITHOUT_ROWS = ("cpu",)  # platforms for which jax 0.10.2 does not compile `ragged_all_to_all`
-
-
-class Choice(NamedTuple):
-    """A key of `EXCHANGES`, and why it was chosen."""
-
-    name: str
-    reason: str
 
 
 def choose_expert_exchange(model: Model, sizes: Mapping[str, int], platform: str | None) -> Choice:

@@ -21,7 +21,7 @@ NEEDED_FOR = {"cap": "cap of scores (model.attention_cap)", "with_sums": "sums f
 
 
 class Choice(NamedTuple):
-    """A key of `KERNELS` or `GROUPED`, or a dotted path, and why it was chosen."""
+    """A key of a table of kernels, of products or of exchanges, or a dotted path, and why it was chosen."""
 
     name: str
     reason: str
