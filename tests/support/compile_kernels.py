@@ -19,10 +19,10 @@ from jax.sharding import AxisType, Mesh
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tunix.cli.compose import compose
+from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import Speeds, walk
 from tunix.models.attention import attend
-from tunix.models.exchanges import EXCHANGES
 from tunix.models.experts import Experts
 from tunix.models.flash import flash
 from tunix.models.seen import seen_in_row
@@ -104,7 +104,7 @@ def compile_exchange(mesh: Mesh, exchange: str) -> dict[str, list[str]]:
 
 
 chip, what = sys.argv[1:]
-cluster = read_topology(f"{chip}:{2 if what in EXCHANGES else 1}")
+cluster = read_topology(f"{chip}:{2 if what in CP_EXCHANGES else 1}")
 devices = describe_devices(cluster)
 dim, _, capped = what.partition("-")
 axes = ("fsdp",) if dim.isdigit() else axis_names()
@@ -113,7 +113,7 @@ mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes), d
 with jax.set_mesh(mesh):
     if what == "experts":
         print(json.dumps(compile_experts(mesh, cluster.kind.name)))
-    elif what in EXCHANGES:
+    elif what in CP_EXCHANGES:
         print(json.dumps(compile_exchange(mesh, what)))
     else:
         text = compile_attention(mesh, int(dim), {"cap": 30.0, "with_sums": True} if capped else {})

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, field_validator, model_validator
 
 from tunix.base.dotted import entry_of
 from tunix.base.section import Count, Flag, Positive, Regex, Section
+from tunix.config.exchange_tables import CP_EXCHANGES, EXPERT_EXCHANGES
 from tunix.config.kernel_tables import GROUPED, KERNELS
 from tunix.config.low_rank import Lora, match_projections
 from tunix.config.mixers import GlobalHeads, HeadSizes, Latent, LinearAttention, QueryGrowth
@@ -127,13 +128,13 @@ class Model(Section):
     expert_products: entry_of(GROUPED)  # type: ignore[valid-type]
     """Products of experts: grouped (our own kernel; GPUs, 16-bit products), xla (anywhere; on GPUs it multiplies all
     tokens with all experts), or auto: the fastest one that is exact here. The start report says which, and why."""
-    expert_exchange: Literal["auto", "gather", "rows"]
+    expert_exchange: Literal[("auto", *EXPERT_EXCHANGES)]  # type: ignore[valid-type]
     """How tokens reach experts of other devices: gather (all tokens go to all devices; anywhere), rows (each token goes
     to its experts alone; GPUs), or auto: the one that sends fewer bytes. The start report says which, and why."""
     expert_buffer_factor: Positive | None
     """Rows for which a device has room in the exchange `rows`, as a multiple of those that come where loads are equal;
     what does not fit is dropped and counted (dropped_share). null: room for all, so no token is dropped."""
-    cp_exchange: Literal["auto", "ulysses", "ring"]
+    cp_exchange: Literal[("auto", *CP_EXCHANGES)]  # type: ignore[valid-type]
     """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
     kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: where the heads allow both, the one
     that is predicted to be faster; ulysses where the speed of the devices is not known."""
@@ -151,8 +152,9 @@ class Model(Section):
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
         if self.layer_inputs is not None:
             dims["l"] = self.num_layers
-        if self.cp_exchange != "ulysses":
-            del dims["n"]  # a ring splits no heads
+        exchange = CP_EXCHANGES.get(self.cp_exchange)
+        if exchange is None or not exchange.splits_heads:
+            del dims["n"]
         if self.lora.quantize_base is not None:
             dims["c"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
             dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)

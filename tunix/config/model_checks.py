@@ -3,6 +3,7 @@
 import re
 from typing import TYPE_CHECKING, Any
 
+from tunix.config.exchange_tables import CP_EXCHANGES, EXPERT_EXCHANGES
 from tunix.config.kernel_tables import RING_KERNELS
 from tunix.config.low_rank import PROJECTIONS
 from tunix.config.mixers import GlobalHeads, Latent, LinearAttention
@@ -50,10 +51,12 @@ def check_model(model: "Model") -> None:
         _check_experts(model, model.mlp)
     else:
         _check_no_experts(model)
-    if model.cp_exchange == "ring" and model.attention not in RING_KERNELS:
+    exchange = CP_EXCHANGES.get(model.cp_exchange)
+    if exchange is not None and exchange.in_blocks and model.attention not in RING_KERNELS:
         raise ValueError(
-            f"model.attention={model.attention}: the kernels of model.cp_exchange=ring are {', '.join(RING_KERNELS)}; "
-            "set model.attention=auto, or model.cp_exchange=ulysses, which runs every kernel"
+            f"model.attention={model.attention}: the kernels of model.cp_exchange={model.cp_exchange} are "
+            f"{', '.join(RING_KERNELS)}; set model.attention=auto, or model.cp_exchange=ulysses, which runs every "
+            "kernel"
         )
     quantized = model.lora.quantize_base
     if quantized and not model.lora.rank:
@@ -168,10 +171,12 @@ def _check_experts(model: "Model", mlp: ExpertsMlp) -> None:
         )
     if model.biases is not None and any(re.search(model.biases, name) for name in PROJECTIONS if "mlp." in name):
         raise ValueError(f"model.biases={model.biases} matches projections of the MLP: experts have no biases")
-    if model.expert_buffer_factor is not None and model.expert_exchange == "gather":
+    exchange = EXPERT_EXCHANGES.get(model.expert_exchange)
+    if model.expert_buffer_factor is not None and exchange is not None and not exchange.has_buffer:
         raise ValueError(
             f"model.expert_buffer_factor={model.expert_buffer_factor:g} bounds a buffer that "
-            "model.expert_exchange=gather lacks; set model.expert_exchange=rows, or model.expert_buffer_factor=null"
+            f"model.expert_exchange={model.expert_exchange} lacks; set model.expert_exchange=rows, or "
+            "model.expert_buffer_factor=null"
         )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tunix.config import Config
+from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.eight_bits import fp8_share
 from tunix.costs.expert_transfers import list_expert_transfers
@@ -23,7 +24,7 @@ from tunix.costs.transfers import (
 )
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.delta_rule import CHUNK
-from tunix.models.exchanges import choose_exchange
+from tunix.models.exchanges import choose_exchange, is_in_blocks
 from tunix.models.expert_exchanges import buffer_rows_per_token, choose_expert_exchange
 from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
 from tunix.models.kernels import choose_kernel
@@ -249,7 +250,7 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         # Rows for which the exchange has room, for each token of this device.
         num_rows = buffer_rows_per_token(model, count_devices(mesh.shape, layout.expert_axes), layout.expert_exchange)
         of_experts = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
-        if layout.expert_exchange == "rows":  # sent, and returned
+        if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:  # sent, and returned
             of_experts += 2 * model.mlp.experts_per_token * local["D"]
         if model.mlp.beside_mlp:
             mlp = round(of_experts) + mlp
@@ -264,10 +265,9 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         of_linear = round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers))
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
     inside = 2 * tokens * item * (6 * local["D"] + copies * of_heads + mlp)
-    is_ring = choose_exchange(model, mesh.shape).name == "ring"
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
     kernels = {choose_kernel(model.attention, each.dim, layout.compute, model.attention_options).name for each in kinds}
-    if is_ring or "xla" in kernels:
+    if is_in_blocks(choose_exchange(model, mesh.shape).name) or "xla" in kernels:
         inside += heads * min(length, QUERY_BLOCK) * tokens * (4 + item)
     return max(inside, of_linear)
 

@@ -1,12 +1,14 @@
 """Collectives of experts: what devices with different experts send each other, by the name of the exchange."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from tunix.base.dotted import import_object
+from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.transfers import Transfer, shard_shape
 from tunix.models.expert_exchanges import count_rows
@@ -56,10 +58,10 @@ def list_expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
         runs=1 + remat.computes_again("exchange") + pipeline.runs_again,
         results=1 + pipeline.runs_again + remat.computes_again("product") * (cfg.model.norm_placement != "pre"),
     )
-    return list(TRANSFERS[layout.expert_exchange](exchanged))
+    return list(import_object(EXPERT_EXCHANGES[layout.expert_exchange].transfers)(exchanged))
 
 
-def _gathered(each: Exchanged) -> Iterator[Transfer]:
+def gather_tokens(each: Exchanged) -> Iterator[Transfer]:
     """Yield gathers of tokens, experts and shares, reduce-scatters of sums, and the opposite for gradients."""
     own = each.num_tokens * each.num_devices  # tokens of a group
     choices = each.per_token * NUMBER
@@ -71,7 +73,7 @@ def _gathered(each: Exchanged) -> Iterator[Transfer]:
     yield Transfer("reduce-scatter", each.axes, num_bytes, overlaps=False, count=count)
 
 
-def _sent_as_rows(each: Exchanged) -> Iterator[Transfer]:
+def send_rows(each: Exchanged) -> Iterator[Transfer]:
     """Yield counts that all devices gather, rows and their shares there, results back, and the same for gradients."""
     counts = each.num_devices * each.num_experts * NUMBER
     times = each.layers * each.runs
@@ -84,7 +86,3 @@ def _sent_as_rows(each: Exchanged) -> Iterator[Transfer]:
     num_bytes = round(each.layers * num_rows * ((there + each.results + 1) * each.row + shares * NUMBER))
     count = round(each.layers * (there + each.results + 1 + shares))
     yield Transfer("ragged-all-to-all", each.axes, num_bytes, overlaps=False, count=count)
-
-
-# By the key of `EXCHANGES` of models/expert_exchanges.py.
-TRANSFERS: dict[str, Callable[[Exchanged], Iterator[Transfer]]] = {"gather": _gathered, "rows": _sent_as_rows}

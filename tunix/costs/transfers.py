@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from tunix.base.dotted import import_object
 from tunix.config import Config, DeviceKind
+from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.mixers import HeadSizes
 from tunix.costs.links import Group, collective_s
 from tunix.models.exchanges import choose_exchange, repeats_of
@@ -175,7 +177,7 @@ def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microb
     segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
     pipeline = cfg.training.pipeline(mesh.shape)
-    exchanged = TRANSFERS_OF_A_LAYER[choose_exchange(cfg.model, mesh.shape).name]
+    exchanged = import_object(CP_EXCHANGES[choose_exchange(cfg.model, mesh.shape).name].transfers)
     for kind, of_kind in cfg.model.kinds_of_heads.items():
         layers = num_microbatches * len(of_kind) * pipeline.ticks_per_part
         of_a_layer = exchanged(cfg, measure_heads(cfg, kind, program.layout, mesh), pipeline.runs_again)
@@ -225,9 +227,6 @@ def hand_on_keys(cfg: Config, heads: LocalHeads, runs_again: bool) -> Transfer:
     hops += round(read_remat(cfg.training).computes_again("attention") * (heads.num_devices - 2))
     num_bytes = 2 * heads.keys * heads.numbers * (hops * heads.itemsize + heads.num_devices * 4)
     return Transfer("collective-permute", token_axes(), num_bytes, count=2 * (hops + heads.num_devices))
-
-
-TRANSFERS_OF_A_LAYER = {"ulysses": swap_heads, "ring": hand_on_keys}  # by the name of an exchange
 
 
 def gathered_dtype(weight: Weight, layout: Layout) -> str:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.models.exchanges import EXCHANGES
+from tunix.models.exchanges import find_exchange
 from tunix.models.kernels import branches_are_cheap
 from tunix.models.seen import Seen
 from tunix.models.soft_cap import soft_cap
@@ -40,17 +40,17 @@ def attend(
 ) -> Any:
     """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
-    Scores and softmax are float32. `kernel` is a key of `KERNELS` or a dotted path; `exchange` is a key of `EXCHANGES`;
-    `kv_letter` is that of the dimension of key/value heads, by which the layout splits them; `options` are those of
-    `Model.attention_options`, the same for every layer. Places and segments of `seen` are those of whole sequences, on
-    every device that has a part of them.
+    Scores and softmax are float32. `kernel` is a key of `KERNELS` or a dotted path; `exchange` is `none` or a key of
+    `CP_EXCHANGES`; `kv_letter` is that of the dimension of key/value heads, by which the layout splits them; `options`
+    are those of `Model.attention_options`, the same for every layer. Places and segments of `seen` are those of whole
+    sequences, on every device that has a part of them.
     """
     of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", f"BT{kv_letter}H", "BS"))
     of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])
 
     def on_each_device(q, k, v, seen):
         k, v = (layout.own_kv_heads(x, q.shape[2], kv_letter) for x in (k, v))
-        return EXCHANGES[exchange](kernel, q, k, v, seen, **options)
+        return find_exchange(exchange)(kernel, q, k, v, seen, **options)
 
     in_specs = (of_queries, of_keys, of_keys, of_seen)
     out_specs = (of_queries, layout.activation("BTN")) if "with_sums" in options else of_queries

@@ -3,8 +3,9 @@
 Outside attention each device has a share of the tokens of a sequence, with all heads of its part of the model. Inside
 it a query needs the keys of all earlier tokens. An exchange is a function that runs inside a `shard_map`, on one
 device's arrays: (kernel, q [B, T, N, H], k and v [B, T, K, H], seen) -> [B, T, N, H], where T are the tokens of this
-device, and `seen` is the rule for the whole sequence. `kernel` is a key of `config.model.KERNELS` or a dotted path. An
-exchange takes the options of kernels (`models/attention.py`), and returns what the kernel returns.
+device, and `seen` is the rule for the whole sequence. `kernel` is a key of `KERNELS` or a dotted path. An exchange
+takes the options of kernels (`models/attention.py`), and returns what the kernel returns. `CP_EXCHANGES` of
+`config/exchange_tables.py` has their names.
 """
 
 import math
@@ -16,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.kernel_tables import RING_KERNELS
 from tunix.models.kernels import Choice, find_kernel
-from tunix.models.ring import attend_in_ring
 from tunix.models.seen import Seen
 from tunix.sharding.dims import DIMS, token_axes
 from tunix.sharding.mesh_shape import count_devices, token_shards
@@ -62,6 +64,16 @@ def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Cho
     return Choice("ring", f"{together}={num_devices} does not divide the {model.num_heads} query heads")
 
 
+def find_exchange(name: str) -> Exchange:
+    """Return the exchange with this key of `CP_EXCHANGES`; that of `none` exchanges nothing."""
+    return keep_here if name == "none" else import_object(CP_EXCHANGES[name].function)
+
+
+def is_in_blocks(name: str) -> bool:
+    """Return whether keys come block by block with the exchange of this name (`AttentionExchange.in_blocks`)."""
+    return name != "none" and CP_EXCHANGES[name].in_blocks
+
+
 def repeats_of(num_kv_heads: int, num_devices: int) -> int:
     """Return how often each key/value head is repeated so that the devices divide the heads."""
     return num_devices // math.gcd(num_devices, num_kv_heads)
@@ -98,6 +110,3 @@ def swap_tokens_for_heads(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array,
     out = find_kernel(kernel)(*map(whole_sequences, (q, k, v)), seen, **options)
     back = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(jax.tree.map(back, out), "exchange")
-
-
-EXCHANGES: dict[str, Exchange] = {"none": keep_here, "ulysses": swap_tokens_for_heads, "ring": attend_in_ring}

@@ -11,7 +11,8 @@ dropped. With two devices that have two experts and two tokens each, and one exp
              device 1, experts 2 3   c:3  d:2     ----->   a, d c    -> a2, d2 c3      ------------->   c3 d2
 
 `gather` runs on every platform: each token travels to every device, whether its experts are there or not. `rows` sends
-a token to each of its experts: less where a token has fewer experts than there are devices.
+a token to each of its experts: less where a token has fewer experts than there are devices. `EXPERT_EXCHANGES` of
+`config/exchange_tables.py` has their names.
 """
 
 import math
@@ -23,8 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
+from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.kernels import Choice
 from tunix.sharding.dims import DIMS, EXPERTS
@@ -138,7 +141,11 @@ def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array
 
 
 Exchange = Callable[[Tokens, OwnExperts], tuple[jax.Array, jax.Array]]
-EXCHANGES: dict[str, Exchange] = {"gather": exchange_by_gather, "rows": exchange_rows}
+
+
+def find_exchange(name: str) -> Exchange:
+    """Return the exchange with this key of `EXPERT_EXCHANGES`."""
+    return import_object(EXPERT_EXCHANGES[name].function)
 
 
 def count_rows(num_tokens: int, per_token: int, num_devices: int, num_own: int, room: float | None) -> int:
@@ -151,7 +158,7 @@ def buffer_rows_per_token(model: Model, num_devices: int, exchange: str) -> floa
     """Return the rows for which the buffer of a device has room, for each token of the device."""
     mlp = model.mlp
     assert isinstance(mlp, ExpertsMlp)
-    if exchange == "gather":
+    if not EXPERT_EXCHANGES[exchange].has_buffer:
         return num_devices * mlp.experts_per_token
     most = num_devices * min(mlp.experts_per_token, mlp.num_experts // num_devices)
     factor = model.expert_buffer_factor

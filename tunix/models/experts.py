@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.block_sums import BlockSums, Routing
-from tunix.models.expert_exchanges import EXCHANGES, OwnExperts, Tokens
+from tunix.models.expert_exchanges import OwnExperts, Tokens, find_exchange
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, Matrix, RMSNorm, unchanged
 from tunix.models.products import grouped_product, product
 from tunix.sharding.dims import Equation
@@ -226,7 +226,7 @@ class Experts(nnx.Module):
             tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares)))
             compute = partial(self._own_results, weights)
             own = OwnExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.room, compute)
-            y, dropped = EXCHANGES[layout.expert_exchange](tokens, own)
+            y, dropped = find_exchange(layout.expert_exchange)(tokens, own)
             dropped = _sum_over_devices(dropped, split_width)
             if layout.stream_axes:
                 y = y.reshape(shape).astype(x.dtype)

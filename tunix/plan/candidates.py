@@ -35,7 +35,7 @@ class Candidate:
 
     @property
     def expert_exchange(self) -> str:
-        """Exchange of experts on this mesh: a key of `EXCHANGES` of models/expert_exchanges.py."""
+        """Exchange of experts on this mesh: a key of `EXPERT_EXCHANGES`."""
         return choose_expert_exchange(self.cfg.model, self.sizes, PLATFORM).name
 
     @property

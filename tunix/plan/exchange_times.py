@@ -21,13 +21,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from tunix.base.dotted import import_object
 from tunix.config import Config
+from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.kernel_tables import RING_KERNELS
 from tunix.config.mixers import HeadSizes
 from tunix.costs.transfers import LocalHeads, Transfer, measure_heads, seconds, swap_heads
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.chips import row_of_chip
-from tunix.models.exchanges import choose_exchange
+from tunix.models.exchanges import choose_exchange, is_in_blocks
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
 from tunix.models.kernels import choose_kernel
 from tunix.models.ring_plain import chunk_size
@@ -54,12 +56,13 @@ def settle_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tup
     is_open = model.cp_exchange == "auto" and model.attention in RING_KERNELS
     if not is_open or choose_exchange(model, sizes).name != "ulysses":
         return cfg, ""
-    times = {name: time_of_attention(cfg, name, sizes, cluster) for name in ("ulysses", "ring")}
+    compared = [name for name, each in CP_EXCHANGES.items() if each.time is not None]
+    times = {name: time_of_attention(cfg, name, sizes, cluster) for name in compared}
     name = min(times, key=lambda name: times[name])
-    [other] = times.keys() - {name}
+    others = [f"by {other} {times[other]:.3g} s" for other in compared if other != name]
     reason = (
         f"model.cp_exchange={name}: attention is predicted to take {times[name]:.3g} s of a step on {cluster}, "
-        f"and by {other} {times[other]:.3g} s"
+        f"and {', '.join(others)}"
     )
     return cfg.model_copy(update={"model": model.model_copy(update={"cp_exchange": name})}), reason
 
@@ -67,21 +70,22 @@ def settle_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tup
 def time_of_attention(cfg: Config, exchange: str, sizes: dict[str, int], cluster: Cluster) -> float:
     """Return the seconds that all attention of one step takes on the slowest device, with what it waits for.
 
-    `exchange` is `ulysses` or `ring`.
+    `exchange` is a key of `CP_EXCHANGES` with a `time`.
     """
+    time_of_layer = import_object(CP_EXCHANGES[exchange].time or "")
     return sum(
-        place.microbatches * num_layers * _OF_A_LAYER[exchange](place, window)
+        place.microbatches * num_layers * time_of_layer(place, window)
         for place in _places(cfg, sizes, cluster)
         for window, num_layers in place.windows.items()
     )
 
 
 def time_beyond_mean(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops_per_s: float) -> float:
-    """Return the seconds by which a ring's last device computes longer than the mean device at `flops_per_s`.
+    """Return the seconds by which the last device of a ring computes longer than the mean device at `flops_per_s`.
 
-    0 without a ring. The mean is what `Costs.flops` counts.
+    0 where keys do not come in blocks. The mean is what `Costs.flops` counts.
     """
-    if choose_exchange(cfg.model, sizes).name != "ring":
+    if not is_in_blocks(choose_exchange(cfg.model, sizes).name):
         return 0.0
     return sum(_beyond_mean(place, flops_per_s) for place in _places(cfg, sizes, cluster))
 
@@ -135,7 +139,7 @@ def _places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[Pl
         yield Place(cfg, sizes, cluster, kind, heads[kind], kernels[kind], again, microbatches, of_kind)
 
 
-def _time_of_ulysses(place: Place, window: int) -> float:
+def time_of_ulysses(place: Place, window: int) -> float:
     """Return the seconds of one layer for one microbatch: heads are swapped, and a share of them is computed."""
     cfg, heads, kind = place.cfg, place.heads, place.cluster.kind
     length, blocks = cfg.training.seq_len, row_of_chip(BLOCKS, kind.name)
@@ -149,7 +153,7 @@ def _time_of_ulysses(place: Place, window: int) -> float:
     return computing_s + seconds(swap, place.sizes, kind, place.cluster.per_node)
 
 
-def _time_of_ring(place: Place, window: int) -> float:
+def time_of_ring(place: Place, window: int) -> float:
     """Return the seconds of one layer for one microbatch, step by step on the device with the last tokens."""
     heads, times = place.heads, _pair_times(place, place.kernel)
     pairs = _pairs_in_ring(place, window) * heads.rows * heads.queries
@@ -167,9 +171,6 @@ def _time_of_ring(place: Place, window: int) -> float:
     travels[1:] += gradients
     backward = float(np.sum(np.maximum(pairs * times.backward, travels))) + gradients
     return (1 + place.again) * forward + backward
-
-
-_OF_A_LAYER = {"ulysses": _time_of_ulysses, "ring": _time_of_ring}
 
 
 def _pairs_in_ring(place: Place, window: int) -> np.ndarray:

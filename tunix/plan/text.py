@@ -41,16 +41,12 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         lines += [
             f"{format_mesh_shape(each.sizes)} takes training.remat={each.cfg.training.remat}" for each in candidates
         ]
-    lines += [
-        f"{format_mesh_shape(each.sizes)} takes model.cp_exchange=ring"
-        for each in candidates
-        if choose_exchange(each.cfg.model, each.sizes).name == "ring"
-    ]
-    lines += [
-        f"{format_mesh_shape(each.sizes)} takes model.expert_exchange=rows"
-        for each in candidates
-        if each.expert_exchange == "rows"
-    ]
+    for each in candidates:
+        if (name := choose_exchange(each.cfg.model, each.sizes).name) not in ("none", "ulysses"):
+            lines.append(f"{format_mesh_shape(each.sizes)} takes model.cp_exchange={name}")
+    for each in candidates:
+        if each.expert_exchange != "gather":
+            lines.append(f"{format_mesh_shape(each.sizes)} takes model.expert_exchange={each.expert_exchange}")
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:

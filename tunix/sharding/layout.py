@@ -82,7 +82,7 @@ class Layout:
     stages_split: str = "sequences"
     block_products: str = "plain"  # kind of the products of attention and MLP: a key of PRODUCTS (models/products.py)
     moments_on_host: bool = False  # the optimizer's state is in the host's memory between two updates
-    expert_exchange: str = "gather"  # how tokens reach their experts: a key of EXCHANGES (models/expert_exchanges.py)
+    expert_exchange: str = "gather"  # how tokens reach their experts: a key of EXPERT_EXCHANGES (config)
     splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
 
     @property
