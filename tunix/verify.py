@@ -32,7 +32,7 @@ from tunix.cli import command, compose
 from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.values import CONF
-from tunix.costs.eight_bits import check_matmul_dtype
+from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.data.position import Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from

@@ -15,7 +15,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.costs.derived import derive
 from tunix.costs.devices import device_kinds, peak_tflops
-from tunix.costs.eight_bits import check_matmul_dtype
+from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.products import product
 from tunix.models.remat import Remat, keep_policy
 from tunix.sharding.dims import Equation, axis_names
@@ -144,15 +144,16 @@ def test_only_chips_that_have_them():
 
 def test_the_peak_is_that_of_each_product():
     kind = device_kinds()["h100"]
-    assert [peak_tflops(kind, share) for share in (0.0, 1.0)] == pytest.approx([989, 1979])
-    assert peak_tflops(kind, 0.5) == pytest.approx(2 / (1 / 989 + 1 / 1979))
+    assert [peak_tflops(kind, "fp8", share) for share in (0.0, 1.0)] == pytest.approx([989, 1979])
+    assert peak_tflops(kind, None, 0.0) == 989
+    assert peak_tflops(kind, "fp8", 0.5) == pytest.approx(2 / (1 / 989 + 1 / 1979))
     for word, num_bits in ((FP8, 8), ("training.matmul_dtype=null", 16)):
         cfg = compose([*SMALL, word]).config
         sizes = dict.fromkeys(axis_names(), 1)
         costs = derive(cfg, sizes, "gpu", with_activations=False)
         in_blocks = 3 * (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64)
         expected = 6 * in_blocks * costs.tokens_per_step / costs.model_flops if num_bits == 8 else 0.0
-        assert costs.fp8_share == pytest.approx(expected)
+        assert costs.matmul_share == pytest.approx(expected)
 
 
 def test_gpus_multiply_8_bits(installs_dir):

@@ -7,8 +7,7 @@ from support.harness import SMALL
 
 from tunix.cli.compose import compose
 from tunix.models import products
-from tunix.models.kernels import product_of_few_rows
-from tunix.models.products import FEW_ROWS, PRODUCTS, WEIGHTS, product
+from tunix.models.products import FEW_ROWS, PRODUCTS, product, product_of_few_rows
 from tunix.sharding.dims import Equation
 from tunix.training.program import build_layout, build_mesh
 
@@ -30,9 +29,9 @@ def test_every_kind_multiplies_as_its_equation_says(kind):
                     np.random.default_rng(0).normal(size=[(SIZES | {"B": rows})[letter] for letter in letters])
                     for letters in (equation.x, equation.w)
                 )
-                laid = np.einsum(f"{equation.w}->{WEIGHTS[kind](equation).w}", w)
+                laid = np.einsum(f"{equation.w}->{PRODUCTS[kind].order(equation).w}", w)
                 given = jax.device_put(x.astype("float32"), jax.NamedSharding(mesh, layout.activation(equation.x)))
-                place = layout.in_use(WEIGHTS[kind](equation))
+                place = layout.in_use(PRODUCTS[kind].order(equation))
                 weight = jax.device_put(laid.astype("float32"), jax.NamedSharding(mesh, jax.P(*place.partitions)))
                 y = jax.jit(lambda x, w, equation=equation: product(equation, x, w, layout, kind))(given, weight)
                 assert jax.typeof(y).sharding.spec == layout.activation(equation.y)
@@ -89,7 +88,7 @@ def test_the_weight_comes_first_where_rows_are_few():
     equation, mesh = Equation("BTD,DF->BTF"), jax.make_mesh((1,), ("x",))
     with jax.set_mesh(mesh):
         inputs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 1, 64), (256, 64)))
-        multiply = jax.jit(lambda x, w: PRODUCTS["few_rows"](equation, x, w, jax.P(None, None, None)))
+        multiply = jax.jit(lambda x, w: PRODUCTS["few_rows"].multiply(equation, x, w, jax.P(None, None, None)))
         compiled = multiply.lower(*inputs).compile().as_text()
     dots = [line for line in compiled.splitlines() if " dot(" in line]
     assert dots

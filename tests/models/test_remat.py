@@ -79,21 +79,21 @@ def test_a_kernel_that_is_kept_runs_once(remat, times):
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("dots", 0), ("full", 7)])
 def test_a_product_that_is_kept_runs_once(remat, again, monkeypatch):
     """Seven products in a block; the logits run once, along with their gradient."""
-    monkeypatch.setitem(products.PRODUCTS, "plain", dummy_product)
+    monkeypatch.setitem(products.PRODUCTS, "plain", products.ProductKind(dummy_product))
     assert count(gradient(f"training.remat={remat}"), "cbrt") == 7 + again + 1
 
 
 @pytest.mark.parametrize(("every", "again"), [(1, 7), (3, 7)])
 def test_one_block_of_several_computes_again(every, again, monkeypatch):
     """The scan over 3 layers has one block in its program, or a group of three, of which the first computes again."""
-    monkeypatch.setitem(products.PRODUCTS, "plain", dummy_product)
+    monkeypatch.setitem(products.PRODUCTS, "plain", products.ProductKind(dummy_product))
     found = count(gradient("training.remat=full", f"training.remat_every={every}"), "cbrt")
     assert found == every * 7 + again + 1
 
 
 def test_projections_are_kept_and_the_width_of_the_mlp_is_not(monkeypatch):
     """Two of seven products run again: gate and up."""
-    monkeypatch.setitem(products.PRODUCTS, "plain", dummy_product)
+    monkeypatch.setitem(products.PRODUCTS, "plain", products.ProductKind(dummy_product))
     assert count(gradient("training.remat=projections"), "cbrt") == 7 + 2 + 1
 
 

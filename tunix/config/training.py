@@ -16,6 +16,7 @@ from tunix.config.batch_stages import (
     schedule_batches,
     training_in_stage,
 )
+from tunix.config.kernel_tables import MATMUL_DTYPES
 from tunix.config.pipeline_shape import PIPELINE_SCHEDULES, PipelineShape, choose_schedule, count_parts
 from tunix.config.step_ranges import Steps, read_steps
 from tunix.sharding.mesh_shape import data_shards, num_stages, stream_shards, token_shards
@@ -82,7 +83,7 @@ class Training(Section):
     """Master weights and optimizer state (presets: float32)."""
     compute_dtype: Dtype | None
     """Weights and activations in matrix products (bf16: bfloat16)."""
-    matmul_dtype: Literal["fp8"] | None
+    matmul_dtype: Literal[tuple(MATMUL_DTYPES)] | None  # type: ignore[valid-type]
     """Numbers that the products of attention and MLP multiply: null, those of compute_dtype; fp8, 8-bit floats with one
     scale an array, on chips that multiply them. CPUs emulate it, slowly. Logits, embeddings, routers and experts keep
     compute_dtype."""

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from tunix.config import Config
 from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
-from tunix.costs.eight_bits import fp8_share
 from tunix.costs.expert_transfers import list_expert_transfers
+from tunix.costs.matmul_dtypes import matmul_share
 from tunix.costs.product_transfers import list_product_transfers
 from tunix.costs.transfers import (
     Transfer,
@@ -59,7 +59,7 @@ class Costs:
     model_flops: float  # what MFU counts
     flops: float  # with what rematerialization computes again
     tokens_per_step: int  # of the whole mesh
-    fp8_share: float = 0.0  # of the FLOPs: products of 8-bit floats
+    matmul_share: float = 0.0  # of the FLOPs: products of `training.matmul_dtype`
 
     @property
     def memory(self) -> int:
@@ -104,7 +104,7 @@ def costs_of(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, with_acti
         flops,
         all_flops + _pipeline_flops(cfg, mesh, all_flops, forward_flops, share),
         batch.num_tokens,
-        fp8_share(cfg, arch, training.seq_len),
+        matmul_share(cfg, arch, training.seq_len),
     )
 
 

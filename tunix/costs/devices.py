@@ -7,6 +7,7 @@ import yaml
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import DeviceKind, Network
+from tunix.config.kernel_tables import MATMUL_DTYPES
 from tunix.config.values import CONF
 
 
@@ -54,7 +55,13 @@ def find_kind(device_kind: str) -> DeviceKind | None:
     return max(matches, key=lambda kind: len(kind.name)) if matches else None
 
 
-def peak_tflops(kind: DeviceKind, fp8_share: float) -> float:
-    """Return the dense peak of a device in TFLOP/s where 8-bit floats have this share of the FLOPs, bf16 the rest."""
-    fp8 = kind.fp8_tflops or kind.peak_tflops
-    return 1 / (fp8_share / fp8 + (1 - fp8_share) / kind.peak_tflops)
+def matmul_tflops(kind: DeviceKind, matmul_dtype: str) -> float | None:
+    """Return the dense peak of a device for products of `training.matmul_dtype`; None where it has none."""
+    return getattr(kind, MATMUL_DTYPES[matmul_dtype].speed)
+
+
+def peak_tflops(kind: DeviceKind, matmul_dtype: str | None, share: float) -> float:
+    """Return the dense peak of a device in TFLOP/s where `matmul_dtype` has this share of the FLOPs, bf16 the rest."""
+    if matmul_dtype is None:
+        return kind.peak_tflops
+    return 1 / (share / (matmul_tflops(kind, matmul_dtype) or kind.peak_tflops) + (1 - share) / kind.peak_tflops)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import reshard
 
-from tunix.models.kernels import product_of_few_rows
 from tunix.models.layers import Einsum, Embedding
-from tunix.models.products import WEIGHTS
+from tunix.models.products import PRODUCTS, product_of_few_rows
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer
 from tunix.sharding.layout import Layout
@@ -63,7 +62,7 @@ def _lay(block: nnx.GraphDef, tree: Tree) -> Tree:
     """Return the parameters of a layer, with the weights of its products as `product_of_few_rows` takes them."""
     module = nnx.merge(block, tree)
     for part in _einsums(module):
-        wanted = WEIGHTS[product_of_few_rows()](part.equation)
+        wanted = PRODUCTS[product_of_few_rows()].order(part.equation)
         part.w.set_value(jnp.transpose(part.w[...], [part.equation.w.index(letter) for letter in wanted.w]))
     return nnx.to_pure_dict(nnx.state(module))
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tunix.config import Config
 from tunix.config.batch_stages import BatchShape
-from tunix.costs.eight_bits import check_matmul_dtype
+from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.data.position import BEGINNING, Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from

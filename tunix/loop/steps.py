@@ -12,7 +12,7 @@ import jax
 
 from tunix.base.errors import Finished, Stopped
 from tunix.cli.compose import to_yaml
-from tunix.costs.eight_bits import run_peak_tflops
+from tunix.costs.matmul_dtypes import run_peak_tflops
 from tunix.data.batch import Batch
 from tunix.data.batches import BatchSource, Numbers
 from tunix.data.position import Position

@@ -128,12 +128,3 @@ def branches_are_cheap() -> bool:
     """Return whether a program on the mesh in use may branch in each layer: on a GPU, a branch waits for the host."""
     device = mesh_device()
     return device is not None and device.platform == "cpu"
-
-
-FEW_ROWS = {"cpu": "few_rows"}  # by platform, the key of `PRODUCTS` for few rows of x; elsewhere it is "plain"
-
-
-def product_of_few_rows() -> str:
-    """Return the key of `PRODUCTS` that is fastest for few rows of x, on the devices of the mesh in use."""
-    device = mesh_device()
-    return "plain" if device is None else FEW_ROWS.get(device.platform, "plain")

@@ -22,7 +22,7 @@ from flax import nnx
 from tunix.config import Model
 from tunix.models.layers import NORMS, Einsum
 from tunix.models.positions import apply_rope
-from tunix.models.products import WEIGHTS
+from tunix.models.products import PRODUCTS
 from tunix.sharding.layout import Layout
 
 Attend = Callable[..., Any]  # (queries, keys, values, layout) -> results, as `attend` gives them
@@ -90,7 +90,7 @@ class LatentAttention(nnx.Module):
         latent, shared = kept
         if self.kv_up.lora is not None:  # its update is a product of its own
             return attend(q, *self._expand(latent, shared), self.layout)
-        letters, w = WEIGHTS[self.kv_up.product](self.kv_up.equation).w, self.kv_up.gathered()
+        letters, w = PRODUCTS[self.kv_up.product].order(self.kv_up.equation).w, self.kv_up.gathered()
         for_keys, for_values = jnp.split(w, [self.num_plain], letters.index("O"))
         spec = self.layout.activation("BTNC")
         through = jnp.einsum(f"BTNO,{letters}->BTNC", q[..., : self.num_plain], for_keys, out_sharding=spec)

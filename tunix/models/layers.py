@@ -88,7 +88,7 @@ class Matrix(nnx.Module):
     Normal with variance 1 / fan-in. With `qtype` it rests as codes and scales of this kind.
 
     `product` is a key of `PRODUCTS`. Where it is not "plain", the weight is gathered already, and its dimensions stand
-    in the order that `WEIGHTS` has for this kind.
+    in the `order` of this kind.
     """
 
     def __init__(self, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs, qtype: str | None = None):

@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from tunix.base.dotted import import_object
-from tunix.config.kernel_tables import GROUPED
-from tunix.models.fp8 import fp8_product
+from tunix.config.kernel_tables import GROUPED, MATMUL_DTYPES
+from tunix.models.kernels import mesh_device
 from tunix.sharding.dims import Equation
 from tunix.sharding.layout import Layout
 
@@ -27,7 +27,7 @@ def product(
     `w` is a gathered weight. `kind` is a key of `PRODUCTS`. `name` is the one by which remat policies keep the result.
     """
     einsum = Equation(equation.einsum_text)
-    y = PRODUCTS[kind](einsum, layout.meet(x, equation), w, layout.result(equation))
+    y = PRODUCTS[kind].multiply(einsum, layout.meet(x, equation), w, layout.result(equation))
     return checkpoint_name(layout.leave_branch(y, equation), name)
 
 
@@ -119,15 +119,32 @@ def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpe
     return jnp.einsum(f"{y}->{equation.y}", jax.lax.optimization_barrier(turned))
 
 
-# A product with a backward rule of its own (jax.custom_vjp) gives what that rule needs, beside x and w, the name
-# "product" in its forward rule. Without it the forward rule runs again in the backward pass.
-PRODUCTS = {"plain": _plain, "few_rows": _few_rows, "fp8": fp8_product}
-# The order in which the dimensions of a weight stand for each kind of product.
-WEIGHTS: dict[str, Callable[[Equation], Equation]] = {
-    "plain": lambda equation: equation,
-    "fp8": lambda equation: equation,
-    "few_rows": Equation.summed_last,
+class ProductKind(NamedTuple):
+    """A kind of product.
+
+    One with a backward rule of its own (jax.custom_vjp) gives what that rule needs, beside x and w, the name "product"
+    in its forward rule. Without it the forward rule runs again in the backward pass.
+    """
+
+    # (`x,w->y`, x, the gathered weight, where y lies) -> y
+    multiply: Callable[[Equation, jax.Array, jax.Array, PartitionSpec], jax.Array]
+    # -> the equation, whose weight has its dimensions in the order that `multiply` takes
+    order: Callable[[Equation], Equation] = lambda equation: equation
+    few_rows_on: tuple[str, ...] = ()  # platforms where it is the fastest for few rows of x; elsewhere that is "plain"
+
+
+PRODUCTS = {
+    "plain": ProductKind(_plain),
+    "few_rows": ProductKind(_few_rows, Equation.summed_last, few_rows_on=("cpu",)),
+    **{name: ProductKind(import_object(each.product)) for name, each in MATMUL_DTYPES.items()},
 }
+
+
+def product_of_few_rows() -> str:
+    """Return the key of `PRODUCTS` that is fastest for few rows of x, on the devices of the mesh in use."""
+    device = mesh_device()
+    fitting = [name for name, kind in PRODUCTS.items() if device is not None and device.platform in kind.few_rows_on]
+    return fitting[0] if fitting else "plain"
 
 
 def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str = "auto") -> jax.Array:

@@ -94,7 +94,7 @@ class Candidate:
         # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
         update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
         bf16 = kind.peak_tflops * 1e12 * kind.efficiency
-        products_s = self.costs.flops / (peak_tflops(kind, self.costs.fp8_share) * 1e12 * kind.efficiency)
+        products_s = self.costs.flops / (self._peak_tflops * 1e12 * kind.efficiency)
         # What is no product takes as long beside products of 8-bit floats as beside others.
         others_s = self.costs.flops / bf16 * (1 / PRODUCTS_SHARE - 1)
         beyond_mean_s = time_beyond_mean(self.cfg, self.sizes, self.cluster, bf16 * PRODUCTS_SHARE)
@@ -131,9 +131,13 @@ class Candidate:
         return self.costs.tokens_per_step / (self.step_s + self.rollout_s)
 
     @property
+    def _peak_tflops(self) -> float:
+        return peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
+
+    @property
     def mfu(self) -> float:
-        """Share of the peak: of 8-bit floats where products have them, of bf16 elsewhere."""
-        return self.costs.model_flops / self.step_s / (peak_tflops(self.cluster.kind, self.costs.fp8_share) * 1e12)
+        """Share of the peak: of `training.matmul_dtype` where products have it, of bf16 elsewhere."""
+        return self.costs.model_flops / self.step_s / (self._peak_tflops * 1e12)
 
     @property
     def flops(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.training import REMAT
-from tunix.costs.eight_bits import check_matmul_dtype
+from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.exchanges import choose_exchange
 from tunix.plan.candidates import GIB, Candidate, derive_candidate, list_smaller, make_candidate
 from tunix.plan.compiled import WORKERS, compile_all

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tunix.base.tables import as_text
 from tunix.config import DeviceKind
+from tunix.costs.devices import matmul_tflops
 from tunix.models.exchanges import choose_exchange
 from tunix.plan.candidates import GIB, Candidate
 from tunix.plan.compiled import HBM_SHARE, find_backend
@@ -127,19 +128,22 @@ def _stage_table(candidate: Candidate) -> Table:
     return table
 
 
-def _fp8(kind: DeviceKind, candidates: list[Candidate]) -> str:
-    """Return in words the peak of products of 8-bit floats; nothing without them."""
-    shares = {each.costs.fp8_share for each in candidates} - {0.0}
-    return f" ({max(shares):.0%} of the arithmetic fp8: of {kind.fp8_tflops:g})" if shares else ""
+def _narrow_products(kind: DeviceKind, candidates: list[Candidate]) -> str:
+    """Return in words the peak of products of `training.matmul_dtype`; nothing without them."""
+    if not any(each.costs.matmul_share for each in candidates):
+        return ""
+    share, dtype = max(each.costs.matmul_share for each in candidates), candidates[0].cfg.training.matmul_dtype
+    assert dtype is not None
+    return f" ({share:.0%} of the arithmetic {dtype}: of {matmul_tflops(kind, dtype):g})"
 
 
 def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
     kind = cluster.kind
     lines = [
         f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s"
-        f"{_fp8(kind, candidates)}, the rest at {HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, collectives as NCCL "
-        f"predicts them, with links of {kind.link_gb_per_s:g} GB/s in a node and {kind.nics_per_node} network cards a "
-        f"node of {kind.network.nic_gb_per_s:g} GB/s"
+        f"{_narrow_products(kind, candidates)}, the rest at {HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, "
+        f"collectives as NCCL predicts them, with links of {kind.link_gb_per_s:g} GB/s in a node and "
+        f"{kind.nics_per_node} network cards a node of {kind.network.nic_gb_per_s:g} GB/s"
     ]
     if any(each.rollout for each in candidates):
         lines.append(

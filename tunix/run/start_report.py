@@ -178,7 +178,7 @@ def _products(cfg: Config, mesh: Mesh) -> str:
         return compute
     emulated = ", emulated: this is slow" if mesh.devices.flat[0].platform == "cpu" else ""
     others = "logits and experts" if isinstance(cfg.model.mlp, ExpertsMlp) else "logits"
-    return f"fp8 ({compute} in {others}{emulated})"
+    return f"{cfg.training.matmul_dtype} ({compute} in {others}{emulated})"
 
 
 def _processes() -> str:
