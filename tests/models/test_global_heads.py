@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from models.test_parity import PARITY
-from support.harness import batch, program
+from support.harness import ONE_DEVICE, SPLIT_MESHES, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -21,7 +21,6 @@ TURNS = [
     "model.global_every=2", "model.value_norm=true", "model.layer_scale=true", "model.local_rope_theta=1e4",
     "++model.rope_scaling={name: proportional, share: 0.5}", "distributed.allow_idle_devices=true",
 ]  # fmt: skip
-ONE = "model.mesh_shape=[[1],[fsdp]]"
 TOLERANCE = 1e-5  # float32; sums in another order
 
 
@@ -31,16 +30,14 @@ def steps(*words: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def expected():
-    return steps(ONE, "training.micro_batch_size=4")
+    return steps(ONE_DEVICE, "training.micro_batch_size=4")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
-        ["model.mesh_shape=[[2,2],[fsdp,tp]]", "training.micro_batch_size=2", "training.sequence_parallel=true"],
-        ["model.mesh_shape=[[2,2],[dp,cp]]", "training.micro_batch_size=2"],
-        ["model.mesh_shape=[[2,2],[cp,tp]]", "training.micro_batch_size=4", "model.cp_exchange=ring"],
+        *SPLIT_MESHES,
         ["model.mesh_shape=[[2],[fsdp]]", "training.micro_batch_size=2", "training.overlap=prefetch"],
         ["model.mesh_shape=[[2],[dp]]", "training.micro_batch_size=2", "training.remat=full", "training.remat_every=2"],
     ],
@@ -66,12 +63,12 @@ def test_same_step_on_every_mesh(words, expected):
 )
 def test_what_is_refused(words, message):
     with pytest.raises(UserError, match=message):
-        program(*TURNS, ONE, *words)
+        program(*TURNS, ONE_DEVICE, *words)
 
 
 def test_projections_have_low_rank_updates_and_rest_quantized():
     """Global layers have none of values. Scales of layers and of norms stay numbers."""
-    words = [*TURNS, ONE, "model.lora.rank=2", "model.lora.targets=attention", "model.lora.quantize_base=int8"]
+    words = [*TURNS, ONE_DEVICE, "model.lora.rank=2", "model.lora.targets=attention", "model.lora.quantize_base=int8"]
     cfg = compose(words).config
     weights = dict(named(describe(cfg.model, build_layout(cfg, build_mesh(cfg))).weights))
     updated = {path.removesuffix(".lora.a") for path in weights if path.endswith(".lora.a")}
@@ -136,7 +133,9 @@ def test_a_width_that_is_left_out_is_the_one_of_transformers():
 
 
 def test_config_is_written_without_keys_of_one_version():
-    written = write_config(compose(["model=gemma4_31b", ONE, "distributed.allow_idle_devices=true"]).config.model)
+    written = write_config(
+        compose(["model=gemma4_31b", ONE_DEVICE, "distributed.allow_idle_devices=true"]).config.model
+    )
     assert (written["global_head_dim"], written["num_global_key_value_heads"]) == (512, 4)
     assert "rope_theta" not in written
     assert "per_layer_config" not in written

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 from models.test_parity import PARITY
-from support.harness import batch, program
+from support.harness import ONE_DEVICE, SPLIT_MESHES, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.shared_layers import find_donors
@@ -20,7 +20,6 @@ LAYERS = [
     "model.global_every=2", "++model.shared_kv={layers: 2, mlp_dim: 128}", "model.mlp_dim=64",
     "++model.layer_inputs={dim: 6}", "model.local_rope_theta=1e4", "distributed.allow_idle_devices=true",
 ]  # fmt: skip
-ONE = "model.mesh_shape=[[1],[fsdp]]"
 TOLERANCE = 1e-5  # float32; sums in another order
 
 
@@ -32,18 +31,11 @@ def steps(*words: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def expected():
-    return steps(ONE, "training.micro_batch_size=4")
+    return steps(ONE_DEVICE, "training.micro_batch_size=4")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model.mesh_shape=[[2,2],[fsdp,tp]]", "training.micro_batch_size=2", "training.sequence_parallel=true"],
-        ["model.mesh_shape=[[2,2],[dp,cp]]", "training.micro_batch_size=2"],
-        ["model.mesh_shape=[[2,2],[cp,tp]]", "training.micro_batch_size=4", "model.cp_exchange=ring"],
-    ],
-)
+@pytest.mark.parametrize("words", SPLIT_MESHES)
 def test_same_step_on_every_mesh(words, expected):
     """The second loss has the weights that the first gradients have made. Its own gradients are steep in these weights:
     a last digit of the first ones is 2e-5 of their norm."""
@@ -55,6 +47,7 @@ def test_same_step_on_every_mesh(words, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["model.mesh_shape=[[4],[pp]]"], "model.shared_kv gives a layer arrays that .*; leave pp out of"),
         (["model.mesh_shape=[[2],[pp]]"], "model.shared_kv gives a layer arrays that do not travel from stage to"),
         (["model.mesh_shape=[[2],[pp]]", "model.shared_kv=null"], "model.layer_inputs gives a layer arrays"),
         (
@@ -69,11 +62,11 @@ def test_same_step_on_every_mesh(words, expected):
 )
 def test_what_is_refused(words, message):
     with pytest.raises(UserError, match=message):
-        program(*LAYERS, ONE, *words)
+        program(*LAYERS, ONE_DEVICE, *words)
 
 
 def test_shared_layers_have_queries_alone_and_no_cache():
-    one = program(*LAYERS, ONE)
+    one = program(*LAYERS, ONE_DEVICE)
     model = one.cfg.model
     assert find_donors(model) == {"KH": 2, "kh": 3}
     assert [(run.layers, run.pattern) for run in model.runs] == [

@@ -61,7 +61,7 @@ def test_resolve(shape, devices, sizes):
             128,
             "model.embed_dim=64 is not divisible by mesh axes fsdp=32 x cp=4 = 128 (nearest fsdp x cp: 16, 32 or 64)",
         ),
-        (((8,), ("cp",)), 8, "training.seq_len=36 is not divisible by mesh axis cp=8 (nearest cp: 6, 9 or 12)"),
+        (((8,), ("cp",)), 8, "training.seq_len=36 is not divisible by mesh axis cp=8 (nearest cp: 1, 2 or 4)"),
         (((8,), ("cp",)), 8, 'legal here: [[4,2],["cp","tp"]], [[4,2],["cp","fsdp"]]'),
     ],
 )
@@ -107,6 +107,23 @@ def test_parse_refuses(value, message):
 def test_key_value_heads_that_neither_divide_nor_are_divided():
     with pytest.raises(ValueError, match="model.num_kv_heads=6"):
         check_divides(DIMS | {"N": 12, "K": 6}, dict.fromkeys(axis_names(), 1) | {"tp": 4})
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes", "message"),
+    [
+        (
+            {"F": 64, "N": 12, "K": 6},
+            {"tp": 8},
+            r"num_heads=12 is not .* tp=8 \(nearest tp: 1 or 2\)",
+        ),  # 4, 6: not K, F
+        ({"L": 60, "s": 10}, {"pp": 7}, r"num_layers=60 is not .* pp=7 \(nearest pp: 2, 5 or 10\)"),
+        ({"L": 35, "s": 1}, {"pp": 4}, r"num_layers=35 is not .* pp=4 \(nearest pp: 1\)"),
+    ],
+)
+def test_no_size_is_near_that_is_refused_next(dims, sizes, message):
+    with pytest.raises(UserError, match=message):
+        check_divides(DIMS | dims, dict.fromkeys(axis_names(), 1) | sizes)
 
 
 def test_only_ulysses_splits_heads_over_the_devices_that_split_tokens():

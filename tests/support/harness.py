@@ -44,7 +44,14 @@ PAIR = [  # and for two processes of one device: each collective waits until the
     *RUN, "model.num_layers=1", "model.global_every=1", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
     "evaluation.num_sequences=2", "hydra.run.dir=run",
 ]  # fmt: skip
-
+ONE_DEVICE = "model.mesh_shape=[[1],[fsdp]]"
+# Meshes of a model with layers of several kinds, which splits batch, heads, tokens and weights, and has no stages. Each
+# has batches of four sequences.
+SPLIT_MESHES = [
+    ["model.mesh_shape=[[2,2],[fsdp,tp]]", "training.micro_batch_size=2", "training.sequence_parallel=true"],
+    ["model.mesh_shape=[[2,2],[dp,cp]]", "training.micro_batch_size=2"],
+    ["model.mesh_shape=[[2,2],[cp,tp]]", "training.micro_batch_size=4", "model.cp_exchange=ring"],
+]
 
 # Experts of a tiny model: what differs from the values of Qwen 3's family.
 FEW_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16, "balance_loss": 0.01, "z_loss": 0.001}

@@ -5,235 +5,163 @@ and MDL-Toolkit. A test composes the words of every row.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tunix.base.errors import UserError
 
-ACCUMULATION = "training.gradient_accumulation_steps=4"
-SIZES = "training.micro_batch_size=4"
-STAGES = "training.global_batch_size=256 training.batch_stages=[{until_step:1000,global_batch_size:64}]"
-
-# A name without its section, in lower case with underscores, and our words.
-KEYS: dict[str, str] = {
+# Our words, and the keys of other programs that they answer. Those keys are written without their section, in lower
+# case with underscores, with a blank between two of them. Many keys of theirs have the same answer; this order writes
+# each answer once. `KEYS` below is the same table by their keys, for a look-up.
+NAMES_OF_KEYS: dict[str, str] = {
     # optimizer and schedule
-    "lr": "optimizer.learning_rate=3e-4",
-    "max_lr": "optimizer.learning_rate=3e-4",
-    "peak_lr": "optimizer.learning_rate=3e-4",
-    "betas": "optimizer.b1=0.9 optimizer.b2=0.95",
-    "beta1": "optimizer.b1=0.9",
-    "beta2": "optimizer.b2=0.95",
-    "adam_beta1": "optimizer.b1=0.9",
-    "adam_beta2": "optimizer.b2=0.95",
-    "adam_b1": "optimizer.b1=0.9",
-    "adam_b2": "optimizer.b2=0.95",
-    "adam_epsilon": "optimizer.eps=1e-8",
-    "epsilon": "optimizer.eps=1e-8",
-    "adam_weight_decay": "optimizer.weight_decay=0.1",
-    "wd": "optimizer.weight_decay=0.1",
-    "opt_type": "optimizer=adamw",
-    "optim": "optimizer=adamw",
-    "optimizer_type": "optimizer=adamw",
-    "group_overrides": "optimizer.groups=[{params:embedding,weight_decay:0.0}]",
-    "lr_scheduler": "scheduler=warmup_cosine",
-    "lr_scheduler_type": "scheduler=warmup_cosine",
-    "schedule_type": "scheduler=warmup_cosine",
-    "lr_decay_style": "scheduler=warmup_cosine",
-    "lr_warmup_steps": "scheduler.warmup_steps=100",
-    "num_warmup_steps": "scheduler.warmup_steps=100",
-    "warmup": "scheduler.warmup_steps=100",
-    "warmup_iters": "scheduler.warmup_steps=100",
-    "warmup_fraction": "scheduler.warmup_ratio=0.03",
-    "min_lr": "scheduler.final_ratio=0.1",
-    "min_decay_lr": "scheduler.final_ratio=0.1",
-    "lr_min_ratio": "scheduler.final_ratio=0.1",
-    "alpha_f": "scheduler.final_ratio=0.1",
-    "clip_grad": "training.max_grad_norm=1.0",
-    "grad_clip": "training.max_grad_norm=1.0",
-    "gradient_clip_val": "training.max_grad_norm=1.0",
-    "gradient_clipping": "training.max_grad_norm=1.0",
-    "gradient_clipping_threshold": "training.max_grad_norm=1.0",
-    "clip_grad_norm": "training.max_grad_norm=1.0",
+    "optimizer.learning_rate=3e-4": "lr max_lr peak_lr",
+    "optimizer.b1=0.9 optimizer.b2=0.95": "betas",
+    "optimizer.b1=0.9": "beta1 adam_beta1 adam_b1",
+    "optimizer.b2=0.95": "beta2 adam_beta2 adam_b2",
+    "optimizer.eps=1e-8": "adam_epsilon epsilon",
+    "optimizer.weight_decay=0.1": "adam_weight_decay wd",
+    "optimizer=adamw": "opt_type optim optimizer_type",
+    "optimizer.groups=[{params:embedding,weight_decay:0.0}]": "group_overrides",
+    "scheduler=warmup_cosine": "lr_scheduler lr_scheduler_type schedule_type lr_decay_style",
+    "scheduler.warmup_steps=100": "lr_warmup_steps num_warmup_steps warmup warmup_iters",
+    "scheduler.warmup_ratio=0.03": "warmup_fraction",
+    "scheduler.final_ratio=0.1": "min_lr min_decay_lr lr_min_ratio alpha_f",
+    "training.max_grad_norm=1.0": (
+        "clip_grad grad_clip gradient_clip_val gradient_clipping gradient_clipping_threshold clip_grad_norm"
+    ),
     # batch and length
-    "batch_size": SIZES,
-    "per_device_batch_size": SIZES,
-    "per_device_train_batch_size": SIZES,
-    "local_batch_size": SIZES,
-    "device_batch_size": SIZES,
-    "rank_microbatch_size": SIZES,
-    "train_micro_batch_size_per_gpu": SIZES,
-    "gradient_accumulation": ACCUMULATION,
-    "grad_accum": ACCUMULATION,
-    "grad_accum_steps": ACCUMULATION,
-    "accumulate_grad_batches": ACCUMULATION,
-    "batch_accumulation_per_replica": ACCUMULATION,
-    "train_batch_size": "training.global_batch_size=256",
-    "rampup_batch_size": STAGES,
-    "step_batch_size_schedule": STAGES,
-    "enable_rampup_batch_size": STAGES,
-    "global_rampup_samples": STAGES,
-    "per_device_batch_size_start": STAGES,
-    "batch_size_warmup": STAGES,
-    "sequence_length": "training.seq_len=2048",
-    "max_seq_len": "training.seq_len=2048",
-    "max_seq_length": "training.seq_len=2048",
-    "max_sequence_length": "training.seq_len=2048",
-    "max_target_length": "training.seq_len=2048",
-    "max_length": "training.seq_len=2048",
-    "block_size": "training.seq_len=2048",
-    "steps": "training.max_steps=1000",
-    "num_steps": "training.max_steps=1000",
-    "train_steps": "training.max_steps=1000",
-    "total_steps": "training.max_steps=1000",
-    "max_iters": "training.max_steps=1000",
-    "max_duration": "training.max_steps=1000",
-    "num_batches": "training.max_steps=1000",
-    "num_train_steps": "training.max_steps=1000",
-    "epochs": "training.num_epochs=1",
-    "max_epochs": "training.num_epochs=1",
-    "num_train_epochs": "training.num_epochs=1",
-    "duration": "training.max_steps=1000",
+    "training.micro_batch_size=4": (
+        "batch_size per_device_batch_size per_device_train_batch_size local_batch_size device_batch_size "
+        "rank_microbatch_size train_micro_batch_size_per_gpu"
+    ),
+    "training.gradient_accumulation_steps=4": (
+        "gradient_accumulation grad_accum grad_accum_steps accumulate_grad_batches batch_accumulation_per_replica"
+    ),
+    "training.global_batch_size=256": "train_batch_size",
+    "training.global_batch_size=256 training.batch_stages=[{until_step:1000,global_batch_size:64}]": (
+        "rampup_batch_size step_batch_size_schedule enable_rampup_batch_size global_rampup_samples "
+        "per_device_batch_size_start batch_size_warmup"
+    ),
+    "training.seq_len=2048": (
+        "sequence_length max_seq_len max_seq_length max_sequence_length max_target_length max_length block_size"
+    ),
+    "training.max_steps=1000": (
+        "steps num_steps train_steps total_steps max_iters max_duration num_batches num_train_steps duration"
+    ),
+    "training.num_epochs=1": "epochs max_epochs num_train_epochs",
     # precision, memory, mesh
-    "bf16": "training.mixed_precision=bf16",
-    "fp16": "training.mixed_precision=bf16",
-    "precision": "training.mixed_precision=bf16",
-    "autocast_precision": "training.mixed_precision=bf16",
-    "amp": "training.mixed_precision=bf16",
-    "dtype": "training.compute_dtype=bfloat16",
-    "torch_dtype": "training.compute_dtype=bfloat16",
-    "gradient_checkpointing": "training.remat=full",
-    "activation_checkpointing": "training.remat=full",
-    "activation_checkpoint": "training.remat=full",
-    "ac_config": "training.remat=full",
-    "recompute_layer": "training.remat=full",
-    "remat_policy": "training.remat=full",
-    "recompute_granularity": "training.remat=full",
-    "fsdp": "training.sharding_strategy=full_shard",
-    "fsdp_sharding_strategy": "training.sharding_strategy=full_shard",
-    "zero_stage": "training.sharding_strategy=full_shard",
-    "dp_config": "training.sharding_strategy=full_shard",
-    "dp": "model.mesh_shape=[[-1],[dp]]",
-    "tp": "model.mesh_shape=[[-1,2],[fsdp,tp]]",
-    "tp_size": "model.mesh_shape=[[-1,2],[fsdp,tp]]",
-    "tensor_parallel_size": "model.mesh_shape=[[-1,2],[fsdp,tp]]",
-    "tensor_parallel_degree": "model.mesh_shape=[[-1,2],[fsdp,tp]]",
-    "data_parallel_shard_degree": "model.mesh_shape=[[-1],[fsdp]]",
-    "data_parallel_replicate_degree": "model.mesh_shape=[[2,-1],[dp,fsdp]]",
-    "context_parallel_size": "model.mesh_shape=[[-1,2],[fsdp,cp]]",
-    "context_parallel_degree": "model.mesh_shape=[[-1,2],[fsdp,cp]]",
-    "ici_context_parallelism": "model.mesh_shape=[[-1,2],[fsdp,cp]]",
-    "ici_fsdp_parallelism": "model.mesh_shape=[[-1],[fsdp]]",
-    "ici_tensor_parallelism": "model.mesh_shape=[[-1,2],[fsdp,tp]]",
+    "training.mixed_precision=bf16": "bf16 fp16 precision autocast_precision amp",
+    "training.compute_dtype=bfloat16": "dtype torch_dtype",
+    "training.remat=full": (
+        "gradient_checkpointing activation_checkpointing activation_checkpoint ac_config recompute_layer "
+        "remat_policy recompute_granularity"
+    ),
+    "training.sharding_strategy=full_shard": "fsdp fsdp_sharding_strategy zero_stage dp_config",
+    "model.mesh_shape=[[-1],[dp]]": "dp dp_size",
+    "model.mesh_shape=[[-1,2],[fsdp,tp]]": (
+        "tp tp_size tensor_parallel_size tensor_parallel_degree ici_tensor_parallelism"
+    ),
+    "model.mesh_shape=[[-1],[fsdp]]": "data_parallel_shard_degree ici_fsdp_parallelism",
+    "model.mesh_shape=[[2,-1],[dp,fsdp]]": "data_parallel_replicate_degree",
+    "model.mesh_shape=[[-1,2],[fsdp,cp]]": "context_parallel_size context_parallel_degree ici_context_parallelism",
     # model
-    "model_name": "model.init_from=ORGANISATION/NAME",
-    "model_name_or_path": "model.init_from=ORGANISATION/NAME",
-    "pretrained_model_name_or_path": "model.init_from=ORGANISATION/NAME",
-    "hidden_size": "model.embed_dim=256",
-    "d_model": "model.embed_dim=256",
-    "n_embd": "model.embed_dim=256",
-    "dim": "model.embed_dim=256",
-    "base_emb_dim": "model.embed_dim=256",
-    "intermediate_size": "model.mlp_dim=512",
-    "ffn_dim": "model.mlp_dim=512",
-    "num_hidden_layers": "model.num_layers=12",
-    "n_layers": "model.num_layers=12",
-    "n_layer": "model.num_layers=12",
-    "num_attention_heads": "model.num_heads=8",
-    "n_heads": "model.num_heads=8",
-    "n_head": "model.num_heads=8",
-    "num_key_value_heads": "model.num_kv_heads=1",
-    "n_kv_heads": "model.num_kv_heads=1",
-    "max_position_embeddings": "model.context_length=4096",
-    "tie_word_embeddings": "model.tied_head=true",
-    "lora_rank": "model.lora.rank=16",
-    "lora_r": "model.lora.rank=16",
-    "lora_alpha": "model.lora.alpha=32",
-    "lora_dropout": "model.lora.dropout=0.05",
-    "lora_module_path": "model.lora.targets=attention",
-    "lora_target_modules": "model.lora.targets=attention",
-    "load_in_8bit": "model.lora.rank=16 model.lora.quantize_base=int8",
-    "load_in_4bit": "model.lora.rank=16 model.lora.quantize_base=nf4",
-    "attn_implementation": "model.attention=xla",
+    "model.init_from=ORGANISATION/NAME": "model_name model_name_or_path pretrained_model_name_or_path",
+    "model.embed_dim=256": "hidden_size d_model n_embd dim base_emb_dim",
+    "model.mlp_dim=512": "intermediate_size ffn_dim",
+    "model.num_layers=12": "num_hidden_layers n_layers n_layer",
+    "model.num_heads=8": "num_attention_heads n_heads n_head",
+    "model.num_kv_heads=1": "num_key_value_heads n_kv_heads",
+    "model.context_length=4096": "max_position_embeddings",
+    "model.tied_head=true": "tie_word_embeddings",
+    "model.lora.rank=16": "lora_rank lora_r",
+    "model.lora.alpha=32": "lora_alpha",
+    "model.lora.dropout=0.05": "lora_dropout",
+    "model.lora.targets=attention": "lora_module_path lora_target_modules",
+    "model.lora.rank=16 model.lora.quantize_base=int8": "load_in_8bit",
+    "model.lora.rank=16 model.lora.quantize_base=nf4": "load_in_4bit",
+    "model.attention=xla": "attn_implementation",
     # data
-    "dataset": "data=text data.paths=[FOLDER]",
-    "dataset_name": "data=hf data.path=NAME",
-    "hf_dataset_or_datasets": "data=hf data.path=NAME",
-    "dataset_path": "data=text data.paths=[FOLDER]",
-    "train_dataset": "data=text data.paths=[FOLDER]",
-    "data_path": "data=text data.paths=[FOLDER]",
-    "data_dir": "data=text data.paths=[FOLDER]",
-    "data_source": "data=text data.paths=[FOLDER]",
-    "tokenizer_name": "tokenizer.path=FOLDER_OR_ID",
-    "tokenizer_name_or_path": "tokenizer.path=FOLDER_OR_ID",
-    "num_workers": "loading.read_threads=4",
-    "dataloader_num_workers": "loading.read_threads=4",
-    "num_loading_workers": "loading.read_threads=4",
+    "data=text data.paths=[FOLDER]": "dataset dataset_path train_dataset data_path data_dir data_source",
+    "data=hf data.path=NAME": "dataset_name hf_dataset_or_datasets",
+    "tokenizer.path=FOLDER_OR_ID": "tokenizer_name tokenizer_name_or_path",
+    "loading.read_threads=4": "num_workers dataloader_num_workers num_loading_workers",
     # checkpoints, evaluation, logs
-    "output_dir": "hydra.run.dir=FOLDER",
-    "output": "hydra.run.dir=FOLDER",
-    "save_folder": "hydra.run.dir=FOLDER",
-    "checkpoints_path": "hydra.run.dir=FOLDER",
-    "checkpoint_dir": "hydra.run.dir=FOLDER",
-    "save_steps": "checkpoint.save_every_steps=100",
-    "save_interval": "checkpoint.save_every_steps=100",
-    "save_interval_steps": "checkpoint.save_every_steps=100",
-    "checkpoint_interval": "checkpoint.save_every_steps=100",
-    "checkpoint_period": "checkpoint.save_every_steps=100",
-    "ephemeral_save_interval": "checkpoint.save_every_steps=100",
-    "save_total_limit": "checkpoint.max_to_keep=3",
-    "max_checkpoints_to_keep": "checkpoint.max_to_keep=3",
-    "resume_from_checkpoint": "resume=RUN_DIR",
-    "resume_checkpoint_path": "resume=RUN_DIR",
-    "load_path": "resume=RUN_DIR",
-    "load_checkpoint_path": "resume=RUN_DIR",
-    "eval_steps": "evaluation.every_steps=100",
-    "eval_interval": "evaluation.every_steps=100",
-    "eval_every_n_steps": "evaluation.every_steps=100",
-    "val_check_interval": "evaluation.every_steps=100",
-    "num_test_batches": "evaluation.num_sequences=64",
-    "num_eval_batches": "evaluation.num_sequences=64",
-    "train_fraction": "data.held_out_fraction=0.1",
-    "val_fraction": "data.held_out_fraction=0.1",
-    "log_interval": "logging.every_steps=10",
-    "logging_steps": "logging.every_steps=10",
-    "log_freq": "logging.every_steps=10",
-    "iteration_step_info_interval": "logging.every_steps=10",
-    "metrics_collect_interval": "logging.every_steps=10",
-    "log_level": "logging.level=info",
-    "log_lvl": "logging.level=info",
-    "log_filter_type": "logging.ranks=[0]",
-    "report_to": "logging.sinks=[jsonl,tensorboard]",
-    "tensorboard": "logging.sinks=[jsonl,tensorboard]",
-    "project": "project_name=NAME",
-    "wandb_project": "project_name=NAME",
-    "experiment_name": "run_name=NAME",
-    "run": "run_name=NAME",
-    "random_seed": "seed=1",
-    "init_seed": "seed=1",
-    # GRPO, by their sections there
-    "grpo.num_generations": "task=grpo task.group_size=8",
-    "grpo.num_iterations": "task=grpo task.passes_per_rollout=1",
-    "grpo.beta": "task=grpo task.kl_coefficient=0.08",
-    "grpo.epsilon": "task=grpo task.clip_low=0.2",
-    "num_generations": "task=grpo task.group_size=8",
-    "grpo.eos_tokens": "sampling.stop=['<end_of_turn>']",
-    "eos_tokens": "sampling.stop=['<end_of_turn>']",
-    "reward_function": "task=grpo task.rewards=[{function:exact_match,weight:1}]",
-    "reward_funcs": "task=grpo task.rewards=[{function:exact_match,weight:1}]",
-    "max_generation_steps": "sampling.max_new_tokens=256",
-    "max_completion_length": "sampling.max_new_tokens=256",
-    "inference_config": "sampling=greedy",
+    "hydra.run.dir=FOLDER": "output_dir output save_folder checkpoints_path checkpoint_dir",
+    "checkpoint.save_every_steps=100": (
+        "save_steps save_interval save_interval_steps checkpoint_interval checkpoint_period ephemeral_save_interval"
+    ),
+    "checkpoint.max_to_keep=3": "save_total_limit max_checkpoints_to_keep",
+    "resume=RUN_DIR": "resume_from_checkpoint resume_checkpoint_path load_path load_checkpoint_path",
+    "evaluation.every_steps=100": "eval_steps eval_interval eval_every_n_steps val_check_interval",
+    "evaluation.num_sequences=64": "num_test_batches num_eval_batches",
+    "data.held_out_fraction=0.1": "train_fraction val_fraction",
+    "logging.every_steps=10": (
+        "log_interval logging_steps log_freq iteration_step_info_interval metrics_collect_interval"
+    ),
+    "logging.level=info": "log_level log_lvl",
+    "logging.ranks=[0]": "log_filter_type",
+    "logging.sinks=[jsonl,tensorboard]": "report_to tensorboard",
+    "project_name=NAME": "project wandb_project",
+    "run_name=NAME": "experiment_name run",
+    "seed=1": "random_seed init_seed",
+    # GRPO; names with a point are those of a section `grpo`
+    "task=grpo task.group_size=8": "grpo.num_generations num_generations",
+    "task=grpo task.passes_per_rollout=1": "grpo.num_iterations",
+    "task=grpo task.kl_coefficient=0.08": "grpo.beta",
+    "task=grpo task.clip_low=0.2": "grpo.epsilon",
+    "sampling.stop=['<end_of_turn>']": "grpo.eos_tokens eos_tokens",
+    "task=grpo task.rewards=[{function:exact_match,weight:1}]": "reward_function reward_funcs",
+    "sampling.max_new_tokens=256": "max_generation_steps max_completion_length",
+    "sampling=greedy": "inference_config",
     # the run
-    "dry_run_only": "dry_run=true",
-    "profile": "training.profile_communication=true",
-    "profiler": "training.profile_communication=true",
-    "init_timeout": "distributed.init_timeout_s=600",
-    "ddp_timeout": "distributed.init_timeout_s=600",
-    "master_addr": "distributed.coordinator_address=HOST:29500",
-    "cpu_offload": "training.offload=optimizer",
-    "world_size": "distributed.num_processes=1",
+    "dry_run=true": "dry_run_only",
+    "training.profile_communication=true": "profile profiler",
+    "distributed.init_timeout_s=600": "init_timeout ddp_timeout",
+    "distributed.coordinator_address=HOST:29500": "master_addr",
+    "training.offload=optimizer": "cpu_offload",
+    "distributed.num_processes=1": "world_size",
 }
 
-# What has no counterpart, and what to do.
+# Values that other programs spell otherwise, in the same form: for each key of ours, our words and their values.
+NAMES_OF_VALUES: dict[str, dict[str, str]] = {
+    "training.sharding_strategy": {
+        "training.sharding_strategy=full_shard": "full_shard fsdp zero3",
+        "training.sharding_strategy=shard_grad_op": "shard_grad_op zero2",
+        "training.sharding_strategy=no_shard": "no_shard",
+        "mesh_shape=hsdp training.sharding_strategy=full_shard": "hybrid_shard hsdp",
+        "model.mesh_shape=[[-1],[dp]]": "ddp",
+        "training.sharding_strategy=shard_optimizer": "zero1",
+    },
+    "training.mixed_precision": {
+        "training.mixed_precision=bf16": "bfloat16 fp16",
+        "training.mixed_precision=fp32": "float32 no",
+    },
+    "training.remat": {
+        "training.remat=dots": "selective minimal",
+        "training.remat=full": "true",
+        "training.remat=none": "false",
+    },
+    "scheduler.name": {
+        "scheduler=warmup_cosine": "cosine cosine_with_warmup",
+        "scheduler=warmup_linear": "linear",
+        "scheduler=sqrt_decay": "1-sqrt",
+    },
+    "optimizer.name": {
+        "optimizer=adamw": "adam adamw_torch adamw_torch_fused adamwfused",
+    },
+}
+GROUPS = {"scheduler": "scheduler.name", "optimizer": "optimizer.name"}  # groups whose file names are values
+
+
+def _by_their_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Return our words by each name of other programs."""
+    return {theirs: ours for ours, text in names.items() for theirs in text.split()}
+
+
+KEYS = _by_their_names(NAMES_OF_KEYS)
+VALUES = {key: _by_their_names(names) for key, names in NAMES_OF_VALUES.items()}
+
+# Keys of other programs that nothing here stands for, and what to do instead.
 MISSING: dict[str, str] = {
     "compile_model": "every step is compiled",
     "torch_compile": "every step is compiled",
@@ -245,47 +173,6 @@ MISSING: dict[str, str] = {
     "num_passes": "python -m tunix.evaluate num_samples=N draws several answers to each question",
     "shuffle": "the order of the data is random, and follows from the seed",
 }
-
-# Values of a key that other programs spell otherwise, in lower case, and ours.
-VALUES: dict[str, dict[str, str]] = {
-    "training.sharding_strategy": {
-        "full_shard": "training.sharding_strategy=full_shard",
-        "shard_grad_op": "training.sharding_strategy=shard_grad_op",
-        "no_shard": "training.sharding_strategy=no_shard",
-        "hybrid_shard": "mesh_shape=hsdp training.sharding_strategy=full_shard",
-        "hsdp": "mesh_shape=hsdp training.sharding_strategy=full_shard",
-        "fsdp": "training.sharding_strategy=full_shard",
-        "ddp": "model.mesh_shape=[[-1],[dp]]",
-        "zero1": "training.sharding_strategy=shard_optimizer",
-        "zero2": "training.sharding_strategy=shard_grad_op",
-        "zero3": "training.sharding_strategy=full_shard",
-    },
-    "training.mixed_precision": {
-        "bfloat16": "training.mixed_precision=bf16",
-        "float32": "training.mixed_precision=fp32",
-        "no": "training.mixed_precision=fp32",
-        "fp16": "training.mixed_precision=bf16",
-    },
-    "training.remat": {
-        "selective": "training.remat=dots",
-        "minimal": "training.remat=dots",
-        "true": "training.remat=full",
-        "false": "training.remat=none",
-    },
-    "scheduler.name": {
-        "cosine": "scheduler=warmup_cosine",
-        "linear": "scheduler=warmup_linear",
-        "cosine_with_warmup": "scheduler=warmup_cosine",
-        "1-sqrt": "scheduler=sqrt_decay",
-    },
-    "optimizer.name": {
-        "adam": "optimizer=adamw",
-        "adamw_torch": "optimizer=adamw",
-        "adamw_torch_fused": "optimizer=adamw",
-        "adamwfused": "optimizer=adamw",
-    },
-}
-GROUPS = {"scheduler": "scheduler.name", "optimizer": "optimizer.name"}  # groups whose file names are values
 
 # Flags of other command lines, and our words.
 FLAGS: dict[str, str] = {

@@ -14,6 +14,7 @@ from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Ray, Slurm
 from tunix.config.low_rank import PROJECTIONS, Lora
 from tunix.config.model import Model
 from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
+from tunix.config.stage_checks import check_stages
 from tunix.config.step_ranges import read_steps
 from tunix.config.task import AnyTask, Dpo, Grpo, Task
 from tunix.config.training import Training
@@ -98,6 +99,8 @@ class Config(Section):
                 f"it again, past that step; set launcher.{again}=0"
             )
         sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
+        if sizes:
+            check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):
             sizes = mesh_shape.resolve(
                 self.model.mesh_shape,

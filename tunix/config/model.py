@@ -150,6 +150,7 @@ class Model(Section):
         dims = read_dims("model", self) | {"o": 1}
         if self.latent is not None:
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
+        dims["s"] = self.num_turns
         if self.layer_inputs is not None:
             dims["l"] = self.num_layers
         exchange = CP_EXCHANGES.get(self.cp_exchange)
@@ -190,6 +191,17 @@ class Model(Section):
     def runs(self) -> tuple[Run, ...]:
         """All layers as runs (`list_runs`)."""
         return list_runs(self)
+
+    @property
+    def num_turns(self) -> int:
+        """Equal parts of the layers in a row, between which stages may split them; 1 for layers that no stages split.
+
+        L G L G L G    3 turns, each a local and a global layer: 3 stages, and neither 2 nor 6
+        """
+        first, *others = self.runs
+        if others or self.shared_kv is not None or self.layer_inputs is not None:
+            return 1
+        return len(first.layers) // len(first.pattern)
 
     @property
     def keeps_base(self) -> bool:

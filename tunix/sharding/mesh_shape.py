@@ -124,16 +124,29 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
             )
     for dim, axes in _uneven(dims, sizes):
         num_entries, size = dims[dim.letter], count_devices(sizes, axes)
-        is_divisor = dim.may_stay_whole is Whole.AS_DIVISOR and size % num_entries == 0
-        if dim.may_stay_whole is Whole.ALWAYS or is_divisor:
+        if _allows(dim, num_entries, size):
             continue
-        legal = [n for n in range(1, num_entries + 1) if num_entries % n == 0]
+        # A number that divides this dimension is no way out where another dimension on the same axes refuses it.
+        on_axes = [DIMS[letter] for letter in dims if axes in _splits(DIMS[letter], sizes)]
+        legal = [n for n in range(1, num_entries + 1) if all(_allows(each, dims[each.letter], n) for each in on_axes)]
         near = nearest(legal, size)
         together = " x ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {size}" if len(axes) > 1 else "")
         raise UserError(
-            f"{dim.key}={num_entries} is not divisible by mesh ax{'e' if len(axes) > 1 else 'i'}s {together} "
-            f"(nearest {' x '.join(axes)}: {_or(near)})"
+            f"{dim.key or dim.name}={num_entries} is not divisible by mesh ax{'e' if len(axes) > 1 else 'i'}s "
+            f"{together} (nearest {' x '.join(axes)}: {_or(near)})"
         )
+
+
+def _allows(dim: Dim, num_entries: int, size: int) -> bool:
+    """Return whether so many devices may share a dimension: they divide it, or each may keep all of it."""
+    is_divisor = dim.may_stay_whole is Whole.AS_DIVISOR and size % num_entries == 0
+    return num_entries % size == 0 or dim.may_stay_whole is Whole.ALWAYS or is_divisor
+
+
+def _splits(dim: Dim, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Return the axes that split a dimension, of weights and of activations, without those of size 1."""
+    pairs = dict.fromkeys((dim.weight_axes, dim.activation_axes))
+    return [tuple(axis for axis in axes if sizes[axis] > 1) for axes in pairs]
 
 
 def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
@@ -147,10 +160,9 @@ def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str,
 def _uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, tuple[str, ...]]]:
     """Each dimension that axes should split and do not divide, with those of the axes that are larger than 1."""
     for letter in dims:
-        dim = DIMS[letter]
-        for axes in dict.fromkeys((dim.weight_axes, dim.activation_axes)):
+        for axes in _splits(DIMS[letter], sizes):
             if dims[letter] % count_devices(sizes, axes):
-                yield dim, tuple(axis for axis in axes if sizes[axis] > 1)
+                yield DIMS[letter], axes
 
 
 def count_devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:

@@ -6,38 +6,17 @@ from jax.sharding import AbstractMesh, Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model
-from tunix.config.mlp import ExpertsMlp
+from tunix.config.stage_checks import check_stages
 from tunix.models.exchanges import choose_exchange
 from tunix.sharding.arrays import has_host_memory
-from tunix.sharding.dims import DIMS, LAYERS
-from tunix.sharding.mesh_shape import check_divides, nearest, num_stages
+from tunix.sharding.mesh_shape import check_divides, nearest
 
 
 def check_model(model: Model, sizes: Mapping[str, int]) -> None:
-    """Raise `UserError` where a model does not run on a mesh of these sizes, whatever the training is.
-
-    Stages do the same at the same time, so each must have layers of the same kinds in the same order.
-    """
+    """Raise `UserError` where a model does not run on a mesh of these sizes, whatever the training is."""
+    check_stages(model, sizes)
     check_divides(model.dims, sizes)
     choose_exchange(model, sizes)
-    stages = num_stages(sizes)
-    if stages == 1:
-        return
-    first, *others = model.runs
-    leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
-    for key in ("shared_kv", "layer_inputs"):
-        if getattr(model, key) is not None:
-            raise UserError(f"model.{key} gives a layer arrays that do not travel from stage to stage; {leave_out}")
-    if others and isinstance(model.mlp, ExpertsMlp) and model.mlp.dense_layers:
-        raise UserError(
-            f"model.mlp.dense_layers={model.mlp.dense_layers}: the first stage would have layers without experts, and "
-            f"the others none; {leave_out}, or set model.mlp.dense_layers=0"
-        )
-    if others or len(first.layers) // len(first.pattern) % stages:
-        raise UserError(
-            f"model.num_layers={model.num_layers}: layers of several kinds take turns, and {stages} stages do not have "
-            f"the same whole turns; {leave_out}, or change model.num_layers"
-        )
 
 
 def check_pipeline_chunks(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
