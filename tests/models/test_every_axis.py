@@ -22,7 +22,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.families import FAMILIES
 from tunix.sharding.arrays import to_global
 from tunix.sharding.dims import axis_names
-from tunix.training.program import GRADIENTS, assemble, build_mesh
+from tunix.training.program import assemble, build_mesh
 from tunix.training.program_checks import check_model
 
 TOLERANCE = 1e-5  # float32; sums in another order
@@ -83,7 +83,7 @@ def loss_and_norm(cfg: Config, axes: str) -> dict[str, float]:
     training = cfg.training.model_copy(update={"micro_batch_size": SEQUENCES // shards})
     with jax.set_mesh(mesh):
         program = assemble(cfg.model_copy(update={"training": training}), mesh)
-        gradients = GRADIENTS[program.pipeline.schedule](program)
+        gradients = program.gradients()
 
         @jax.jit
         def run(params, rows):

@@ -16,7 +16,7 @@ from support.harness import SMALL, batch, experts
 from tunix.cli.compose import compose
 from tunix.models import products
 from tunix.sharding.arrays import to_global
-from tunix.training.program import GRADIENTS, assemble, build_mesh
+from tunix.training.program import assemble, build_mesh
 
 TOLERANCE = 1e-5  # float32; sums in another order
 # Two layers; few kinds of operations, because a program is compiled for each mesh.
@@ -46,7 +46,7 @@ def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
     training = cfg.training.model_copy(update={"micro_batch_size": int(sequences)})
     with jax.set_mesh(mesh):
         step = assemble(cfg.model_copy(update={"training": training}), mesh)
-        gradients = GRADIENTS[step.pipeline.schedule](step)
+        gradients = step.gradients()
 
         @jax.jit
         def run(params, rows):

@@ -1,6 +1,6 @@
 """The way of a step through the stages of the layers (the mesh axis pp)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from tunix.base.errors import UserError
@@ -9,14 +9,11 @@ from tunix.sharding.mesh_shape import nearest, num_stages, token_shards
 if TYPE_CHECKING:
     from tunix.config.training import Training
 
-# Each has a row in `GRADIENTS` of training/program.py. Without stages it is the first.
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
-
 
 class PipelineShape(NamedTuple):
     """The way of a step through the stages of the layers: parts of its microbatches, one after the other."""
 
-    schedule: str  # of PIPELINE_SCHEDULES
+    schedule: str  # key of `PIPELINE_SCHEDULES`
     num_stages: int  # S
     num_parts: int  # P, of one microbatch; each has sequences of every data shard
     num_microbatches: int  # A
@@ -25,15 +22,17 @@ class PipelineShape(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """True where the parts of all microbatches follow one another, and stages fill once a step."""
-        return self.schedule != "gpipe"
+        return PIPELINE_SCHEDULES[self.schedule].is_stream
+
+    @property
+    def fill(self) -> int:
+        """Ticks until the last stage has its first part."""
+        return self.num_stages - 1
 
     @property
     def num_ticks(self) -> int:
         """Times that each stage computes a chunk forward, and as often backward, in a step."""
-        fill = self.num_stages - 1  # ticks until the last stage has its first part
-        if self.is_stream:
-            return self.num_chunks * self.num_microbatches * self.num_parts + fill
-        return self.num_microbatches * (self.num_parts + fill)
+        return PIPELINE_SCHEDULES[self.schedule].count_ticks(self)
 
     @property
     def num_passes(self) -> float:
@@ -54,6 +53,35 @@ class PipelineShape(NamedTuple):
     def bubble(self) -> float:
         """Share of the ticks in which a stage computes nothing that is used."""
         return 1 - 1 / self.ticks_per_part
+
+
+class PipelineSchedule(NamedTuple):
+    """When stages go forward and backward."""
+
+    gradients: str  # place of what computes a step's gradients: (`Program` of training/program.py) -> `Gradients`
+    count_ticks: Callable[[PipelineShape], int]  # `PipelineShape.num_ticks`
+    is_stream: bool  # `PipelineShape.is_stream`
+    has_chunks: bool = False  # each stage has several chunks of layers, training.pipeline_chunks
+
+
+def _ticks_of_microbatches(shape: PipelineShape) -> int:
+    """Stages fill for each microbatch."""
+    return shape.num_microbatches * (shape.num_parts + shape.fill)
+
+
+def _ticks_of_stream(shape: PipelineShape) -> int:
+    """Stages fill once a step."""
+    return shape.num_chunks * shape.num_microbatches * shape.num_parts + shape.fill
+
+
+# The values of training.pipeline_schedule beside auto. Without stages it is the first.
+PIPELINE_SCHEDULES = {
+    "gpipe": PipelineSchedule("tunix.training.program:one_by_one", _ticks_of_microbatches, is_stream=False),
+    "1f1b": PipelineSchedule("tunix.training.program:as_stream", _ticks_of_stream, is_stream=True),
+    "interleaved": PipelineSchedule(
+        "tunix.training.program:as_stream", _ticks_of_stream, is_stream=True, has_chunks=True
+    ),
+}
 
 
 def count_parts(training: "Training", mesh_sizes: Mapping[str, int]) -> int:
@@ -77,20 +105,20 @@ def count_parts(training: "Training", mesh_sizes: Mapping[str, int]) -> int:
 
 
 def choose_schedule(training: "Training", mesh_sizes: Mapping[str, int]) -> str:
-    """Return the schedule, of PIPELINE_SCHEDULES.
+    """Return the schedule, a key of `PIPELINE_SCHEDULES`.
 
-    All but GPipe split the tokens of a part over the stages, and over devices that share sequences.
+    Streams split the tokens of a part over the stages, and over devices that share sequences.
 
     Raises:
         UserError: the schedule that was asked for does not divide the tokens, with the nearest numbers that it does.
     """
     schedule, stages = training.pipeline_schedule, num_stages(mesh_sizes)
     if stages == 1:
-        return PIPELINE_SCHEDULES[0]
+        return next(iter(PIPELINE_SCHEDULES))
     split = stages * token_shards(mesh_sizes)
     if schedule == "auto":
         return "gpipe" if training.seq_len % split else "1f1b"
-    if schedule != "gpipe" and training.seq_len % split:
+    if PIPELINE_SCHEDULES[schedule].is_stream and training.seq_len % split:
         low = max(1, training.seq_len // split) * split
         raise UserError(
             f"training.pipeline_schedule={schedule} splits training.seq_len={training.seq_len} over {split} devices; "

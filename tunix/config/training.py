@@ -256,7 +256,7 @@ class Training(Section):
         microbatches = self.batch_shape(mesh_sizes).num_microbatches
         parts = count_parts(self, mesh_sizes)
         schedule = choose_schedule(self, mesh_sizes)
-        chunks = {"interleaved": self.pipeline_chunks}.get(schedule, 1)
+        chunks = self.pipeline_chunks if PIPELINE_SCHEDULES[schedule].has_chunks else 1
         return PipelineShape(schedule, num_stages(mesh_sizes), parts, microbatches, chunks)
 
     def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:

@@ -177,7 +177,7 @@ def _state_bytes(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: 
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
             unreduced += shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
     accumulated = 0  # beside the sum of all microbatches, the gradients of one
-    if pipeline.schedule == "gpipe" and num_microbatches > 1 and (in_blocks or sync_every > 1):
+    if not pipeline.is_stream and num_microbatches > 1 and (in_blocks or sync_every > 1):
         accumulated = reduced if in_blocks else unreduced * jnp.dtype(layout.compute).itemsize // 4
     elif in_blocks and jnp.dtype(layout.param).itemsize < 4:  # gradients of blocks have the dtype of their weights
         accumulated = reduced * jnp.dtype(layout.param).itemsize // 4

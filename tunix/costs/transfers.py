@@ -126,7 +126,7 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Tr
     yield Transfer(
         "collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside), False, pipeline.num_ticks
     )
-    if pipeline.schedule == "gpipe":  # a place of the queue has time until it is needed
+    if not pipeline.is_stream:  # a place of the queue has time until it is needed
         yield Transfer("collective-permute", layout.stage_axes, pipeline.num_ticks * (2 * stream + beside))
         return
     # A part comes in and its result goes out, forward; backward the gradients of both.

@@ -10,11 +10,12 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training
 from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
 from tunix.config.mlp import ExpertsMlp
-from tunix.config.pipeline_shape import PipelineShape
+from tunix.config.pipeline_shape import PIPELINE_SCHEDULES, PipelineShape
 from tunix.config.training import REMAT_BY_PLATFORM
 from tunix.data.batch import abstract_arrays
 from tunix.models.expert_exchanges import check_expert_exchange, choose_expert_exchange
@@ -188,32 +189,29 @@ class Program:
         """Return XLA's options for the step on a mesh; those of the config win."""
         return known_options(self.overlap.options, mesh) | self.cfg.training.compiler_options
 
+    def gradients(self) -> Gradients:
+        """Return what computes the gradients of a step, by the schedule of the pipeline."""
+        return import_object(PIPELINE_SCHEDULES[self.pipeline.schedule].gradients)(self)
+
     def step(self, spans: Spans) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
         """The train step of a run of these steps, on which the learning rate depends; to be compiled."""
         cfg = self.cfg
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, spans)
-        gradients = GRADIENTS[self.pipeline.schedule](self)
+        gradients = self.gradients()
         norms_every = cfg.logging.layer_norms_every
         update = Update(self.optimizer, schedule, self.copies, self.guard, _bias_rate(cfg.model), norms_every)
         return make_train_step(gradients, self.arch, self.layout, update)
 
 
-def _one_by_one(program: Program) -> Gradients:
+def one_by_one(program: Program) -> Gradients:
+    """Return what computes the gradients of a step microbatch after microbatch."""
     return make_gradients(program.arch, program.loss_fn, program.layout, program.sync_every)
 
 
-def _as_stream(program: Program) -> Gradients:
+def as_stream(program: Program) -> Gradients:
+    """Return what computes the gradients of a step of which the parts are one stream through the stages."""
     chunks = program.pipeline.num_chunks
     return make_pipelined_gradients(program.arch, program.loss_fn, program.layout, program.sync_every, chunks)
-
-
-# How the gradients of a step are computed, by the schedule of the pipeline: microbatch after microbatch, or as one
-# stream of parts.
-GRADIENTS: dict[str, Callable[[Program], Gradients]] = {
-    "gpipe": _one_by_one,
-    "1f1b": _as_stream,
-    "interleaved": _as_stream,
-}
 
 
 def abstract_batch(cfg: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

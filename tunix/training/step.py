@@ -57,7 +57,7 @@ def make_train_step(
     sums of the loss divided by its weight; and a dict `NORMS` where the update has `norms_every`.
 
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
-    guard. `gradients` is what `make_gradients` returns, or another row of `GRADIENTS` (training/program.py).
+    guard. `gradients` is what `make_gradients` returns, or another schedule's `gradients` (`PIPELINE_SCHEDULES`).
     """
 
     def train_step(state, batch):
