@@ -9,7 +9,7 @@ from support.harness import ROOT, batch, program
 
 from tunix.cli.compose import compose
 from tunix.config.values import CONF
-from tunix.models.attention import attend
+from tunix.models.attention import Method, attend
 from tunix.models.seen import seen_in_row
 from tunix.sharding.arrays import to_global
 from tunix.training.program import build_layout, build_mesh
@@ -95,7 +95,7 @@ def attend_alone(q, k, v, segments, window):
 
         @jax.jit
         def attended(q, k, v, segments, window):
-            return attend(q, k, v, seen_in_row(segments, window), layout, "xla")
+            return attend(q, k, v, seen_in_row(segments, window), layout, Method("xla", "none", {}))
 
         return np.asarray(attended(*laid_out, window))
 

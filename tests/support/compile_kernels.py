@@ -22,7 +22,7 @@ from tunix.cli.compose import compose
 from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import Speeds, walk
-from tunix.models.attention import attend
+from tunix.models.attention import Method, attend
 from tunix.models.experts import Experts
 from tunix.models.flash import flash
 from tunix.models.seen import seen_in_row
@@ -86,7 +86,7 @@ def compile_exchange(mesh: Mesh, exchange: str) -> dict[str, list[str]]:
 
     def gradients(q, k, v, segments):
         def attended(q, k, v):
-            return attend(q, k, v, seen_in_row(segments, 300), layout, "auto", exchange)
+            return attend(q, k, v, seen_in_row(segments, 300), layout, Method("auto", exchange, {}))
 
         out, pull_back = jax.vjp(attended, q, k, v)
         return pull_back(out)

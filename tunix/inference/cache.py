@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.inference.gathered import Gathered
-from tunix.models.attention import attend
+from tunix.models.attention import Method, attend
 from tunix.models.block import Mix
 from tunix.models.linear_attention import Memory
 from tunix.models.seen import Seen, seen_in_row
@@ -40,9 +40,9 @@ def prefill(
     def mix_of(layer: Layer, _: None) -> Mix:
         def attend_to_prompt(q, kept, heads):
             seen = seen_in_row(model.local_segments(segments, layer), layer.window)
-            options = model.cfg.attention_options
+            method = Method(model.cfg.attention, "none", model.cfg.attention_options)
             k, v = heads.expand(*kept)
-            out = attend(q, k, v, seen, model.layout, model.cfg.attention, kv_letter=heads.kv_letter, **options)
+            out = attend(q, k, v, seen, model.layout, method, heads.kv_letter)
             return out, tuple(_placed(x, layer.window) for x in kept)
 
         return Mix(attend_to_prompt, lambda recurrence: recurrence.run_rows(segments))
@@ -72,11 +72,12 @@ def decode(
                 for old, new in zip(slots, kept, strict=True)
             )
             # One query has few scores: no kernel does better than the plain one.
-            chunked, options = model.cfg.local_attention == "chunk", model.cfg.attention_options
+            method = Method("xla", "none", model.cfg.attention_options)
+            chunked = model.cfg.local_attention == "chunk"
             seen = _seen_in_cache(size, time, first + (time - first) // size * size if chunked else first)
 
             def look(q, k, v, layout):
-                return attend(q, k, v, seen, layout, "xla", kv_letter=heads.kv_letter, **options)
+                return attend(q, k, v, seen, layout, method, heads.kv_letter)
 
             return heads.look_back(q, kept, look), kept
 

@@ -8,8 +8,9 @@ One function serves training, prefill and decoding. They differ only in `Seen`:
     decode   the newest token           the slots of a cache          1 where a slot holds a token of the row
 """
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,34 +28,32 @@ SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys befor
 NEAR_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
 
 
+class Method(NamedTuple):
+    """How attention is computed, for all layers of a model."""
+
+    kernel: str  # key of `KERNELS`, or a dotted path
+    exchange: str  # key of `CP_EXCHANGES`, or "none"
+    options: Mapping[str, Any]  # of the kernel (`Model.attention_options`)
+
+
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    seen: Seen,
-    layout: Layout,
-    kernel: str,
-    exchange: str = "none",
-    kv_letter: str = "K",
-    **options: Any,
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, layout: Layout, method: Method, kv_letter: str = "K"
 ) -> Any:
     """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
-    Scores and softmax are float32. `kernel` is a key of `KERNELS` or a dotted path; `exchange` is `none` or a key of
-    `CP_EXCHANGES`; `kv_letter` is that of the dimension of key/value heads, by which the layout splits them; `options`
-    are those of `Model.attention_options`, the same for every layer. Places and segments of `seen` are those of whole
-    sequences, on every device that has a part of them.
+    Scores and softmax are float32. `kv_letter` is that of the dimension of key/value heads, by which the layout splits
+    them. Places and segments of `seen` are those of whole sequences, on every device that has a part of them.
     """
-    of_queries, of_keys, of_rows = (layout.activation(letters) for letters in ("BTNH", f"BT{kv_letter}H", "BS"))
-    of_seen: Any = Seen._make([jax.P(), jax.P(), of_rows, of_rows, jax.P()])
+    q_spec, kv_spec, segments = (layout.activation(letters) for letters in ("BTNH", f"BT{kv_letter}H", "BS"))
+    seen_spec: Any = Seen._make([jax.P(), jax.P(), segments, segments, jax.P()])
 
-    def on_each_device(q, k, v, seen):
+    def attend_on_device(q, k, v, seen):
         k, v = (layout.own_kv_heads(x, q.shape[2], kv_letter) for x in (k, v))
-        return find_exchange(exchange)(kernel, q, k, v, seen, **options)
+        return find_exchange(method.exchange)(method.kernel, q, k, v, seen, **method.options)
 
-    in_specs = (of_queries, of_keys, of_keys, of_seen)
-    out_specs = (of_queries, layout.activation("BTN")) if "with_sums" in options else of_queries
-    mapped = stage_shard_map(on_each_device, in_specs, out_specs, layout.stages_around)
+    in_specs = (q_spec, kv_spec, kv_spec, seen_spec)
+    out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in method.options else q_spec
+    mapped = stage_shard_map(attend_on_device, in_specs, out_specs, layout.stages_around)
     return mapped(q, k, v, seen._replace(window=jnp.asarray(seen.window, jnp.int32)))
 
 
@@ -65,8 +64,8 @@ def attend(
 # float32 in nats.
 #
 # It gives its result the name "attention", by which remat policies keep it. If it has a backward rule of its own
-# (jax.custom_vjp), its forward rule gives this name to all that the rule needs beside q, k and v: a value with no name
-# is computed again.
+# (jax.custom_vjp), its forward rule gives this name to all that the backward rule needs beside q, k and v: a value
+# without a name is computed again.
 
 
 def plain(
@@ -96,6 +95,8 @@ def plain(
 
     spans = [span for span in SPANS if 2 * span <= length] if branches_are_cheap() else []
     triangle: Any = partial(_triangle, cap=cap, with_sums=with_sums)
+    # The number of spans that are smaller than the window: it is the place of the first span in which the window fits.
+    # The last way takes a window that fits in none.
     ways = [*(partial(_near, cap=cap, with_sums=with_sums, span=span) for span in spans), triangle]
     way = jnp.sum(jnp.asarray(seen.window) > jnp.asarray(spans, jnp.int32))
     out = jax.lax.switch(way, ways, q, k, v, seen) if spans else triangle(q, k, v, seen)
@@ -105,7 +106,7 @@ def plain(
 def _triangle(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, cap: float | None = None, with_sums: bool = False
 ) -> Any:
-    """Attention of each block of queries to all keys up to its own end; see `plain`."""
+    """Let each block of queries attend to all keys up to its own end; see `plain`."""
     length = q.shape[1]
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
@@ -129,7 +130,7 @@ def _near(
     *,
     span: int,
 ) -> Any:
-    """Attention where windows have at most `span` tokens: a block of queries takes the keys of a few blocks.
+    """Attend where windows have at most `span` tokens: a block of queries takes the keys of a few blocks.
 
         keys      0     1     2     3     4          a span of two blocks
         block 0   #
@@ -138,10 +139,10 @@ def _near(
               3         #     #     #
               4               #     #     #
 
-    All blocks are one piece of the program, a scan. Those at the beginning get blocks of zeros, whose places no query
-    sees; so does the last, if the length is not a multiple of a block.
+    All blocks are one piece of the program, a scan. In the place of blocks before the first one stand zeros, whose
+    places no query sees. Zeros also fill up the last block, if the length is not a multiple of a block.
     """
-    length, before = q.shape[1], span // NEAR_BLOCK
+    length, num_earlier = q.shape[1], span // NEAR_BLOCK
     count = -(-length // NEAR_BLOCK)
     unseen = 2 * count * NEAR_BLOCK  # a place behind all queries
 
@@ -151,35 +152,46 @@ def _near(
         x = jnp.pad(x, missing, constant_values=filler)
         return jnp.moveaxis(x.reshape(*x.shape[:dim], count, NEAR_BLOCK, *x.shape[dim + 1 :]), dim, 0)
 
-    def reach(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
+    def split_with_earlier(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
         """Like `split`, with the tokens of the blocks before each."""
+        # Blocks that are moved down by n places stand beside the block that comes n later:
+        #
+        #     moved by 2    -  -  0  1  2
+        #     moved by 1    -  0  1  2  3         a column has the keys of one block of queries; -: filler
+        #     blocks        0  1  2  3  4
         blocks = split(x, dim, filler)
         rest = [(0, 0)] * (blocks.ndim - 1)
         earlier = [
-            jnp.pad(blocks[: count - back], [(back, 0), *rest], constant_values=filler) for back in range(before, 0, -1)
+            jnp.pad(blocks[: count - n], [(n, 0), *rest], constant_values=filler) for n in range(num_earlier, 0, -1)
         ]
         return jnp.concatenate([*earlier, blocks], dim + 1)
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def one_block(_, each):
-        q, k, v, *rule = each
+    def one_block(_, block):
+        q, k, v, *rule = block
         return None, _weigh_values(q, k, v, Seen._make([*rule, seen.window]).mask(), cap, with_sums)
 
-    of_queries = split(seen.q_places, 0), split(seen.q_segments, 1)
-    of_keys = reach(seen.k_places, 0, unseen), reach(seen.k_segments, 1)
-    rules = of_queries[0], of_keys[0], of_queries[1], of_keys[1]
-    _, blocks = jax.lax.scan(one_block, None, (split(q, 1), reach(k, 1), reach(v, 1), *rules))
+    rules = Seen(
+        q_places=split(seen.q_places, 0),
+        q_segments=split(seen.q_segments, 1),
+        k_places=split_with_earlier(seen.k_places, 0, unseen),
+        k_segments=split_with_earlier(seen.k_segments, 1),
+        window=seen.window,
+    )
+    arrays = split(q, 1), split_with_earlier(k, 1), split_with_earlier(v, 1)
+    _, blocks = jax.lax.scan(one_block, None, (*arrays, *rules[:-1]))
 
     def join(blocks: jax.Array) -> jax.Array:
         """[blocks, B, tokens of a block, ..] -> [B, T, ..]."""
-        whole = jnp.moveaxis(blocks, 0, 1)
-        return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, :length]
+        rows = jnp.moveaxis(blocks, 0, 1)
+        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
 
     return jax.tree.map(join, blocks)
 
 
 def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: float | None, with_sums: bool) -> Any:
-    """Return the sum of values with the softmax of the scores, for a mask [B, 1, T, S]; see `plain`."""
+    """Return the sum of values, weighed by the softmax of the scores, for a mask [B, 1, T, S]; see `plain`."""
+    # JAX's own function has no cap and no sums, and wants values as wide as keys.
     if cap is None and not with_sums and q.shape[3] == v.shape[3]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
     batch, length, num_heads, dim = q.shape

@@ -25,10 +25,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.models.chips import row_of_chip
-from tunix.models.flash_blocks import BLOCKS, Blocks
-from tunix.models.flash_kernels import LOG2_E, forward, keys_gradient, queries_gradient
-from tunix.models.seen import first_keys
+from tunix.models.chips import row_in_use
+from tunix.models.flash_blocks import BLOCKS, Blocks, padded_dim
+from tunix.models.flash_kernels import (
+    LOG2_E,
+    BackwardInputs,
+    Inputs,
+    Variant,
+    forward,
+    keys_gradient,
+    queries_gradient,
+)
+from tunix.models.seen import first_keys, last_queries
 
 MULTIPLE = 128  # rows are filled up to a multiple of all sizes of blocks
 
@@ -49,56 +57,39 @@ def flash(
     Each segment of `seen` must be one run of its row. T is filled up to a multiple of 128 and H to the next size that
     `BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests.
     """
-    interpret = blocks is not None
-    if blocks is None:
-        blocks = row_of_chip(BLOCKS, jax.sharding.get_abstract_mesh().abstract_device.device_kind)
-    assert blocks is not None
-    length, dim = q.shape[1], q.shape[3]
-    padded_dim = min(size for size in blocks if size >= dim)
-
-    def pad(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, -length % MULTIPLE), (0, 0), (0, padded_dim - x.shape[3])])
-
-    # Tokens that fill a row up are a segment of their own.
+    rows, interpret = blocks or row_in_use(BLOCKS), blocks is not None
+    length, dim = q.shape[1], padded_dim(rows, q.shape[3])
+    # Tokens that fill a row up are a segment of their own: no token of the row sees them.
     segments = jnp.pad(seen.q_segments, [(0, 0), (0, -length % MULTIPLE)], constant_values=-1)
     first, end = first_keys(segments, seen.window), last_queries(segments, seen.window)
-    out, log_sums = _attend(pad(q), pad(k), pad(v), first, end, blocks[padded_dim], cap, interpret)
+    inputs = Inputs(pad_heads(q, dim), pad_heads(k, dim), pad_heads(v, dim), first, end)
+    out, log_sums = _attend(inputs, Variant(rows[dim], cap, interpret))
     out = out[:, :length, :, : v.shape[3]]
     return (out, jnp.swapaxes(log_sums, 1, 2)[:, :length] / LOG2_E) if with_sums else out
 
 
-def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
-    """Return the place behind the last query that sees each key, [B, T] int32."""
-    length = segments.shape[1]
-    places = jnp.arange(length, dtype=jnp.int32)
-    changes = segments[:, 1:] != segments[:, :-1]
-    edge = jnp.ones_like(changes[:, :1])
-    behind = jnp.where(jnp.concatenate([changes, edge], 1), places + 1, length)
-    behind = jax.lax.cummin(behind, axis=1, reverse=True)
-    return jnp.minimum(behind, places + window)
+def pad_heads(x: jax.Array, dim: int) -> jax.Array:
+    """Fill [B, T, heads, H] up to a multiple of all sizes of blocks, and to this head dim."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % MULTIPLE), (0, 0), (0, dim - x.shape[3])])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(q, k, v, first, end, blocks, cap, interpret):
-    return forward(q, k, v, first, blocks.forward, cap, interpret)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(inputs: Inputs, variant: Variant) -> Any:
+    return forward(inputs, variant)
 
 
-def _attend_forward(q, k, v, first, end, blocks, cap, interpret):
+def _attend_forward(inputs, variant):
     # Both have the name by which remat policies keep them: without log_sums the forward kernel would run again.
-    out, log_sums = (checkpoint_name(x, "attention") for x in forward(q, k, v, first, blocks.forward, cap, interpret))
-    return (out, log_sums), (q, k, v, first, end, out, log_sums)
+    out, log_sums = (checkpoint_name(x, "attention") for x in forward(inputs, variant))
+    return (out, log_sums), (inputs, out, log_sums)
 
 
-def _attend_backward(blocks, cap, interpret, kept, gradients):
-    q, k, v, first, end, out, log_sums = kept
-    d_out, d_log_sums = gradients
-    # The gradient of the scores is p * (dp - delta), where delta = sum(dp * p) = sum(d_out * out) of each query. The
-    # gradient of the log of the sum is p, times what the caller makes of it: it joins delta.
-    delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32)
-    delta -= d_log_sums * LOG2_E  # log2 of the sums
-    dq = queries_gradient(q, k, v, first, log_sums, delta, d_out, blocks.d_queries, cap, interpret)
-    dk, dv = keys_gradient(q, k, v, end, log_sums, delta, d_out, blocks.d_keys, cap, interpret)
-    return dq, dk, dv, None, None
+def _attend_backward(variant, residuals, gradients):
+    inputs, out, log_sums = residuals
+    backward = BackwardInputs.from_gradients(out, log_sums, *gradients)
+    dq = queries_gradient(inputs, backward, variant)
+    dk, dv = keys_gradient(inputs, backward, variant)
+    return (Inputs(dq, dk, dv, first=None, end=None),)  # places are whole numbers, which have no gradient
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

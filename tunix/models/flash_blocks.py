@@ -1,4 +1,4 @@
-"""Sizes of the blocks of the flash kernels by kind of chip. Apart from the kernels, which import Pallas."""
+"""Sizes of the blocks of the flash kernels by kind of chip, apart from the kernels, which import Pallas."""
 
 from typing import NamedTuple
 
@@ -42,15 +42,21 @@ BLOCKS: dict[str, dict[int, Blocks]] = {
 }
 
 
+def padded_dim(blocks: dict[int, Blocks], dim: int) -> int:
+    """Return the smallest head dim with blocks that has room for heads of `dim` numbers."""
+    return min(size for size in blocks if size >= dim)
+
+
 def blocks_for(blocks: dict[int, Blocks], dim: int) -> Blocks:
-    """Return the blocks of the smallest head dim that holds heads of `dim` numbers."""
-    return blocks[min(size for size in blocks if size >= dim)]
+    """Return the blocks for heads of `dim` numbers, which are filled up to `padded_dim`."""
+    return blocks[padded_dim(blocks, dim)]
 
 
 def computed_pairs(length: int, windows: list[int], block: Block) -> float:
     """Return how many pairs of a query and a key the forward kernel computes in a row of one document.
 
-    It is the mean over layers with these windows. A block at the end of a range counts whole.
+    It is the mean over layers with these windows. A block at the end of a range counts in full, as the kernel computes
+    it in full and masks what no query sees.
     """
     begins = np.arange(0, length, block.queries)
     stops = -(-np.minimum(begins + block.queries, length) // block.keys)
@@ -65,12 +71,12 @@ def computed_pairs(length: int, windows: list[int], block: Block) -> float:
 def computed_pairs_in_ring(own_tokens: int, num_devices: int, window: int, block: Block) -> np.ndarray:
     """Return how many pairs the forward kernel computes in each step of a ring, [devices], on the device with the end.
 
-    Sequences have one document.
+    Sequences have one document. The device with the last tokens sees the keys of all others, and all wait for it.
     """
     begins = np.arange(0, own_tokens, block.queries)
     stop = -(-own_tokens // block.keys)
     pairs = [computed_pairs(own_tokens, [window], block)]
-    for distance in range(own_tokens, num_devices * own_tokens, own_tokens):
+    for distance in range(own_tokens, num_devices * own_tokens, own_tokens):  # tokens from the block to the queries
         starts = np.clip(begins + distance - window + 1, 0, own_tokens) // block.keys
         pairs.append(float(np.sum(np.maximum(stop - starts, 0))) * block.queries * block.keys)
     return np.array(pairs)

@@ -1,4 +1,8 @@
-"""Kernels of attention on ranges: the forward pass, the gradient of queries, and that of keys and values."""
+"""Kernels of attention on ranges: the forward pass, the gradient of queries, and that of keys and values.
+
+Each kernel is a function of refs, which a program reads with `ref[...]`. `Inputs` and `BackwardInputs` hold arrays
+outside of a kernel, and the refs to their blocks inside of it: Pallas keeps the structure of its arguments.
+"""
 
 import math
 from functools import partial
@@ -9,16 +13,48 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tunix.models.flash_blocks import Block
+from tunix.models.flash_blocks import Blocks
+from tunix.models.kernel_call import call_kernel, shape_like
+from tunix.models.seen import MASKED
 from tunix.models.soft_cap import soft_cap
 
 LOG2_E = math.log2(math.e)  # the chip's fast exponential is 2 ** x
-MASKED = -1e30  # a score. It is finite, because a block may have no key at all for some of its queries
 
 
-class Keys(NamedTuple):
-    """Keys of one call of the kernels, relative to its queries, and its results."""
+class Inputs(NamedTuple):
+    """Queries, keys, values, and the ranges that say which keys a query sees. A kernel gets one of the two ranges."""
 
+    q: Any  # [B, T, N, H], scaled
+    k: Any  # [B, T, K, H]
+    v: Any  # [B, T, K, H]
+    first: Any  # [B, T] int32: place of the first key that each query sees
+    end: Any  # [B, T] int32: place behind the last query that sees each key
+
+
+class BackwardInputs(NamedTuple):
+    """Arrays of the queries that the gradients need beside the inputs of the forward pass."""
+
+    log_sums: Any  # [B, N, T] float32: log2 of the sums of the softmax
+    delta: Any  # [B, N, T] float32: the part of the gradient of a score that is the same for all keys of a query
+    d_out: Any  # [B, T, N, H]
+
+    @classmethod
+    def from_gradients(cls, out: jax.Array, log_sums: jax.Array, d_out: jax.Array, d_log_sums: jax.Array) -> Any:
+        """Return these arrays, out of both results of the forward pass and their gradients.
+
+        The gradient of the scores is p * (dp - delta), where delta = sum(dp * p) = sum(d_out * out) of each query. The
+        gradient of the log of the sum is p, times what the caller makes of it: it joins delta.
+        """
+        delta = jnp.einsum("btnh,btnh->bnt", out, d_out, preferred_element_type=jnp.float32)
+        return cls(log_sums, delta - d_log_sums * LOG2_E, d_out)
+
+
+class Variant(NamedTuple):
+    """Everything about a call of the kernels that is known before the arrays: each variant is a program of its own."""
+
+    blocks: Blocks
+    cap: float | None  # of the scores
+    interpret: bool  # on any device, slowly, for tests
     # All keys are tokens before the queries, and there are so many; those behind them fill the array up. A query may
     # see none of them. None: keys and queries are the same tokens.
     num_before: int | None = None
@@ -26,87 +62,76 @@ class Keys(NamedTuple):
     suffix: str = ""  # of the names of the kernels
 
 
-WHOLE = Keys()  # of whole sequences
-
-
-def forward(q, k, v, first, block, cap, interpret, of: Keys = WHOLE):
+def forward(inputs: Inputs, variant: Variant) -> Any:
     """Return outputs [B, T, N, H], and log2 of the sums of the softmax [B, N, T] float32."""
-    batch, length, heads, _ = q.shape
-    queries, keys, rows, sums = _specs_of_queries(q, k, block)
-    return _call(
-        partial(_forward_kernel, block_k=block.keys, cap=cap, num_before=of.num_before),
-        (q, k, v, first),
-        out_shape=[_like(q, q.shape, of.dtype), _like(q, (batch, heads, length), jnp.float32)],
-        in_specs=[queries, keys, keys, rows],
-        out_specs=[queries, sums],
+    (batch, length, heads, _), block = inputs.q.shape, variant.blocks.forward
+    specs, sums = _query_specs(inputs, block.queries)
+    return call_kernel(
+        partial(_forward_kernel, variant=variant),
+        (inputs._replace(end=None),),
+        out_shape=[
+            shape_like(inputs.q, inputs.q.shape, variant.dtype),
+            shape_like(inputs.q, (batch, heads, length), jnp.float32),
+        ],
+        in_specs=(specs,),
+        out_specs=[specs.q, sums],
         # A program for each head, block of queries and row. All keys of the row are in reach; it loads those it needs.
         grid=(heads, length // block.queries, batch),
         block=block,
-        interpret=interpret,
-        name=f"attention_forward{of.suffix}",
+        interpret=variant.interpret,
+        name=f"attention_forward{variant.suffix}",
     )
 
 
-def queries_gradient(q, k, v, first, log_sums, delta, d_out, block, cap, interpret, of: Keys = WHOLE):
-    """Return the gradient of the queries, of the shape of q; log_sums and delta are [B, N, T]."""
-    batch, length, heads, _ = q.shape
-    queries, keys, rows, sums = _specs_of_queries(q, k, block)
-    return _call(
-        partial(_queries_kernel, block_k=block.keys, cap=cap, num_before=of.num_before),
-        (q, k, v, first, log_sums, delta, d_out),
-        out_shape=_like(q, q.shape, of.dtype),
-        in_specs=[queries, keys, keys, rows, sums, sums, queries],
-        out_specs=queries,
+def queries_gradient(inputs: Inputs, backward: BackwardInputs, variant: Variant) -> Any:
+    """Return the gradient of the queries, of the shape of q."""
+    (batch, length, heads, _), block = inputs.q.shape, variant.blocks.d_queries
+    specs, sums = _query_specs(inputs, block.queries)
+    return call_kernel(
+        partial(_queries_kernel, variant=variant),
+        (inputs._replace(end=None), backward),
+        out_shape=shape_like(inputs.q, inputs.q.shape, variant.dtype),
+        in_specs=(specs, BackwardInputs(sums, sums, specs.q)),
+        out_specs=specs.q,
         grid=(heads, length // block.queries, batch),
         block=block,
-        interpret=interpret,
-        name=f"attention_d_queries{of.suffix}",
+        interpret=variant.interpret,
+        name=f"attention_d_queries{variant.suffix}",
     )
 
 
-def keys_gradient(q, k, v, end, log_sums, delta, d_out, block, cap, interpret, of: Keys = WHOLE):
-    """Return the gradients of keys and values; `end` [B, T] are the places behind the last queries that see them."""
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
+def keys_gradient(inputs: Inputs, backward: BackwardInputs, variant: Variant) -> Any:
+    """Return the gradients of keys and values, of the shapes of k and v."""
+    (batch, length, heads, dim), block = inputs.q.shape, variant.blocks.d_keys
+    kv_heads = inputs.k.shape[2]
     group = heads // kv_heads
     # A program for each key/value head: it goes through the query heads that share it, and adds their gradients up.
     keys = pl.BlockSpec((None, block.keys, None, dim), lambda head, n, row: (row, n, head, 0))
     queries = pl.BlockSpec((None, length, group, dim), lambda head, n, row: (row, 0, head, 0))
-    rows = pl.BlockSpec((None, block.keys), lambda head, n, row: (row, n))
+    ends = pl.BlockSpec((None, block.keys), lambda head, n, row: (row, n))
     sums = pl.BlockSpec((None, group, length), lambda head, n, row: (row, head, 0))
-    return _call(
-        partial(_keys_kernel, block_q=block.queries, cap=cap, are_before=of.num_before is not None),
-        (q, k, v, end, log_sums, delta, d_out),
-        out_shape=[_like(k, k.shape, of.dtype), _like(v, v.shape, of.dtype)],
-        in_specs=[queries, keys, keys, rows, sums, sums, queries],
+    return call_kernel(
+        partial(_keys_kernel, variant=variant),
+        (inputs._replace(first=None), backward),
+        out_shape=[shape_like(x, x.shape, variant.dtype) for x in (inputs.k, inputs.v)],
+        in_specs=(Inputs(queries, keys, keys, None, ends), BackwardInputs(sums, sums, queries)),
         out_specs=[keys, keys],
         grid=(kv_heads, length // block.keys, batch),
         block=block,
-        interpret=interpret,
-        name=f"attention_d_keys{of.suffix}",
+        interpret=variant.interpret,
+        name=f"attention_d_keys{variant.suffix}",
     )
 
 
-def _specs_of_queries(q, k, block):
-    """Return what a program for one block of queries sees of queries, of keys, of [B, T] and of [B, N, T]."""
-    _, length, heads, dim = q.shape
-    group = heads // k.shape[2]
-    return (
-        pl.BlockSpec((None, block.queries, None, dim), lambda head, n, row: (row, n, head, 0)),
-        pl.BlockSpec((None, length, None, dim), lambda head, n, row: (row, 0, head // group, 0)),
-        pl.BlockSpec((None, block.queries), lambda head, n, row: (row, n)),
-        pl.BlockSpec((None, None, block.queries), lambda head, n, row: (row, head, n)),
-    )
-
-
-def _call(kernel, arrays, *, block: Block, **params) -> Any:
-    run = triton.CompilerParams(num_warps=block.warps, num_stages=block.stages)
-    return pl.pallas_call(kernel, compiler_params=run, **params)(*arrays)
-
-
-def _like(x: jax.Array, shape, dtype=None) -> jax.ShapeDtypeStruct:
-    """Return the shape of a result that varies over the mesh as `x` does, inside a shard_map."""
-    return jax.ShapeDtypeStruct(shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+def _query_specs(inputs: Inputs, block_q: int) -> tuple[Inputs, pl.BlockSpec]:
+    """Return the parts of the inputs, and of an array [B, N, T], that a program for one block of queries sees."""
+    _, length, heads, dim = inputs.q.shape
+    group = heads // inputs.k.shape[2]
+    queries = pl.BlockSpec((None, block_q, None, dim), lambda head, n, row: (row, n, head, 0))
+    keys = pl.BlockSpec((None, length, None, dim), lambda head, n, row: (row, 0, head // group, 0))
+    firsts = pl.BlockSpec((None, block_q), lambda head, n, row: (row, n))
+    sums = pl.BlockSpec((None, None, block_q), lambda head, n, row: (row, head, n))
+    return Inputs(queries, keys, keys, firsts, None), sums
 
 
 def _over_blocks(body, carry, low, full, last, high):
@@ -142,22 +167,30 @@ def _through_cap(gradient: jax.Array, capped: jax.Array, cap: float | None) -> j
     return gradient if cap is None else gradient * (1 - (capped / cap) ** 2)
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, block_k, cap, num_before):
-    block_q, dim = q_ref.shape
-    begin = pl.program_id(1) * block_q
-    q, first, rows = q_ref[...], first_ref[...], begin + jnp.arange(block_q)
+def _forward_kernel(inputs: Inputs, out_ref, log_sums_ref, *, variant: Variant):
+    """Output of a block of queries of one head.
+
+    The scores of a query exist for one block of keys at a time, so its softmax is computed block by block: `top` is the
+    largest score so far, and all sums are relative to it.
+
+        out   = sum of exp(score - top) value           total = sum of exp(score - top)
+
+    Where a block has a larger score, both sums shrink by exp(old top - new top) before the block is added.
+    """
+    (block_q, dim), block_k, cap = inputs.q.shape, variant.blocks.forward.keys, variant.cap
+    begin, num_before = pl.program_id(1) * block_q, variant.num_before
+    q, first, rows = inputs.q[...], inputs.first[...], begin + jnp.arange(block_q)
 
     def body(n, carry, *, masked):
-        out, top, total = carry  # outputs and sums so far, relative to the largest score so far
+        out, top, total = carry
         here = pl.ds(n * block_k, block_k)
-        scores = soft_cap(triton.dot(q, k_ref[here, :].T), cap) * LOG2_E
+        scores = soft_cap(triton.dot(q, inputs.k[here, :].T), cap) * LOG2_E
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             scores = jnp.where(_sees(first, rows, keys, num_before), scores, MASKED)
-        # Softmax block by block: where a larger score comes, what was added up before shrinks to the new scale.
         higher = jnp.maximum(top, scores.max(1))
         p, scale = jnp.exp2(scores - higher[:, None]), jnp.exp2(top - higher)
-        v = v_ref[here, :]
+        v = inputs.v[here, :]
         return out * scale[:, None] + triton.dot(p.astype(v.dtype), v), higher, total * scale + p.sum(1)
 
     nothing = jnp.zeros((block_q, dim), jnp.float32), jnp.full(block_q, -jnp.inf), jnp.zeros(block_q, jnp.float32)
@@ -168,23 +201,22 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, log_sums_ref, *, bl
     log_sums_ref[...] = top + jnp.log2(total)
 
 
-def _queries_kernel(
-    q_ref, k_ref, v_ref, first_ref, log_sums_ref, delta_ref, d_out_ref, dq_ref, *, block_k, cap, num_before
-):
-    block_q, dim = q_ref.shape
-    begin = pl.program_id(1) * block_q
-    q, first, rows = q_ref[...], first_ref[...], begin + jnp.arange(block_q)
-    log_sums, delta, d_out = log_sums_ref[...], delta_ref[...], d_out_ref[...]
+def _queries_kernel(inputs: Inputs, backward: BackwardInputs, dq_ref, *, variant: Variant):
+    """Gradient of a block of queries of one head: the sum of d_scores x key over the keys that they see."""
+    (block_q, dim), block_k, cap = inputs.q.shape, variant.blocks.d_queries.keys, variant.cap
+    begin, num_before = pl.program_id(1) * block_q, variant.num_before
+    q, first, rows = inputs.q[...], inputs.first[...], begin + jnp.arange(block_q)
+    log_sums, delta, d_out = backward.log_sums[...], backward.delta[...], backward.d_out[...]
 
     def body(n, dq, *, masked):
         here = pl.ds(n * block_k, block_k)
-        k = k_ref[here, :]
+        k = inputs.k[here, :]
         scores = soft_cap(triton.dot(q, k.T), cap)
-        p = jnp.exp2(scores * LOG2_E - log_sums[:, None])  # the softmax once more, out of the sums that were kept
+        p = jnp.exp2(scores * LOG2_E - log_sums[:, None])  # the softmax once more, out of the sums of the forward pass
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             p = jnp.where(_sees(first, rows, keys, num_before), p, 0)
-        d_scores = p * (triton.dot(d_out, v_ref[here, :].T) - delta[:, None])
+        d_scores = p * (triton.dot(d_out, inputs.v[here, :].T) - delta[:, None])
         d_scores = _through_cap(d_scores, scores, cap)
         return dq + triton.dot(d_scores.astype(k.dtype), k)
 
@@ -192,32 +224,32 @@ def _queries_kernel(
     dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
-def _keys_kernel(
-    q_ref, k_ref, v_ref, end_ref, log_sums_ref, delta_ref, d_out_ref, dk_ref, dv_ref, *, block_q, cap, are_before
-):
+def _keys_kernel(inputs: Inputs, backward: BackwardInputs, dk_ref, dv_ref, *, variant: Variant):
     """Gradients of a block of keys and values of one head; the query heads that share it come one after the other."""
-    block_k, dim = k_ref.shape
-    begin = pl.program_id(1) * block_k
-    k, v, end, keys = k_ref[...], v_ref[...], end_ref[...], begin + jnp.arange(block_k)
+    (block_k, dim), block_q, cap = inputs.k.shape, variant.blocks.d_keys.queries, variant.cap
+    begin, are_before = pl.program_id(1) * block_k, variant.num_before is not None
+    k, v, end, keys = inputs.k[...], inputs.v[...], inputs.end[...], begin + jnp.arange(block_k)
 
     def body(n, carry, *, masked, head):
         dk, dv = carry
         here = pl.ds(n * block_q, block_q)
-        q, d_out = q_ref[here, head, :], d_out_ref[here, head, :]
+        q, d_out = inputs.q[here, head, :], backward.d_out[here, head, :]
         scores = soft_cap(triton.dot(k, q.T), cap)  # [keys, queries]
-        p = jnp.exp2(scores * LOG2_E - log_sums_ref[head, here][None, :])
+        p = jnp.exp2(scores * LOG2_E - backward.log_sums[head, here][None, :])
         if masked:
             rows = n * block_q + jnp.arange(block_q)
             sees = rows < end[:, None]
             p = jnp.where(sees if are_before else sees & (rows >= keys[:, None]), p, 0)
         dv += triton.dot(p.astype(d_out.dtype), d_out)
-        d_scores = p * (triton.dot(v, d_out.T) - delta_ref[head, here][None, :])
+        d_scores = p * (triton.dot(v, d_out.T) - backward.delta[head, here][None, :])
         d_scores = _through_cap(d_scores, scores, cap)
         return dk + triton.dot(d_scores.astype(q.dtype), q), dv
 
-    # The queries that see these keys: from the keys' own places on (masked: keys after a query), then those that see
-    # all of them, and at last those after the end of a document or of a window (masked again). All queries come after
-    # keys before them.
+    # block of queries    0   1   2   3   4   5   6       the places of the keys lie in block 1, and their ends, of a
+    #                         m   #   #   m               document or of a window, in block 4; m: masked, #: each query
+    #                        low full    last             sees each key; high is 5
+    #
+    # All queries come after keys before them: the first blocks need no mask then.
     low, high = 0 if are_before else begin // block_q, pl.cdiv(jnp.max(end), block_q)
     full = 0 if are_before else jnp.minimum(pl.cdiv(begin + block_k, block_q), high)
     last = jnp.maximum(jnp.min(end) // block_q, full)
@@ -226,5 +258,5 @@ def _keys_kernel(
         return _over_blocks(partial(body, head=head), carry, low, full, last, high)
 
     nothing = jnp.zeros((block_k, dim), jnp.float32)
-    dk, dv = jax.lax.fori_loop(0, q_ref.shape[1], one_head, (nothing, nothing))
+    dk, dv = jax.lax.fori_loop(0, inputs.q.shape[1], one_head, (nothing, nothing))
     dk_ref[...], dv_ref[...] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)

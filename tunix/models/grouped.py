@@ -1,7 +1,7 @@
 """Products of rows with the weights of their groups, for GPUs: each block of rows meets the weights of one group.
 
 The rows are sorted by group, and how many rows a group has is data. Each group has its own blocks of rows, of which the
-last one may not be full. A block knows its group, its first row, and the row behind its last one:
+last one may not be full. A block knows its group, its first row, and the row behind its last one (`Tiles`):
 
     rows     0 1 2 3 4 5 6 7 8 9 10 11        sizes of the groups 5, 0, 4; three rows behind them
     group    0 0 0 0 0 2 2 2 2
@@ -14,17 +14,26 @@ weights; the gradient of weights, a sum over the rows of a group. They take 16-b
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tunix.models.chips import row_of_chip
+from tunix.models.chips import row_in_use
 from tunix.models.grouped_blocks import BLOCKS, Block, Blocks
+from tunix.models.kernel_call import call_kernel, shape_like
 
-WHOLE = pl.BlockSpec()  # a program sees the whole array
+FULL_ARRAY = pl.BlockSpec()  # a program sees all of it, and loads the blocks that it needs
+
+
+class Tiles(NamedTuple):
+    """Blocks of rows of one group each: int32 arrays, or in a kernel the refs to the numbers of its own block."""
+
+    group: Any
+    begin: Any  # first row
+    end: Any  # row behind the last one; equal to `begin` in blocks that are not needed
 
 
 def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: Blocks | None = None) -> jax.Array:
@@ -33,11 +42,7 @@ def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: Blocks | No
     Results of rows behind the last group are undefined, and so are their gradients. With `blocks` given, the kernels
     are interpreted: slow, on any device, for tests.
     """
-    interpret = blocks is not None
-    if blocks is None:
-        blocks = row_of_chip(BLOCKS, jax.sharding.get_abstract_mesh().abstract_device.device_kind)
-    assert blocks is not None
-    return _multiply(*_vary_alike(rows, w, sizes), blocks, interpret)
+    return _multiply(*_vary_alike(rows, w, sizes), blocks or row_in_use(BLOCKS), blocks is not None)
 
 
 def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
@@ -58,35 +63,35 @@ def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _multiply(rows, w, sizes, blocks, interpret):
-    return _product(rows, w, sizes, blocks.forward, interpret, turned=False, name="grouped_forward")
+    return _product(rows, w, sizes, blocks.forward, interpret, transposed=False, name="grouped_forward")
 
 
 def _multiply_forward(rows, w, sizes, blocks, interpret):
     return _multiply(rows, w, sizes, blocks, interpret), (rows, w, sizes)
 
 
-def _multiply_backward(blocks, interpret, kept, gradient):
-    rows, w, sizes = kept
-    d_rows = _product(gradient, w, sizes, blocks.d_rows, interpret, turned=True, name="grouped_d_rows")
+def _multiply_backward(blocks, interpret, residuals, gradient):
+    rows, w, sizes = residuals
+    d_rows = _product(gradient, w, sizes, blocks.d_rows, interpret, transposed=True, name="grouped_d_rows")
     return d_rows, _weights_gradient(rows, gradient, w, sizes, blocks.d_weights, interpret), None
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def _product(rows, w, sizes, block: Block, interpret: bool, turned: bool, name: str) -> jax.Array:
-    """Return rows [R, in] times the weights [X, in, out] of their groups; `turned` weights are [X, out, in]."""
-    num_columns = w.shape[1] if turned else w.shape[2]
-    tiles = _tiles(sizes, len(rows), block.rows)
-    of_tile = pl.BlockSpec((None,), lambda _, tile: (tile,))
-    return _call(
-        partial(_product_kernel, block=block, turned=turned),
-        (*tiles, rows, w),
-        out_shape=_like(rows, (len(rows), num_columns)),
-        in_specs=[of_tile, of_tile, of_tile, WHOLE, WHOLE],
-        out_specs=WHOLE,
+def _product(rows, w, sizes, block: Block, interpret: bool, transposed: bool, name: str) -> jax.Array:
+    """Return rows [R, in] times the weights [X, in, out] of their groups; `transposed` weights are [X, out, in]."""
+    num_columns = w.shape[1] if transposed else w.shape[2]
+    tiles = _list_tiles(sizes, len(rows), block.rows)
+    tile_spec = pl.BlockSpec((None,), lambda _, tile: (tile,))
+    return call_kernel(
+        partial(_product_kernel, block=block, transposed=transposed),
+        (tiles, rows, w),
+        out_shape=shape_like(rows, (len(rows), num_columns)),
+        in_specs=(Tiles(tile_spec, tile_spec, tile_spec), FULL_ARRAY, FULL_ARRAY),
+        out_specs=FULL_ARRAY,
         # Programs that follow one another have the same rows, then the same weights: they find them in the cache.
-        grid=(pl.cdiv(num_columns, block.columns), len(tiles[0])),
+        grid=(pl.cdiv(num_columns, block.columns), len(tiles.group)),
         block=block,
         interpret=interpret,
         name=name,
@@ -96,13 +101,14 @@ def _product(rows, w, sizes, block: Block, interpret: bool, turned: bool, name: 
 def _weights_gradient(rows, gradient, w, sizes, block: Block, interpret: bool) -> jax.Array:
     """Return for each group [X, in, out] the sum over its rows of rows [R, in] times their gradients [R, out]."""
     ends = jnp.cumsum(sizes)
-    of_group = pl.BlockSpec((None,), lambda _column, _row, group: (group,))
-    return _call(
+    group_spec = pl.BlockSpec((None,), lambda _column, _row, group: (group,))
+    return call_kernel(
         partial(_weights_kernel, block=block),
         (ends - sizes, ends, rows, gradient),
-        out_shape=_like(rows, w.shape, w.dtype),
-        in_specs=[of_group, of_group, WHOLE, WHOLE],
-        out_specs=WHOLE,
+        out_shape=shape_like(rows, w.shape, w.dtype),
+        in_specs=[group_spec, group_spec, FULL_ARRAY, FULL_ARRAY],
+        out_specs=FULL_ARRAY,
+        # A group has its own programs, with a loop over its rows: no two programs add to the same numbers.
         grid=(pl.cdiv(w.shape[2], block.columns), pl.cdiv(w.shape[1], block.rows), len(w)),
         block=block,
         interpret=interpret,
@@ -110,35 +116,32 @@ def _weights_gradient(rows, gradient, w, sizes, block: Block, interpret: bool) -
     )
 
 
-def _tiles(sizes: jax.Array, num_rows: int, rows_of_tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return group, first row and the row behind the last one of each block of rows: int32, of blocks that may be.
+def _list_tiles(sizes: jax.Array, num_rows: int, tile_rows: int) -> Tiles:
+    """Return the blocks of `tile_rows` rows: as many as may be needed, of which those without rows come last.
 
-    Blocks that are not needed come last, and have no rows.
+    For 12 rows, groups of 5, 0 and 4 rows, and blocks of 3 (see above):
+
+        counts    2 0 2         blocks of each group
+        behind    2 2 4         block behind the last one of each group
+        tile      0 1 2 3 | 4 5 6
+        group     0 0 2 2 | 2 2 2        the number of groups whose blocks all come before
+        begin     0 3 5 8 |              first row of the group + 3 for each earlier block of the group
+        end       3 5 8 9 | = begin
     """
     num_groups = len(sizes)
     ends = jnp.cumsum(sizes)
-    counts = -(-sizes // rows_of_tile)
-    behind = jnp.cumsum(counts)  # the block behind the last one of each group
-    tile = jnp.arange(num_rows // rows_of_tile + num_groups, dtype=jnp.int32)
+    counts = -(-sizes // tile_rows)
+    behind = jnp.cumsum(counts)
+    tile = jnp.arange(num_rows // tile_rows + num_groups, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(tile[:, None] >= behind, 1, dtype=jnp.int32), num_groups - 1)
-    begin = (ends - sizes)[group] + (tile - (behind - counts)[group]) * rows_of_tile
-    end = jnp.minimum(begin + rows_of_tile, ends[group])
-    return group, begin, jnp.where(tile < behind[-1], end, begin)
+    begin = (ends - sizes)[group] + (tile - (behind - counts)[group]) * tile_rows
+    end = jnp.minimum(begin + tile_rows, ends[group])
+    return Tiles(group, begin, jnp.where(tile < behind[-1], end, begin))
 
 
-def _call(kernel, arrays, *, block: Block, **params) -> Any:
-    run = triton.CompilerParams(num_warps=block.warps, num_stages=block.stages)
-    return pl.pallas_call(kernel, compiler_params=run, **params)(*arrays)
-
-
-def _like(x: jax.Array, shape, dtype=None) -> jax.ShapeDtypeStruct:
-    """Return the shape of a result that varies over the mesh as `x` does, inside a shard_map."""
-    return jax.ShapeDtypeStruct(shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-
-
-def _product_kernel(group_ref, begin_ref, end_ref, rows_ref, w_ref, out_ref, *, block: Block, turned: bool):
-    """One block of rows of one group, and some columns of the result."""
-    group, begin, end = group_ref[...], begin_ref[...], end_ref[...]
+def _product_kernel(tile: Tiles, rows_ref, w_ref, out_ref, *, block: Block, transposed: bool):
+    """Some columns of the results of one block of rows, which meets the weights of its group."""
+    group, begin, end = tile.group[...], tile.begin[...], tile.end[...]
     num_inputs, num_columns = rows_ref.shape[1], out_ref.shape[1]
     rows, is_row = pl.ds(begin, block.rows), _are_before(end, begin, block.rows)
     columns, is_column = _part(pl.program_id(0), block.columns, num_columns)
@@ -146,7 +149,7 @@ def _product_kernel(group_ref, begin_ref, end_ref, rows_ref, w_ref, out_ref, *, 
     def body(n, total):
         inputs, is_input = _part(n, block.depth, num_inputs)
         x = _load(rows_ref.at[rows, inputs], is_row, is_input)
-        if turned:
+        if transposed:
             return total + triton.dot(x, _load(w_ref.at[group, columns, inputs], is_column, is_input).T)
         return total + triton.dot(x, _load(w_ref.at[group, inputs, columns], is_input, is_column))
 
@@ -156,7 +159,7 @@ def _product_kernel(group_ref, begin_ref, end_ref, rows_ref, w_ref, out_ref, *, 
 
 
 def _weights_kernel(begin_ref, end_ref, rows_ref, gradient_ref, dw_ref, *, block: Block):
-    """A block of the gradient of one group's weights."""
+    """A block of the gradient of one group's weights: the sum over the rows of the group, `block.depth` at a time."""
     group, begin, end = pl.program_id(2), begin_ref[...], end_ref[...]
     _, num_inputs, num_columns = dw_ref.shape
     inputs, is_input = _part(pl.program_id(1), block.rows, num_inputs)
@@ -173,6 +176,10 @@ def _weights_kernel(begin_ref, end_ref, rows_ref, gradient_ref, dw_ref, *, block
     _store(dw_ref.at[group, inputs, columns], total, is_input, is_column)
 
 
+# A block at the edge of an array or of a group reaches beyond it. What lies there is read as 0 and not written. `None`
+# in place of a mask says that all of a block is there: Triton then loads it without a comparison for each number.
+
+
 def _are_before(end: Any, begin: Any, size: int) -> jax.Array:
     """Return which of the places begin ... begin + size - 1 lie before `end`."""
     return begin + jnp.arange(size) < end
@@ -184,18 +191,20 @@ def _part(n: Any, size: int, length: int) -> tuple[Any, jax.Array | None]:
 
 
 def _mask(is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array | None:
+    """Return the mask of a block [rows, columns], out of those of its rows and of its columns; None if all is there."""
     if is_row is None:
         return None if is_column is None else is_column[None, :]
     return is_row[:, None] if is_column is None else is_row[:, None] & is_column[None, :]
 
 
 def _load(ref: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
-    """Return the numbers of a block, 0 for those that are not there."""
+    """Return the numbers of a block; 0 where the masks of its rows or of its columns are false."""
     mask = _mask(is_row, is_column)
     return ref[...] if mask is None else triton.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0.0)
 
 
 def _store(ref: Any, values: jax.Array, is_row: jax.Array | None, is_column: jax.Array | None) -> None:
+    """Write the numbers of a block where both masks are true: another program writes those beside them."""
     mask = _mask(is_row, is_column)
     mask = None if mask is None else jnp.broadcast_to(mask, ref.shape)
     triton.store(ref, values.astype(ref.dtype), mask=mask)

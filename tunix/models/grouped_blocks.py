@@ -1,4 +1,4 @@
-"""Sizes of the blocks of the grouped products by kind of chip. Apart from the kernels, which import Pallas."""
+"""Sizes of the blocks of the grouped products by kind of chip, apart from the kernels, which import Pallas."""
 
 from typing import NamedTuple
 

@@ -6,8 +6,8 @@ Four devices share a sequence. Device 2 sees the blocks of keys in this order, a
     keys of     2        1        0        3        each device hands its block on to the next one
                 part     all      all      skipped: these tokens come later
 
-The products with a block are those of a row of `PRODUCTS`: kernels (ring_flash.py) or XLA's own operations
-(ring_plain.py). This file has the way of the blocks.
+This file moves the blocks. The products with a block are those of a row of `PRODUCTS`: kernels (ring_flash.py) or XLA's
+own operations (ring_plain.py).
 
 The backward pass is written by hand: automatic differentiation would keep the scores of every block. Keys and values go
 round once more, and their gradients travel with them, float32, until they are home again.
@@ -62,28 +62,35 @@ def _attend_forward(products, q, k, v, facts):
     return (out, log_sums), (q, k, v, facts, out, log_sums)
 
 
-def _attend_backward(products, kept, gradients):
-    q, k, v, facts, out, log_sums = kept
-    pull = partial(products.pull, q, facts, products.start_back(out, log_sums, *gradients))
-    # The gradients of a block follow it one step later, and each device adds its part. After the last step they are
-    # handed on once more, and are at home then.
+def _attend_backward(products, residuals, gradients):
+    """Take the keys round once more. The gradients of a block go with it, one step behind, and each device adds a part.
+
+    Four devices, the block of device 0:
+
+        step            0      1      2      3
+        keys are on     0      1      2      3
+        gradients on    0 +=   1 +=   2 +=   3 +=   then home to 0
+    """
+    q, k, v, facts, out, log_sums = residuals
+    backward = products.start_backward(out, log_sums, *gradients)
+    add_gradients = partial(products.add_gradients, q, facts, backward)
     block = _hand_on((k, v))
-    dq, *gradients = pull(jnp.zeros_like(q, jnp.float32), (k, v), 0)
+    dq, *gradients = add_gradients(jnp.zeros_like(q, jnp.float32), (k, v), 0)
 
     def visit(carry, step):
-        # Both are on their way while the device computes: the next block, and the gradients of the block before this
-        # one, which belong to the keys that the next device has now.
+        # Two sends run while the device computes: the next block, and the gradients of the block before this one,
+        # which belong to the keys that the next device has now.
         dq, block, gradients = carry
-        following, came = _hand_on(block), _hand_on(gradients)
-        dq, *more = pull(dq, block, step)
-        return (dq, following, tuple(a + b for a, b in zip(came, more, strict=True))), None
+        next_block, received = _hand_on(block), _hand_on(gradients)
+        dq, *more = add_gradients(dq, block, step)
+        return (dq, next_block, tuple(a + b for a, b in zip(received, more, strict=True))), None
 
     num_devices = jax.lax.axis_size(token_axes())
     steps = jnp.arange(1, num_devices - 1)
     (dq, block, gradients), _ = jax.lax.scan(visit, (dq, block, tuple(gradients)), steps)
-    came = _hand_on(gradients)
-    dq, *more = pull(dq, block, num_devices - 1)
-    dk, dv = _hand_on(tuple(a + b for a, b in zip(came, more, strict=True)))  # home
+    received = _hand_on(gradients)
+    dq, *more = add_gradients(dq, block, num_devices - 1)
+    dk, dv = _hand_on(tuple(a + b for a, b in zip(received, more, strict=True)))  # home
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -91,7 +98,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(products, q, k, v, facts) -> tuple[jax.Array, jax.Array]:
-    """Return what `products.finish` does after all blocks."""
+    """Return the results of `products.finish` after all blocks."""
     sums = products.start(q, v)
     add = partial(products.add, q, facts)
     # The first and the last block stand outside of the loop: the first is the device's own, and behind the last one
@@ -105,8 +112,8 @@ def _forward(products, q, k, v, facts) -> tuple[jax.Array, jax.Array]:
 
     def visit(carry, step):
         sums, block = carry
-        following = _hand_on(block)
-        return (add(sums, block, step), following), None
+        next_block = _hand_on(block)
+        return (add(sums, block, step), next_block), None
 
     num_devices = jax.lax.axis_size(token_axes())
     (sums, block), _ = jax.lax.scan(visit, (sums, block), jnp.arange(1, num_devices - 1))

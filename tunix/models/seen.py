@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+MASKED = -1e30  # score of a key that a query does not see; finite, as a block of keys may have none that a query sees
+
 
 class Seen(NamedTuple):
     """Which keys a query sees: those of its segment, at its own place and at the `window - 1` places before it.
@@ -43,6 +45,17 @@ def first_keys(segments: jax.Array, window: jax.Array | int) -> jax.Array:
     """Return the place of the first key that each query of [B, T] sees: of its segment, one run, or of its window."""
     places = jnp.arange(segments.shape[1], dtype=jnp.int32)
     return jnp.maximum(_begins(segments, places), places - window + 1)
+
+
+def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
+    """Return the place behind the last query that sees each key of [B, T], in its segment, one run, and its window."""
+    length = segments.shape[1]
+    places = jnp.arange(length, dtype=jnp.int32)
+    changes = segments[:, 1:] != segments[:, :-1]
+    edge = jnp.ones_like(changes[:, :1])
+    behind = jnp.where(jnp.concatenate([changes, edge], 1), places + 1, length)
+    behind = jax.lax.cummin(behind, axis=1, reverse=True)
+    return jnp.minimum(behind, places + window)
 
 
 def cut_chunks(segments: jax.Array, size: jax.Array | int) -> jax.Array:

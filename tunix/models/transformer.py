@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.config import Model
-from tunix.models.attention import attend
+from tunix.models.attention import Method, attend
 from tunix.models.block import Mix
 from tunix.models.block_sums import BlockSums
 from tunix.models.exchanges import choose_exchange
@@ -97,12 +97,12 @@ class Transformer(nnx.Module):
     def mix_of_row(self, layer: Layer, segment_ids: jax.Array) -> Mix:
         """Return the mix of a layer in training: a token sees tokens of its own row; `segment_ids` are [B, S] int32."""
         segment_ids = self.local_segments(segment_ids, layer)
-        seen, exchange = seen_in_row(segment_ids, layer.window), choose_exchange(self.cfg).name
-        kernel, options = self.cfg.attention, self.cfg.attention_options
+        seen = seen_in_row(segment_ids, layer.window)
+        method = Method(self.cfg.attention, choose_exchange(self.cfg).name, self.cfg.attention_options)
 
         def attend_to_row(q, kept, heads):
             k, v = heads.expand(*kept)
-            return attend(q, k, v, seen, self.block_layout, kernel, exchange, heads.kv_letter, **options), None
+            return attend(q, k, v, seen, self.block_layout, method, heads.kv_letter), None
 
         return Mix(attend_to_row, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
 

@@ -14,7 +14,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Model
 from tunix.config.mixers import HeadSizes
 from tunix.config.mlp import ExpertsMlp
-from tunix.models.attention import attend
+from tunix.models.attention import Method, attend
 from tunix.models.exchanges import choose_exchange, is_in_blocks
 from tunix.models.kernels import choose_expert_products, choose_kernel
 from tunix.models.products import grouped_product
@@ -108,8 +108,8 @@ def _compare(
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
         def attended(q, k, v):
-            seen, exchange = seen_in_row(segments, WINDOW), choose_exchange(model).name
-            out = attend(q, k, v, seen, layout, kernel, exchange, kv_letter, **model.attention_options)
+            method = Method(kernel, choose_exchange(model).name, model.attention_options)
+            out = attend(q, k, v, seen_in_row(segments, WINDOW), layout, method, kv_letter)
             return out[0] if model.attention_sinks else out
 
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))
