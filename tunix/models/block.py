@@ -1,6 +1,6 @@
 """One block of the decoder: attention and MLP around the residual stream. The config says of which parts it is made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix.config import Model
+from tunix.config.mlp import ExpertsMlp
 from tunix.models.beside import ExpertsBesideMlp
 from tunix.models.block_sums import BlockSums
 from tunix.models.experts import Experts
@@ -34,21 +35,47 @@ class Mix(NamedTuple):
     recur: Callable[[Recurrence], tuple[jax.Array, Any]]
 
 
-MIXERS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
-    "attention": Attention,
-    "global": partial(Attention, letters="kh"),
-    "shared": partial(Attention, has_kv=False),
-    "shared_global": partial(Attention, letters="kh", has_kv=False),
-    "latent": LatentAttention,
-    "linear": LinearAttention,
+class PartKind(NamedTuple):
+    """A kind of a part of a block. A layer takes the first of a table that it has."""
+
+    has: Callable[[Model, int], bool]  # whether a layer of a model, given by its number, has this kind
+    make: Callable[[Model, Layout, nnx.Rngs], nnx.Module]
+
+
+MIXERS = {
+    "linear": PartKind(lambda cfg, layer: cfg.is_linear(layer), LinearAttention),
+    "shared_global": PartKind(
+        lambda cfg, layer: cfg.is_shared(layer) and _has_global_heads(cfg, layer),
+        partial(Attention, letters="kh", has_kv=False),
+    ),
+    "shared": PartKind(lambda cfg, layer: cfg.is_shared(layer), partial(Attention, has_kv=False)),
+    "global": PartKind(lambda cfg, layer: _has_global_heads(cfg, layer), partial(Attention, letters="kh")),
+    "latent": PartKind(lambda cfg, layer: cfg.latent is not None, LatentAttention),
+    "attention": PartKind(lambda cfg, layer: True, Attention),
 }
-MLPS: dict[str, Callable[[Model, Layout, nnx.Rngs], nnx.Module]] = {
-    "gated": partial(MLP, kind="gated"),
-    "plain": partial(MLP, kind="plain"),
-    "gated_shared": partial(MLP, kind="gated", width="f"),  # of layers that share keys and values
-    "experts": Experts,
-    "experts_beside": ExpertsBesideMlp,  # whose parts have norms of their own before them
+MLPS = {
+    # Of layers that share keys and values.
+    "gated_shared": PartKind(lambda cfg, layer: cfg.is_shared(layer), partial(MLP, kind="gated", width="f")),
+    # Its parts have norms of their own before them.
+    "experts_beside": PartKind(
+        lambda cfg, layer: isinstance(cfg.mlp, ExpertsMlp) and cfg.mlp.beside_mlp, ExpertsBesideMlp
+    ),
+    "experts": PartKind(
+        lambda cfg, layer: isinstance(cfg.mlp, ExpertsMlp) and cfg.stack_of(layer) != "dense_blocks", Experts
+    ),
+    "plain": PartKind(lambda cfg, layer: cfg.mlp.kind == "plain", partial(MLP, kind="plain")),
+    # Also of the layers without experts in a model that has experts.
+    "gated": PartKind(lambda cfg, layer: cfg.mlp.kind in ("gated", "experts"), partial(MLP, kind="gated")),
 }
+
+
+def _has_global_heads(cfg: Model, layer: int) -> bool:
+    return cfg.heads_of(layer).letters == "kh"
+
+
+def find_part(kinds: Mapping[str, PartKind], cfg: Model, layer: int) -> str:
+    """Return the key of the kind that a layer of a model has, of `MIXERS` or of `MLPS`."""
+    return next(name for name, kind in kinds.items() if kind.has(cfg, layer))
 
 
 class LayerScale(nnx.Module):
@@ -75,8 +102,8 @@ class Block(nnx.Module):
 
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        self.attention = MIXERS[mixer](cfg, layout, rngs)
-        self.mlp = MLPS[mlp](cfg, layout, rngs)
+        self.attention = MIXERS[mixer].make(cfg, layout, rngs)
+        self.mlp = MLPS[mlp].make(cfg, layout, rngs)
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
         self.scale = LayerScale("BtD", layout) if cfg.layer_scale else unchanged

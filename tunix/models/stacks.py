@@ -22,10 +22,9 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.config import Model
-from tunix.config.mlp import ExpertsMlp
 from tunix.config.model import Run
 from tunix.config.shared_layers import find_donors
-from tunix.models.block import Block, Mix
+from tunix.models.block import MIXERS, MLPS, Block, Mix, find_part
 from tunix.models.block_sums import (
     NO_SUMS,
     BlockSums,
@@ -65,18 +64,10 @@ class Stack(NamedTuple):
 
 def list_stacks(cfg: Model) -> tuple[Stack, ...]:
     """Return the stacks of a model in the order of their first layers."""
-    attention = "attention" if cfg.latent is None else "latent"
-    stacks = []
-    for name, layers in cfg.stacks.items():
-        mixer = "linear" if cfg.is_linear(layers[0]) else attention
-        mixer = "global" if cfg.heads_of(layers[0]).letters == "kh" else mixer
-        mlp: str = "gated" if name == "dense_blocks" else cfg.mlp.kind
-        if isinstance(cfg.mlp, ExpertsMlp) and cfg.mlp.beside_mlp:
-            mlp = "experts_beside"
-        if cfg.is_shared(layers[0]):
-            mixer, mlp = {"attention": "shared", "global": "shared_global"}[mixer], "gated_shared"
-        stacks.append(Stack(name, layers, mixer, mlp))
-    return tuple(stacks)
+    return tuple(
+        Stack(name, layers, find_part(MIXERS, cfg, layers[0]), find_part(MLPS, cfg, layers[0]))
+        for name, layers in cfg.stacks.items()
+    )
 
 
 class Layer(NamedTuple):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -267,13 +267,25 @@ def _bucket(folder: str, cfg: Checkpoint) -> Store:
     return BucketStore(folder, cfg)
 
 
-STORES: dict[str, Callable[[str, Checkpoint], Store]] = {"shared": _shared, "one_host": _one_host, "bucket": _bucket}
+class StoreKind(NamedTuple):
+    """A kind of store."""
+
+    fits: Callable[[str, bool], bool]  # (a folder or an address, whether all processes see the same folder) -> bool
+    open: Callable[[str, Checkpoint], Store]
+
+
+# A run takes the first one that fits.
+STORES = {
+    "bucket": StoreKind(lambda folder, is_shared: is_address(folder), _bucket),
+    "shared": StoreKind(lambda folder, is_shared: is_shared, _shared),
+    "one_host": StoreKind(lambda folder, is_shared: True, _one_host),
+}
 
 
 def open_store(folder: str, cfg: Checkpoint, is_shared: bool) -> Store:
     """The store for a run's checkpoints, in a folder or at an address; `is_shared` tells if all processes see it."""
-    kind = "bucket" if is_address(folder) else "shared" if is_shared else "one_host"
-    return STORES[kind](folder, cfg)
+    kind = next(kind for kind in STORES.values() if kind.fits(folder, is_shared))
+    return kind.open(folder, cfg)
 
 
 def move_newer(store: Store, steps: list[int]) -> None:
