@@ -16,7 +16,7 @@ import numpy as np
 from tunix.base.digests import list_files, write_digests
 from tunix.cli.compose import compose
 from tunix.run.sealed import check_checkpoint
-from tunix.run.stores import SharedStore
+from tunix.run.shared_store import SharedStore
 
 MIB = 1 << 18  # float32 numbers
 

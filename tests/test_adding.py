@@ -17,7 +17,7 @@ from support.harness import ROOT, RUN, metrics
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.run.stores import parts_in
+from tunix.run.items import parts_in
 
 
 class Entry(NamedTuple):

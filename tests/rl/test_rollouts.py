@@ -25,7 +25,7 @@ from tunix.inference.sampling import Sampler
 from tunix.rl.answer_rows import place_answers
 from tunix.rl.asking import derive_seed
 from tunix.run.endings import Moment, asked_to_stop
-from tunix.run.stores import read_json
+from tunix.run.items import read_json
 
 
 def samples(folder: Path) -> list[dict]:

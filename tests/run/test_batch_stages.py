@@ -22,7 +22,7 @@ from tunix.plan.ranking import rank
 from tunix.plan.text import format_text
 from tunix.plan.topology import read_topology
 from tunix.processes.watchdog import Watchdog
-from tunix.run.stores import read_json
+from tunix.run.items import read_json
 from tunix.run.trace import check_window
 from tunix.sharding.dims import axis_names
 from tunix.training.optim import phase_steps

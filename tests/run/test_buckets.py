@@ -31,12 +31,13 @@ from tunix.cli.mirrored import split_step
 from tunix.cli.runs import find_run
 from tunix.config import Export
 from tunix.export import export
-from tunix.run import objects
+from tunix.run import object_arrays, objects
 from tunix.run.bucket_store import BucketStore
 from tunix.run.home import check_home
 from tunix.run.integrity import check_everything
 from tunix.run.record import Record
-from tunix.run.stores import SharedStore, move_newer
+from tunix.run.shared_store import SharedStore
+from tunix.run.stores import move_newer
 from tunix.sources.files import find_files, open_unpacked
 
 ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
@@ -106,7 +107,7 @@ def same(ours, theirs) -> bool:
 
 
 def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(objects, "CHUNK", 256)  # shards of several chunks
+    monkeypatch.setattr(object_arrays, "CHUNK", 256)  # shards of several chunks
     state = make_state((4, 2))
     in_bucket = BucketStore(f"s3://{BUCKET}/bytes/checkpoints", checkpoint_keys())
     in_folder = SharedStore(tmp_path, checkpoint_keys())

@@ -23,7 +23,7 @@ from tunix.config import Average, Export
 from tunix.data.corpus import load_corpus
 from tunix.data.tokenize import find_units
 from tunix.export import export
-from tunix.run.stores import parts_in, read_state
+from tunix.run.items import parts_in, read_state
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 CONSTANT = "scheduler=constant"  # the step does not know the length of the run: all lengths share a compiled program

@@ -23,7 +23,7 @@ from tunix.inference.start import check_init_from
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.record import Record
 from tunix.run.sealed import ITEMS, check_checkpoint
-from tunix.run.stores import SharedStore
+from tunix.run.shared_store import SharedStore
 
 ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
 

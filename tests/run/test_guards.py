@@ -10,7 +10,7 @@ from support.harness import RUN, metrics
 import tunix
 from tunix.base.errors import Diverged, UserError
 from tunix.data.batches import TrainBatches
-from tunix.run.stores import parts_in, read_json
+from tunix.run.items import parts_in, read_json
 
 SMALLEST = [
     *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "model.num_layers=1",

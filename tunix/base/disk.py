@@ -34,6 +34,10 @@ def replacing(target: Path) -> Iterator[Path]:
     """Yield a path beside `target` to make a file or a folder at; it takes the place of `target` at the end.
 
     When the block raises, nothing is left of it. `target` may be a file, or an empty folder.
+
+    A reader sees the old content or the new one, and never a part: `os.replace` changes one entry of the folder, which
+    file systems do at once. It works within one file system only, so the new content is made beside the target, and not
+    in /tmp.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         new = Path(temporary) / target.name
@@ -48,19 +52,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.cache_dir") -> Path:
-    """Return `target`, made by `make(path)` if it is not there yet. Of two processes that make it, one's is kept.
+    """Return `target`, made by `make(path)` if it is not there yet. Of two processes that make it, one wins.
 
     Raises:
         UserError: the disk cannot be written; it names the `key` that chooses the folder.
     """
     if target.exists():
         return target
+    # There is no lock: two processes may both make it. The second cannot replace a folder with files in it, which is an
+    # OSError, and takes what the first has made.
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as new:
             make(new)
     except OSError as error:
-        if not target.exists():  # otherwise another process was first
+        if not target.exists():
             raise UserError(f"{key}: cannot write {target}: {error.strerror}; set {key} to a writable folder") from None
     return target
 

@@ -27,8 +27,8 @@ from tunix.inference.sampling import Sampler
 from tunix.models.lora import merge
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
+from tunix.run.items import parts_in, read_json, read_state
 from tunix.run.run_folder import FILES, TOKENIZER
-from tunix.run.stores import parts_in, read_json, read_state
 from tunix.sharding.arrays import rows_to_global
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh, whole_sequences

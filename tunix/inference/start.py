@@ -15,7 +15,7 @@ from tunix.hf.weights import CHANGED, check_weights, load_weights
 from tunix.inference.pretrained import find_adapter, find_checkpoint
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
-from tunix.run.stores import read_state
+from tunix.run.items import read_state
 from tunix.training.program import Program
 from tunix.training.state import Architecture, abstract_params
 

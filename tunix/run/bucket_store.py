@@ -23,7 +23,8 @@ from tunix.base.errors import UserError
 from tunix.cli.mirrored import list_steps
 from tunix.config import Checkpoint
 from tunix.processes import peers
-from tunix.run.objects import KEY, Objects, Part, check_objects, copy_part, fingerprint, list_parts, read_arrays
+from tunix.run.object_arrays import Part, copy_part, list_parts, read_arrays
+from tunix.run.objects import KEY, Objects, check_objects, fingerprint
 from tunix.run.record import Record
 from tunix.run.retention import Saved, list_dropped, make_rules
 from tunix.run.sealed import check_together
@@ -47,7 +48,7 @@ class BucketStore:
         peers.on_main(self._delete_unfinished, "checkpoints that are not whole")
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, in order."""
+        """Return the steps that have a whole checkpoint, in order."""
         listed = list_steps(self.home, KEY) if peers.is_main() else []
         return json.loads(peers.agree(json.dumps(listed), "checkpoints in the bucket"))
 
@@ -58,7 +59,7 @@ class BucketStore:
     def save(self, step: int, state: State, record: Record) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         self.wait()
-        part = copy_part(state)
+        part = copy_part(state)  # the next step overwrites the memory of the state
         if peers.is_main():
             part.texts |= {"run/metadata": json.dumps(record.about)}
             part.texts["tokenizer/metadata"] = json.dumps(record.tokenizer)
@@ -102,11 +103,11 @@ class BucketStore:
             self.objects.write(f"{step}/{VERIFIED}", fingerprint(address).encode())
 
     def about(self, step: int) -> dict[str, Any]:
-        """The item `run`, and the `parts` of the state that not every checkpoint has."""
+        """Read the item `run`; the key `parts` has what `list_parts` finds."""
         return self.objects.read_json(f"{step}/run/metadata") | {"parts": list_parts(self._place(step))}
 
     def restore(self, step: int, abstract: State) -> State:
-        """The arrays of the checkpoint that `abstract` names."""
+        """Read the arrays of the checkpoint that `abstract` names."""
         return read_arrays(self._place(step), abstract, self.cfg.timeout_s)
 
     def put_aside(self, steps: list[int], aside: str) -> None:
@@ -130,10 +131,12 @@ class BucketStore:
             objects = Objects(self._place(step), self.cfg.timeout_s)
             text = json.dumps({"files": part.write(objects)})
             objects.write(f"digests.{rank}.json", text.encode())
-            mine = {f"digests.{rank}.json": digest_bytes(text.encode())}
-            peers.publish(f"{answers}/{rank}", json.dumps({"digests": mine}))
+            own = {f"digests.{rank}.json": digest_bytes(text.encode())}
+            # Processes tell one another through the coordinator, and not by a collective: this thread runs beside the
+            # training, whose collectives must come in the same order everywhere.
+            peers.publish(f"{answers}/{rank}", json.dumps({"digests": own}))
             if peers.is_main():
-                digests = mine | self._wait_for_others(answers)
+                digests = own | self._wait_for_others(answers)
                 record = {"step": step, "time": datetime.now(UTC).isoformat(), "metrics": metrics, "files": digests}
                 objects.write(FILE, json.dumps(record).encode())
                 self._delete_old()
@@ -144,9 +147,10 @@ class BucketStore:
     def _wait_for_others(self, answers: str) -> dict[str, Any]:
         """Return the digests of what the other processes have written, when all have."""
         digests: dict[str, Any] = {}
-        while len(heard := peers.published(answers)) < jax.process_count() > 1:
+        # No limit of time: a process that dies ends the whole run (`processes/watchdog.py`).
+        while len(texts := peers.published(answers)) < jax.process_count() > 1:
             time.sleep(POLL_S)
-        for rank, text in heard.items():
+        for rank, text in texts.items():
             answer = json.loads(text)
             if "failure" in answer:
                 raise OSError(f"process {rank}: {answer['failure']}")
@@ -165,9 +169,9 @@ class BucketStore:
 
     def _delete_unfinished(self) -> None:
         """Delete what a process that died has left of a checkpoint."""
-        whole = set(map(str, list_steps(self.home, KEY)))
+        finished = set(map(str, list_steps(self.home, KEY)))
         for name in list_names(self.folder, KEY):
-            if name.isdigit() and name not in whole:
+            if name.isdigit() and name not in finished:
                 log.warning("the checkpoint of step %s in %s is not whole: it is deleted", name, self.folder)
                 self.objects.delete_folder(name)
 

@@ -79,6 +79,7 @@ class Checkpoints:
         listed = ", ".join(map(str, steps)) or "none"
         if step is not None and step not in steps:
             raise UserError(f"resume: {folder} has no checkpoint of step {step}; it has {listed}")
+        # From the newest backwards, until one can be read. A run that names a step gets that step or an error.
         for candidate in steps[::-1] if step is None else [step]:
             try:
                 self.store.check(candidate)
@@ -87,7 +88,7 @@ class Checkpoints:
                 check_same(config, about["config"], position, now)
                 state = self.store.restore(candidate, _without_absent_parts(abstract, about["parts"]))
             except UserError:
-                raise
+                raise  # of another model, tokenizer or corpus: an older checkpoint would be refused too
             except Exception as error:
                 reason = str(error).splitlines()[0][:400]
                 if step is not None:
@@ -107,7 +108,7 @@ class Checkpoints:
 
 
 def _without_absent_parts(abstract: State, present: dict[str, Any]) -> State:
-    """The state to read from a checkpoint that has these `parts_in` it."""
+    """Return the state to read from a checkpoint that has these parts (`items.parts_in`)."""
     wanted = dict(abstract)
     copies = {name: tree for name, tree in wanted.pop("copies", {}).items() if name in present["copies"]}
     spikes = wanted.pop("spikes", None)

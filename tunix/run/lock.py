@@ -1,4 +1,9 @@
-"""Lock of a run's folder: one run at a time writes into it."""
+"""Lock of a run's folder: one run at a time writes into it.
+
+The lock is one of the operating system (`flock`) on the file FOLDER/.running. The kernel gives it back when the process
+ends, also by kill -9, so no lock outlives its run; a file whose existence is the lock would have to be removed by hand.
+The file's text says who has the lock, for the message to the other.
+"""
 
 import errno
 import fcntl
@@ -15,13 +20,14 @@ from tunix.processes import peers
 
 log = logging.getLogger(__name__)
 LOCK = ".running"
-# Seconds to wait for a lock of this host, and of another host: a file server may keep the lock of a dead host.
+# Seconds to wait for a lock of this host, and of another host. A run that was killed a moment ago may still be ending.
+# A file server knows of the death of another host only when that host's lease has run out.
 HOLDER_S, LEASE_S = 5.0, 300.0
 
 
 @contextmanager
 def hold_lock(folder: Path) -> Iterator[None]:
-    """Lock a run's folder: process 0 locks a file in it until the block ends, or the process, however it ends.
+    """Hold the lock of a run's folder: process 0 locks a file in it until the block or the process ends.
 
     Raises:
         UserError: another run still holds the lock after a while, and is named; or the disk is full.
@@ -64,5 +70,6 @@ def _lock(path: Path, stack: ExitStack) -> None:
         except OSError as error:
             log.warning("%s cannot be locked (%s): nothing keeps a second run out", path, error.strerror)
             return
+    # Written past Python's buffer, so that a full disk is an error here, and not when the file is closed.
     os.truncate(file.fileno(), 0)
-    os.write(file.fileno(), f"process {os.getpid()} on {here}".encode())  # at once: a full disk is noticed here
+    os.write(file.fileno(), f"process {os.getpid()} on {here}".encode())

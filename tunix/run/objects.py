@@ -1,4 +1,4 @@
-"""A checkpoint as objects in a bucket. tensorstore writes and reads them; every process writes its own shards.
+"""Objects of a checkpoint in a bucket, which tensorstore writes and reads; `object_arrays.py` has those of arrays.
 
     STEP/state/params/embed/table/.zarray    shape, dtype and size of a chunk, as the format zarr has them
     STEP/state/params/embed/table/0.3        one chunk: the bytes of a shard, or of a part of one
@@ -7,33 +7,27 @@
     STEP/digests.R.json                      digests of what process R has written
     STEP/digests.json                        written last: a checkpoint without it is not whole
 
-A bucket cannot rename a folder, so the last object takes the part of Orbax's rename. Orbax 0.12 itself takes an
+A checkpoint in a folder is whole when Orbax renames that folder. A bucket cannot rename a folder; there the last object
+has that part: whoever finds digests.json knows that everything it names was written before. Orbax 0.12 itself takes an
 address of S3 for a path of this machine, and its index of all processes' arrays needs a file system.
 """
 
 import itertools
 import json
-import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import tensorstore as ts
 
 from tunix.base.buckets import explain, filesystem, join
 from tunix.base.digests import FILE, Damaged, digest_bytes
-from tunix.training.state import State
 
 ADDRESS = "address"  # a file in a checkpoint's folder that is a stand-in for one in a bucket
-ARRAYS = "state/arrays.json"
 KEY = "checkpoint.folder"
-CHUNK = 1 << 26  # bytes of a chunk at most: S3 takes 5 GB in one request
 NUM_THREADS = 8
 READ_TIMEOUT_S = 300.0  # for commands that read a checkpoint, which have no key for it
 
@@ -45,7 +39,7 @@ def find_address(checkpoint: Path) -> str | None:
 
 
 def _open_s3(address: str, retries: dict[str, Any]) -> dict[str, Any]:
-    """tensorstore's driver for S3, with the endpoint and the region that fsspec has found."""
+    """Return tensorstore's driver for S3, with the endpoint and the region that fsspec has found."""
     files = filesystem(address, KEY)
     files.connect()
     meta, spec = files.s3.meta, {"driver": "s3", "s3_request_retries": retries}
@@ -57,7 +51,7 @@ def _open_s3(address: str, retries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_gs(address: str, retries: dict[str, Any]) -> dict[str, Any]:
-    """tensorstore's driver for Google's buckets, on the server that fsspec talks to."""
+    """Return tensorstore's driver for Google's buckets, on the server that fsspec talks to."""
     if server := os.environ.get("STORAGE_EMULATOR_HOST"):
         os.environ["TENSORSTORE_GCS_HTTP_URL"] = server if "://" in server else f"http://{server}"
     return {"driver": "gcs", "gcs_request_retries": retries}
@@ -73,6 +67,7 @@ class Objects:
         self.address, self.timeout_s = address.rstrip("/"), timeout_s
         scheme, _, place = self.address.partition("://")
         bucket, _, path = place.partition("/")
+        # tensorstore has no time limit, but a number of tries. It waits 1, 2, 4, ... 32, 32 seconds between them.
         delays = itertools.accumulate(min(2.0**number, 32.0) for number in itertools.count())
         tries = next(number for number, waited in enumerate(delays, 1) if waited >= timeout_s)
         retries = {"max_retries": tries, "initial_delay": "1s", "max_delay": "32s"}
@@ -97,7 +92,8 @@ class Objects:
         self.store.delete_range(ts.KvStore.KeyRange(name, name + "\0")).result(2 * self.timeout_s)
 
     def delete_folder(self, name: str) -> None:
-        """Delete every object below a folder; the one that makes a checkpoint whole comes first."""
+        """Delete every object below a folder. The one that makes a checkpoint whole comes first, so that no reader
+        takes the rest for a checkpoint."""
         self.delete(f"{name}/{FILE}")
         everything = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" is the character after "/"
         self.store.delete_range(everything).result(2 * self.timeout_s)
@@ -108,122 +104,9 @@ class Objects:
         return ts.open({"driver": "zarr", "kvstore": place}, open=True, read=True).result(2 * self.timeout_s)
 
 
-@dataclass
-class Part:
-    """Part of a checkpoint that one process writes: copies in the memory of the host, and texts."""
-
-    chunks: list[tuple[str, np.ndarray]] = field(default_factory=list)  # name of the object, its numbers
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def write(self, objects: Objects) -> dict[str, Any]:
-        """Write everything; return the digests by name."""
-
-        def write(name: str, make: Callable[[], bytes]) -> tuple[str, dict[str, Any]]:
-            data = make()
-            objects.write(name, data)
-            return name, digest_bytes(data)
-
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            tasks = [pool.submit(write, name, chunk.tobytes) for name, chunk in self.chunks]
-            tasks += [pool.submit(write, name, text.encode) for name, text in self.texts.items()]
-            return dict(task.result() for task in tasks)
-
-
-def array_name(path: Any) -> str:
-    """Return the name of an array in the state: params/embed/table."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def copy_part(state: State) -> Part:
-    """Copy what this process writes of the state: of each shard, the first replica. Process 0 adds what all share."""
-    part, leaves = Part(), jax.tree_util.tree_leaves_with_path(state)
-    for _, leaf in leaves:
-        leaf.copy_to_host_async()
-    for path, leaf in leaves:
-        shape, name = leaf.sharding.shard_shape(leaf.shape), f"state/{array_name(path)}"
-        chunk = split_shape(shape, leaf.dtype.itemsize)
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                # A copy, because the next step takes the memory of the state.
-                part.chunks += cut(name, shard.index, np.array(shard.data), chunk)
-        if jax.process_index() == 0:
-            part.texts[f"{name}/.zarray"] = json.dumps(_describe(leaf, chunk))
-    if jax.process_index() == 0:
-        arrays = {array_name(path): {"shape": leaf.shape, "dtype": leaf.dtype.name} for path, leaf in leaves}
-        part.texts[ARRAYS] = json.dumps(arrays)
-    return part
-
-
-def split_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of a chunk: it divides the shard, and has at most `CHUNK` bytes where that is possible."""
-    chunk = list(shape)
-    for dim, size in enumerate(shape):
-        others = math.prod(chunk) // max(size, 1) * itemsize
-        parts = next((n for n in range(1, size + 1) if size % n == 0 and others * (size // n) <= CHUNK), max(size, 1))
-        chunk[dim] = size // parts
-    return tuple(chunk)
-
-
-def cut(name: str, index: Any, shard: np.ndarray, chunk: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the chunks of a shard, which begins at `index` of the whole array, with the names of their objects."""
-    firsts = [(place.start or 0) // size for place, size in zip(index, chunk, strict=True)]
-    counts = [size // each for size, each in zip(shard.shape, chunk, strict=True)]
-    for place in itertools.product(*map(range, counts)):
-        here = tuple(slice(n * size, (n + 1) * size) for n, size in zip(place, chunk, strict=True))
-        numbers = [str(first + n) for first, n in zip(firsts, place, strict=True)]
-        yield f"{name}/{'.'.join(numbers) or '0'}", shard[here]
-
-
-def _describe(leaf: jax.Array, chunk: tuple[int, ...]) -> dict[str, Any]:
-    """The object `.zarray` of zarr's version 2."""
-    dtype = np.dtype(leaf.dtype)
-    return {
-        "zarr_format": 2,
-        "shape": leaf.shape,
-        "chunks": chunk,
-        "dtype": dtype.name if dtype.kind == "V" else dtype.str,  # kinds that numpy lacks, like bfloat16
-        "order": "C",
-        "compressor": None,
-        "fill_value": None,
-        "filters": None,
-        "dimension_separator": ".",
-    }
-
-
-def read_arrays(checkpoint: str, abstract: Any, timeout_s: float = READ_TIMEOUT_S) -> Any:
-    """The arrays that `abstract` names, with its dtypes and shardings; each process reads its own slices."""
-    objects = Objects(checkpoint, timeout_s)
-
-    def read(path: Any, leaf: Any) -> jax.Array:
-        name = array_name(path)
-        array, slices = objects.array(f"state/{name}"), {}
-        if tuple(array.shape) != tuple(leaf.shape):
-            raise ValueError(f"{name} has shape {tuple(array.shape)}, not {tuple(leaf.shape)}")
-
-        def slice_of(index: Any) -> np.ndarray:
-            key = str(index)
-            if key not in slices:  # devices with the same slice share it
-                slices[key] = np.asarray(array[index].read().result(2 * timeout_s)).astype(leaf.dtype)
-            return slices[key]
-
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
-
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        return jax.tree.unflatten(treedef, list(pool.map(lambda item: read(*item), leaves)))
-
-
 def read_item(checkpoint: str, item: str) -> dict[str, Any]:
-    """The item `run` or `tokenizer` of a checkpoint."""
+    """Read the item `run` or `tokenizer` of a checkpoint."""
     return Objects(checkpoint).read_json(f"{item}/metadata")
-
-
-def list_parts(checkpoint: str) -> dict[str, Any]:
-    """Parts of the state that not every checkpoint has, as `stores.parts_in` returns them."""
-    arrays = Objects(checkpoint).read_json(ARRAYS)
-    copies = {name.split("/")[1] for name in arrays if name.startswith("copies/")}
-    window = arrays["spikes/loss"]["shape"][0] if "spikes/loss" in arrays else 0
-    return {"copies": sorted(copies), "spike_window": window}
 
 
 def check_objects(checkpoint: str, share: int = 0, num_shares: int = 1) -> int:
@@ -233,6 +116,7 @@ def check_objects(checkpoint: str, share: int = 0, num_shares: int = 1) -> int:
         Damaged: an object is missing, or has other bytes than were written.
     """
     objects = Objects(checkpoint)
+    # digests.json names the digests of each process, and those name the other objects.
     files = dict(_read_digests(objects, FILE)["files"])
     for name in [name for name in files if name.startswith("digests.")]:
         files |= _read_digests(objects, name)["files"]

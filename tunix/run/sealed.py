@@ -1,12 +1,15 @@
-"""Checkpoints with digests: Orbax's handlers of items, which also write and check `digests.json` in the item's folder.
+"""Digests of a checkpoint in a folder: Orbax's handlers of items, which also write and check `digests.json`.
 
     STEP/state/ocdbt.process_R/...   arrays, written by process R, with STEP/state/digests.R.json
     STEP/state/...                   what process 0 adds at the end, with STEP/state/digests.json
     STEP/run, STEP/tokenizer, STEP/metrics      one file each, with digests.json
 
+    each process    write own arrays | read them again, write digests.R.json |
+    process 0                                                                | merge | digests.json | rename to STEP
+
 Each process reads its files again in the background, while they are in the page cache, before the checkpoint's folder
-gets its name: a checkpoint has all of its digests or none, and no step waits for them. A `digests.json` names the step,
-so that an item of another step is found too.
+gets its name. So a checkpoint has all of its digests or none, and no step waits for them. A `digests.json` names the
+step, so that an item of another step is found too.
 """
 
 import logging
@@ -35,6 +38,7 @@ def check_together(check: Callable[[int, int], T]) -> T:
         Damaged: on every process, if a file of one share is not what was written.
     """
     result, damage = None, ""
+    # Damage is gathered, not raised at once: a process that stops here would leave the others waiting in the restore.
     try:
         result = check(jax.process_index(), jax.process_count())
     except Damaged as error:
@@ -59,6 +63,7 @@ class SealedState(ocp.StandardCheckpointHandler):
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         futures = await super().async_save(directory, *args, **kwargs)
+        # Orbax waits for its futures one after the other: this one, the last, runs when the arrays are on the disk.
         return [*(futures or []), Afterwards(lambda: self._seal_own(_path(directory)))]
 
     def _seal_own(self, folder: Path) -> None:
@@ -71,6 +76,7 @@ class SealedState(ocp.StandardCheckpointHandler):
         super().finalize(directory)
         folder = Path(directory)
         parts = sorted(folder.glob("digests.*.json"))
+        # Every process has digested what it wrote; what is left is Orbax's index of all arrays.
         sealed = {folder / name for part in parts for name in read_digests(part)["files"]}
         seal(folder, [path for path in list_files(folder) if path not in sealed])
 
@@ -92,7 +98,8 @@ class SealedMetrics(SealedJson):
             if file.is_file():
                 check_files([file])
             return super().restore(directory, *args, **kwargs)
-        except (Damaged, ValueError) as error:  # the other checkpoints can be used all the same
+        except (Damaged, ValueError) as error:
+            # The manager reads the metrics of all checkpoints when it opens. An error would make all of them useless.
             log.error("%s: this checkpoint does not count as the best", error)
             return {"held_out_loss": math.inf}
 
