@@ -24,7 +24,7 @@ from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.packing import Sequences
 from tunix.data.stream import Arrays, Prepared, Stream
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 SEQ_LEN = 2048
 CORPUS = ["data=jsonl", f"training.seq_len={SEQ_LEN}"]

@@ -25,7 +25,8 @@ def main(words: list[str]) -> None:
     from tunix.inference.sampling import Sampler
     from tunix.plan.compiled import describe_devices
     from tunix.plan.topology import read_topology
-    from tunix.training.program import assemble, build_mesh
+    from tunix.training.mesh_choices import build_mesh
+    from tunix.training.program import assemble
 
     given = {"model": "gemma3_1b", "rows": "256", "slots": "1024"} | dict(word.split("=") for word in words)
     rows, slots = int(given["rows"]), int(given["slots"])
@@ -40,7 +41,7 @@ def main(words: list[str]) -> None:
     # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
     counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)
     moved = walk(_body_of_loop(hlo), [], counting).compute_s
-    parts = rollout_costs(program, mesh, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
+    parts = rollout_costs(program, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
     kept = {"weights": parts["gathered weights"], "keys and values": parts["cache"]}
     kept["logits"] = 3 * 4 * rows * cfg.model.vocab_size  # written once; read for their largest and for their weights
     least = sum(kept.values())

@@ -198,7 +198,8 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
 
     from tunix.costs.devices import find_kind
     from tunix.sharding.arrays import to_global
-    from tunix.training.program import abstract_batch, assemble, build_mesh
+    from tunix.training.mesh_choices import build_mesh
+    from tunix.training.program import abstract_batch, assemble
     from tunix.training.sizes import derive_sizes
 
     mesh, length = build_mesh(cfg, [device]), cfg.training.seq_len

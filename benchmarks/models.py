@@ -46,7 +46,7 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
     from tunix.hf.config_json import write_config
     from tunix.hf.weights import shape_in_files
     from tunix.models.paths import named
-    from tunix.training.program import build_layout, build_mesh
+    from tunix.training.mesh_choices import build_layout, build_mesh
     from tunix.training.state import describe
 
     cfg = compose([*LLAMA, *words]).config

@@ -22,7 +22,7 @@ from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus
 from tunix.run.checkpoint import Checkpoints
 from tunix.run.metrics import Metrics
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 STEPS, ROUNDS, WARMUP = 60, 3, 10
 QUIET = ["evaluation.sample_tokens=0", "evaluation.num_sequences=16", "evaluation.every_steps=null"]

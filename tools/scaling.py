@@ -14,8 +14,9 @@ import jax
 from tunix.cli.compose import compose
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
-from tunix.costs.derived import assemble_once, derive
+from tunix.costs.derived import derive
 from tunix.costs.links import BUS_FACTORS
+from tunix.costs.program_cache import find_program
 from tunix.models.exchanges import repeats_of
 from tunix.sharding.dims import EXPERTS, axis_names
 from tunix.sharding.mesh_shape import count_devices
@@ -61,7 +62,7 @@ def measure(case: Case, num_devices: int) -> tuple[float, float]:
     mesh = f"model.mesh_shape=[[{num_devices}],[{case.axis}]]"
     cfg = compose([*case.words(num_devices), mesh, "training.remat=full"]).config
     axes = dict.fromkeys(axis_names(), 1) | {case.axis: num_devices}
-    program, _ = assemble_once(cfg, axes)
+    program = find_program(cfg, axes)
     blocks = tables = 0
     for weight in jax.tree.leaves(program.arch.weights):
         if not weight.equation.is_vector and EXPERTS not in weight.equation.w:

@@ -28,7 +28,8 @@ from tunix.rl.pair_reference import add_reference
 from tunix.rl.quality import Numbers
 from tunix.run.run_folder import TOKENIZER
 from tunix.training.held_out import HeldOut
-from tunix.training.program import assemble, build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.training.program import assemble
 from tunix.training.state import Architecture, describe
 
 

@@ -29,7 +29,7 @@ from tunix.run.lock import hold_lock
 from tunix.run.metrics import peak_memory_gib
 from tunix.run.start_clock import StartClock
 from tunix.run.stores import open_store
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 log = logging.getLogger(__name__)
 

@@ -44,8 +44,9 @@ from tunix.run.compile_step import compile_step
 from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, explicit_sizes, format_mesh_shape, meshes, resolve
+from tunix.training.mesh_choices import build_mesh
 from tunix.training.overlap import check_compiler_options
-from tunix.training.program import assemble, build_mesh
+from tunix.training.program import assemble
 from tunix.training.sizes import derive_sizes
 
 COMPARED = ("loss", "grad_norm")

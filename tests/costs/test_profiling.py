@@ -33,7 +33,7 @@ from tunix.costs.transfers import Transfer, seconds
 from tunix.run.trace import CommunicationTrace
 from tunix.sharding.dims import axis_names
 from tunix.trainer import run
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 TRACED = ["training.profile_communication=true", "profile.after_step=2", "profile.steps=2"]
 MESH = "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"

@@ -18,7 +18,7 @@ from tunix.data.tokenize import find_units
 from tunix.sources.docstrings import read_questions
 from tunix.tokenizer.chat import PLAIN, ChatTemplate
 from tunix.training.held_out import HeldOut
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 GEMMA = (  # as the tokenizer_config.json of gemma-3-it has it, for texts
     "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n"

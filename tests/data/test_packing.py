@@ -16,7 +16,7 @@ from tunix.data.corpus import load_corpus
 from tunix.data.packing import Sequences
 from tunix.data.stream import Arrays, Stream
 from tunix.sharding.dims import axis_names
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 PACKINGS = ["concat", "best_fit", "pad"]
 

@@ -21,7 +21,7 @@ from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus, prepare_corpus
 from tunix.data.shards import document_hash
 from tunix.tokenizer.vocabulary import bytes_by_token
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 
 def text_config(folder, *overrides):

@@ -26,6 +26,7 @@ from tunix.inference.start import check_init_from, load_init_from
 from tunix.models.paths import named
 from tunix.sharding.arrays import to_global
 from tunix.training import program as training
+from tunix.training.mesh_choices import build_mesh
 
 ADAPTERS = Path(__file__).parent / "adapters"
 SHORT = [
@@ -41,7 +42,7 @@ def words(name: str) -> list[str]:
 def start(name: str, mesh_shape: str):
     """Return the program of a run that begins with an adapter, its mesh, and its first state."""
     cfg = compose([*words(name), f"model.mesh_shape={mesh_shape}", "optimizer.learning_rate=1e-2"]).config
-    mesh = training.build_mesh(cfg)
+    mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         built = training.assemble(cfg, mesh)
         check_init_from(cfg, built.arch)
@@ -176,7 +177,7 @@ def test_tensors_that_do_not_fit(tmp_path):
     with pytest.raises(UserError, match=r"lm_head.lora_A.weight is no low-rank update of a projection of a llama"):
         read_adapter(tmp_path / "adapter", "llama")
     cfg = compose(words("llama")).config
-    mesh = training.build_mesh(cfg)
+    mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         arch = training.assemble(cfg, mesh).arch
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"init_adapter": str(tmp_path / "adapter")})})

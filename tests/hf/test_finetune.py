@@ -29,7 +29,8 @@ from tunix.models.paths import named
 from tunix.rl.quality import pass_at
 from tunix.sharding.arrays import to_global
 from tunix.training.losses import next_token_loss
-from tunix.training.program import assemble, build_mesh
+from tunix.training.mesh_choices import build_mesh
+from tunix.training.program import assemble
 
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=2e-2"]
 SFT = [

@@ -240,7 +240,7 @@ small = program("model=llama3_1b", "model.vocab_size=2048", "model.embed_dim=512
     "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64", "model.tied_head=true", "model.global_every=1",
     "model.sliding_window=null", "model.mesh_shape={mesh}", "distributed.allow_idle_devices=true")
 folder = Path({str(tmp_path)!r})
-from tunix.training.program import build_layout
+from tunix.training.mesh_choices import build_layout
 with jax.set_mesh(small.mesh):
     save_weights(folder, small.state["params"], small.cfg.model, small.arch.weights, "float32", shard_gb=0.02)
     (folder / "config.json").write_text('{{"vocab_size": 2048}}')

@@ -131,7 +131,7 @@ def test_memory_is_that_of_the_arrays(rollout_on):
     mesh, sampler = rollout.mesh, rollout.sampler
     with jax.set_mesh(mesh):
         built = assemble(rollout.program.cfg, mesh)
-        costs = rollout_costs(built, mesh, len(PROMPTS), 8, 20, HOW.max_new_tokens)
+        costs = rollout_costs(built, len(PROMPTS), 8, 20, HOW.max_new_tokens)
         weights = sampler.gather(rollout.params)
         numbers = list(range(8 * len(PROMPTS)))
         rows, *_ = sampler._begin(weights, PROMPTS, numbers, HOW, jax.random.key(0), 32, 72)

@@ -22,7 +22,8 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.families import FAMILIES
 from tunix.sharding.arrays import to_global
 from tunix.sharding.dims import axis_names
-from tunix.training.program import assemble, build_mesh
+from tunix.training.mesh_choices import build_mesh
+from tunix.training.program import assemble
 from tunix.training.program_checks import check_model
 
 TOLERANCE = 1e-5  # float32; sums in another order

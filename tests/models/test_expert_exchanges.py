@@ -20,7 +20,8 @@ from tunix.models import expert_exchanges
 from tunix.models.expert_exchanges import Trips, choose_expert_exchange, count_rows, limit_to_room, plan_rows
 from tunix.models.experts import Experts
 from tunix.sharding.dims import axis_names
-from tunix.training.program import assemble, build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.training.program import assemble
 
 
 def exchange(sent: list[np.ndarray], trips: list[Trips], length: int) -> list[np.ndarray]:

@@ -12,7 +12,8 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.costs.derived import costs_of
 from tunix.models.experts import Experts
-from tunix.training.program import assemble, build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.training.program import assemble
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 # Every part of a router, and a shared expert; tests of parity have a dense layer too.
@@ -169,7 +170,7 @@ def test_derived_costs_know_experts():
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         built = assemble(cfg, mesh)
-        costs = costs_of(built.cfg, built, mesh)
+        costs = costs_of(built)
     assert costs.num_bytes["weights"] > 4 * built.arch.num_active / 4
     dense = 6 * built.arch.num_active * costs.tokens_per_step / mesh.size
     assert costs.model_flops < 1.2 * dense

@@ -49,7 +49,7 @@ def test_flops_of_a_forward_pass(name):
     layout = Layout(STRATEGIES["no_shard"], frozenset(), "float32", "float32", "float32").with_all_layers()
     with jax.set_mesh(mesh):
         arch = describe(cfg, layout)
-        params = abstract_params(arch, mesh, layout)
+        params = abstract_params(arch, mesh)
         of_rows = NamedSharding(mesh, layout.activation("BT"))
         tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=of_rows)
         traced = jax.jit(lambda params, tokens: arch.module(params)(tokens)).trace(params, tokens)

@@ -23,7 +23,7 @@ from tunix.models.ring import PRODUCTS, attend_in_ring
 from tunix.models.ring_flash import Flash
 from tunix.models.seen import seen_in_row
 from tunix.training.kernel_check import check_attention
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
 
 KERNEL_NAMES = ["attention_d_keys", "attention_d_queries", "attention_forward"]
 SMALL_BLOCKS = {8: Blocks(Block(64, 32, 1, 1), Block(64, 32, 1, 1), Block(32, 64, 1, 1))}

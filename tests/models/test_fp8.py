@@ -19,7 +19,7 @@ from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.products import product
 from tunix.models.remat import Remat, keep_policy
 from tunix.sharding.dims import Equation, axis_names
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
 
 FP8 = "training.matmul_dtype=fp8"
 ROUNDING = 2**-4  # of a number with three bits of fraction, at most

@@ -13,7 +13,7 @@ from tunix.costs.derived import derive
 from tunix.hf.config_json import read_config, understood, write_config
 from tunix.models.paths import named
 from tunix.sharding.dims import axis_names
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.state import describe
 
 TURNS = [

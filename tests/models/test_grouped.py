@@ -17,7 +17,7 @@ from tunix.models.grouped import grouped
 from tunix.models.grouped_blocks import BLOCKS, Block, Blocks, empty_rows
 from tunix.models.kernels import choose_expert_products
 from tunix.training.kernel_check import check_expert_products
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
 
 SMALL_BLOCKS = Blocks(Block(16, 32, 16, 1, 1), Block(32, 16, 32, 1, 1), Block(16, 16, 32, 1, 1))
 

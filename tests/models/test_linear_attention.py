@@ -11,7 +11,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.hf.config_json import understood
 from tunix.models.paths import named
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.state import describe
 
 LINEAR = "{num_key_heads: 2, num_value_heads: 4, key_dim: 8, value_dim: 8, filter_size: 4}"

@@ -12,7 +12,7 @@ from tunix.config.values import CONF
 from tunix.models.attention import Method, attend
 from tunix.models.seen import seen_in_row
 from tunix.sharding.arrays import to_global
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.state import describe
 
 SIZES = {

@@ -9,7 +9,7 @@ from tunix.cli.compose import compose
 from tunix.models import products
 from tunix.models.products import FEW_ROWS, PRODUCTS, product, product_of_few_rows
 from tunix.sharding.dims import Equation
-from tunix.training.program import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh
 
 ERRORS = {"fp8": 1.5}  # of sums of up to 24 products of numbers around 1, each rounded to three bits of fraction
 SIZES = {"T": 1, "D": 8, "N": 4, "H": 6, "V": 10}

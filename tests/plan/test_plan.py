@@ -13,10 +13,11 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.config import DeviceKind
 from tunix.config.training import REMAT
-from tunix.costs.derived import assemble_once, derive
+from tunix.costs.derived import derive
 from tunix.costs.devices import device_kinds, find_kind, on_network
 from tunix.costs.hlo import read_collectives
 from tunix.costs.links import LINK_SHARE, Group, collective_s
+from tunix.costs.program_cache import find_program
 from tunix.costs.rollout_memory import USABLE, choose_rows
 from tunix.costs.schedule import StepTime
 from tunix.costs.transfers import Transfer, seconds
@@ -422,16 +423,16 @@ def test_rollouts_are_counted():
     assert two.rollout.costs.rows == 32
     assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
     assert best("task.rollout_rows=64").rollout.waves == 2
-    program = assemble_once(one.cfg, one.sizes)
+    program = find_program(one.cfg, one.sizes)
     memories = None, 80 << 30, one.rollout_memory, 1 << 20
-    assert [choose_rows(one.cfg, *program, device_bytes) for device_bytes in memories] == [None, 128, 64, 8]
+    assert [choose_rows(program, device_bytes) for device_bytes in memories] == [None, 128, 64, 8]
     with_reference = best("task.kl_coefficient=0.1")
     reference = with_reference.num_bytes["reference"]  # the parameters rest in float32, the reference in bfloat16
     assert reference == one.costs.num_bytes["weights"] // 2
     assert with_reference.memory == max(with_reference.costs.memory + reference, one.rollout_memory + reference)
     fits = (one.rollout_memory + 2**20) / USABLE  # all answers at one time, but for the reference
     cfgs = one.cfg, with_reference.cfg, config("task.kl_coefficient=0.1", "model.lora.rank=8")
-    rows = [choose_rows(cfg, *assemble_once(cfg, one.sizes), round(fits)) for cfg in cfgs]
+    rows = [choose_rows(find_program(cfg, one.sizes), round(fits)) for cfg in cfgs]
     assert rows == [128, 64, 128]
 
 

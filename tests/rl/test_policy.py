@@ -11,8 +11,8 @@ from tunix.cli.compose import compose
 from tunix.config.task import Grpo
 from tunix.rl.advantages import ADVANTAGES, has_signal
 from tunix.sharding.arrays import to_global
+from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.policy import divide, policy_loss, token_gains
-from tunix.training.program import build_layout, build_mesh
 from tunix.training.scores import Largest, Mean, add_sums, report_sums, token_log_probs
 from tunix.training.state import describe
 

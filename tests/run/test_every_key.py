@@ -30,8 +30,9 @@ from tunix.sharding.dims import Equation
 from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
 from tunix.training.losses import loss_kind
+from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.program import abstract_batch, assemble, build_layout, build_mesh
+from tunix.training.program import abstract_batch, assemble
 from tunix.training.state import Weight, describe
 
 YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null,truncate:true}"

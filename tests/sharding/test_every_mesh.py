@@ -16,7 +16,8 @@ from support.harness import SMALL, batch, experts
 from tunix.cli.compose import compose
 from tunix.models import products
 from tunix.sharding.arrays import to_global
-from tunix.training.program import assemble, build_mesh
+from tunix.training.mesh_choices import build_mesh
+from tunix.training.program import assemble
 
 TOLERANCE = 1e-5  # float32; sums in another order
 # Two layers; few kinds of operations, because a program is compiled for each mesh.

@@ -29,7 +29,7 @@ from tunix.models.seen import seen_in_row
 from tunix.plan.compiled import describe_devices, kernel_data
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
-from tunix.training.program import build_layout
+from tunix.training.mesh_choices import build_layout
 
 SPLIT = jax.P("fsdp")
 WITHOUT_TIME = Speeds(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, lambda _: 0.0)

@@ -16,7 +16,8 @@ from tunix.costs.hlo import ARRAY, array_bytes, read_computations
 from tunix.costs.schedule import FREE, Instruction, count_moved_bytes, parse_instructions
 from tunix.plan.compiled import compile_for, describe_devices
 from tunix.plan.topology import read_topology
-from tunix.training.program import assemble, build_mesh
+from tunix.training.mesh_choices import build_mesh
+from tunix.training.program import assemble
 
 WORDS = [
     "model=tiny", "model.embed_dim=512", "model.mlp_dim=1024", "model.num_layers=2", "model.num_heads=4",

@@ -27,6 +27,7 @@ from tunix.config import Config
 from tunix.processes import exits
 from tunix.sharding.arrays import to_global
 from tunix.training import program as training
+from tunix.training.mesh_choices import build_mesh
 from tunix.training.state import Architecture
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +98,7 @@ class Program:
 def program(*overrides: str, fresh: bool = False) -> Program:
     """With `fresh`, the initial state is made on this mesh, as a run makes it."""
     cfg = compose([*SMALL, *overrides]).config
-    mesh = training.build_mesh(cfg)
+    mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         built = training.assemble(cfg, mesh)
         step = built.step([(100, 1000)])

@@ -11,7 +11,7 @@ from support.harness import SMALL, batch, program
 from tunix.cli.compose import compose
 from tunix.costs.hlo import read_collectives
 from tunix.sharding.arrays import to_global
-from tunix.training.program import build_mesh, choose_sync
+from tunix.training.mesh_choices import build_mesh, choose_sync
 
 MICROBATCHES = 4
 

@@ -10,8 +10,8 @@ from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.optim import check_phases, make_optimizer, make_schedule, phase_steps
-from tunix.training.program import build_layout, build_mesh
 from tunix.training.state import describe
 
 CONSTANT = ["scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null"]

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
 from tunix.base.dotted import import_object
 from tunix.config.exchange_tables import EXPERT_EXCHANGES
@@ -13,7 +12,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.costs.transfers import Transfer, shard_shape
 from tunix.models.expert_exchanges import count_rows
 from tunix.sharding.mesh_shape import count_devices
-from tunix.training.program import Program, read_remat
+from tunix.training.program import Program
 
 NUMBER = 4  # bytes of the number of an expert, of a share and of a count
 
@@ -34,17 +33,15 @@ class Exchanged(NamedTuple):
     results: float  # forward passes of which the results come back: nothing but a norm behind them needs them again
 
 
-def list_expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
+def list_expert_transfers(program: Program) -> list[Transfer]:
     """Return the collectives of one step that bring tokens to experts of other devices, and results back."""
-    cfg, layout = program.cfg, program.layout
+    cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
     axes, mlp = layout.expert_axes, cfg.model.mlp
     num_devices = count_devices(mesh.shape, axes)
     if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
         return []
-    rows = cfg.training.batch_shape(mesh.shape).num_rows
-    num_tokens = math.prod(shard_shape((rows, cfg.training.seq_len), layout.activation("BT"), mesh))
-    pipeline = cfg.training.pipeline(mesh.shape)
-    remat = read_remat(cfg.training)
+    num_tokens = math.prod(shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh))
+    pipeline, remat = program.pipeline, program.remat
     exchanged = Exchanged(
         axes,
         num_devices,
@@ -54,7 +51,7 @@ def list_expert_transfers(program: Program, mesh: Mesh | AbstractMesh, num_micro
         row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
         room=cfg.model.expert_buffer_factor,
         weighs_inputs=mlp.weighted == "inputs",
-        layers=cfg.model.num_expert_layers * num_microbatches * pipeline.ticks_per_part,
+        layers=cfg.model.num_expert_layers * batch.num_microbatches * pipeline.ticks_per_part,
         runs=1 + remat.computes_again("exchange") + pipeline.runs_again,
         results=1 + pipeline.runs_again + remat.computes_again("product") * (cfg.model.norm_placement != "pre"),
     )

@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
 
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.transfers import Transfer, shard_shape
 from tunix.models.paths import parameter_name
 from tunix.models.remat import product_name
 from tunix.sharding.dims import EXPERTS, STREAM_TOKENS, TOKENS, Equation
-from tunix.training.program import Program, read_remat
+from tunix.training.program import Program
 from tunix.training.state import Weight
 
 ENTERED = "BTD"  # what the first products of a branch take, and the sums of its last product before they are scattered
@@ -28,40 +27,40 @@ class Exchange(NamedTuple):
     times: float  # in one microbatch
 
 
-def list_product_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
+def list_product_transfers(program: Program) -> list[Transfer]:
     """Return the collectives of one step that bring activations to products and sum their results.
 
     A product `x,w->y` of a block runs forward, once more where `training.remat` computes it again, and transposed for
     the gradient of x.
     """
-    cfg, layout = program.cfg, program.layout
-    sizes = cfg.dims | {"B": cfg.training.batch_shape(mesh.shape).num_rows, STREAM_TOKENS: cfg.training.seq_len}
+    cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
+    sizes = cfg.dims | {"B": batch.num_rows, STREAM_TOKENS: batch.seq_len}
     item = jnp.dtype(layout.compute).itemsize
     transfers = []
 
     def add(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> None:
-        count = round(num_microbatches * times)
+        count = round(batch.num_microbatches * times)
         transfers.append(Transfer(kind, axes, round(count * num_bytes), overlaps=False, count=count))
 
     def num_numbers(letters: str) -> int:
         return math.prod(shard_shape([sizes[letter] for letter in letters], layout.activation(letters), mesh))
 
-    for kind, letters, axes, times in (*_of_blocks(program, mesh), *_of_ends(program)):
+    for kind, letters, axes, times in (*_list_in_blocks(program), *_list_at_ends(program)):
         if axes and times:
             add(kind, axes, num_numbers(letters) * item, times)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
-        pipeline = cfg.training.pipeline(mesh.shape)
-        layers = cfg.model.num_expert_layers * pipeline.ticks_per_part
-        forward = 1 + read_remat(cfg.training).computes_again("product") + pipeline.runs_again
+        layers = cfg.model.num_expert_layers * program.pipeline.ticks_per_part
+        forward = 1 + program.remat.computes_again("product") + program.pipeline.runs_again
         choices = num_numbers("BT") * cfg.model.mlp.experts_per_token * 4
         add("all-gather", layout.stream_axes, choices, 2 * forward * layers)
         add("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
     return transfers
 
 
-def _of_blocks(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Exchange]:
-    cfg, layout = program.cfg, program.layout
-    remat, pipeline, stream = read_remat(cfg.training), cfg.training.pipeline(mesh.shape), layout.stream_axes
+def _list_in_blocks(program: Program) -> Iterator[Exchange]:
+    """Yield the exchanges around the products of blocks."""
+    cfg, layout, pipeline = program.cfg, program.layout, program.pipeline
+    remat, stream = program.remat, layout.stream_axes
     entered: dict[str, float] = {}  # layers of each branch that tokens enter, by its name
     of_experts: list[Exchange] = []  # of one expert
     for path, weight in jax.tree.leaves_with_path(program.arch.weights):
@@ -76,7 +75,7 @@ def _of_blocks(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Exchange
         if EXPERTS in equation.w:
             # Sums of experts' products are summed over devices once for each token: not once for each expert, and not
             # apart for the two products that take it.
-            of_experts = [*_of_expert(program, equation, forward, layers), *of_experts]
+            of_experts = [*_list_of_expert(program, equation, forward, layers), *of_experts]
         elif stream and equation.leaves_branch:
             axes, summed = layout.product_axes(equation), equation.y.replace(STREAM_TOKENS, TOKENS)
             yield Exchange("reduce-scatter", summed, axes, forward)
@@ -95,7 +94,8 @@ def _of_blocks(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Exchange
         yield Exchange("reduce-scatter", ENTERED, stream, layers)
 
 
-def _of_expert(program: Program, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
+def _list_of_expert(program: Program, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
+    """Yield the exchanges around a product of experts, which runs forward `forward` times in all its `layers`."""
     layout = program.layout
     gives, takes = layout.product_axes(equation), layout.product_axes(equation.transposed())
     if not layout.stream_axes:
@@ -105,13 +105,16 @@ def _of_expert(program: Program, equation: Equation, forward: float, layers: flo
         yield Exchange("reduce-scatter", ENTERED, gives, forward)
         yield Exchange("all-gather", ENTERED, gives, layers)
     else:
-        again = read_remat(program.cfg.training).computes_again("product")
+        again = program.remat.computes_again("product")
         yield Exchange("all-gather", ENTERED, takes, (1 + again) * layers)
         yield Exchange("reduce-scatter", ENTERED, takes, layers)
 
 
-def _of_ends(program: Program) -> Iterator[Exchange]:
-    """A vocabulary that is split is summed over in the lookup of tokens and in the gradient of the logits' product."""
+def _list_at_ends(program: Program) -> Iterator[Exchange]:
+    """Yield the exchanges of embedding and head.
+
+    A vocabulary that is split is summed over in the lookup of tokens, and in the gradient of the logits' product.
+    """
     table: Weight = program.arch.weights["embedding"]["table"]
     yield Exchange("all-reduce", ENTERED, program.layout.product_axes(table.equation.transposed()), 2)
     if (inputs := program.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from tunix.config import Config, DeviceKind
 from tunix.config.task import Grpo
-from tunix.costs.derived import inside_bytes
+from tunix.costs.activation_memory import inside_bytes
 from tunix.costs.rollout_sizes import (
     SMALLEST_PROMPT,
     count_slots,
@@ -64,16 +64,17 @@ class RolloutPlan:
     reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
 
 
-def plan_rollout(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> RolloutPlan:
+def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
     """Return the rollout of a run with task=grpo; see `rollout_costs`."""
-    task = cfg.task
+    task = program.cfg.task
     assert isinstance(task, Grpo)
-    cycle = task.cycle(cfg.training.batch_shape(mesh.shape).num_sequences)
-    rows = choose_rows(cfg, program, mesh, device_bytes)
+    cycle = task.cycle(program.batch.num_sequences)
+    rows = choose_rows(program, device_bytes)
     at_once = min(cycle.samples, prompts_at_once(rows, task.group_size) or cycle.samples)
-    costs = _costs_of_wave(cfg, program, mesh, at_once, device_bytes)
+    costs = _wave_costs(program, at_once, device_bytes)
     waves = math.ceil(cycle.samples / at_once)
-    return RolloutPlan(cycle.samples, _longest_prompt(cfg), cycle.steps, waves, costs, reference_bytes(program))
+    longest_prompt = _longest_prompt(program.cfg)
+    return RolloutPlan(cycle.samples, longest_prompt, cycle.steps, waves, costs, reference_bytes(program))
 
 
 def reference_bytes(program: Program) -> int:
@@ -102,21 +103,21 @@ def read_device_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def choose_rows(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int | None:
+def choose_rows(program: Program, device_bytes: int | None) -> int | None:
     """Return the answers of a run with task=grpo that are drawn at one time, over the whole mesh; None for all.
 
     task.rollout_rows=auto takes all prompts of a rollout, or a half, a quarter, ... of them, so that their answers fit
     into `device_bytes` beside the training state and the reference. The answers to one prompt are the least.
     """
-    task = cfg.task
+    task = program.cfg.task
     assert isinstance(task, Grpo)
     if task.rollout_rows != "auto":
         return task.rollout_rows
     if device_bytes is None:
         return None
     free = USABLE * device_bytes - bytes_per_device(program.abstract) - reference_bytes(program)
-    count = task.cycle(cfg.training.batch_shape(mesh.shape).num_sequences).samples
-    while count > 1 and _costs_of_wave(cfg, program, mesh, count, device_bytes).memory > free:
+    count = task.cycle(program.batch.num_sequences).samples
+    while count > 1 and _wave_costs(program, count, device_bytes).memory > free:
         count = math.ceil(count / 2)
     return count * task.group_size
 
@@ -125,18 +126,16 @@ def _longest_prompt(cfg: Config) -> int:
     return cfg.training.seq_len - cfg.sampling.max_new_tokens
 
 
-def _costs_of_wave(
-    cfg: Config, program: Program, mesh: Mesh | AbstractMesh, num_prompts: int, device_bytes: int | None
-) -> RolloutCosts:
+def _wave_costs(program: Program, num_prompts: int, device_bytes: int | None) -> RolloutCosts:
     """Return the costs of the answers to so many prompts of a run, drawn at one time."""
+    cfg = program.cfg
     assert isinstance(cfg.task, Grpo)
     arguments = num_prompts, cfg.task.group_size, _longest_prompt(cfg), cfg.sampling.max_new_tokens
-    return rollout_costs(program, mesh, *arguments, device_bytes)
+    return rollout_costs(program, *arguments, device_bytes)
 
 
 def rollout_costs(
     program: Program,
-    mesh: Mesh | AbstractMesh,
     num_prompts: int,
     answers_per_prompt: int,
     longest_prompt: int,
@@ -148,7 +147,7 @@ def rollout_costs(
     Prompts have at most `longest_prompt` tokens. `device_bytes` is the memory of a device, if it is known: it decides
     in which form quantized weights are used.
     """
-    mesh = whole_sequences(mesh)
+    mesh, layout = whole_sequences(program.mesh), program.layout.for_generation()
     shards = data_shards(mesh.shape)
     count, copies = spread_prompts(num_prompts, answers_per_prompt, shards)
     prompts, rows = count * copies // shards, count * answers_per_prompt // shards
@@ -157,14 +156,14 @@ def rollout_costs(
     caches = [_cache_bytes(program, mesh, slots) * rows for _, slots in stretches]
     sizes = sorted(set(caches))
     vocabulary = program.cfg.model.vocab_size
-    own_words = shard_shape((vocabulary,), program.layout.activation("V"), mesh)[0]
+    own_words = shard_shape((vocabulary,), layout.activation("V"), mesh)[0]
     parts = {
         "gathered weights": _weight_bytes(program, mesh, device_bytes),
         # While a cache grows, the old one is still there.
         "cache": max(old + new for old, new in zip([0, *sizes], sizes, strict=False)),
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
         "logits": 4 * rows * (own_words + 2 * vocabulary),
-        "prompts": prompts * inside_bytes(program.cfg, program.layout, mesh, length),
+        "prompts": prompts * inside_bytes(program.cfg, layout, mesh, length),
     }
     every_token = parts["gathered weights"] + parts["logits"]
     bytes_read = sum(count * (every_token + cache) for (count, _), cache in zip(stretches, caches, strict=True))

@@ -19,7 +19,8 @@ from tunix.sharding.dims import axis_names, token_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.training.losses import loss_kind
-from tunix.training.program import Program, read_remat
+from tunix.training.mesh_choices import read_remat
+from tunix.training.program import Program
 from tunix.training.state import Weight
 
 
@@ -59,25 +60,20 @@ def _neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> in
     return neighbours
 
 
-def list_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> list[Transfer]:
-    """Return the collectives of one step that are not of products or experts; the mesh must be the one in use.
-
-    Those of products and experts have files of their own.
-    """
-    of_weights = _weight_transfers(program, mesh, num_microbatches)
-    of_attention = _attention_transfers(program, mesh, num_microbatches)
-    return [*of_weights, *of_attention, *_stage_transfers(program, mesh)]
+def list_transfers(program: Program) -> list[Transfer]:
+    """Return the collectives of one step that are not of products or experts, which have files of their own."""
+    return [*_weight_transfers(program), *_attention_transfers(program), *_stage_transfers(program)]
 
 
-def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
-    """Weights gathered before they are used, and their gradients reduced after.
+def _weight_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield gathers of weights before they are used, and reductions of their gradients.
 
     Blocks on stages gather in every tick, and once more where the backward pass runs a stage again.
     """
     layout, strategy = program.layout, program.layout.strategy
-    sync_every = program.sync_every
-    pipeline, in_blocks = program.cfg.training.pipeline(mesh.shape), layout.gathers_in_blocks(sync_every)
-    reductions = 1 if pipeline.is_stream else num_microbatches // sync_every
+    mesh, pipeline, sync_every = program.mesh, program.pipeline, program.sync_every
+    in_blocks = layout.gathers_in_blocks(sync_every)
+    reductions = 1 if pipeline.is_stream else program.batch.num_microbatches // sync_every
     ahead = program.overlap.prefetch
     gathers_of_block = (2 + pipeline.runs_again) * pipeline.num_passes
     is_trained = jax.tree.leaves(program.arch.is_trained)
@@ -111,10 +107,9 @@ def _weight_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatc
         yield Transfer("all-reduce", summed_over, size, overlaps=False, count=count)
 
 
-def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Transfer]:
-    """Rows that stages send one another in each tick, their gradients, and what 1F1B does with all stages together."""
-    cfg, layout = program.cfg, program.layout
-    pipeline = cfg.training.pipeline(mesh.shape)
+def _stage_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield the rows that stages send one another in each tick, their gradients, and what all stages of 1F1B share."""
+    cfg, layout, mesh, pipeline = program.cfg, program.layout, program.mesh, program.pipeline
     if pipeline.num_stages == 1:
         return
     rows, tokens = part_rows(cfg, mesh), cfg.training.seq_len
@@ -143,12 +138,13 @@ def _stage_transfers(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[Tr
     batch = pipeline.num_microbatches * cfg.training.sequences_per_shard * own_tokens * 4
     yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=False)
     if pipeline.num_chunks > 1:
-        yield from _dealt_layers(program, mesh, pipeline.num_chunks)
+        yield _deal_layers(program)
 
 
-def _dealt_layers(program: Program, mesh: Mesh | AbstractMesh, num_chunks: int) -> Iterator[Transfer]:
-    """Layers that stages deal out before the first tick, and gradients that they take back after the last."""
-    layout, num_bytes, count = program.layout, 0, 0
+def _deal_layers(program: Program) -> Transfer:
+    """Return the transfer of layers that stages deal out before the first tick, and of gradients afterwards."""
+    layout, mesh, num_chunks = program.layout, program.mesh, program.pipeline.num_chunks
+    num_bytes, count = 0, 0
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
         if not weight.equation.is_stacked:
@@ -159,7 +155,7 @@ def _dealt_layers(program: Program, mesh: Mesh | AbstractMesh, num_chunks: int) 
             at_rest = layout.at_rest(weight.equation, layout.strategy.gradients)
             num_bytes += shard_bytes(weight, at_rest, "float32", mesh)
             count += num_chunks
-    yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
+    return Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
 
 
 def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
@@ -168,15 +164,15 @@ def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
     return cfg.training.sequences_per_shard * pipeline.num_stages // pipeline.num_parts
 
 
-def _attention_transfers(program: Program, mesh: Mesh | AbstractMesh, num_microbatches: int) -> Iterator[Transfer]:
-    """Transfers of attention between devices that share sequences, and of the segment ids, which are spread once."""
-    cfg, axes = program.cfg, token_axes()
+def _attention_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield the transfers of attention between devices that share sequences, and of the segment ids, spread once."""
+    cfg, axes, mesh = program.cfg, token_axes(), program.mesh
     if token_shards(mesh.shape) == 1:
         return
-    rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
+    num_microbatches, rows, tokens = program.batch
     segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
-    pipeline = cfg.training.pipeline(mesh.shape)
+    pipeline = program.pipeline
     exchanged = import_object(CP_EXCHANGES[choose_exchange(cfg.model, mesh.shape).name].transfers)
     for kind, of_kind in cfg.model.kinds_of_heads.items():
         layers = num_microbatches * len(of_kind) * pipeline.ticks_per_part

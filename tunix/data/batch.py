@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from tunix.config.batch_stages import BatchShape
 from tunix.sharding.layout import activation_spec
@@ -35,7 +35,9 @@ FIELDS = {
 }
 
 
-def abstract_arrays(fields: Mapping[str, Field], shape: BatchShape, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_arrays(
+    fields: Mapping[str, Field], shape: BatchShape, mesh: Mesh | AbstractMesh
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of the fields of a global batch. No array is made."""
     arrays = {}
     for name, field in fields.items():

@@ -22,7 +22,7 @@ from tunix.cli import command, compose
 from tunix.doctor import machine, software, together
 from tunix.doctor.findings import Finding
 from tunix.processes import exits, joining, peers
-from tunix.training.program import build_mesh
+from tunix.training.mesh_choices import build_mesh
 
 START_S, TOGETHER_S = 30, 90  # seconds until all processes must have come; for all checks between processes
 MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "error": "[red]error  [/]"}

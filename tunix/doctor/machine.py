@@ -17,7 +17,8 @@ from tunix.costs.devices import find_kind
 from tunix.doctor.findings import Finding, Status
 from tunix.processes import peers
 from tunix.processes.identity import FIRST_PORT, NUM_PORTS
-from tunix.training.program import assemble, build_mesh
+from tunix.training.mesh_choices import build_mesh
+from tunix.training.program import assemble
 
 GIB = 2**30
 DRIVERS = {"12": 525, "13": 580}  # oldest driver for a CUDA version; docs.nvidia.com/deploy/cuda-compatibility

@@ -157,7 +157,7 @@ def load_params(
         checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
         if peers.first_of_host():
             refuse_damaged_checkpoint(checkpoint)
-        params = _restore_params(checkpoint, arch, abstract_params(arch, mesh, layout), weights)
+        params = _restore_params(checkpoint, arch, abstract_params(arch, mesh), weights)
         return params, Tokenizer.from_str(json.dumps(read_json(checkpoint, "tokenizer")))
     folder = _fetch(source, ABOUT + WEIGHTS)
     if weights != "trained":

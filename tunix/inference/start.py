@@ -61,7 +61,7 @@ def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
 
 def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
     if run := find_run(source):
-        abstract = abstract_params(program.arch, mesh, program.layout)
+        abstract = abstract_params(program.arch, mesh)
         own, lacking = _without_updates(abstract)
         params = read_state(_find_checkpoint_of(program.cfg, *run), {"params": own})["params"]
         return _fill(params, lacking)

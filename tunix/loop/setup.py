@@ -65,9 +65,9 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: C
     3. the report of every derived number.
     """
     program = assemble(cfg, mesh)
-    programs = assemble_stages(program, cfg.training.batch_schedule(mesh.shape), mesh)
+    programs = assemble_stages(program, cfg.training.batch_schedule(mesh.shape))
     for each in programs.values():
-        each.try_out_loss(mesh)
+        each.try_out_loss()
     check_compiler_options(cfg.training.compiler_options)
     device = mesh.devices.flat[0]
     check_matmul_dtype(cfg, device.platform, device.device_kind)

@@ -5,8 +5,9 @@ from typing import Any
 
 from tunix.config import Config
 from tunix.config.task import Grpo
-from tunix.costs.derived import Costs, assemble_once, derive
+from tunix.costs.derived import Costs, costs_of
 from tunix.costs.devices import peak_tflops
+from tunix.costs.program_cache import find_program
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
 from tunix.models.expert_exchanges import choose_expert_exchange
@@ -14,7 +15,6 @@ from tunix.plan.compiled import Compiled
 from tunix.plan.exchange_times import settle_exchange, time_beyond_mean
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
 from tunix.plan.topology import PLATFORM, Cluster
-from tunix.training.program import settle_remat
 
 GIB = 2**30
 PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
@@ -162,16 +162,17 @@ def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit
 def make_candidate(
     cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
 ) -> Candidate:
-    with_mesh, _ = settle_exchange(settle_remat(replace_mesh(cfg, sizes, choice), PLATFORM), sizes, cluster)
-    costs, rollout = derive(with_mesh, sizes, PLATFORM, with_activations), None
+    """Derive the costs of a mesh, with this value of the key that the config leaves open."""
+    with_mesh, _ = settle_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
+    program = find_program(with_mesh, sizes, PLATFORM)
+    costs, rollout = costs_of(program, with_activations), None
     if isinstance(cfg.task, Grpo):
-        device_bytes = round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share)
-        rollout = plan_rollout(with_mesh, *assemble_once(with_mesh, sizes), device_bytes)
+        rollout = plan_rollout(program, round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share))
     stages = {}
-    for period in with_mesh.training.batch_schedule(sizes).periods[:-1]:
-        with_batch = with_mesh.model_copy(update={"training": period.training})
+    for period in program.cfg.training.batch_schedule(sizes).periods[:-1]:
+        with_batch = program.cfg.model_copy(update={"training": period.training})
         stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations)
-    return Candidate(sizes, with_mesh, costs, cluster, rollout, stages=tuple(stages.values()))
+    return Candidate(sizes, program.cfg, costs, cluster, rollout, stages=tuple(stages.values()))
 
 
 def list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:

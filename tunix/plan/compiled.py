@@ -40,7 +40,8 @@ from tunix.models.expert_exchanges import choose_expert_exchange, experts_with_r
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
 from tunix.plan.topology import PLATFORM, Cluster
 from tunix.sharding.mesh_shape import token_shards
-from tunix.training.program import abstract_batch, assemble, build_mesh
+from tunix.training.mesh_choices import build_mesh
+from tunix.training.program import abstract_batch, assemble
 
 # Share of the speed of matrix products that our own kernels are assumed to reach: 415 TFLOP/s on an H100, where
 # kernels of this kind (FlashAttention-2 in Triton) are reported to reach 350 to 500. Not measured.
@@ -188,7 +189,7 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
         program, batch = assemble(cfg, mesh), abstract_batch(cfg, mesh)
         step = program.step([(1000, cfg.training.batch_shape(mesh.shape).num_tokens)])
         lowered = jax.jit(step, donate_argnums=0).lower(program.abstract, batch)
-        options: Any = program.compiler_options(mesh)
+        options: Any = program.compiler_options()
         executable = lowered.compile(compiler_options=options)
     memory: Any = executable.memory_analysis()
     hlo = executable.as_text() or ""

@@ -36,7 +36,7 @@ from tunix.models.ring_plain import chunk_size
 from tunix.plan.compiled import HBM_SHARE, KERNEL_SHARE
 from tunix.plan.topology import PLATFORM, Cluster
 from tunix.sharding.dims import axis_names, token_axes
-from tunix.training.program import build_layout, read_remat, settle_remat
+from tunix.training.mesh_choices import build_layout, read_remat, settle_remat
 
 
 class PairTimes(NamedTuple):
@@ -124,7 +124,7 @@ def _places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[Pl
     lengths = tuple(sizes[axis] for axis in names)
     mesh = AbstractMesh(lengths, names, axis_types=axis_types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        layout = build_layout(cfg, mesh)  # type: ignore[arg-type]
+        layout = build_layout(cfg, mesh)
         heads = {kind: measure_heads(cfg, kind, layout, mesh) for kind in model.kinds_of_heads}
         kernels = {
             kind: choose_kernel(model.attention, kind.dim, layout.compute, model.attention_options).name

@@ -8,6 +8,7 @@ from tunix.cli import compose
 from tunix.config import Config
 from tunix.config.training import REMAT
 from tunix.costs.derived import derive
+from tunix.plan.topology import PLATFORM
 
 LARGEST_MICRO_BATCH = 1024
 
@@ -40,7 +41,7 @@ def _list_policies(cfg: Config, sizes: dict[str, int]) -> list[str]:
     policies = list(REMAT)  # most first: of two that need the same, the one that keeps less comes first here
 
     def least_first(policy: str) -> tuple[int, int]:
-        num_bytes = derive(replace_mesh(cfg, sizes, policy), sizes).num_bytes["activations"]
+        num_bytes = derive(replace_mesh(cfg, sizes, policy), sizes, PLATFORM).num_bytes["activations"]
         return num_bytes, -policies.index(policy)
 
     return sorted(policies, key=least_first)

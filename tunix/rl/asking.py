@@ -73,7 +73,7 @@ class Asker:
         assert isinstance(cfg.task, Grpo)
         self.task, self.vocabulary, self.scorer, self.watchdog = cfg.task, corpus.vocabulary, scorer, watchdog
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
-        self.rows_at_once = choose_rows(cfg, program, mesh, None if None in known else min(known))
+        self.rows_at_once = choose_rows(program, None if None in known else min(known))
         self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = chat_stop_ids(corpus.vocabulary, cfg.sampling.stop, folder)

@@ -19,7 +19,7 @@ def compile_step(program: Program, spans: Spans, mesh: Mesh) -> Any:
     """Compile the step of a run of these steps; its state is donated. Logs its time, memory and collectives."""
     begun, reads = time.perf_counter(), count_reads()
     traced = jax.jit(program.step(spans), donate_argnums=0).lower(program.abstract, abstract_batch(program.cfg, mesh))
-    options: Any = program.compiler_options(mesh)
+    options: Any = program.compiler_options()
     compiled = traced.compile(compiler_options=options)
     memory: Any = compiled.memory_analysis()
     log.info(

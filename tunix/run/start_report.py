@@ -79,7 +79,7 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
 
 def _describe_costs(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
     """Return the rows about memory and arithmetic."""
-    gib = {name: size / 2**30 for name, size in costs_of(program.cfg, program, mesh).num_bytes.items()}
+    gib = {name: size / 2**30 for name, size in costs_of(program).num_bytes.items()}
     return {
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
         f"{cfg.optimizer.name} {gib['optimizer']:.3f}; predicted on top: gradients {gib['gradients']:.3f}, "
@@ -152,7 +152,7 @@ def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str
 def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:
     """Return the numbers of a rollout, and its memory beside the training state, which a step does not need then."""
     cfg = program.cfg
-    rollout = plan_rollout(cfg, program, mesh, read_device_bytes())
+    rollout = plan_rollout(program, read_device_bytes())
     costs = rollout.costs
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
     reference = {}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
 
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
@@ -48,7 +48,7 @@ def rows_to_global(rows: np.ndarray, mesh: Mesh) -> jax.Array:
     return to_global({"rows": local[None]}, mesh)["rows"][0]
 
 
-def abstract_results(mesh: Mesh, function: Callable, *arguments: Any) -> Any:
+def abstract_results(mesh: Mesh | AbstractMesh, function: Callable, *arguments: Any) -> Any:
     """Return shapes, dtypes and shardings on the mesh of what a function returns for these arrays, or their shapes.
 
     An array that the function puts into the host's memory has a sharding of this kind of memory.

@@ -13,9 +13,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.base.errors import UserError
-from tunix.config import Model, Training
+from tunix.config import Config
 from tunix.sharding.dims import data_axes, keeping_axes
 from tunix.sharding.layout import Layout
+from tunix.training.mesh_choices import choose_sync
 
 Options = dict[str, bool | int | float | str]
 
@@ -37,21 +38,14 @@ class Overlap(NamedTuple):
     reason: str
 
 
-def choose_overlap(
-    training: Training,
-    layout: Layout,
-    mesh: Mesh | AbstractMesh,
-    sync_every: int,
-    platform: str | None,
-    model: Model,
-) -> Overlap:
+def choose_overlap(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, platform: str | None) -> Overlap:
     """Return what `training.overlap` is on a mesh; `platform` is that of its devices, None where there are none.
 
     Raises:
         UserError: `prefetch` where layers cannot gather ahead.
     """
-    name, options = training.overlap, OPTIONS.get(platform or "", {})
-    lacks = _prefetch_lacks(training, layout, sync_every, model)
+    name, options = cfg.training.overlap, OPTIONS.get(platform or "", {})
+    lacks = _prefetch_lacks(cfg, layout, choose_sync(cfg.training, mesh))
     if name == "prefetch" and lacks:
         raise UserError(f"training.overlap=prefetch: {lacks}; training.overlap=auto takes what fits")
     if name != "auto":
@@ -63,10 +57,11 @@ def choose_overlap(
     return Overlap(not lacks, options, lacks or "layers gather their weights")
 
 
-def _prefetch_lacks(training: Training, layout: Layout, sync_every: int, model: Model) -> str | None:
+def _prefetch_lacks(cfg: Config, layout: Layout, sync_every: int) -> str | None:
     """Return why layers cannot gather ahead; None if they can."""
+    training = cfg.training
     for key in ("shared_kv", "layer_inputs"):
-        if getattr(model, key) is not None:
+        if getattr(cfg.model, key) is not None:
             return f"model.{key} has gradients that a scan which gathers ahead does not give"
     if not layout.gathers_in_blocks(sync_every):
         return (
@@ -80,7 +75,7 @@ def _prefetch_lacks(training: Training, layout: Layout, sync_every: int, model: 
     return None
 
 
-def known_options(options: Options, mesh: Mesh) -> Options:
+def known_options(options: Options, mesh: Mesh | AbstractMesh) -> Options:
     """Return those of `options` that the installed compiler knows for the devices of a mesh, which need not exist.
 
     Options of XLA come and go with its versions. One that is gone makes a step slower; it must not end a run.

@@ -44,9 +44,7 @@ from tunix.training.step import Gradients
 from tunix.training.turns import Turns
 
 
-def make_pipelined_gradients(
-    arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int, num_chunks: int = 1
-) -> Gradients:
+def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int, num_chunks: int = 1) -> Gradients:
     """Return what `make_gradients` returns: gradients of a step, its weight and its sums.
 
     Each stage has `num_chunks` chunks of layers.
@@ -54,7 +52,8 @@ def make_pipelined_gradients(
     Weights outside of the blocks are gathered once, and each device adds up its own part of their gradients until the
     end of the step. Weights of the blocks are gathered in every tick, or once, as the strategy says.
     """
-    in_blocks, outer = layout.gathers_in_blocks(sync_every), arch.with_tokens_on_stages()
+    layout = arch.layout
+    in_blocks = layout.gathers_in_blocks(sync_every)
 
     def gradients(params, batch, seeds):
         lanes = Lanes(layout)
@@ -64,9 +63,9 @@ def make_pipelined_gradients(
         model, places = arch.module(params), Places(lanes, layout, names, in_blocks)
         with jax.named_scope("gather"):
             weights = jax.tree.map_with_path(places.gather, params, arch.weights)
-        parts = Parts(model, lanes, batch, seeds, outer.layout)
+        parts = Parts(model, lanes, batch, seeds, layout.with_tokens_on_stages())
         turns = Turns(lanes.num_stages, num_chunks, parts.count)
-        ticks = Ticks(StagedModel(model, arch, outer, loss_fn, params, weights, parts, chunks), turns)
+        ticks = Ticks(StagedModel(arch, loss_fn, params, weights, parts, chunks), turns)
 
         d_outside = jax.tree.map_with_path(places.zeros, arch.trained_weights)
         d_blocks = jax.tree.map(chunks.split_stage, {name: d_outside.pop(name) for name in names})

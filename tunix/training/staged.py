@@ -119,25 +119,21 @@ class StagedModel:
 
     def __init__(
         self,
-        model: Transformer,
         arch: Architecture,
-        outer: Architecture,
         loss_fn: LossFn,
         params: dict[str, Any],
         weights: dict[str, Any],
         parts: Parts,
         chunks: Chunks,
     ):
-        """`model` has `params`, which are at rest; `weights` are gathered, unless blocks gather them themselves.
-
-        `outer` describes what is outside of the stages (`Architecture.with_tokens_on_stages`).
-        """
-        self.model, self.arch, self.outer, self.loss_fn = model, arch, outer, loss_fn
+        """`params` are at rest; `weights` are gathered, unless blocks gather them themselves."""
+        self.model, self.arch, self.loss_fn = arch.module(params), arch, loss_fn
+        self.outer = arch.with_tokens_on_stages()
         self.parts, self.chunks = parts, chunks
         self.lanes = parts.lanes
-        self.names = tuple(stack.name for stack in model.stacks)
-        self.forward = Forward(model.mix_of_row, parts.fields["tokens"].shape[-1])
-        values = {name: model.stacks.layers_of(name, self.forward)[1] for name in self.names}
+        self.names = tuple(stack.name for stack in self.model.stacks)
+        self.forward = Forward(self.model.mix_of_row, parts.fields["tokens"].shape[-1])
+        values = {name: self.model.stacks.layers_of(name, self.forward)[1] for name in self.names}
         self.values = jax.tree.map(chunks.split_values, values)  # of the layers: windows, angles
         self.blocks_at_rest = {name: params[name] for name in self.names}
         self.block_weights = jax.tree.map(chunks.split, {name: weights[name] for name in self.names})

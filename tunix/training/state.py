@@ -154,53 +154,49 @@ def _describe(cfg: Model, layout: Layout, remat: Remat, parts_per_stage: int | N
 
 def new_state(
     arch: Architecture,
-    model: Model,
-    layout: Layout,
     optimizer: optax.GradientTransformation,
     copies: dict[str, Copy],
     guard: SpikeGuard | None,
     seed: jax.Array | int,
     given: dict[str, Any] | None = None,
 ) -> State:
-    """The state of step 0. To be compiled: each device then makes only its own shards, the same on every mesh.
+    """Make the state of step 0. To be compiled: each device then makes only its own shards, the same on every mesh.
 
     `given` is a tree of parameters that exist already, with None for those to be made.
     """
-    params = nnx.to_pure_dict(nnx.state(Transformer(model, layout, nnx.Rngs(jax.random.key(seed)))))
+    params = nnx.to_pure_dict(nnx.state(Transformer(arch.model, arch.layout, nnx.Rngs(jax.random.key(seed)))))
     params = params if given is None else arch.merge(given, params)
-    return start_state(arch, layout, optimizer, copies, guard, params)
+    return start_state(arch, optimizer, copies, guard, params)
 
 
 def start_state(
     arch: Architecture,
-    layout: Layout,
     optimizer: optax.GradientTransformation,
     copies: dict[str, Copy],
     guard: SpikeGuard | None,
     params: dict[str, Any],
 ) -> State:
     """Return the state of step 0 with these parameters."""
-    params = jax.tree.map(lambda p, weight: reshard(p, layout.at_rest(weight.equation)), params, arch.weights)
-    trained = optimizer_view(arch.trained(params), arch, layout)
+    at_rest = arch.layout.at_rest
+    params = jax.tree.map(lambda p, weight: reshard(p, at_rest(weight.equation)), params, arch.weights)
+    trained = optimizer_view(arch.trained(params), arch)
     zero, moments = jnp.zeros((), jnp.int32), optimizer.init(trained)
-    moments = to_host_memory(moments) if layout.moments_on_host else moments
+    moments = to_host_memory(moments) if arch.layout.moments_on_host else moments
     state = {"params": params, "opt_state": moments, "step": zero, "skipped": zero}
     return state | start_copies(copies, trained) | (guard.start() if guard else {})
 
 
-def optimizer_view(tree: dict[str, Any], arch: Architecture, layout: Layout) -> dict[str, Any]:
-    """Trained parameters or gradients laid out as the optimizer works on them."""
-    sharded = layout.strategy.optimizer
-    return jax.tree.map(
-        lambda x, weight: reshard(x, layout.at_rest(weight.equation, sharded)), tree, arch.trained_weights
-    )
+def optimizer_view(tree: dict[str, Any], arch: Architecture) -> dict[str, Any]:
+    """Return trained parameters or gradients laid out as the optimizer works on them."""
+    at_rest, sharded = arch.layout.at_rest, arch.layout.strategy.optimizer
+    return jax.tree.map(lambda x, weight: reshard(x, at_rest(weight.equation, sharded)), tree, arch.trained_weights)
 
 
-def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh, layout: Layout) -> dict[str, Any]:
-    """Shapes, dtypes and shardings of the parameters at rest."""
+def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    """Return shapes, dtypes and shardings of the parameters at rest."""
 
     def abstract(weight: Weight) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, layout.at_rest(weight.equation))
+        sharding = NamedSharding(mesh, arch.layout.at_rest(weight.equation))
         return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, arch.weights)

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.data.batch import Batch
 from tunix.sharding.arrays import to_device_memory, to_host_memory
-from tunix.sharding.layout import Layout
 from tunix.training.balance import move_biases
 from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
 from tunix.training.layer_norms import NORMS, norms_if_due
@@ -49,7 +48,7 @@ class Update(NamedTuple):
 
 
 def make_train_step(
-    gradients: Gradients, arch: Architecture, layout: Layout, update: Update
+    gradients: Gradients, arch: Architecture, update: Update
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """Return a function (state, batch) -> (state, metrics), to be compiled with the state donated.
 
@@ -59,6 +58,7 @@ def make_train_step(
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
     guard. `gradients` is what `make_gradients` returns, or another schedule's `gradients` (`PIPELINE_SCHEDULES`).
     """
+    on_host = arch.layout.moments_on_host
 
     def train_step(state, batch):
         num_microbatches = len(jax.tree.leaves(batch)[0])
@@ -66,12 +66,12 @@ def make_train_step(
         grads, weight, sums = gradients(state["params"], batch, seeds)
         with jax.named_scope("optimizer"):
             # The one division: `weight` is that of all microbatches on all devices, and sums become means here.
-            grads = optimizer_view(jax.tree.map(lambda g: g / weight, grads), arch, layout)
+            grads = optimizer_view(jax.tree.map(lambda g: g / weight, grads), arch)
             grad_norm = optax.tree.norm(grads)
             trained = arch.trained(state["params"])
-            params = optimizer_view(trained, arch, layout)
+            params = optimizer_view(trained, arch)
             # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
-            moments = to_device_memory(state["opt_state"]) if layout.moments_on_host else state["opt_state"]
+            moments = to_device_memory(state["opt_state"]) if on_host else state["opt_state"]
             direction, opt_state = update.direct(grads, moments, params)
             rate = update.schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
@@ -90,7 +90,7 @@ def make_train_step(
             old = {"params": trained, "opt_state": moments} | ({"copies": old_copies} if old_copies else {})
             kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
             reported |= update.report_norms(state["step"], arch, grads, trained, kept["params"])
-            if layout.moments_on_host:
+            if on_host:
                 kept["opt_state"] = to_host_memory(kept["opt_state"])
             kept |= put_copies(update.copies, kept)
         # Counted in a row: training.max_skipped_steps ends the run. A spike has a count of its own (spikes.py).
@@ -123,12 +123,13 @@ def make_train_step(
 # (`reduced`, `unreduced`) make a forgotten sum an error while tracing.
 
 
-def make_gradients(arch: Architecture, loss_fn: LossFn, layout: Layout, sync_every: int) -> Gradients:
+def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Gradients:
     """Return a function (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 
     Gradients are float32 and summed over devices too; weight and sums are those of `Loss`. The dropout of a microbatch
     draws from its seed.
     """
+    layout = arch.layout
     in_blocks = layout.gathers_in_blocks(sync_every)
 
     def spec(weight: Weight, *, own_part: bool) -> PartitionSpec:
