@@ -1,9 +1,9 @@
 """Bytes that a GPU moves for a token of a rollout, beside the least: compiled for a GPU that need not be there.
 
 `python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024]`, with JAX's CUDA plugin installed
-(requirements-cuda12.txt). The program is the loop of `inference.stretches.stretch` for one H100. Its bytes are counted
-in its compiled text as the costs of a step are: what each instruction reads and writes, once. The least is weights and
-cache read once, and logits written once and read twice.
+(requirements-cuda12.txt). The program is the loop of `inference.stretches.draw_stretch` for one H100. Its bytes are
+counted in its compiled text as the costs of a step are: what each instruction reads and writes, once. The least is
+weights and cache read once, and logits written once and read twice.
 """
 
 import os

@@ -41,7 +41,7 @@ def measure(folder: str, batch: str) -> dict:
     import jax.numpy as jnp
 
     import tunix
-    from tunix.inference.sampling import Sampling
+    from tunix.inference.sampling import Request, Sampling
 
     large = jnp.ones(1 << 27, jnp.float32)  # 0.5 GB: no cache has it
     read = jax.jit(jnp.sum)
@@ -51,10 +51,10 @@ def measure(folder: str, batch: str) -> dict:
     with jax.set_mesh(model.mesh):
         weights = model.sampler.gather(model.params)
         long, short = (
-            best(lambda new=new: model.sampler.rollout(weights, tokens, Sampling(new, temperature=0.0)), 2)
+            best(lambda new=new: model.sampler.rollout(weights, Request(tokens), Sampling(new, temperature=0.0)), 2)
             for new in (NEW + 1, 1)
         )
-        drawn = best(lambda: model.sampler.rollout(weights, tokens, Sampling(NEW + 1)), 2)
+        drawn = best(lambda: model.sampler.rollout(weights, Request(tokens), Sampling(NEW + 1)), 2)
     cfg = model.cfg
     slots = (
         2 * sum(cfg.windows(PROMPT + NEW // 2)) * cfg.num_kv_heads * cfg.head_dim * 4

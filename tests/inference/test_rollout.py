@@ -10,7 +10,7 @@ from support.harness import program
 from tunix.costs import rollout_sizes
 from tunix.costs.hlo import read_collectives
 from tunix.costs.rollout_memory import rollout_costs
-from tunix.inference.sampling import Sampler, Sampling
+from tunix.inference.sampling import Request, Sampler, Sampling, Wave
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import data_axes
 from tunix.training.program import assemble
@@ -42,7 +42,8 @@ class Rollout:
 
     def draw(self, prompts, how=HOW, seed=1, first_row=5, answers_per_prompt=8, prompts_at_once=None):
         with jax.set_mesh(self.mesh):
-            return self.sampler.rollout(self.params, prompts, how, seed, first_row, answers_per_prompt, prompts_at_once)
+            request = Request(prompts, answers_per_prompt, seed, first_row)
+            return self.sampler.rollout(self.params, request, how, prompts_at_once)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +134,9 @@ def test_memory_is_that_of_the_arrays(rollout_on):
         built = assemble(rollout.program.cfg, mesh)
         costs = rollout_costs(built, len(PROMPTS), 8, 20, HOW.max_new_tokens)
         weights = sampler.gather(rollout.params)
-        numbers = list(range(8 * len(PROMPTS)))
-        rows, *_ = sampler._begin(weights, PROMPTS, numbers, HOW, jax.random.key(0), 32, 72)
+        wave = Wave(PROMPTS, list(range(8 * len(PROMPTS))), 0)
+        rows, *_ = sampler._begin(weights, wave, HOW, jax.random.key(0))
     assert costs.num_bytes["gathered weights"] == bytes_per_device(weights)
     assert costs.num_bytes["cache"] == bytes_per_device(rows.cache)
     assert costs.rows == len(rows.token) // 4
-    assert sampler.stretch._cache_size() + sampler.begin._cache_size() < costs.num_programs
+    assert sampler.draw_stretch._cache_size() + sampler.begin._cache_size() < costs.num_programs

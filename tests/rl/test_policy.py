@@ -18,6 +18,7 @@ from tunix.training.state import describe
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 TASK = compose([*SMALL, *ONE, "task=grpo", "training.global_batch_size=8", "sampling.max_new_tokens=8"]).config.task
+SAMPLING = compose([*SMALL, *ONE, "sampling.temperature=1", "sampling.max_new_tokens=2"]).config.sampling
 VOCABULARY, PROMPT = 16, [3, 1, 4]
 ROUNDING = 1e-5  # nats: the sampler and the loss are two programs, which may add up in another order
 
@@ -68,9 +69,8 @@ class World:
             def gradient(params, batch):
                 def objective(params):
                     loss = policy_loss(
-                        arch.module(params), batch, task=task(), chunk_size=64, z_loss=0.0, temperature=1.0,
-                        max_new_tokens=2,
-                    )  # fmt: skip
+                        arch.module(params), batch, task=task(), sampling=SAMPLING, chunk_size=64, z_loss=0.0
+                    )
                     return loss.objective, (loss.weight, loss.sums)
 
                 return jax.grad(objective, has_aux=True)(params)

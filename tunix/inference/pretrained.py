@@ -23,7 +23,7 @@ from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import CHANGED, load_weights
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import Sampling
-from tunix.inference.sampling import Sampler
+from tunix.inference.sampling import Request, Sampler
 from tunix.models.lora import merge
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
@@ -81,7 +81,8 @@ class Pretrained:
     ) -> list[Answer]:
         """Return answers to prompts of token ids; see `Sampler.rollout`."""
         with jax.set_mesh(self.mesh):
-            return self.sampler.rollout(self.params, prompts, how, seed, first_row, answers_per_prompt, prompts_at_once)
+            request = Request(prompts, answers_per_prompt, seed, first_row)
+            return self.sampler.rollout(self.params, request, how, prompts_at_once)
 
     @cached_property
     def _logits(self):

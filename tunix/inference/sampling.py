@@ -11,6 +11,7 @@ of the answer and the number of the token: tokens are the same on every mesh, in
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,12 +33,51 @@ from tunix.inference.answers import Answer, Draft, extend_drafts
 from tunix.inference.cache import cache_slots, grow, take_rows
 from tunix.inference.drawing import Drawn, Sampling
 from tunix.inference.gathered import Gathered, gather
-from tunix.inference.stretches import Rows, begin, stretch
+from tunix.inference.stretches import Prompts, Rows, Stretch, begin, draw_stretch
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out, rows_to_global
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts, how many answers to each are wanted, and the noise that these draw by."""
+
+    prompts: Sequence[list[int]]  # token ids
+    answers_per_prompt: int = 1
+    seed: int = 0
+    first_row: int = 0  # answer n of the request draws by the number `first_row` + n, and by the seed
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(map(len, self.prompts))
+
+    def split(self, prompts_at_once: int | None) -> list["Wave"]:
+        """Return the waves in which the prompts are answered, those with the shortest prompts first; None for one."""
+        order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
+        size, count = prompts_at_once or len(order), self.answers_per_prompt
+        waves = []
+        for start in range(0, len(order), size):
+            indices = sorted(order[start : start + size])  # within a wave rows are in order
+            places = [index * count + n for index in indices for n in range(count)]
+            waves.append(Wave([self.prompts[index] for index in indices], places, self.first_row))
+        return waves
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Prompts that are answered at one time."""
+
+    prompts: list[list[int]]
+    places: list[int]  # of their answers in the request; as many to each prompt, one after the other
+    first_row: int  # of the request
+
+    @property
+    def length(self) -> int:
+        """Tokens that the prompts are padded to."""
+        return pad_prompt(max(map(len, self.prompts)))
 
 
 class Sampler:
@@ -52,8 +92,8 @@ class Sampler:
     def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
         self.context_length, self.mesh = context_length, whole_sequences(mesh)
         self.arch = arch = arch.for_generation()
-        self.begin = jax.jit(partial(begin, arch), static_argnames=("how", "repeats", "num_slots"))
-        self.stretch = jax.jit(partial(stretch, arch), static_argnames="how", donate_argnames="rows")
+        self.begin = jax.jit(partial(begin, arch), static_argnames=("how", "num_slots"))
+        self.draw_stretch = jax.jit(partial(draw_stretch, arch), static_argnames="how", donate_argnames="rows")
         self.grow = jax.jit(grow, static_argnums=1)
         self.take = jax.jit(take_rows)
         self.gathering = jax.jit(partial(gather, arch), static_argnames="as_matrices")
@@ -62,7 +102,7 @@ class Sampler:
         self, params: Any, prompts: Sequence[list[int]], how: Sampling, seed: int = 0, first_row: int = 0
     ) -> list[Answer]:
         """Return an answer to each prompt (token ids); see `rollout`."""
-        return self.rollout(params, prompts, how, seed, first_row)
+        return self.rollout(params, Request(prompts, 1, seed, first_row), how)
 
     def gather(self, params: Any) -> Gathered:
         """Return the parameters for several calls of `rollout`, gathered once."""
@@ -73,38 +113,28 @@ class Sampler:
     def rollout(
         self,
         params: Any,
-        prompts: Sequence[list[int]],
+        request: Request,
         how: Sampling,
-        seed: int = 0,
-        first_row: int = 0,
-        answers_per_prompt: int = 1,
         prompts_at_once: int | None = None,
         at_look: Callable[[], None] | None = None,
     ) -> list[Answer]:
-        """Return answers to prompts (token ids): all answers to the first prompt, then all to the second, ...
+        """Return all answers to the first prompt of a request, then all to the second, ...
 
-        `params` are the parameters at rest, or what `gather` made of them. Answer n of the list draws by the number
-        `first_row` + n and `seed` alone. `prompts_at_once` limits memory: prompts are sorted by their length and
-        answered in waves. `at_look` is called each time that the host looks at the answers, by every process as often;
-        what it raises gives them up.
+        `params` are the parameters at rest, or what `gather` made of them. `prompts_at_once` limits memory: prompts are
+        sorted by their length and answered in waves. `at_look` is called each time that the host looks at the answers,
+        by every process as often; what it raises gives them up.
 
         Raises:
             UserError: an empty prompt, or one that with its answer is longer than the context.
         """
-        self._check(prompts, how)
+        self._check(request, how)
         weights = params if isinstance(params, Gathered) else self.gather(params)
-        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        size = prompts_at_once or len(prompts)
         answers: dict[int, Answer] = {}
-        for wave in (order[start : start + size] for start in range(0, len(order), size)):
-            wave.sort()  # waves depend on the lengths; within a wave rows are in order
-            wanted = [index * answers_per_prompt + n for index in wave for n in range(answers_per_prompt)]
-            asked = [prompts[index] for index in wave]
+        for wave in request.split(prompts_at_once):
             with jax.set_mesh(self.mesh):
-                numbers = [first_row + n for n in wanted]
-                drawn = self._answer(weights, asked, numbers, how, jax.random.key(seed), at_look)
-            answers |= dict(zip(wanted, drawn, strict=True))
-        return [answers[n] for n in range(len(answers))]
+                drawn = self._answer(weights, wave, how, jax.random.key(request.seed), at_look)
+            answers |= dict(zip(wave.places, drawn, strict=True))
+        return [answers[place] for place in range(len(answers))]
 
     def compile_stretch(
         self, params: Any, num_prompts: int, answers_per_prompt: int, num_slots: int, how: Sampling
@@ -116,10 +146,9 @@ class Sampler:
         count, copies = spread_prompts(num_prompts, answers_per_prompt, data_shards(self.mesh.shape))
         prompts, rows = count * copies, count * answers_per_prompt
 
-        def first_token(params, tokens, first, numbers, key):
-            weights, repeats = gather(self.arch, params, as_matrices), rows // prompts
-            arguments = weights, tokens, first, numbers, key
-            return weights, begin(self.arch, *arguments, how=how, repeats=repeats, num_slots=num_slots)[0]
+        def first_token(params, prompts, key):
+            weights = gather(self.arch, params, as_matrices)
+            return weights, begin(self.arch, weights, prompts, key, how=how, num_slots=num_slots)[0]
 
         def of_rows(*shape):
             return jax.ShapeDtypeStruct(shape, "int32", sharding=NamedSharding(self.mesh, activation_spec("B")))
@@ -128,15 +157,15 @@ class Sampler:
             params = lay_out(params, self.mesh)
             as_matrices = self._as_matrices(params)
             key = jax.eval_shape(lambda: jax.random.key(0))
-            inputs = of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows), key
-            weights, after = abstract_results(self.mesh, first_token, params, *inputs)
-            scalars = [jax.ShapeDtypeStruct((), "int32")] * 3
-            return self.stretch.lower(weights, after, key, *scalars, how=how).compile()
+            asked = Prompts(of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows))
+            weights, after = abstract_results(self.mesh, first_token, params, asked, key)
+            stretch = Stretch(*[jax.ShapeDtypeStruct((), "int32")] * 3)
+            return self.draw_stretch.lower(weights, after, key, stretch, how=how).compile()
 
-    def _check(self, prompts: Sequence[list[int]], how: Sampling) -> None:
-        longest = max(map(len, prompts))
-        if not all(prompts):
+    def _check(self, request: Request, how: Sampling) -> None:
+        if not all(request.prompts):
             raise UserError("a prompt is empty: it has no token to continue from")
+        longest = request.longest_prompt
         if longest + how.max_new_tokens > self.context_length:
             raise UserError(
                 f"a prompt of {longest} tokens and max_new_tokens={how.max_new_tokens} are more than the model's "
@@ -144,69 +173,72 @@ class Sampler:
             )
 
     def _answer(
-        self,
-        weights: Gathered,
-        prompts: list[list[int]],
-        numbers: list[int],
-        how: Sampling,
-        key: jax.Array,
-        at_look: Callable[[], None] | None,
+        self, weights: Gathered, wave: Wave, how: Sampling, key: jax.Array, at_look: Callable[[], None] | None
     ) -> list[Answer]:
-        """Return the answers with these numbers, as many to each prompt."""
-        model = weights.module(self.arch)
-        length, last = pad_prompt(max(map(len, prompts))), how.max_new_tokens
-        slots = count_slots(length + next_look(1, last), length + last)
-        rows, chunk, places = self._begin(weights, prompts, numbers, how, key, length, slots)
-        drafts = [Draft(how.stop) for _ in numbers]
-        extend_drafts(drafts, chunk, 1, places)
+        """Return the answers of a wave, in the order of their places."""
+        length, last, model = wave.length, how.max_new_tokens, weights.module(self.arch)
+        rows, chunk, numbers = self._begin(weights, wave, how, key)
+        drafts = [Draft(how.stop) for _ in wave.places]
+        extend_drafts(drafts, chunk, 1, numbers)
         number = 1
         while number < last and not all(draft.stopped for draft in drafts):
             if at_look is not None:
                 at_look()
             end = next_look(number, last)
-            rows, places = self._let_go(rows, places, drafts)
+            rows, numbers = self._let_go(rows, numbers, drafts)
             windows = model.cfg.windows(count_slots(length + end, length + last))
             if windows != cache_slots(rows.cache):
                 rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
-            scalars = (np.int32(value) for value in (length, number, end))
-            rows, chunk = self.stretch(weights, rows, key, *scalars, how=how)
-            extend_drafts(drafts, chunk, end - number, places)
+            stretch = Stretch(*map(np.int32, (length, number, end)))
+            rows, chunk = self.draw_stretch(weights, rows, key, stretch, how=how)
+            extend_drafts(drafts, chunk, end - number, numbers)
             number = end
         return [draft.answer() for draft in drafts]
 
-    def _begin(self, weights, prompts, numbers, how, key, length, num_slots) -> tuple[Rows, Drawn, np.ndarray]:
-        """Return rows after their first token, that token, and the place in `numbers` of each row, -1 of a filler."""
-        answers, shards = len(numbers) // len(prompts), data_shards(self.mesh.shape)
-        count, copies = spread_prompts(len(prompts), answers, shards)
+    def _begin(self, weights: Gathered, wave: Wave, how: Sampling, key: jax.Array) -> tuple[Rows, Drawn, np.ndarray]:
+        """Return rows after their first token, that token, and for each row the number of its draft, -1 of a filler.
+
+        Of 3 prompts with 2 answers each, 1 prompt fills up to the data shards (`spread_prompts`):
+
+            prompts    p0     p1     p2     -           computed once each
+            rows       0  1   2  3   4  5   -1 -1       answers to them
+        """
+        length, last = wave.length, how.max_new_tokens
+        answers = len(wave.places) // len(wave.prompts)
+        count, copies = spread_prompts(len(wave.prompts), answers, data_shards(self.mesh.shape))
         tokens = np.zeros((count, length), np.int32)
         first = np.full(count, length - 1, np.int32)
-        for row, prompt in enumerate(prompts):
+        for row, prompt in enumerate(wave.prompts):
             tokens[row, length - len(prompt) :] = prompt
             first[row] = length - len(prompt)
-        places = np.full(count * answers, -1)
-        places[: len(numbers)] = np.arange(len(numbers))
+        numbers = np.full(count * answers, -1)
+        numbers[: len(wave.places)] = np.arange(len(wave.places))
         draws_by = np.zeros(count * answers, np.int32)
-        draws_by[: len(numbers)] = numbers
+        draws_by[: len(wave.places)] = wave.first_row + np.array(wave.places)
         inputs = (np.repeat(tokens, copies, axis=0), np.repeat(first, copies), draws_by)
-        on_devices = (rows_to_global(each, self.mesh) for each in inputs)
-        rows, drawn = self.begin(weights, *on_devices, key, how=how, repeats=answers // copies, num_slots=num_slots)
-        return rows, drawn, places
+        prompts = Prompts(*(rows_to_global(each, self.mesh) for each in inputs))
+        num_slots = count_slots(length + next_look(1, last), length + last)
+        rows, drawn = self.begin(weights, prompts, key, how=how, num_slots=num_slots)
+        return rows, drawn, numbers
 
-    def _let_go(self, rows: Rows, places: np.ndarray, drafts: list["Draft"]) -> tuple[Rows, np.ndarray]:
-        """Return the rows without ended ones, if those that go on fit into half, and their places.
+    def _let_go(self, rows: Rows, numbers: np.ndarray, drafts: list["Draft"]) -> tuple[Rows, np.ndarray]:
+        """Return the rows without ended ones, if those that go on fit into half, and the numbers of their drafts.
 
-        A row stays on its data shard, so that no cache travels.
+        A row stays on its data shard, so that no cache travels; the shard with most rows that go on decides.
+
+            shard 0     0  1  2  3      1 and 2 go on        1  2
+            shard 1     4  5  6  7      6 goes on            6 -1      -1: a row that has ended, and fills up
         """
-        by_shard = places.reshape(data_shards(self.mesh.shape), -1)
-        going_on = np.array([[place >= 0 and not drafts[place].stopped for place in shard] for shard in by_shard])
+        by_shard = numbers.reshape(data_shards(self.mesh.shape), -1)
+        going_on = np.array([[number >= 0 and not drafts[number].stopped for number in shard] for shard in by_shard])
         size = by_shard.shape[1]
         fewer = fewer_rows(size, int(going_on.sum(1).max()))
         if fewer == size:
-            return rows, places
+            return rows, numbers
         kept = np.argsort(~going_on, axis=1, kind="stable")[:, :fewer]  # those that go on stand first
-        places = np.where(np.take_along_axis(going_on, kept, 1), np.take_along_axis(by_shard, kept, 1), -1)
+        numbers = np.where(np.take_along_axis(going_on, kept, 1), np.take_along_axis(by_shard, kept, 1), -1)
         taken = self.take(rows, rows_to_global(kept.reshape(-1).astype(np.int32), self.mesh))
-        return taken, places.reshape(-1)
+        return taken, numbers.reshape(-1)
 
     def _as_matrices(self, params: Any) -> bool:
         """True where quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""

@@ -1,4 +1,12 @@
-"""The two programs of a rollout: the first token of each answer, and a stretch of further ones."""
+"""The two programs of a rollout: the first token of each answer, and a stretch of further ones.
+
+Time counts the tokens of a row from its first place, padding included. All prompts of a wave end at time `length`, so
+all rows are at the same time, and one number says where the loop is:
+
+    time        0  1  2  3 | 4  5  6          length = 4
+    row 0       .  .  p  p | a  b  c          first = 2
+    row 1       p  p  p  p | d  e  f          first = 0
+"""
 
 from typing import Any, NamedTuple
 
@@ -6,13 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.costs.rollout_sizes import (
-    STRETCH,
-)
+from tunix.costs.rollout_sizes import STRETCH
 from tunix.inference.cache import Cache, decode, prefill, repeat_rows
 from tunix.inference.drawing import Drawn, Sampling, draw
 from tunix.inference.gathered import Gathered
 from tunix.training.state import Architecture
+
+
+class Prompts(NamedTuple):
+    """Prompts of a wave, int32 arrays, and the answers that are drawn to each: B / P of them."""
+
+    tokens: jax.Array  # [P, T], padded on the left
+    first: jax.Array  # [P], the time at which each begins
+    numbers: jax.Array  # [B], of the answers in the whole rollout; those to a prompt stand one after the other
 
 
 class Rows(NamedTuple):
@@ -20,51 +34,37 @@ class Rows(NamedTuple):
 
     token: jax.Array  # the newest
     first: jax.Array  # time at which the prompt begins
-    number: jax.Array  # of the answer in the whole rollout: it draws by it
+    number: jax.Array  # of the answer in the whole rollout, which its noise depends on
     cache: Cache
 
 
+class Stretch(NamedTuple):
+    """Tokens that are drawn between two looks of the host, as int32 scalars: one program serves all stretches."""
+
+    length: Any  # tokens that prompts are padded to
+    begin: Any  # tokens that the answers have already
+    end: Any  # tokens that they have after it
+
+
 def begin(
-    arch: Architecture,
-    weights: Gathered,
-    tokens: jax.Array,
-    first: jax.Array,
-    numbers: jax.Array,
-    key: jax.Array,
-    *,
-    how: Sampling,
-    repeats: int,
-    num_slots: int,
+    arch: Architecture, weights: Gathered, prompts: Prompts, key: jax.Array, *, how: Sampling, num_slots: int
 ) -> tuple[Rows, Drawn]:
     """Return rows after the first token of their answers, and that token, [B, 1] on every device.
 
-    `tokens` are prompts [B / repeats, T] that begin at `first`; each is the prompt of `repeats` rows that follow one
-    another. Answers have the `numbers` [B].
+    A prompt is computed once. Its keys and values are then repeated for each of its answers.
     """
-    model = weights.module(arch)
+    model, (tokens, first, numbers) = weights.module(arch), prompts
     logits, cache = prefill(model, weights, tokens, first, num_slots, tokens.shape[1] + how.max_new_tokens)
-    logits, first, cache = repeat_rows((logits, first, cache), repeats)
+    logits, first, cache = repeat_rows((logits, first, cache), len(numbers) // len(tokens))
     drawn = draw(logits, key, numbers, jnp.int32(0), how, model.layout)
     return Rows(drawn.tokens, first, numbers, cache), _on_every_device(Drawn(*(each[:, None] for each in drawn)))
 
 
-def stretch(
-    arch: Architecture,
-    weights: Gathered,
-    rows: Rows,
-    key: jax.Array,
-    length: jax.Array,
-    number: jax.Array,
-    end: jax.Array,
-    *,
-    how: Sampling,
+def draw_stretch(
+    arch: Architecture, weights: Gathered, rows: Rows, key: jax.Array, stretch: Stretch, *, how: Sampling
 ) -> tuple[Rows, Drawn]:
-    """Return rows that had `number` tokens of their answers when they have `end`, and the new ones.
-
-    The new ones are [B, STRETCH] on every device, of which the first `end` - `number` count. Prompts are padded to
-    `length`. The number of tokens is data: one program serves all stretches.
-    """
-    model = weights.module(arch)
+    """Return rows after a stretch, and its tokens: [B, STRETCH] on every device, the first `end` - `begin` count."""
+    model, (length, number, end) = weights.module(arch), stretch
     of_rows = model.layout.activation("B")
 
     def step(state):
@@ -73,15 +73,14 @@ def stretch(
         logits, cache = decode(model, tied, cache, token, length + now - 1, rows.first, length + how.max_new_tokens)
         drawn = draw(logits, key, rows.number, now, how, model.layout)
         chunk = jax.tree.map(
-            lambda all_of_them, new: jax.lax.dynamic_update_slice_in_dim(all_of_them, new[:, None], now - number, 1),
-            chunk,
-            drawn,
+            lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(tokens, new[:, None], now - number, 1), chunk, drawn
         )
         return now + 1, drawn.tokens, cache, chunk
 
     def empty(dtype):
         return jnp.zeros((len(rows.token), STRETCH), dtype, out_sharding=of_rows)
 
+    # The number of tokens is data and not a shape: so the loop is one program, however long the stretch is.
     chunk = Drawn(empty("int32"), empty("float32"), empty("float32"))
     start = (number, rows.token, rows.cache, chunk)
     _, token, cache, chunk = jax.lax.while_loop(lambda state: state[0] < end, step, start)

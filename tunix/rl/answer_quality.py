@@ -17,6 +17,7 @@ from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import about_files, load_params, load_pretrained
+from tunix.inference.sampling import Request
 from tunix.inference.stops import chat_stop_ids
 from tunix.processes import peers
 from tunix.rewards import REWARDS
@@ -55,14 +56,8 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
             params = model.params
             if checkpoint != checkpoints[0]:
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
-            answers = model.sampler.rollout(
-                params,
-                [prompt.tokens for prompt in prompts],
-                sampling,
-                cfg.seed,
-                answers_per_prompt=cmd.num_samples,
-                prompts_at_once=max(1, cmd.batch_size // cmd.num_samples),
-            )
+            request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
+            answers = model.sampler.rollout(params, request, sampling, max(1, cmd.batch_size // cmd.num_samples))
             rows, num_errors = _score(cmd, prompts, answers, corpus.vocabulary, scorer)
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)

@@ -18,7 +18,7 @@ from tunix.costs.rollout_sizes import prompts_at_once
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
-from tunix.inference.sampling import Sampler
+from tunix.inference.sampling import Request, Sampler
 from tunix.inference.stops import chat_stop_ids
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
@@ -71,7 +71,7 @@ class Asker:
     ):
         """Several processes must agree on the answers at one time: the device with the least memory decides."""
         assert isinstance(cfg.task, Grpo)
-        self.task, self.vocabulary, self.scorer, self.watchdog = cfg.task, corpus.vocabulary, scorer, watchdog
+        self.mesh, self.vocabulary, self.scorer, self.watchdog = mesh, corpus.vocabulary, scorer, watchdog
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
         self.rows_at_once = choose_rows(program, None if None in known else min(known))
         self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
@@ -92,16 +92,9 @@ class Asker:
         `at_look` is called from time to time while they are drawn, and before they are scored; see `Sampler.rollout`.
         """
         begun = time.perf_counter()
-        how = choose_sampling(keys, self.stop)
-        answers = self.sampler.rollout(
-            params,
-            [prompt.tokens for prompt in prompts],
-            how,
-            seed,
-            answers_per_prompt=group_size,
-            prompts_at_once=prompts_at_once(self.rows_at_once, group_size),
-            at_look=at_look,
-        )
+        request = Request([prompt.tokens for prompt in prompts], group_size, seed)
+        how, at_once = choose_sampling(keys, self.stop), prompts_at_once(self.rows_at_once, group_size)
+        answers = self.sampler.rollout(params, request, how, at_once, at_look)
         if at_look is not None:
             at_look()
         rollout_s = time.perf_counter() - begun

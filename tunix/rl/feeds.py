@@ -180,7 +180,7 @@ class PromptFeed:
         reference = make_reference(self.cfg, self.program, self.mesh) if task.kl_coefficient else None
         every = task.samples_every_steps
         file = SamplesFile(folder, every, metrics) if folder and metrics and every else None
-        return Rollouts(self.cfg, self.samples, self.asker, reference, self.mesh, start, file)
+        return Rollouts(self.cfg, self.samples, self.asker, reference, start, file)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log what the last evaluation says."""

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from tunix.base.errors import Stopped
 from tunix.config import Config
@@ -52,18 +51,17 @@ class Rollouts:
         samples: Samples,
         asker: Asker,
         reference: Reference | None,
-        mesh: Mesh,
         start: Position,
         file: SamplesFile | None,
     ):
         """`reference` is None where task.kl_coefficient is 0; `file` gets the answers, if there is one."""
         assert isinstance(cfg.task, Grpo)
-        self.cfg, self.task, self.prompts, self.asker, self.mesh = cfg, cfg.task, samples, asker, mesh
+        self.cfg, self.task, self.prompts, self.asker, self.mesh = cfg, cfg.task, samples, asker, asker.mesh
         self.reference, self.start, self.step, self.file = reference, start, start.step, file
-        self.shape = cfg.training.batch_shape(mesh.shape)
+        self.shape = cfg.training.batch_shape(self.mesh.shape)
         self.cycle = cfg.task.cycle(self.shape.num_sequences)
         self.course = Course(start, self.cycle, cfg.training.skip_steps)
-        self.rows = local_rows(mesh, self.shape.num_rows)  # of B, those of this process
+        self.rows = local_rows(self.mesh, self.shape.num_rows)  # of B, those of this process
         self.trend = RewardTrend(self.cycle.steps)
         self.batches: list[Batch] = []  # of the newest rollout
 

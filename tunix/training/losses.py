@@ -88,10 +88,9 @@ def _make_policy(cfg: Config) -> LossFn:
     return partial(
         policy_loss,
         task=cfg.task,
+        sampling=cfg.sampling,
         chunk_size=cfg.training.loss_chunk_size,
         z_loss=cfg.training.z_loss,
-        temperature=cfg.sampling.temperature,
-        max_new_tokens=cfg.sampling.max_new_tokens,
     )
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tunix.config import Sampling
 from tunix.config.task import Grpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
@@ -49,21 +50,20 @@ def policy_loss(
     seed: jax.Array | None = None,
     *,
     task: Grpo,
+    sampling: Sampling,
     chunk_size: int | str,
     z_loss: float,
-    temperature: float,
-    max_new_tokens: int,
 ) -> Loss:
-    """Clipped policy gradient over the tokens of answers, where `loss_mask` is 1; see the top of this file.
+    """Compute the clipped policy gradient over the tokens of answers, where `loss_mask` is 1; see this file's top.
 
-    `temperature` is that of the sampler: the policy that learns is the one that was drawn from.
+    `sampling` is that of the rollouts: the policy that learns is the one that was drawn from, at its temperature.
     """
-    scores, blocks = score_targets(model, batch, seed, chunk_size, temperature, with_entropy=True)
+    scores, blocks = score_targets(model, batch, seed, chunk_size, sampling.temperature, with_entropy=True)
     assert scores.entropy is not None
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
         gains = token_gains(-scores.nll, batch, task)
-        share, row_weights = divide(mask, task, max_new_tokens)
+        share, row_weights = divide(mask, task, sampling.max_new_tokens)
         added, of_blocks = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
         z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
