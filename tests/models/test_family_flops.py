@@ -12,8 +12,9 @@ from models.test_parity import MODELS, PARITY
 
 from tunix.cli.architecture import trained_model
 from tunix.models.flops import attended_tokens, chunk_flops_per_token, forward_flops_per_token
-from tunix.sharding.layout import STRATEGIES, Layout
+from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import device_mesh
+from tunix.sharding.placement import STRATEGIES
 from tunix.training.state import abstract_params, describe
 
 ROWS, LENGTH = 2, 24

@@ -18,7 +18,8 @@ from tunix.costs.devices import device_kinds, peak_tflops
 from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.products import product
 from tunix.models.remat import Remat, keep_policy
-from tunix.sharding.dims import Equation, axis_names
+from tunix.sharding.dims import axis_names
+from tunix.sharding.equations import Equation
 from tunix.training.mesh_choices import build_layout, build_mesh
 
 FP8 = "training.matmul_dtype=fp8"

@@ -8,7 +8,7 @@ from support.harness import SMALL
 from tunix.cli.compose import compose
 from tunix.models import products
 from tunix.models.products import FEW_ROWS, PRODUCTS, product, product_of_few_rows
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.training.mesh_choices import build_layout, build_mesh
 
 ERRORS = {"fp8": 1.5}  # of sums of up to 24 products of numbers around 1, each rounded to three bits of fraction

@@ -26,7 +26,7 @@ from tunix.models.positions import layer_rope
 from tunix.plan import __main__ as plan
 from tunix.processes import joining
 from tunix.run.compatible import check_same
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
 from tunix.training.losses import loss_kind

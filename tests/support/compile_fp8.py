@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tunix.models.fp8 import fp8_product
 from tunix.plan.compiled import describe_devices
 from tunix.plan.topology import read_topology
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 
 mesh = jax.make_mesh(
     (1,), ("fsdp",), axis_types=(AxisType.Explicit,), devices=describe_devices(read_topology(f"{sys.argv[1]}:1"))

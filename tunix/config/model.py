@@ -16,7 +16,8 @@ from tunix.config.rope import RopeScaling
 from tunix.config.shared_layers import LayerInputs, Run, SharedKv, list_runs
 from tunix.families import FAMILIES, Family
 from tunix.sharding import mesh_shape
-from tunix.sharding.dims import codes_per_byte, read_dims, weights_per_scale
+from tunix.sharding.dims import read_dims
+from tunix.sharding.equations import codes_per_byte, weights_per_scale
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
 

@@ -10,7 +10,7 @@ from tunix.config.mixers import GlobalHeads, Latent, LinearAttention
 from tunix.config.mlp import ExpertsMlp
 from tunix.config.rope import RopeLong
 from tunix.config.shared_layers import check_shared_layers
-from tunix.sharding.dims import codes_per_byte
+from tunix.sharding.equations import codes_per_byte
 
 if TYPE_CHECKING:
     from tunix.config.model import Model

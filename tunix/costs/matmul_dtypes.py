@@ -8,7 +8,7 @@ from tunix.config.kernel_tables import MATMUL_DTYPES
 from tunix.costs.devices import device_kinds, find_kind, matmul_tflops, peak_tflops
 from tunix.models.flops import flops_per_token
 from tunix.models.paths import parameter_name
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.training.state import Architecture
 
 # Letters of experts, of a router's scores, and of inputs of layers: their products keep the compute dtype.

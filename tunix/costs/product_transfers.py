@@ -11,7 +11,8 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.costs.transfers import Transfer, shard_shape
 from tunix.models.paths import parameter_name
 from tunix.models.remat import product_name
-from tunix.sharding.dims import EXPERTS, STREAM_TOKENS, TOKENS, Equation
+from tunix.sharding.dims import EXPERTS, STREAM_TOKENS, TOKENS
+from tunix.sharding.equations import Equation
 from tunix.training.program import Program
 from tunix.training.state import Weight
 

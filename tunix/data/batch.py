@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from tunix.config.batch_stages import BatchShape
-from tunix.sharding.layout import activation_spec
+from tunix.sharding.placement import activation_spec
 
 Batch = dict[str, jax.Array]  # [A, B, T] on the devices; [B, T] inside the loop over microbatches
 Example = dict[str, np.ndarray]  # [T], one sequence; or several of them stacked, [A, B, T]

@@ -18,7 +18,8 @@ from tunix.families import Family, Name, find_family
 from tunix.hf.tensor_files import TensorFiles
 from tunix.models.paths import named, parameter_name
 from tunix.models.quantized import stacked_codes
-from tunix.sharding.dims import EXPERTS, LAYERS, Equation
+from tunix.sharding.dims import EXPERTS, LAYERS
+from tunix.sharding.equations import Equation
 from tunix.sharding.filling import Index, fill
 from tunix.sharding.layout import Layout
 

@@ -30,9 +30,10 @@ from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.items import parts_in, read_json, read_state
 from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.sharding.arrays import rows_to_global
-from tunix.sharding.layout import STRATEGIES, Layout
+from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import device_mesh, whole_sequences
 from tunix.sharding.mesh_shape import ONE_DEVICE, unsplit_dims
+from tunix.sharding.placement import STRATEGIES
 from tunix.tokenizer.vocabulary import Vocabulary, load_vocabulary, read_backend
 from tunix.training.state import Architecture, abstract_params, describe
 

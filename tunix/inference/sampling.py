@@ -35,9 +35,9 @@ from tunix.inference.drawing import Drawn, Sampling
 from tunix.inference.gathered import Gathered, gather
 from tunix.inference.stretches import Prompts, Rows, Stretch, begin, draw_stretch
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out, rows_to_global
-from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.placement import activation_spec
 from tunix.training.state import Architecture
 
 

@@ -20,7 +20,7 @@ from tunix.models.layer_inputs import InputGate
 from tunix.models.layers import MLP, NORMS, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.noise import Noise
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
 

@@ -29,7 +29,7 @@ from tunix.models.block_sums import BlockSums, Routing
 from tunix.models.expert_exchanges import OwnExperts, Tokens, find_exchange
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, Matrix, RMSNorm, unchanged
 from tunix.models.products import grouped_product, product
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 

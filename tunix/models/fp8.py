@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 

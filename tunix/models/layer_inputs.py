@@ -16,7 +16,7 @@ from flax import nnx
 from tunix.config import Model
 from tunix.models.layers import ACTIVATIONS, NORMS, Matrix
 from tunix.models.products import product
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
 

@@ -17,7 +17,8 @@ from tunix.models.noise import Noise
 from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
 from tunix.models.soft_cap import soft_cap
-from tunix.sharding.dims import STREAM_TOKENS, Equation
+from tunix.sharding.dims import STREAM_TOKENS
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
 

@@ -22,7 +22,7 @@ from jax.sharding import reshard
 from tunix.config import Model
 from tunix.models.delta_rule import number_runs, run_chunks, step
 from tunix.models.layers import Bias, Einsum, RMSNorm
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 

@@ -28,7 +28,7 @@ from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
 # (x, weights of one layer, values of the layer, values of all layers) -> (x, results)

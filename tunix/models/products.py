@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from tunix.base.dotted import import_object
 from tunix.config.kernel_tables import GROUPED, MATMUL_DTYPES
 from tunix.models.kernels import mesh_device
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
 MANY_NUMBERS = 2**16  # of x or y, from which on `plain` multiplies matrices

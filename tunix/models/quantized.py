@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec, auto_axes
 
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.sharding.dims import Equation, codes_per_byte, weights_per_scale
+from tunix.sharding.equations import Equation, codes_per_byte, weights_per_scale
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
 
-from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.placement import activation_spec
 
 HOST = "pinned_host"  # JAX's name for memory of the host that devices can read
 

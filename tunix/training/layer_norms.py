@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.models.paths import named
-from tunix.sharding.dims import Equation
+from tunix.sharding.equations import Equation
 
 NORMS = "layer_norms"  # their name among the numbers of a step
 

@@ -17,9 +17,10 @@ from tunix.config.training import REMAT_BY_PLATFORM
 from tunix.models.expert_exchanges import choose_expert_exchange
 from tunix.models.remat import Remat
 from tunix.sharding.dims import keeping_axes
-from tunix.sharding.layout import STRATEGIES, Layout
+from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
+from tunix.sharding.placement import STRATEGIES
 
 
 def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

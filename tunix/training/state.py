@@ -18,7 +18,8 @@ from tunix.models.paths import parameter_name
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import to_host_memory
-from tunix.sharding.dims import EXPERTS, Equation
+from tunix.sharding.dims import EXPERTS
+from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.training.copies import Copy, start_copies
 from tunix.training.spikes import SpikeGuard
