@@ -14,71 +14,26 @@ their own; a wait for one of them counts as arithmetic.
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
-from typing import NamedTuple
+from functools import cache
 
-from tunix.costs.hlo import ARRAY, KINDS, TRIPS, Collective, array_bytes, read_branches, read_computations
+from tunix.costs.hlo import KINDS, TRIPS, Collective, read_branches, read_computations
+from tunix.costs.instruction_work import (
+    ASYNC_CALLS,
+    FREE,
+    Work,
+    count_alone,
+    count_fusion,
+    count_grouped,
+    multiplies_fp8,
+)
+from tunix.costs.instructions import Instruction, Scope, parse_instructions
 
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
-_PLACED_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")  # an array with its layout, which may name a memory
-_HOST = "S(5)"  # XLA's name of the host's pinned memory
-_KERNEL_NAME = re.compile(r'name = "(\w+)"')
 # Products in the kernels of models/flash.py: scores and outputs; scores, gradients of scores and of queries; scores,
 # gradients of scores, of keys and of values.
 KERNEL_PRODUCTS = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
 GROUPED_KERNELS = ("grouped_forward", "grouped_d_rows", "grouped_d_weights")  # of models/grouped.py
-# Instructions that take no time: they name parts of arrays, or the backend runs them once.
-_ASYNC_CALLS = ("fusion-start", "async-start")  # run a computation beside what follows, until their `-done`
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of HLO."""
-
-    name: str
-    type: str  # dtype and dimensions of the result, as written
-    opcode: str
-    operands: tuple[str, ...]  # names of instructions of the same computation
-    text: str  # the rest of the line, from the operands on
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.type))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the result in the host's memory."""
-        arrays = _PLACED_ARRAY.findall(self.type)
-        return sum(array_bytes(dtype, dims) for dtype, dims, layout in arrays if _HOST in layout)
-
-    @property
-    def dims(self) -> list[int]:
-        """Dimensions of the first array of the result."""
-        array = ARRAY.search(self.type)
-        return [int(size) for size in array[2].split(",") if size] if array else []
-
-    @property
-    def called(self) -> str:
-        """Name of the computation that the instruction runs; empty if it runs none."""
-        call = _CALLED.search(self.text)
-        return call[1] if call else ""
-
-
-class Work(NamedTuple):
-    """Work of an instruction: FLOPs of matrix products, bytes moved in the device's memory and in the host's."""
-
-    flops: float = 0.0
-    device_bytes: float = 0
-    host_bytes: float = 0
-
-    def plus(self, other: "Work") -> "Work":
-        """Return the sum of both."""
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -141,216 +96,103 @@ def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelDa
     `hlo` is the text of `compiled.as_text()`, `collectives` are those that `read_collectives` found in it. `data` is
     needed where the program has kernels of our own.
     """
-    data = data or KernelData()
-    program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
-    collective_s = {each.name: speeds.collective_s(each) for each in collectives}
-    work_of = cache(lambda name: _count_work(name, program))  # a fusion may run many times
+    return _Walk(hlo, collectives, speeds, data or KernelData()).run("ENTRY")
 
-    def count(instruction: Instruction, scope: dict[str, Instruction]) -> Work:
-        is_fusion = instruction.opcode in ("fusion", *_ASYNC_CALLS)
-        return work_of(instruction.called) if is_fusion else _count_alone(instruction, scope)
 
-    def run_instruction(instruction: Instruction, scope: dict[str, Instruction]) -> StepTime:
-        """Time of an instruction that is no collective; `scope` is its computation."""
-        if instruction.opcode == "conditional":  # the slowest branch counts
-            return max(map(run, read_branches(instruction.text)), key=lambda branch: branch.step_s).after(StepTime())
-        if instruction.opcode in ("while", "call"):
-            trips = TRIPS.search(instruction.text)
-            return run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
-        flops_per_s = speeds.fp8_flops_per_s if _multiplies_fp8(instruction, scope, program) else speeds.flops_per_s
-        work = count(instruction, scope)
-        kernel = _kernel_name(instruction)
-        of_whole = kernel.removesuffix("_own").removesuffix("_before")  # models/ring_flash.py
-        if products := KERNEL_PRODUCTS.get(of_whole, 0):
-            batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
-            in_block = data.ring_pairs.get(kernel[len(of_whole) :], math.nan)
-            pairs = data.pairs_per_row if kernel == of_whole else in_block
-            flops = 2.0 * products * batch * heads * dim * pairs
-            work, flops_per_s = work._replace(flops=flops), speeds.kernel_flops_per_s
-        if kernel in GROUPED_KERNELS:
-            work = _count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))
-            flops_per_s = speeds.kernel_flops_per_s
-        # A kernel computes and reads at the same time: the slowest of these decides ("roofline").
-        of_memory = work.device_bytes / speeds.bytes_per_s, work.host_bytes / speeds.host_bytes_per_s
-        launch_s = 0.0 if instruction.opcode in FREE else speeds.launch_s
-        return StepTime(launch_s + max(work.flops / flops_per_s, *of_memory), flops=work.flops)
+@dataclass
+class _Clocks:
+    """Times of one computation so far: of its arithmetic, and of the two links."""
 
-    @cache
-    def run(name: str) -> StepTime:
-        scope = {instruction.name: instruction for instruction in program.get(name, ())}
-        total, link_free, host_free = StepTime(), 0.0, 0.0  # *_free: when a link has sent everything so far
-        ends: dict[str, float] = {}  # when each collective and each copy that has started ends
+    total: StepTime = field(default_factory=StepTime)
+    link_free: float = 0.0  # when the link to other devices has sent everything so far
+    host_free: float = 0.0  # the same of the link to the host's memory
+    ends: dict[str, float] = field(default_factory=dict)  # when each collective and each copy that has started ends
+
+    def compute(self, time: StepTime) -> None:
+        self.total = time.after(self.total)
+
+    def start_copy(self, name: str, seconds: float) -> None:
+        self.host_free = self.ends[name] = max(self.total.step_s, self.host_free) + seconds
+
+    def wait_for_copy(self, name: str) -> None:
+        wait = max(0.0, self.ends.get(name, 0.0) - self.total.step_s)
+        self.total = replace(self.total, compute_s=self.total.compute_s + wait)
+
+    def start_collective(self, name: str, seconds: float) -> None:
+        # It begins when both are ready: arithmetic has come to it, and the link has sent what was put there before.
+        self.link_free = self.ends[name] = max(self.total.step_s, self.link_free) + seconds
+        self.total = replace(self.total, communication_s=self.total.communication_s + seconds)
+
+    def wait_for_collective(self, name: str) -> None:
+        wait = max(0.0, self.ends[name] - self.total.step_s)
+        self.total = replace(self.total, exposed_s=self.total.exposed_s + wait)
+
+
+class _Walk:
+    """A walk through the computations of a program, each of which is timed once, however often it runs."""
+
+    def __init__(self, hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelData):
+        self.program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
+        self.collective_s = {each.name: speeds.collective_s(each) for each in collectives}
+        self.speeds, self.data = speeds, data
+        self.run = cache(self._run)
+        self.count_fusion = cache(lambda name: count_fusion(name, self.program))
+
+    def _run(self, name: str) -> StepTime:
+        """Return the time of a computation, instruction after instruction in the order of the schedule."""
+        scope = {instruction.name: instruction for instruction in self.program.get(name, ())}
+        clocks = _Clocks()
         for instruction in scope.values():
             opcode = instruction.opcode
-            kind = opcode.removesuffix("-start").removesuffix("-done")
-            if opcode.endswith("-done") and kind not in KINDS:
-                wait = ends.get(instruction.operands[0], 0.0) - total.step_s
-                total = replace(total, compute_s=total.compute_s + max(0.0, wait))
-                continue
-            if opcode.endswith("-start") and kind not in KINDS and (size := count(instruction, scope).host_bytes):
-                host_free = ends[instruction.name] = max(total.step_s, host_free) + size / speeds.host_bytes_per_s
-                continue
-            if kind not in KINDS:
-                total = run_instruction(instruction, scope).after(total)
-                continue
-            # A collective is `-start` and `-done`, or one instruction that is both.
-            if not opcode.endswith("-done"):
-                seconds = collective_s[instruction.name]
-                link_free = ends[instruction.name] = max(total.step_s, link_free) + seconds
-                total = replace(total, communication_s=total.communication_s + seconds)
-            if not opcode.endswith("-start"):
-                start = instruction.operands[0] if opcode.endswith("-done") else instruction.name
-                end = ends[start]
-                total = replace(total, exposed_s=total.exposed_s + max(0.0, end - total.step_s))
-        return total
+            starts, ends = opcode.endswith("-start"), opcode.endswith("-done")
+            if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+                # A collective is `-start` and `-done`, or one instruction that is both.
+                if not ends:
+                    clocks.start_collective(instruction.name, self.collective_s[instruction.name])
+                if not starts:
+                    clocks.wait_for_collective(instruction.operands[0] if ends else instruction.name)
+            elif ends:
+                clocks.wait_for_copy(instruction.operands[0])
+            elif starts and (num_bytes := self._count(instruction, scope).host_bytes):
+                clocks.start_copy(instruction.name, num_bytes / self.speeds.host_bytes_per_s)
+            else:
+                clocks.compute(self._time(instruction, scope))
+        return clocks.total
 
-    return run("ENTRY")
+    def _time(self, instruction: Instruction, scope: Scope) -> StepTime:
+        """Return the time of an instruction that is no collective; `scope` is its computation."""
+        if instruction.opcode == "conditional":  # the slowest branch counts
+            branches = map(self.run, read_branches(instruction.text))
+            return max(branches, key=lambda branch: branch.step_s).after(StepTime())
+        if instruction.opcode in ("while", "call"):
+            trips = TRIPS.search(instruction.text)
+            return self.run(instruction.called).after(StepTime(), int(trips[1]) if trips else 1)
+        speeds, (work, flops_per_s) = self.speeds, self._work_and_speed(instruction, scope)
+        # A kernel computes and reads at the same time: the slowest of these decides ("roofline").
+        memory_s = work.device_bytes / speeds.bytes_per_s, work.host_bytes / speeds.host_bytes_per_s
+        launch_s = 0.0 if instruction.opcode in FREE else speeds.launch_s
+        return StepTime(launch_s + max(work.flops / flops_per_s, *memory_s), flops=work.flops)
 
+    def _work_and_speed(self, instruction: Instruction, scope: Scope) -> tuple[Work, float]:
+        """Return the work of an instruction, and the FLOPs per second with which the device does it.
 
-def parse_instructions(lines: list[str]) -> list[Instruction]:
-    """Return the instructions of a computation; `lines` are those of `read_computations`."""
-    instructions = []
-    for line in lines:
-        if match := _INSTRUCTION.match(line):
-            name, kind, opcode, rest = match.groups()
-            operands = re.findall(r"%([\w.\-]+)", rest.split(")")[0])
-            instructions.append(Instruction(name, kind, opcode, tuple(operands), rest))
-    return instructions
+        HLO shows nothing of the inside of our own kernels: their FLOPs come from the shapes of their operands.
+        """
+        speeds, data, kernel = self.speeds, self.data, instruction.kernel
+        if kernel in GROUPED_KERNELS:
+            work = count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))
+            return work, speeds.kernel_flops_per_s
+        work = self._count(instruction, scope)
+        name = kernel.removesuffix("_own").removesuffix("_before")  # two kernels of models/ring_flash.py for each
+        if products := KERNEL_PRODUCTS.get(name, 0):
+            batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
+            in_block = data.ring_pairs.get(kernel[len(name) :], math.nan)
+            pairs = data.pairs_per_row if kernel == name else in_block
+            return work._replace(flops=2.0 * products * batch * heads * dim * pairs), speeds.kernel_flops_per_s
+        is_fp8 = multiplies_fp8(instruction, scope, self.program)
+        return work, speeds.fp8_flops_per_s if is_fp8 else speeds.flops_per_s
 
-
-def count_moved_bytes(
-    instruction: Instruction, scope: dict[str, Instruction], program: dict[str, list[Instruction]]
-) -> int:
-    """Count the bytes that an instruction, or the fusion that it runs, reads and writes; `scope` is its computation."""
-    is_fusion = instruction.opcode == "fusion"
-    work = _count_work(instruction.called, program) if is_fusion else _count_alone(instruction, scope)
-    return round(work.device_bytes + work.host_bytes)
-
-
-def _count_work(name: str, program: dict[str, list[Instruction]]) -> Work:
-    """Count the work of a fusion.
-
-    If a fusion takes slices of an array, only the slices are read. If it updates an array in place, only the updated
-    part is written. In a scan over layers both are a small part of the stacked array.
-    """
-    scope = {instruction.name: instruction for instruction in program.get(name, ())}
-    work = Work()
-    for instruction in scope.values():
-        work = work.plus(Work(_flops(instruction, scope)))
-        if instruction.called and instruction.opcode == "fusion":
-            work = work.plus(Work(_count_work(instruction.called, program).flops))
-        if instruction.opcode == "parameter":
-            parts = [_bytes_read(user, instruction, scope) for user in _find_users(instruction, scope)]
-            work = work.plus(_in_memory_of(instruction, min(instruction.num_bytes, sum(parts))))
-    return work.plus(_count_written(list(scope.values())[-1], scope)) if scope else work
-
-
-def _in_memory_of(array: Instruction, num_bytes: int) -> Work:
-    """Return the work of reading or writing bytes where an array is."""
-    return Work(host_bytes=num_bytes) if array.host_bytes else Work(device_bytes=num_bytes)
-
-
-def _multiplies_fp8(
-    instruction: Instruction, scope: dict[str, Instruction], program: dict[str, list[Instruction]]
-) -> bool:
-    """Return whether an instruction multiplies matrices of 8-bit floats, itself or in the fusion that it is."""
-    if instruction.opcode == "fusion":
-        inside = {each.name: each for each in program.get(instruction.called, ())}
-        return any(_multiplies_fp8(each, inside, program) for each in inside.values())
-    is_product = instruction.opcode == "dot" or "__cublas" in instruction.text
-    return is_product and all(scope[factor].type.startswith("f8") for factor in instruction.operands[:2])
-
-
-def _find_users(instruction: Instruction, scope: dict[str, Instruction]) -> list[Instruction]:
-    """Return the instructions that take its values. A bitcast only renames an array, so its own users count."""
-    users = []
-    for other in scope.values():
-        if instruction.name in other.operands:
-            users += _find_users(other, scope) if other.opcode == "bitcast" else [other]
-    return users
-
-
-def _bytes_read(user: Instruction, parameter: Instruction, scope: dict[str, Instruction]) -> int:
-    """Return the bytes of a parameter that one of its users reads."""
-    if user.opcode in ("dynamic-slice", "slice", "gather"):
-        return user.num_bytes
-    if user.opcode == "dynamic-update-slice" and _skip_bitcasts(user.operands[0], scope) == parameter.name:
-        return 0  # updated in place
-    return parameter.num_bytes
-
-
-def _skip_bitcasts(name: str, scope: dict[str, Instruction]) -> str:
-    while scope[name].opcode == "bitcast":
-        name = scope[name].operands[0]
-    return name
-
-
-def _count_written(root: Instruction, scope: dict[str, Instruction]) -> Work:
-    """Count what a fusion writes; `root` is its last instruction, the result."""
-    if root.opcode == "tuple":
-        parts = [_count_written(scope[name], scope) for name in root.operands]
-        return reduce(Work.plus, parts, Work())
-    if root.opcode == "bitcast":
-        return _count_written(scope[root.operands[0]], scope)
-    updates = root.opcode == "dynamic-update-slice"
-    return _in_memory_of(root, scope[root.operands[1]].num_bytes if updates else root.num_bytes)
-
-
-def _count_alone(instruction: Instruction, scope: dict[str, Instruction]) -> Work:
-    """Count the work of an instruction that is in no fusion."""
-    if instruction.opcode in FREE:
-        return Work()
-    if instruction.opcode in ("dynamic-slice", "slice"):
-        return Work(device_bytes=2 * instruction.num_bytes)
-    operands = [scope[name] for name in instruction.operands if name in scope]
-    if instruction.opcode == "copy-start":  # its result is a tuple: the copy and what is copied
-        [copied] = operands
-        return Work(host_bytes=copied.num_bytes) if instruction.host_bytes else Work(device_bytes=2 * copied.num_bytes)
-    host = sum(array.host_bytes for array in (*operands, instruction))
-    both = sum(array.num_bytes for array in (*operands, instruction))
-    return Work(_flops(instruction, scope), both - host, host)
-
-
-def _kernel_name(instruction: Instruction) -> str:
-    """Return the name of a kernel that Triton compiled; empty for every other instruction."""
-    name = _KERNEL_NAME.search(instruction.text) if "__gpu$xla.gpu.triton" in instruction.text else None
-    return name[1] if name else ""
-
-
-def _count_grouped(
-    instruction: Instruction, scope: dict[str, Instruction], num_experts: float, empty_rows: float
-) -> Work:
-    """Count the work of a grouped product, whose experts have equal loads.
-
-    Its last two operands are rows [R, in] and weights [X, in, out], of which the result is [R, out]; or two arrays of
-    rows, of which it is [X, in, out]. The rows are those of all experts, of which X are on this device. `empty_rows` is
-    how many rows the kernel computes for each expert beside those that the expert has.
-    """
-    arrays = [scope[name] for name in instruction.operands[-2:]] + [instruction]
-    weights = next(array for array in arrays if len(array.dims) == 3)
-    here, num_inputs, num_outputs = weights.dims
-    of_rows = [array for array in arrays if array is not weights]
-    share = here / num_experts
-    num_rows = of_rows[0].dims[0] * share
-    flops = 2.0 * (num_rows + here * empty_rows) * num_inputs * num_outputs
-    return Work(flops, weights.num_bytes + share * sum(array.num_bytes for array in of_rows))
-
-
-def _flops(instruction: Instruction, scope: dict[str, Instruction]) -> float:
-    """Count FLOPs of matrix products, two for each multiplication, also in a fused attention kernel.
-
-    Everything else counts 0: its time is that of reading and writing memory.
-    """
-    # cuDNN's fused attention, operands [B, T, N, H]: two products forward, five backward. The mask saves none.
-    if "__cudnn$fmha" in instruction.text:
-        batch, length, heads, dim = scope[instruction.operands[0]].dims
-        products = 5 if "Backward" in instruction.text else 2
-        return 2.0 * products * batch * heads * dim * length * scope[instruction.operands[1]].dims[1]
-    if instruction.opcode != "dot" and "__cublas" not in instruction.text:
-        return 0.0
-    contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[:=][{\[]"?([\d,"]+)[}\]]', instruction.text)
-    if not contracted or not instruction.operands:
-        return 0.0
-    left = scope[instruction.operands[0]].dims
-    summed = math.prod(left[int(dim)] for dim in contracted[1].replace('"', "").split(","))
-    return 2.0 * math.prod(instruction.dims) * summed
+    def _count(self, instruction: Instruction, scope: Scope) -> Work:
+        """Count the work of an instruction; that of a fusion is counted once, though it may run many times."""
+        is_fusion = instruction.opcode in ("fusion", *ASYNC_CALLS)
+        return self.count_fusion(instruction.called) if is_fusion else count_alone(instruction, scope)
