@@ -23,7 +23,7 @@ def main(words: list[str]) -> None:
     from tunix.costs.schedule import Speeds, walk
     from tunix.inference.drawing import Sampling
     from tunix.inference.sampling import Sampler
-    from tunix.plan.compiled import describe_devices
+    from tunix.plan.described_devices import describe_devices
     from tunix.plan.topology import read_topology
     from tunix.training.mesh_choices import build_mesh
     from tunix.training.program import assemble

@@ -21,8 +21,10 @@ from tunix.config import Config
 from tunix.costs.derived import derive
 from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import walk
+from tunix.plan.assumptions import HBM_SHARE, assume_speeds, derive_kernel_data
 from tunix.plan.candidates import Candidate
-from tunix.plan.compiled import HBM_SHARE, _speeds, compile_for, describe_devices, kernel_data
+from tunix.plan.compiled import compile_for
+from tunix.plan.described_devices import describe_devices
 from tunix.plan.topology import Cluster, read_topology
 from tunix.sharding.mesh_shape import explicit_sizes
 
@@ -71,8 +73,8 @@ class Run:
         times = []
         for factor in factors:
             kind = cluster.kind.model_copy(update={"efficiency": factor * cluster.kind.efficiency})
-            speeds = _speeds(replace(cluster, kind=kind), sizes)
-            walked = walk(hlo, collectives, speeds, kernel_data(cfg, kind.name, sizes))
+            speeds = assume_speeds(replace(cluster, kind=kind), sizes)
+            walked = walk(hlo, collectives, speeds, derive_kernel_data(cfg, kind.name, sizes))
             times.append(walked.step_s + self.unfused_s())
         return times
 

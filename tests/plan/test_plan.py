@@ -25,7 +25,8 @@ from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.candidates import make_candidate
 from tunix.plan.choice import resolve_auto
-from tunix.plan.compiled import Compiled, find_backend
+from tunix.plan.compiled import Compiled
+from tunix.plan.described_devices import find_backend
 from tunix.plan.exchange_times import pairs_in_ring, settle_exchange
 from tunix.plan.open_keys import list_micro_batch_sizes
 from tunix.plan.ranking import _pick_to_compile, rank

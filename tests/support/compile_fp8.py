@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tunix.models.fp8 import fp8_product
-from tunix.plan.compiled import describe_devices
+from tunix.plan.described_devices import describe_devices
 from tunix.plan.topology import read_topology
 from tunix.sharding.equations import Equation
 

@@ -26,7 +26,8 @@ from tunix.models.attention import Method, attend
 from tunix.models.experts import Experts
 from tunix.models.flash import flash
 from tunix.models.seen import seen_in_row
-from tunix.plan.compiled import describe_devices, kernel_data
+from tunix.plan.assumptions import derive_kernel_data
+from tunix.plan.described_devices import describe_devices
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
 from tunix.training.mesh_choices import build_layout
@@ -74,7 +75,7 @@ def compile_experts(mesh: Mesh, kind: str, num_tokens: int = 4096) -> dict[str, 
     counts = Counter(re.findall(r'name = "(grouped_\w+)"', text))
     return {
         "kernels": dict(sorted(counts.items())),
-        "flops": walk(text, [], WITHOUT_TIME, kernel_data(cfg, kind)).flops,
+        "flops": walk(text, [], WITHOUT_TIME, derive_kernel_data(cfg, kind)).flops,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 

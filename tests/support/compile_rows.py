@@ -14,7 +14,8 @@ from support.harness import experts
 
 from tunix.cli.compose import compose
 from tunix.costs.derived import derive
-from tunix.plan.compiled import compile_for, describe_devices
+from tunix.plan.compiled import compile_for
+from tunix.plan.described_devices import describe_devices
 from tunix.plan.topology import read_topology
 from tunix.sharding.mesh_shape import explicit_sizes
 

@@ -15,7 +15,8 @@ from tunix.cli.compose import compose
 from tunix.costs.hlo import ARRAY, array_bytes, read_computations
 from tunix.costs.instruction_work import FREE, count_moved_bytes
 from tunix.costs.instructions import Instruction, parse_instructions
-from tunix.plan.compiled import compile_for, describe_devices
+from tunix.plan.compiled import compile_for
+from tunix.plan.described_devices import describe_devices
 from tunix.plan.topology import read_topology
 from tunix.training.mesh_choices import build_mesh
 from tunix.training.program import assemble

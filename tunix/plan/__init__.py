@@ -1,7 +1,8 @@
 """Memory, communication and time of a training step on each mesh of a cluster, predicted without its devices.
 
 Read `ranking.rank` first: it lists the meshes, derives the costs of each (`tunix.costs.derived`), compiles the best
-ones for the cluster's kind of device (`compiled`), and sorts them. A `Candidate` is a mesh with its costs; `open_keys`
-has the values that a config leaves to `auto`. `text` and `picture` show the result of the command
+ones (`compiled`) for devices that are only described (`described_devices`), each in a process of its own
+(`compile_process`), and sorts them. A `Candidate` is a mesh with its costs; `assumptions` has the speeds that all times
+go by, and `open_keys` the values that a config leaves to `auto`. `text` and `picture` show the result of the command
 `python -m tunix.plan`; `choice` takes the best mesh for a run that leaves its mesh or micro batch to `auto`.
 """

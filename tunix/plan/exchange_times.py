@@ -33,7 +33,7 @@ from tunix.models.exchanges import choose_exchange, is_in_blocks
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
 from tunix.models.kernels import choose_kernel
 from tunix.models.ring_plain import chunk_size
-from tunix.plan.compiled import HBM_SHARE, KERNEL_SHARE
+from tunix.plan.assumptions import HBM_SHARE, KERNEL_SHARE
 from tunix.plan.topology import PLATFORM, Cluster
 from tunix.sharding.dims import axis_names, token_axes
 from tunix.training.mesh_choices import build_layout, read_remat, settle_remat

@@ -17,7 +17,7 @@ from tunix.config.training import REMAT
 from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.exchanges import choose_exchange
 from tunix.plan.candidates import GIB, Candidate, derive_candidate, list_smaller, make_candidate
-from tunix.plan.compiled import WORKERS, compile_all
+from tunix.plan.compile_process import WORKERS, compile_all
 from tunix.plan.open_keys import describe_choice, find_open_key, list_choices
 from tunix.plan.topology import Cluster
 from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve

@@ -13,8 +13,9 @@ from tunix.base.tables import as_text
 from tunix.config import DeviceKind
 from tunix.costs.devices import matmul_tflops
 from tunix.models.exchanges import choose_exchange
+from tunix.plan.assumptions import HBM_SHARE
 from tunix.plan.candidates import GIB, Candidate
-from tunix.plan.compiled import HBM_SHARE, find_backend
+from tunix.plan.described_devices import find_backend
 from tunix.plan.picture import draw_plan
 from tunix.plan.ranking import MANY, Ranking
 from tunix.plan.topology import Cluster
