@@ -59,6 +59,8 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: in
         lanes = Lanes(layout)
         chunks = Chunks(lanes, num_chunks)
         names = tuple(stack.name for stack in arch.module(params).stacks)
+        # A device has layers in a row at rest, and a stage's chunks are apart: layers are dealt out before the first
+        # tick, and gradients are taken back after the last one.
         params = params | {name: jax.tree.map(chunks.deal_out, params[name]) for name in names}
         model, places = arch.module(params), Places(lanes, layout, names, in_blocks)
         with jax.named_scope("gather"):
@@ -70,6 +72,7 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: in
         d_outside = jax.tree.map_with_path(places.zeros, arch.trained_weights)
         d_blocks = jax.tree.map(chunks.split_stage, {name: d_outside.pop(name) for name in names})
         carry = ticks.start(d_blocks, d_outside)
+        # Three loops in place of one with conditions: the ticks that only fill or empty the stages are shorter.
         for begin, end, does in turns.loops:
             tick = partial(ticks.tick, forward=does["forward"], backward=does["backward"])
             carry, _ = jax.lax.scan(tick, carry, jnp.arange(begin, end))
@@ -87,7 +90,13 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: in
 
 
 class Places:
-    """Where parameters and gradients are while the ticks run: those of the blocks as [S, L / S, ...]."""
+    """Places of parameters and gradients while the ticks run: those of the blocks are arrays [S, L / S, ...].
+
+                     blocks gather (in_blocks)        gathered once               outside of the blocks
+    parameter        at rest                          in use                      in use
+    gradient so far  summed and split, as at rest     own part, `unreduced`       own part, `unreduced`
+    after the ticks  is there already                 summed, split               summed, split
+    """
 
     def __init__(self, lanes: Lanes, layout: Layout, blocks: tuple[str, ...], in_blocks: bool):
         """`blocks` are the names of the stacks of blocks."""
@@ -95,12 +104,12 @@ class Places:
 
     def gather(self, path: Any, parameter: jax.Array, weight: Weight) -> jax.Array:
         """Return a parameter as the ticks take it: at rest where blocks gather it themselves, else gathered."""
-        rests = self.in_blocks and self._is_of_blocks(path)
+        rests = self.in_blocks and self._is_in_blocks(path)
         return parameter if rests else self.layout.gather(parameter, weight.equation)
 
     def zeros(self, path: Any, weight: Weight) -> jax.Array:
         """Return zeros, float32, to add the gradients of the ticks to."""
-        if not self._is_of_blocks(path):
+        if not self._is_in_blocks(path):
             return reshard(jnp.zeros(weight.shape), self.layout.unreduced(weight.equation))
         spec = self._rest(weight) if self.in_blocks else self.layout.unreduced(weight.equation)
         shape = self.lanes.num_stages, weight.shape[0] // self.lanes.num_stages, *weight.shape[1:]
@@ -108,13 +117,13 @@ class Places:
 
     def sum_over_devices(self, path: Any, gradient: jax.Array, weight: Weight) -> jax.Array:
         """Return a gradient summed over devices, of the shape and layout that the step wants."""
-        if not self._is_of_blocks(path):
+        if not self._is_in_blocks(path):
             return self.layout.sum_gradient(gradient, self._rest(weight))
         if not self.in_blocks:
             gradient = self.layout.sum_gradient(gradient, self.lanes.spec_of_stages(self._rest(weight)))
         return gradient.reshape(weight.shape, out_sharding=self._rest(weight))
 
-    def _is_of_blocks(self, path: Any) -> bool:
+    def _is_in_blocks(self, path: Any) -> bool:
         return path[0].key in self.blocks
 
     def _rest(self, weight: Weight) -> PartitionSpec:

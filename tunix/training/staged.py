@@ -172,7 +172,11 @@ class StagedModel:
         return stream_of(rows), self.lanes.leave_bubbles_out(routing, turn.part, self.parts.count)
 
     def enter(self, outside: Any, number: jax.Array | int) -> Rows:
-        """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...]."""
+        """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...].
+
+        Only the first stage uses them. But they are made of tokens that all stages have split among them, so each
+        stage gathers all tokens: a gather has the same shape on every device.
+        """
         lanes, spec, part = self.lanes, self.model.block_layout.activation, self.parts.batch(number)
         x = self._on_every_stage(self.embed(outside, part))
         positions = lanes.on_every_stage(part["positions"], spec("BT"))
@@ -181,7 +185,10 @@ class StagedModel:
         return beside._replace(x=x, positions=positions, beside=segments)
 
     def leave(self, condition: jax.Array, stream: Stream) -> Stream:
-        """Return the stream of the one stage where the condition [S] holds, [rows, t, D], split by all stages."""
+        """Return the stream of the one stage where the condition [S] holds, [rows, t, D], split by all stages.
+
+        The other stages add zeros, and the sum over stages is scattered over the tokens: one reduce-scatter.
+        """
         (x, penalties), lanes, layout = stream, self.lanes, self.outer.layout
         spec = layout.activation
         penalties = jax.tree.map(lambda each: lanes.from_stage(condition, each, spec("B")), penalties)

@@ -55,6 +55,15 @@ def make_train_step(
     Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
     sums of the loss divided by its weight; and a dict `NORMS` where the update has `norms_every`.
 
+    A gradient g and a parameter p go this way. `rests` and `works` are their places in the state and in the optimizer
+    (`Placement.at_rest`), which differ with shard_optimizer alone:
+
+        gradients   g, summed over microbatches and devices     rests
+        division    g / weight                                  works
+        optimizer   clip, update rule, decay: direction d       works
+        update      p - rate d                                  works
+        choice      the new p or the old one                    rests
+
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
     guard. `gradients` is what `make_gradients` returns, or another schedule's `gradients` (`PIPELINE_SCHEDULES`).
     """
@@ -62,6 +71,7 @@ def make_train_step(
 
     def train_step(state, batch):
         num_microbatches = len(jax.tree.leaves(batch)[0])
+        # Seeds follow from the step alone: a resumed run drops the same numbers out as one that was never stopped.
         seeds = state["step"] * num_microbatches + jnp.arange(num_microbatches)
         grads, weight, sums = gradients(state["params"], batch, seeds)
         with jax.named_scope("optimizer"):
@@ -80,6 +90,7 @@ def make_train_step(
             # array takes its new values or keeps its old ones, so no step waits for the host to look at its numbers.
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
             is_good, watched = finite, dict[str, Any]()
+            # `watched` is the part of the state that the guard keeps, `numbers` are for metrics.jsonl.
             if update.guard:
                 spike, watched, numbers = update.guard.check(state["spikes"], reported, finite)
                 is_good, reported = finite & ~spike, reported | numbers
@@ -95,8 +106,8 @@ def make_train_step(
             kept |= put_copies(update.copies, kept)
         # Counted in a row: training.max_skipped_steps ends the run. A spike has a count of its own (spikes.py).
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
-        kept["params"] = arch.merge(kept["params"], state["params"])
-        if update.bias_rate:
+        kept["params"] = arch.merge(kept["params"], state["params"])  # frozen parameters come from the old state
+        if update.bias_rate:  # a router's bias follows the loads of its experts, and has no gradient
             rate_of_biases = jnp.where(is_good, update.bias_rate, 0.0)
             kept["params"] = move_biases(kept["params"], arch.weights, sums[ROUTING], rate_of_biases)
         new_state = {**kept, **watched, "step": state["step"] + 1, "skipped": skipped}
@@ -127,13 +138,18 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
     """Return a function (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 
     Gradients are float32 and summed over devices too; weight and sums are those of `Loss`. The dropout of a microbatch
-    draws from its seed.
+    draws from its seed. Microbatches make groups, whose gradients devices sum together:
+
+        microbatches    0   1   2     3   4   5         A = 6, sync_every = 3
+        groups          `---group---' `---group---'
+        on each device  0 + 1 + 2     3 + 4 + 5         parts of sums, without communication
+        over devices            sum1  +       sum2      one reduction a group
     """
     layout = arch.layout
     in_blocks = layout.gathers_in_blocks(sync_every)
 
     def spec(weight: Weight, *, own_part: bool) -> PartitionSpec:
-        if own_part:
+        if own_part:  # as large as the weight in use, and of a type that cannot be taken for the sum
             return layout.unreduced(weight.equation)
         return layout.at_rest(weight.equation, layout.strategy.gradients)
 
@@ -156,6 +172,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
     def gradients(params, batch, seeds):
+        # Where blocks gather their weights, `weights` are at rest: a block's gradient then arrives summed and split.
         weights = params if in_blocks else gather_all(params)
         groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (batch, seeds))
 
@@ -173,6 +190,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
             (part, reported), _ = jax.lax.scan(microbatch, (zeros(own_part=not in_blocks), reported), inputs)
             return (add(grads, part if in_blocks else sum_over_devices(part)), reported), None
 
+        # A scan begins with zeros of the shapes that it returns, and the loss decides which sums there are.
         first = jax.tree.map(lambda x: x[0], (batch, seeds))
         shapes = jax.eval_shape(lambda: objective(arch.trained(weights), *first)[1])
         nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)

@@ -47,19 +47,17 @@ class Ticks:
     """
 
     def __init__(self, model: StagedModel, turns: Turns):
-        self.model, self.turns, self.parts, self.lanes, self.chunks = (
-            model,
-            turns,
-            model.parts,
-            model.lanes,
-            model.chunks,
-        )
+        self.model, self.turns = model, turns
+        self.parts, self.lanes, self.chunks = model.parts, model.lanes, model.chunks
         self.stages = reshard(jnp.arange(turns.num_stages), PartitionSpec(self.lanes.stage_axes))
         self.is_first, self.is_last = self.stages == 0, self.stages == turns.num_stages - 1
         self.blocks, self.outside = model.trained()
 
     def start(self, d_blocks: Any, d_outside: Any) -> Carry:
-        """Return what the first tick takes: zeros, of the shapes that the ticks give."""
+        """Return what the first tick takes: zeros, of the shapes that the ticks give.
+
+        Shapes are traced, because they depend on the model and the loss. No stage has a turn before tick 0.
+        """
         model, parts = self.model, self.parts
         forth = jax.tree.map(jnp.zeros_like, model.enter(self.outside, 0))
         back = stream_of(forth)
@@ -87,15 +85,12 @@ class Ticks:
 
     def _go_forward(self, carry: Carry, now: jax.Array) -> tuple[Carry, Stream]:
         """Let every stage compute its rows, keep them, and send the result on. Returns the result too."""
-        model, lanes, turn, place = (
-            self.model,
-            self.lanes,
-            self.turns.forward(now, self.stages),
-            now % self.turns.num_kept,
-        )
+        model, lanes = self.model, self.lanes
+        turn, place = self.turns.forward(now, self.stages), now % self.turns.num_kept
         is_due, number = self.turns.entering(now)
-        nobody = jax.tree.map(jnp.zeros_like, carry.forth)
-        (entering,) = self.turns.if_due(is_due, lambda _: (model.enter(self.outside, number),), nobody)
+        no_rows = jax.tree.map(jnp.zeros_like, carry.forth)
+        (entering,) = self.turns.if_due(is_due, lambda _: (model.enter(self.outside, number),), no_rows)
+        # The first stage takes a part of the batch for its first chunk, and for the others what the last stage sends.
         rows = lanes.choose(self.is_first & (turn.chunk == 0), entering, carry.forth)
         kept = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 1), carry.kept, rows)
         stream, more = model.run_blocks(self.chunks.take(self.blocks, turn.chunk), stream_of(rows), rows, turn)
@@ -105,7 +100,8 @@ class Ticks:
     def _finish_part(self, carry: Carry, now: jax.Array, stream: Stream, nothing: Stream) -> tuple[Carry, Stream]:
         """Compute the loss of the part that the last stage has finished, if it has. Returns the gradient of its stream.
 
-        Without such a part the gradient is `nothing`.
+        Without such a part the gradient is `nothing`. With one chunk on each stage the last stage finishes a part in
+        each tick of this loop; with several it does so in some, and the others skip the loss.
         """
         model, (is_due, number) = self.model, self.turns.finishing(now)
 
@@ -130,11 +126,12 @@ class Ticks:
         """
         model, lanes, turn = self.model, self.lanes, self.turns.backward(now, self.stages)
         place = self.turns.taken_at(now, self.stages) % self.turns.num_kept
+        # Each stage reads another place of its ring: it took these rows 2 (S - 1 - s) ticks ago with one chunk.
         rows = jax.tree.map(
             lambda x: jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x, place), carry.kept
         )
         is_last = self.is_last & (turn.chunk == self.turns.num_chunks - 1)
-        # The gradient of a part that is not there is zero: it came from zeros.
+        # The gradient of a bubble is zero: `carry.back` begins as zeros, and a stage hands zeros on.
         _, vjp, _ = jax.vjp(
             lambda chunk, stream: model.run_blocks(chunk, stream, rows, turn),
             self.chunks.take(self.blocks, turn.chunk),
@@ -145,6 +142,7 @@ class Ticks:
         is_due, number = self.turns.returning(now)
 
         def enter_again(d_outside):
+            # The embedding is a lookup: it is computed once more for its gradient.
             d_first, _ = model.leave(self.is_first, d_before)
             part = self.parts.batch(number)
             (more,) = jax.vjp(lambda outside: model.embed(outside, part), self.outside)[1](d_first)

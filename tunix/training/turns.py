@@ -53,10 +53,12 @@ class Turns:
         return 2 * self.round - 1
 
     def forward(self, now: jax.Array, stages: jax.Array) -> Turn:
+        """Return the turns of the stages [S] forward: stage s does in tick t what stage 0 did in tick t - s."""
         chunk, part = self._place(now - stages)
         return Turn(chunk, part)
 
     def backward(self, now: jax.Array, stages: jax.Array) -> Turn:
+        """Return the turns of the stages [S] backward: in the order of the forward turns, with chunks reversed."""
         chunk, part = self._place(self._backward_ticks(now, stages))
         return Turn(self.num_chunks - 1 - chunk, part)
 
@@ -97,6 +99,11 @@ class Turns:
         return now - (self.round - 1) - (self.num_stages - 1 - stages)
 
     def _place(self, ticks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return chunk and part after so many ticks of a stage's work, in the order of forward passes."""
+        """Return chunk and part after so many ticks of a stage's work, in the order of forward passes.
+
+        ticks    0  1  2  3    4  5  6  7       S = 2 stages, v = 2 chunks: a round is 4 ticks
+        chunk    0  0  1  1    0  0  1  1
+        part     0  1  0  1    2  3  2  3
+        """
         rounds, rest = ticks // self.round, ticks % self.round
         return rest // self.num_stages, rounds * self.num_stages + ticks % self.num_stages
