@@ -247,11 +247,11 @@ def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkey
     """SIGTERM within the third rollout: its answers are neither finished nor scored, and step 2 is saved."""
     begin, begun, folder = Sampler._begin, [], tmp_path / "run"
 
-    def begin_and_strike(self, weights, prompts, numbers, *rest):
-        begun.append(len(numbers))
+    def begin_and_strike(self, weights, wave, *rest):
+        begun.append(len(wave.places))
         if begun == [16, 16, 16]:
             os.kill(os.getpid(), signal.SIGTERM)
-        return begin(self, weights, prompts, numbers, *rest)
+        return begin(self, weights, wave, *rest)
 
     monkeypatch.setattr(Sampler, "_begin", begin_and_strike)
     words = ["training.max_steps=4", "checkpoint.save_every_steps=null", "evaluation.every_steps=null"]
