@@ -360,7 +360,9 @@ def test_a_budget_keeps_the_most_that_fits():
     """Derived, and compiled once; the run's report says what was chosen."""
     budget = [*SMALL, "training.remat=budget", "model.mesh_shape=[[8],[fsdp]]"]
     cluster, sizes = read_topology("h200:8"), dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
-    needs = {policy: derive(compose([*SMALL, f"training.remat={policy}"]).config, sizes).memory for policy in REMAT}
+    needs = {
+        policy: derive(compose([*SMALL, f"training.remat={policy}"]).config, sizes, "gpu").memory for policy in REMAT
+    }
     assert needs["none"] > needs["dots"] > needs["projections"] > needs["attention"] > needs["full"]
     words = [*budget, f"training.remat_memory_gib={(needs['dots'] + 1) / 2**30}", "plan.num_compiled=0"]
     assert rank(compose(words).config, cluster).fit[0].cfg.training.remat == "dots"
