@@ -25,7 +25,7 @@ class Field(NamedTuple):
     dtype: str
 
 
-# A loss that needs more adds fields to these (`LossKind.fields`); whoever makes its batches fills them.
+# A loss that needs more adds fields to these (`LossKind.fields`); the source of its batches fills them.
 FIELDS = {
     "tokens": Field("ABT", "int32"),  # what the model reads
     "targets": Field("ABT", "int32"),  # what it shall predict: the token after each
@@ -38,7 +38,7 @@ FIELDS = {
 def abstract_arrays(
     fields: Mapping[str, Field], shape: BatchShape, mesh: Mesh | AbstractMesh
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the fields of a global batch. No array is made."""
+    """Return shapes, dtypes and shardings of the fields of a global batch. No array is made."""
     arrays = {}
     for name, field in fields.items():
         sharding = NamedSharding(mesh, activation_spec(field.dims))
@@ -47,7 +47,7 @@ def abstract_arrays(
 
 
 def empty_example(seq_len: int, fields: Mapping[str, Field] = FIELDS) -> Example:
-    """One sequence of padding: zeros in every field, [T] or a scalar."""
+    """Return one sequence of padding: zeros in every field, [T] or a scalar."""
     shape = BatchShape(1, 1, seq_len)
     return {name: np.zeros(shape.of(field.dims[2:]), field.dtype) for name, field in fields.items()}
 
@@ -65,6 +65,8 @@ def cut_rows(batch: Example, num_cuts: int) -> Example:
     sizes, num_rows, length = batch["tokens"].shape
     shape = sizes, num_rows * num_cuts, length // num_cuts
     rows = {name: leaf.reshape(shape) for name, leaf in batch.items()}
+    # In each row, documents are numbered from 1 again, and one that began before the row begins with it. A row that
+    # begins with padding has nothing else.
     segments = rows["segment_ids"]
     renumbered = np.where(segments > 0, segments - segments[..., :1] + 1, 0).astype(segments.dtype)
     positions = np.minimum(rows["positions"], np.arange(shape[2], dtype=np.int32))

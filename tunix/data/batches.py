@@ -52,15 +52,22 @@ class TrainBatches(Samples):
         return data
 
     def read(self, first_sample: int) -> Example:
-        """This process's rows [A, B_local, T] of the batch that starts at `first_sample`."""
+        """Return this process's rows [A, B_local, T] of the batch that starts at `first_sample`.
+
+        A = 2 microbatches of 4 rows, 2 processes; the samples from 0 on
+
+        microbatch 0    0 1 | 2 3        process 0 reads 0 1 4 5
+        microbatch 1    4 5 | 6 7        process 1 reads 2 3 6 7
+        """
         microbatches = range(first_sample, first_sample + self.batch_size, self.num_rows)
         examples = stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
         return cut_rows(examples, self.num_cuts)
 
     def iterate(self, first_samples: Sequence[int]) -> Generator[Batch]:
-        """Global batches that start at these samples, read ahead; any start costs the same."""
+        """Yield the global batches that start at these samples, read ahead; any start costs the same."""
         if not first_samples:
             return
+        # Threads read ahead, because a page of a mapped file may have to come from a disk, or over the network.
         steps = grain.MapDataset.range(len(first_samples)).map(lambda number: self.read(first_samples[number]))
         options = grain.ReadOptions(self.cfg.loading.read_threads, self.cfg.loading.prefetch_batches)
         for batch in steps.to_iter_dataset(options):
@@ -91,7 +98,7 @@ class BatchSource(Protocol):
     waits_for_state: bool  # False: `next` may run while the step before does
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
-        """The batch of the next step on the devices, and numbers for the line of that step in metrics.jsonl.
+        """Return the batch of the next step on the devices, and numbers for the line of that step in metrics.jsonl.
 
         `tokens`, the tokens of the run after that step, and `data_wait_s` are among the numbers.
         """
@@ -150,7 +157,7 @@ class ReadAhead:
 
 
 def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int, rows: list[int]) -> Example:
-    """Sequences spread evenly over the held-out ones as [batches, rows, T]; padding fills up the last batch.
+    """Return sequences spread evenly over the held-out ones as [batches, rows, T]; padding fills up the last batch.
 
     A batch has `num_rows` rows over the whole mesh, of which this process reads `rows`. Which sequences are read does
     not depend on the mesh.

@@ -24,6 +24,7 @@ class Course:
     ):
         """`stages` are those that end after `start`, each with its last step and its cycle; `cycle` follows them."""
         self.start, self.cycle = start, cycle
+        # Every stage has an end, so that the loops below need no case for the last one.
         self.stages: list[tuple[float, Cycle]] = [*stages, (math.inf, cycle)]
         # The steps to leave out. What was left out before `start` is in its position already.
         self.gaps = [steps for steps in map(read_steps, skip_steps) if steps[0] > start.step]
@@ -45,12 +46,13 @@ class Course:
 
     def left_out(self, step: int) -> list[list[int]]:
         """Return the samples [first, end) that the run has left out, from its beginning to `step`."""
-        found = list(self.start.left_out)
+        ranges = list(self.start.left_out)
         for steps in self.gaps:
             if steps[0] <= self._first_step(step):
+                # The samples of a gap lie just before those that its first step takes in their place.
                 end = self.samples(steps[0]).start
-                found.append([end - self._count(steps), end])
-        return found
+                ranges.append([end - self._count(steps), end])
+        return ranges
 
     def last_step_within(self, num_samples: int) -> int:
         """Return the last step until which at most so many samples are read after `start`; it ends a reading."""

@@ -52,9 +52,13 @@ def split_samples(count: int, shares: tuple[int, ...]) -> list[int]:
 
     Parts are split off one after the other, as Grain's own `mix` does, so no table of samples is needed. From one
     count to the next exactly one part grows, by one sample.
+
+        shares 1 : 1 : 2     samples    1    2    3    4    5    6    7    8
+                             counts    100  110  111  112  212  222  223  224
     """
     left, total, counts = count, sum(shares), []
     for share in shares:
+        # Whole numbers are exact after any number of samples. With rounded ones a resumed run might count differently.
         rest = left * (total - share) // total if total else left
         counts.append(left - rest)
         left, total = rest, total - share
@@ -73,11 +77,11 @@ class SampleOrder(grain.transforms.DatasetSelectionMap):
             self.before.append([a + b for a, b in zip(self.before[-1], counts, strict=True)])
 
     def __len__(self) -> int:
-        return sys.maxsize
+        return sys.maxsize  # Grain asks for a length; the run ends by its steps
 
     def count_by_part(self, count: int) -> list[int]:
         """Return how many of the first `count` samples of the run are of each part."""
-        number = bisect_right(self.firsts, max(0, count - 1)) - 1
+        number = bisect_right(self.firsts, max(0, count - 1)) - 1  # the stage of the last of these samples
         stage = self.stages[number]
         counts = split_samples(count - stage.first_sample, stage.shares)
         return [a + b for a, b in zip(self.before[number], counts, strict=True)]
@@ -119,6 +123,7 @@ def _compute_shares(mixture: Mixture, weights: dict[str, float], parts: Mapping[
         "token": lambda part: part.num_tokens / len(part),
         "document": lambda part: part.documents_per_sequence,
     }[mixture.weight_unit]
+    # A part whose samples have twice the tokens needs half as many samples for the same weight in tokens.
     samples = [weights[name] / per_sample(part) for name, part in parts.items()]
     return tuple(round(PRECISION * number / sum(samples)) for number in samples)
 
@@ -166,6 +171,7 @@ def stage_table(
                 f"lower its weight, shorten the run, give it more data (it has {len(parts[name]):,} sequences, "
                 f"{total[name]:,} are asked for), or raise the cap"
             )
+    # A stage that begins behind the end of the run is in the table with no samples.
     table = Table(box=None)
     for column in ("stage", "from step", "from token", *(f"{name}: samples (epochs)" for name in parts)):
         table.add_column(column, justify="left" if column == "stage" else "right")

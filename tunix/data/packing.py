@@ -33,12 +33,13 @@ class Sequences(grain.sources.RandomAccessDataSource):
         self.plans = None if packing == "concat" else [
             _plan(stream, number, seq_len, packing, cache_dir) for number in range(len(stream.sizes))
         ]  # fmt: skip
+        # Of `concat`, a sequence has T tokens and the target of the last one: a shard of n tokens has (n - 1) // T.
         counts = (
             [max(0, (tokens - 1) // seq_len) for tokens, _ in stream.sizes]
             if self.plans is None
             else [len(bounds) - 1 for _, bounds in self.plans]
         )
-        self.ends = np.cumsum(counts)
+        self.ends = np.cumsum(counts)  # number of the first sequence behind each shard
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -94,9 +95,18 @@ class Sequences(grain.sources.RandomAccessDataSource):
 
 
 def _window(shard: Arrays, first: int, seq_len: int) -> Example:
-    """The tokens from `first` on, whatever documents they are of."""
+    """Return the example of the T tokens from `first` on, whatever documents they are of.
+
+    documents        a a a a a b b c c c c ...       T = 6, first = 3
+    tokens                 a a b b c c
+    targets                  a b b c c c             the tokens one place later
+    positions              0 1 0 1 0 1               the part of `a` before the window is unknown to the model
+    segment_ids            1 1 2 2 3 3
+    loss_mask              1 0 1 0 1 1               0 where the target belongs to the next document
+    """
     tokens = shard.tokens[first : first + seq_len + 1]
     where = np.arange(first, first + seq_len + 1)
+    # The documents of the window: from the one that `first` lies in to the last that begins within.
     opening = int(np.searchsorted(shard.starts, first, side="right")) - 1
     closing = int(np.searchsorted(shard.starts, first + seq_len, side="right"))
     starts = np.maximum(shard.starts[opening:closing], first)
@@ -113,7 +123,7 @@ def _window(shard: Arrays, first: int, seq_len: int) -> Example:
 
 
 def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
-    """Pieces one after the other, then padding; each has its next token as last target."""
+    """Return the example of pieces one after the other, then padding; each has its next token as last target."""
     example = empty_example(seq_len)
     place = 0
     for segment, (first, length) in enumerate(pieces, 1):
@@ -129,12 +139,14 @@ def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
 
 
 def _filled_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: np.ndarray | None) -> Example:
-    """Pairs one after the other, each as two segments, then padding.
+    """Return the example of pairs one after the other, each as two segments, then padding.
 
     `of_pairs` [documents, 2] float32 are the log-probabilities of the answers under the reference. Each stands at the
     last token of its answer, in the field `reference_log_probs`.
     """
     assert shard.splits is not None
+    # A pair is one piece of the shard: prompt, chosen, prompt, rejected. The last token of each half is only a target,
+    # so a piece is two tokens shorter than its document (`_whole_pairs`).
     halves = []
     for first, length in pieces:
         split = int(shard.splits[np.searchsorted(shard.starts, first)])
@@ -146,6 +158,7 @@ def _filled_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs
     place = 0
     for number, (first, length) in enumerate(halves):
         place += length
+        # The document begins with its first half. The answer ends with the last token that is learnt, from the right.
         start = first if number % 2 == 0 else halves[number - 1][0]
         last = place - 1 - int(np.argmax(example["loss_mask"][place - length : place][::-1] > 0))
         example["reference_log_probs"][last] = of_pairs[np.searchsorted(shard.starts, start), number % 2]
@@ -153,7 +166,11 @@ def _filled_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs
 
 
 def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces [pieces, 2] int64 and where each sequence's begin [sequences + 1] int64, kept on disk."""
+    """Return the pieces of a shard [pieces, 2] int64, and where those of each sequence begin [sequences + 1] int64.
+
+    Pieces are in the order of sequences: sequence n has pieces[bounds[n] : bounds[n + 1]]. The two arrays are kept on
+    disk, and every process maps the same files.
+    """
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -170,7 +187,12 @@ def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Pa
 
 
 def _pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Each document's tokens but the last, which is only a target, in pieces [pieces, 2] of at most T tokens."""
+    """Cut each document's tokens but the last, which is only a target, into pieces [pieces, 2] of at most T tokens.
+
+        T = 4, a document of 10 tokens from 100 on: 9 tokens to read    (100, 4) (104, 4) (108, 1)
+
+    All documents are cut at once: `document` and `offset` say which document each piece is of, and where in it.
+    """
     inputs = lengths - 1
     counts = -(-inputs // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
@@ -179,7 +201,7 @@ def _pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray
 
 
 def _whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Each pair that fits into T tokens as one piece: the tokens of both halves but the last of each."""
+    """Return each pair that fits into T tokens as one piece: the tokens of both halves but the last of each."""
     pieces = np.stack([starts, lengths - 2], axis=1)
     return pieces[pieces[:, 1] <= seq_len]
 
@@ -194,17 +216,19 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
 
     Lengths are small whole numbers, so sequences are kept by the room that is left in them, and pieces of one length
     are placed together: the cost is linear in the pieces.
+
+        T = 8, pieces of 6 5 3 2 2      6 | 6, 5 | 6, 5 3 | 6 2, 5 3 | 6 2, 5 3, 2
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    by_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # sequences, by the room in them
     order = np.argsort(-lengths, kind="stable")
     cuts = np.flatnonzero(np.diff(lengths[order], prepend=-1))
-    rooms: list[int] = []  # sorted, those with a sequence
+    rooms: list[int] = []  # the rooms that some sequence has, in order
     for group in np.split(order, cuts[1:]) if len(order) else []:
         length = int(lengths[group[0]])
         waiting = group.tolist()[::-1]
         while waiting:
-            at = bisect.bisect_left(rooms, length)
+            at = bisect.bisect_left(rooms, length)  # the least room that is enough
             if at == len(rooms):
                 row, room = len(rows), seq_len
                 rows.append([])
@@ -213,6 +237,7 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
                 row = by_room[room].pop()
                 if not by_room[room]:
                     del rooms[at]
+            # As many of this length as fit: each would choose the same sequence, whose room is still the least.
             while waiting and room >= length:
                 rows[row].append(waiting.pop())
                 room -= length

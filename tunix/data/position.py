@@ -1,4 +1,9 @@
-"""Position of a run in its data."""
+"""Position of a run in its data.
+
+The data of a run are one endless sequence of samples, whose order follows from the seed. The position is the number of
+the next sample. It does not name a file, a process or a mesh. So a run also goes on with the next sample on another
+number of devices, and none is lost or repeated.
+"""
 
 from dataclasses import dataclass, field
 

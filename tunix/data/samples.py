@@ -33,7 +33,7 @@ class Samples:
         return self.samples[number]
 
     def fingerprint(self, corpus: str) -> str:
-        """Fingerprint of the samples and their order: the corpus's own, and where the stages of a mixture begin."""
+        """Return the fingerprint of the samples and their order: that of the corpus, with the stages of a mixture."""
         if self.mixture is None:
             return corpus
         return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
@@ -59,7 +59,7 @@ class Samples:
         return replace(start, step=step, next_sample=next_sample, source_tokens=source_tokens, left_out=left_out)
 
     def source_tokens(self, next_sample: int, left_out: Sequence[Sequence[int]] = ()) -> dict[str, int]:
-        """Tokens of each source of a mixture in the samples before `next_sample`, padding included.
+        """Return the tokens of each source of a mixture in the samples before `next_sample`, padding included.
 
         The samples [first, end) that were left out do not count; the numbers add up to the tokens of the run.
         """

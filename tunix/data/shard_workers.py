@@ -49,7 +49,9 @@ def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Ite
         for plan in plans:
             yield _make_one(plan, folder)
         return
-    context = multiprocessing.get_context("spawn")  # not "fork": a forked copy of a process with threads can hang
+    # "spawn" starts a new interpreter. "fork" would copy this process, whose other threads (JAX, a tokenizer) may hold
+    # locks; in the copy nobody gives those back.
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
         futures = [pool.submit(_make_one, plan, folder) for plan in plans]
         try:
@@ -61,6 +63,7 @@ def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Ite
                 f"loading.prepare_processes={max(1, num_workers // 2)}. Finished shards are kept"
             ) from None
         except BaseException:
+            # Without this, leaving the block waits for every shard that has not begun yet.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -72,8 +75,10 @@ def _make_one(plan: ShardPlan, folder: Path) -> str:
 
 def _start_worker(parent: int) -> None:
     """Prepare a worker process: it uses one core, and it ends when its parent has ended."""
+    # The tokenizer's threads (Rayon) are one for each core; so many in each worker would only wait for one another.
     os.environ["RAYON_NUM_THREADS"] = "1"
 
+    # A parent that is killed cannot end its workers. A process whose parent has ended gets another parent.
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)

@@ -14,7 +14,7 @@ FOLDER/00001/ ...
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
 
+BLOCK = 1 << 24  # elements of an array that are read at one time
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
 FORMAT = "2"  # version of the files; part of the hash that names their folder
 SPLITS = ("train", "held_out")
@@ -128,6 +129,22 @@ def _map_array(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
+
+
+def read_blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the parts of an array that may be larger than memory, each with its first index."""
+    for first in range(0, len(array), BLOCK):
+        yield first, array[first : first + BLOCK]
+
+
+def digest_arrays(arrays: dict[str, np.ndarray]) -> str:
+    """Return a hash of the names, dtypes, lengths and numbers of some arrays."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name}\0{array.dtype}\0{len(array)}\0".encode())
+        for _, block in read_blocks(array):
+            digest.update(np.ascontiguousarray(block).data)
+    return digest.hexdigest()
 
 
 def _unreadable(path: str | Path, error: OSError | ValueError) -> UserError:

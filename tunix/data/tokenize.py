@@ -93,12 +93,14 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
         facts = make_shards(plans, folder, loading)
         if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in facts):
             # A small corpus may have no document below the limit: hold out the one with the smallest hash, and make
-            # its shard again.
+            # its shard again. Shards record their smallest hash for this.
             limit = min(fact["smallest_hash"] for fact in facts) + 1
             plans = [replace(plan, held_out_below=max(limit, plan.held_out_below)) for plan in plans]
             redo = {fact["name"] for fact in facts if fact["smallest_hash"] < limit}
             facts = make_shards(plans, folder, loading, redo)
         index = _make_index(source, facts, folder, vocabulary)
+        # Written last: a folder with an index has all of its shards. A second process that is here at the same time has
+        # made the same bytes.
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
         own = [folder / "index.json", *list_files(tokenizer), *(folder / plan.name / FILE for plan in plans)]
         write_digests(folder, [path for path in own if path.is_file()])
@@ -122,6 +124,7 @@ def make_share(
 
 def find_folder(source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Path:
     """Return the folder of a tokenized corpus: its name is a hash of everything that decides what is in it."""
+    # What is not in the hash does not change the tokens: where the files are, how many processes read them.
     template = "" if task.documents == "text" else str(vocabulary.chat_template)
     system = [str(task.system)] if isinstance(task, Prompted) else []
     kind, shard_size = IN_KEYS[task.documents], str(loading.shard_bytes)
