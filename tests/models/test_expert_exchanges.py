@@ -17,7 +17,8 @@ from support.installs import cuda_plugin
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.models import expert_exchanges
-from tunix.models.expert_exchanges import Trips, choose_expert_exchange, count_rows, limit_to_room, plan_rows
+from tunix.models.expert_exchanges import choose_expert_exchange, count_rows
+from tunix.models.expert_rows import Trips, limit_to_room, plan_rows
 from tunix.models.experts import Experts
 from tunix.sharding.dims import axis_names
 from tunix.training.mesh_choices import build_layout, build_mesh
@@ -45,7 +46,7 @@ def test_rows_go_where_their_experts_are_and_come_back(num_devices, num_own, roo
     counts = np.array([np.bincount(each, minlength=num_devices * num_own) for each in choices], np.int32)
     size = count_rows(10, 1, num_devices, num_own, None) if room is None else room
     plans = [jax.tree.map(np.asarray, plan_rows(jnp.asarray(counts), device, size)) for device in range(num_devices)]
-    kept = [np.repeat(np.arange(len(plan.kept)), plan.kept) for plan in plans]
+    kept = [np.repeat(np.arange(len(plan.sent)), plan.sent) for plan in plans]
     ids = [100 * device + np.arange(len(each)) for device, each in enumerate(kept)]
     padded = [np.pad(each, (0, 10 - len(each)), constant_values=-2) for each in ids]
     came = exchange(padded, [plan.there for plan in plans], size)
@@ -61,7 +62,7 @@ def test_rows_go_where_their_experts_are_and_come_back(num_devices, num_own, roo
     for own, rows in zip(ids, back, strict=True):
         np.testing.assert_array_equal(rows[: len(own)], own)
     if room is None:
-        np.testing.assert_array_equal([plan.kept for plan in plans], counts)
+        np.testing.assert_array_equal([plan.sent for plan in plans], counts)
 
 
 def test_each_device_and_expert_gives_up_the_same_share():

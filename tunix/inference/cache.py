@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from tunix.inference.gathered import Gathered
 from tunix.models.attention import Method, attend
 from tunix.models.block import Mix
+from tunix.models.forward import Forward, Layer
 from tunix.models.linear_attention import Memory
 from tunix.models.seen import Seen, seen_in_row
-from tunix.models.stacks import Forward, Layer
 from tunix.models.transformer import Transformer
 
 Cache = list[tuple[jax.Array, ...] | Memory]

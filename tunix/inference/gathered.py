@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import reshard
 
-from tunix.models.layers import Einsum, Embedding
+from tunix.models.embedding import Embedding
+from tunix.models.layers import Einsum
 from tunix.models.products import PRODUCTS, product_of_few_rows
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer

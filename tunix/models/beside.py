@@ -13,7 +13,8 @@ from flax import nnx
 from tunix.config import Model
 from tunix.models.block_sums import BlockSums
 from tunix.models.experts import Experts
-from tunix.models.layers import MLP, NORMS
+from tunix.models.layers import MLP
+from tunix.models.norms import NORMS
 from tunix.sharding.layout import Layout
 
 

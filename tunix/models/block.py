@@ -17,9 +17,10 @@ from tunix.models.experts import Experts
 from tunix.models.grouped_query import Attention
 from tunix.models.latent import Heads, LatentAttention
 from tunix.models.layer_inputs import InputGate
-from tunix.models.layers import MLP, NORMS, unchanged
+from tunix.models.layers import MLP, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.noise import Noise
+from tunix.models.norms import NORMS
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
@@ -27,10 +28,11 @@ from tunix.sharding.layout import Layout
 class Mix(NamedTuple):
     """Ways in which tokens of a layer act on one another; the rest of the model works on each token alone.
 
-    A layer takes the way of its kind. Both return the results of the tokens, and what the caller keeps.
+    A layer takes the way of its kind. Both return the results of the tokens, and the layer's cache for later tokens,
+    which is None in training.
     """
 
-    # (queries [B, T, N, H], what tokens leave for later ones, the way from there to keys and values)
+    # (queries [B, T, N, H], entries of the tokens in a cache, the way from entries to keys and values)
     attend: Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
     recur: Callable[[Recurrence], tuple[jax.Array, Any]]
 
@@ -97,8 +99,8 @@ class Block(nnx.Module):
     """
 
     def __init__(self, cfg: Model, layout: Layout, mixer: str, mlp: str, rngs: nnx.Rngs):
-        def norm(wanted: bool) -> Any:
-            return NORMS[cfg.norm]("BtD", cfg, layout) if wanted else unchanged
+        def norm(is_there: bool) -> Any:
+            return NORMS[cfg.norm]("BtD", cfg, layout) if is_there else unchanged
 
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
@@ -112,9 +114,9 @@ class Block(nnx.Module):
     def __call__(
         self, x, positions, rope, mix: Mix, noise: Noise | None = None, inputs: jax.Array | None = None
     ) -> tuple[jax.Array, Any, BlockSums]:
-        """Return [B, t, D], what `mix` keeps, and numbers for the loss; `inputs` [B, t, p] are those of the layer."""
+        """Return [B, t, D], the cache, and numbers for the loss; `inputs` [B, t, p] are those of the layer."""
         with jax.named_scope("attention"):
-            h, kept = self.attention(self.pre_attention(x), positions, rope, mix, noise)
+            h, cache = self.attention(self.pre_attention(x), positions, rope, mix, noise)
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         with jax.named_scope("mlp"):
             h, sums = self.mlp(self.pre_mlp(x), noise)
@@ -123,7 +125,7 @@ class Block(nnx.Module):
             with jax.named_scope("input_gate"):
                 x = self.input_gate(x, inputs)
         with jax.named_scope("mlp"):
-            return self.scale(x), kept, sums
+            return self.scale(x), cache, sums
 
     def _scaled(self, h: jax.Array) -> jax.Array:
         return h if self.multiplier == 1 else h * jnp.asarray(self.multiplier, h.dtype)

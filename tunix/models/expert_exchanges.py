@@ -17,8 +17,7 @@ a token to each of its experts: less where a token has fewer experts than there 
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
+from tunix.models.expert_rows import move_rows, plan_rows, rank_in_group
 from tunix.models.kernels import Choice
 from tunix.sharding.dims import DIMS, EXPERTS
 from tunix.sharding.mesh_shape import count_devices
@@ -97,7 +97,7 @@ def exchange_by_gather(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.
     With as many experts for a token as devices, it sends no more than `exchange_rows`.
     """
     x, experts, shares = (jax.lax.all_gather(each, own.axes, tiled=True) for each in tokens)
-    group = experts.reshape(-1) - jax.lax.axis_index(own.axes) * own.num_experts  # from the first own
+    group = experts.reshape(-1) - jax.lax.axis_index(own.axes) * own.num_experts  # numbers from the first own expert on
     group = jnp.where((group >= 0) & (group < own.num_experts), group, own.num_experts)
     rows = jnp.repeat(x, experts.shape[1], axis=0)
     if own.weighs_inputs:
@@ -110,7 +110,12 @@ def exchange_by_gather(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.
 def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array]:
     """Send a row of each token to each of its experts, compute own experts, and send the results back.
 
-    A row travels with its share, so that the backward pass does not need the results at home again.
+    A row travels with its share, so that its own device need not multiply results by shares: the backward pass of that
+    product would need the results, which it would compute and send once more.
+
+        tokens of a device      a:2,0     b:1,2           each with two experts
+        rows, by expert         a0 | b1 | a2 b2           `order`; then to the devices of 0, 1, 2
+        results, by token       a2 a0     b1 b2           the same order backward, then a sum for each token
     """
     num_devices, (num_tokens, per_token) = jax.lax.axis_size(own.axes), tokens.experts.shape
     choices, num_experts = tokens.experts.reshape(-1), num_devices * own.num_experts
@@ -119,15 +124,15 @@ def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array
     room = count_rows(num_tokens, per_token, num_devices, own.num_experts, own.room)
     plan = plan_rows(counts, jax.lax.axis_index(own.axes), room)
     if own.room is not None:
-        rank = _rank_in_group(choices, own_counts)
-        choices = jnp.where(rank < plan.kept[choices], choices, num_experts)
+        rank = rank_in_group(choices, own_counts)
+        choices = jnp.where(rank < plan.sent[choices], choices, num_experts)
     order = jnp.argsort(choices)  # by expert, so by device; what is dropped comes last, and is not sent
 
-    def by_expert(x: jax.Array) -> jax.Array:
+    def sort_by_expert(x: jax.Array) -> jax.Array:
         return x.at[order].get(unique_indices=True)
 
     def send(rows: jax.Array) -> jax.Array:
-        return move_rows(by_expert(rows), plan.there, plan.back, (room, len(choices)), own.axes)
+        return move_rows(sort_by_expert(rows), plan.there, plan.back, (room, len(choices)), own.axes)
 
     rows, shares = jnp.repeat(tokens.x, per_token, axis=0), tokens.shares.reshape(-1)
     if own.weighs_inputs:
@@ -136,7 +141,7 @@ def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array
         results = own.compute(send(rows), plan.group, send(shares))
     results = move_rows(results, plan.back, plan.there, (len(choices), room), own.axes)
     results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
-    dropped = jnp.sum(own_counts - plan.kept).astype(jnp.float32)
+    dropped = jnp.sum(own_counts - plan.sent).astype(jnp.float32)
     return jnp.sum(results.reshape(num_tokens, per_token, -1), 1), dropped
 
 
@@ -171,92 +176,3 @@ def experts_with_room(model: Model, sizes: Mapping[str, int], exchange: str) -> 
     num_devices = count_devices(sizes, DIMS[EXPERTS].weight_axes)
     room = buffer_rows_per_token(model, num_devices, exchange) / model.mlp.experts_per_token
     return max(1.0, room) * model.mlp.num_experts / num_devices  # `room` is a multiple of the rows of own experts
-
-
-class Trips(NamedTuple):
-    """Rows that one device exchanges with each device, [devices] int32 each, as `ragged_all_to_all` takes them."""
-
-    starts: jax.Array  # places of the first row for each device, among those that this device has
-    sizes: jax.Array  # rows for each device
-    places: jax.Array  # places that these rows get on the other device
-    arriving: jax.Array  # rows from each device
-
-
-class Plan(NamedTuple):
-    """Plan of one device's exchange of rows."""
-
-    there: Trips
-    back: Trips
-    group: jax.Array  # [room]: the own expert of each row that arrives; behind the last row, a number of no expert
-    kept: jax.Array  # [X]: rows that each expert takes from this device; the others do not fit into its buffer
-
-
-def plan_rows(counts: jax.Array, device: jax.Array | int, room: int) -> Plan:
-    """Return the plan of a device, out of the choices of all devices for each expert: `counts` [devices, X] int32.
-
-    Rows for device t leave device f in the order of t's experts. They arrive in the order of the devices f:
-
-        sizes [f, t]    2 1     device 0 has   to 0, to 0, to 1          device 0 gets   of 0, of 0, of 1
-                        1 3     device 1 has   to 0, to 1, to 1, to 1    device 1 gets   of 0, of 1, of 1, of 1
-        starts [f, t]   0 2     sums along t of what comes before
-        places [f, t]   0 0     sums along f of what comes before
-                        2 1
-
-    The way back has the same rows: what was a start is a place, and what was a place is a start.
-    """
-    num_devices = len(counts)
-    kept = limit_to_room(counts, room)
-    by_device = kept.reshape(num_devices, num_devices, -1)  # [from, to, experts of a device]
-    sizes = jnp.sum(by_device, 2)
-    starts, places = jnp.cumsum(sizes, 1) - sizes, jnp.cumsum(sizes, 0) - sizes
-    there = Trips(starts[device], sizes[device], places[device], sizes[:, device])
-    back = Trips(places[:, device], sizes[:, device], starts[:, device], sizes[device])
-    ends = jnp.cumsum(by_device[:, device].reshape(-1))  # of the rows of each sender for each own expert
-    run = jnp.cumsum(jnp.zeros(room, jnp.int32).at[ends].add(1, mode="drop"))  # ends at or before each place
-    num_own = by_device.shape[2]
-    group = jnp.where(jnp.arange(room) < ends[-1], run % num_own, num_own)
-    return Plan(there, back, group, kept[device])
-
-
-def limit_to_room(counts: jax.Array, room: int) -> jax.Array:
-    """Return the rows [devices, X] that are sent, so that at most `room` arrive on each device.
-
-    Where more would arrive, each device and each expert gives up the same share of its rows, rounded up. So no device
-    and no expert is preferred.
-    """
-    num_devices, num_experts = counts.shape
-    arriving = jnp.sum(counts.reshape(num_devices, num_devices, -1), (0, 2))  # [to]
-    # A little less than the share: float32 must not round a product up to the next whole number.
-    share = jnp.repeat(room * (1 - 1e-6) / jnp.maximum(arriving, 1), num_experts // num_devices)
-    fits = jnp.repeat(arriving <= room, num_experts // num_devices)
-    return jnp.where(fits, counts, jnp.floor(counts * share).astype(counts.dtype))
-
-
-def _rank_in_group(group: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return how many earlier entries of `group` [n] have the same number; `counts` [X] are those of each number."""
-    order = jnp.argsort(group)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(group)), unique_indices=True)
-    return place - (jnp.cumsum(counts) - counts)[group]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def move_rows(rows: Any, trips: Trips, opposite: Trips, lengths: tuple[int, int], axes: tuple[str, ...]) -> Any:
-    """Return the rows that come to this device, [lengths[0], ...], in the places of `trips`; 0 elsewhere.
-
-    `rows` are [lengths[1], ...]. Gradients go the opposite way; jax's own rule would exchange the places once more.
-    """
-    empty = jnp.zeros((lengths[0], *rows.shape[1:]), rows.dtype)
-    empty = jax.lax.pcast(empty, tuple(sorted(jax.typeof(rows).manual_axis_type.varying)), to="varying")
-    return jax.lax.ragged_all_to_all(rows, empty, *trips, axis_name=axes)
-
-
-def _move_forward(rows, trips, opposite, lengths, axes):
-    return move_rows(rows, trips, opposite, lengths, axes), (trips, opposite)
-
-
-def _move_backward(lengths, axes, kept, gradient):
-    trips, opposite = kept
-    return move_rows(gradient, opposite, trips, lengths[::-1], axes), None, None
-
-
-move_rows.defvjp(_move_forward, _move_backward)

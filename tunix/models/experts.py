@@ -1,6 +1,6 @@
 """A mixture of experts: a router sends each token to a few gated MLPs, whose results are added up with its weights.
 
-    x [B, T, D] --- router ---> k experts of each token, and their weights, [B, T, k]
+    x [B, t, D] --- router.py ---> k experts of each token, and their weights, [B, t, k]
         |
         |   an exchange (expert_exchanges.py) brings a row of each token to each of its experts' devices; there:
         |   rows, sorted by expert            | expert 0 | expert 1 | ... | of no expert of this device
@@ -8,7 +8,7 @@
         |   rows in their old order
         |   the exchange adds up the results of a token's experts, with the weights, and brings them back
         v
-    y [B, T, D]
+    y [B, t, D]
 
 No token is dropped, unless `model.expert_buffer_factor` says so: a device has room for every choice, however uneven the
 loads are.
@@ -16,7 +16,7 @@ loads are.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,29 +25,16 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
-from tunix.models.block_sums import BlockSums, Routing
+from tunix.models.block_sums import BlockSums
 from tunix.models.expert_exchanges import OwnExperts, Tokens, find_exchange
-from tunix.models.layers import ACTIVATIONS, MLP, Bias, Matrix, RMSNorm, unchanged
+from tunix.models.layers import ACTIVATIONS, MLP, Matrix, unchanged
 from tunix.models.products import grouped_product, product
+from tunix.models.router import Router, Routes
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 
-SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "softmax": partial(jax.nn.softmax, axis=-1),
-    "sigmoid": jax.nn.sigmoid,
-}
-
-
-def penalty_names(cfg: Model) -> tuple[str, ...]:
-    """Return the names of the penalties that a layer's router gives."""
-    weights = {}
-    if isinstance(cfg.mlp, ExpertsMlp):
-        weights = {"balance_loss": cfg.mlp.balance_loss, "router_z_loss": cfg.mlp.z_loss}
-    return tuple(name for name, weight in weights.items() if weight)
-
-
-CLAMP, GAIN = 7.0, 1.702  # of GPT-OSS's gate
+CLAMP, GAIN = 7.0, 1.702  # of the gate of GPT-OSS
 
 
 def _gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -59,98 +46,11 @@ def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(GAIN * gate) * (up + 1)
 
 
-# (products with the gate's matrix, with the other one) -> what the third matrix meets; all are [rows, G].
+# (rows times the gate's matrix, rows times the other one) -> what the third matrix multiplies; all are [rows, G].
 GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     **{name: partial(_gated, activation) for name, activation in ACTIVATIONS.items()},
     "clamped_silu": _clamped,
 }
-
-
-class Routes(NamedTuple):
-    """Experts of each token, and the weights of their results."""
-
-    experts: jax.Array  # [B, t, k] int32
-    weights: jax.Array  # [B, t, k] float32
-
-
-class Router(Matrix):
-    """Scores of experts for a token, and the choice of the best: [B, t, D] -> `Routes`, and sums for the loss."""
-
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        super().__init__("BtD,DY->BtY", cfg, layout, rngs)  # each device has whole experts' scores of its own tokens
-        assert isinstance(cfg.mlp, ExpertsMlp)
-        self.mlp = cfg.mlp
-        self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else unchanged
-        is_beside = self.mlp.beside_mlp
-        self.norm = RMSNorm("BtD", cfg, layout) if is_beside else unchanged
-        self.input_scale = cfg.embed_dim**-0.5 if is_beside else 1.0
-        ones = jnp.ones(self.mlp.num_experts, layout.param)
-        self.expert_scales = nnx.Param(ones, equation=Equation("Bt,Y->BtY")) if is_beside else None
-        if self.mlp.bias_rate is not None:
-            zeros = jnp.zeros(self.mlp.num_experts)  # float32: a step adds less than 16 bits resolve
-            self.bias = nnx.Param(zeros, equation=Equation("BtY,Y->BtY"))
-
-    def __call__(self, x: jax.Array) -> tuple[Routes, BlockSums]:
-        x = self.norm(x)
-        x = x if self.input_scale == 1 else x * jnp.asarray(self.input_scale, x.dtype)
-        logits = product(self.equation, x, self.gathered(), self.layout).astype(jnp.float32)
-        logits = self.logits_bias(logits)
-        scores = SCORES[self.mlp.scores](logits)
-        experts = self._choose(jax.lax.stop_gradient(scores))
-        # A comparison in place of a lookup: it fuses, and its gradient is a sum in a fixed order.
-        is_chosen = experts[..., None] == jnp.arange(self.mlp.num_experts)  # [B, T, k, X]
-        weights = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0), -1)
-        if self.mlp.normalized:
-            weights = weights / jnp.sum(weights, -1, keepdims=True)
-        if self.expert_scales is not None:
-            scales = self.layout.gather(self.expert_scales[...], self.expert_scales.equation)
-            of_chosen = self.layout.activation("Bt")
-            weights = weights * jnp.einsum(
-                "BtkY,Y->Btk", is_chosen.astype(scales.dtype), scales, out_sharding=of_chosen
-            )
-        choices = jnp.sum(is_chosen.astype(jnp.float32), 2)  # [B, T, X]: 1 where the token takes the expert
-        return Routes(experts, weights * self.mlp.scale), self._sums(logits, scores, choices)
-
-    def _choose(self, scores: jax.Array) -> jax.Array:
-        """Return the experts [B, T, k] int32 with the best scores [B, T, X], within the best groups.
-
-        Each device chooses for its own tokens. Outside of a `shard_map`, XLA gathers the scores of all devices for a
-        `top_k`.
-        """
-        if self.mlp.bias_rate is not None:
-            scores = scores + jax.lax.stop_gradient(self.bias[...].astype(jnp.float32))
-        spec = self.layout.activation("BtY")
-        stand_in = lambda scores: scores[..., : self.mlp.experts_per_token].astype(jnp.int32)  # noqa: E731
-        return stage_shard_map(self._choose_here, spec, spec, self.layout.stages_around, stand_in)(scores)
-
-    def _choose_here(self, scores: jax.Array) -> jax.Array:
-        if self.mlp.num_groups > 1:
-            grouped = scores.reshape(*scores.shape[:2], self.mlp.num_groups, -1)
-            best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-            groups = jax.lax.top_k(best_two, self.mlp.groups_per_token)[1]
-            is_open = jnp.any(groups[..., None] == jnp.arange(self.mlp.num_groups), 2)
-            scores = jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(scores.shape)
-        return jax.lax.top_k(scores, self.mlp.experts_per_token)[1]
-
-    def _sums(self, logits: jax.Array, scores: jax.Array, choices: jax.Array) -> BlockSums:
-        """Return the penalties of each sequence, and counts; all arguments are [B, T, X] float32.
-
-        The balance loss of a sequence is the sum over experts of (share of choices) x (mean share of scores) x X. It is
-        1 where all loads are equal. It is a sum over sequences, so microbatches and meshes do not change it.
-        """
-        mlp, penalties = self.mlp, {}
-        shares = scores / jnp.sum(scores, -1, keepdims=True)
-        if mlp.balance_loss:
-            loads = jnp.mean(choices, 1) * (mlp.num_experts / mlp.experts_per_token)
-            penalties["balance_loss"] = mlp.balance_loss * jnp.sum(loads * jnp.mean(shares, 1), -1)
-        if mlp.z_loss:
-            squares = jax.nn.logsumexp(logits, -1) ** 2
-            penalties["router_z_loss"] = mlp.z_loss * jnp.mean(squares, 1)
-        shares = jax.lax.stop_gradient(shares)
-        entropy = -jnp.sum(jax.scipy.special.xlogy(shares, shares))
-        # On the mesh, as `entropy` is: a scan that takes two layers at a time cannot stack a constant that is not.
-        num_tokens = jnp.full_like(entropy, scores.shape[0] * scores.shape[1])
-        return BlockSums(penalties, Routing(jnp.sum(choices, (0, 1)), num_tokens, entropy))
 
 
 class ExpertBias(nnx.Module):
@@ -199,7 +99,7 @@ class Experts(nnx.Module):
         return y, sums
 
     def _weigh_shared(self, x: jax.Array, result: jax.Array) -> jax.Array:
-        """Return the shared expert's result for tokens x, both [B, t, D], as each token wants it."""
+        """Return the shared expert's result for tokens x, both [B, t, D], times the share that their gate gives it."""
         if self.shared_gate is None:
             return result
         gate = product(self.shared_gate.equation, x, self.shared_gate.gathered(), self.layout)
@@ -207,41 +107,43 @@ class Experts(nnx.Module):
 
     def _compute(self, x: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
         """Return the sum over each token's experts of weight x result, [B, t, D], and the choices that were dropped."""
-        layout, of_tokens = self.layout, self.layout.activation("Bt")
+        layout, token_spec = self.layout, self.layout.activation("Bt")
         parts: list[Any] = [self.expert_gate, self.expert_up, self.expert_down]
         parts += [part for part in (self.gate_bias, self.up_bias, self.down_bias) if part is not None]
         weights = [layout.enter_devices(part.gathered()) for part in parts]
         specs = [jax.typeof(weight).sharding.spec for weight in weights]
-        split_width = layout.product_axes(self.expert_down.equation)
-        assert layout.stream_axes in ((), split_width), "the axes that split the stream split the width of experts"
+        width_axes = layout.product_axes(self.expert_down.equation)  # these devices have parts of the same experts
+        assert layout.stream_axes in ((), width_axes), "the axes that split the stream split the width of experts"
 
-        def on_each_device(x, experts, shares, weights):
-            if layout.stream_axes:  # these devices have parts of the same experts, and other tokens: all meet all parts
-                each = (jax.lax.all_gather(each, split_width, axis=1, tiled=True) for each in (x, experts, shares))
-                tokens, experts, shares = each
+        # Each device along `width_axes` has a part of the width of its experts, and so a part of the sum that their
+        # last product is: all must compute the same tokens, and their results are added up.
+        def compute_on_device(x, experts, shares, weights):
+            if layout.stream_axes:  # and these devices have different tokens: each gathers those of all
+                arrays = (jax.lax.all_gather(each, width_axes, axis=1, tiled=True) for each in (x, experts, shares))
+                tokens, experts, shares = arrays
             else:
                 # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
-                tokens = jax.lax.pcast(x, split_width, to="varying")
+                tokens = jax.lax.pcast(x, width_axes, to="varying")
             shape = tokens.shape
             tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares)))
-            compute = partial(self._own_results, weights)
+            compute = partial(self._compute_rows, weights)
             own = OwnExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.room, compute)
             y, dropped = find_exchange(layout.expert_exchange)(tokens, own)
-            dropped = _sum_over_devices(dropped, split_width)
+            dropped = _sum_over_devices(dropped, width_axes)
             if layout.stream_axes:
                 y = y.reshape(shape).astype(x.dtype)
-                return jax.lax.psum_scatter(y, split_width, scatter_dimension=1, tiled=True), dropped
-            return jax.lax.psum(y, split_width).astype(x.dtype).reshape(shape), dropped
+                return jax.lax.psum_scatter(y, width_axes, scatter_dimension=1, tiled=True), dropped
+            return jax.lax.psum(y, width_axes).astype(x.dtype).reshape(shape), dropped
 
         def stand_in(x, *_):
             return x, jnp.zeros(())
 
-        in_specs, out_specs = (of_tokens, of_tokens, of_tokens, specs), (of_tokens, jax.P())
-        mapped = stage_shard_map(on_each_device, in_specs, out_specs, layout.stages_around, stand_in)
+        in_specs, out_specs = (token_spec, token_spec, token_spec, specs), (token_spec, jax.P())
+        mapped = stage_shard_map(compute_on_device, in_specs, out_specs, layout.stages_around, stand_in)
         y, dropped = mapped(x, *routes, weights)
         return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)
 
-    def _own_results(
+    def _compute_rows(
         self, weights: list[jax.Array], rows: jax.Array, group: jax.Array, shares: jax.Array | None
     ) -> jax.Array:
         """Return what this device's experts give for rows [R, D]: results [R, D], times their shares [R] if given.
@@ -252,39 +154,38 @@ class Experts(nnx.Module):
         num_experts = len(gate)
         order = jnp.argsort(group)
         sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-        is_own = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]  # in the sorted order; products leave others open
+        # Rows of no expert come last. Products leave their results undefined, which may be no numbers at all.
+        has_expert = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]
         rows = rows.at[order].get(unique_indices=True)
-        rows = jnp.where(is_own, rows, 0)
-        add_biases = self._of_rows(biases, group[order], shares if shares is None else shares[order])
+        rows = jnp.where(has_expert, rows, 0)
+        add_biases = self._bias_adders(biases, group[order], shares if shares is None else shares[order])
         gates, ups = (
             add(self.product(rows, weight, sizes)) for add, weight in zip(add_biases[:2], (gate, up), strict=True)
         )
         hidden = self.gated(gates, ups)
         if shares is not None:
             # The last product is linear, and its operand is narrower than its result: this is one pass with the gate.
-            shares = jnp.where(is_own, shares[order][:, None], 0)
+            shares = jnp.where(has_expert, shares[order][:, None], 0)
             hidden = hidden * shares.astype(hidden.dtype)
         results = add_biases[2](self.product(hidden, down, sizes))
-        results = jnp.where(is_own, results, 0)
-        return jnp.zeros_like(results).at[order].set(results, unique_indices=True)
+        results = jnp.where(has_expert, results, 0)
+        return jnp.zeros_like(results).at[order].set(results, unique_indices=True)  # in the old order of rows
 
-    def _of_rows(
+    def _bias_adders(
         self, biases: list[jax.Array], group: jax.Array, shares: jax.Array | None
     ) -> list[Callable[[jax.Array], jax.Array]]:
-        """Return for each of the three products what adds its bias to rows of these groups [rows].
+        """Return for each of the three products a function that adds its bias to rows of these groups [rows].
 
-        The last bias is multiplied by the shares [rows] of the results, if given.
-
-        Of the last product each device along the axes that split the experts' width has a part of the sum: the first
-        one adds the bias.
+        The last bias is multiplied by the shares [rows] of the results, if given. Of the last product each device along
+        the axes that split the experts' width has a part of the sum: the first one adds the bias.
         """
         if not biases:
             return [unchanged] * 3
         *inner, outer = (bias.at[group].get(mode="fill", fill_value=0) for bias in biases)
-        split_width = self.layout.product_axes(self.expert_down.equation)
+        width_axes = self.layout.product_axes(self.expert_down.equation)
         if shares is not None:
             outer = outer * shares[:, None]
-        is_first = jax.lax.axis_index(split_width) == 0 if split_width else True
+        is_first = jax.lax.axis_index(width_axes) == 0 if width_axes else True
         return [partial(_add, bias) for bias in (*inner, jnp.where(is_first, outer, 0))]
 
 
@@ -294,6 +195,8 @@ def _add(bias: jax.Array, rows: jax.Array) -> jax.Array:
 
 def _sum_over_devices(count: jax.Array, copied_over: tuple[str, ...]) -> jax.Array:
     """Return the sum of a count over all devices whose counts differ; devices along `copied_over` have equal ones."""
+    # JAX's types say along which axes the count may differ. Where these include axes of copies, each count is added
+    # once for each copy, and the sum is divided by their number.
     axes = jax.typeof(count).manual_axis_type.varying
     if not axes:
         return count

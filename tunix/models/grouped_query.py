@@ -6,7 +6,7 @@
 
 Global layers may have other heads than local ones (`model.global_heads`). The letters of their dimensions are k and h.
 With `values_are_keys` they have no v: the product with k is both, before its norm and rotation. Layers that take keys
-and values of earlier ones (`model.shared_kv`) have neither: their mix knows whose they take.
+and values of earlier ones (`model.shared_kv`) have neither: their mix brings those of the other layer.
 """
 
 from typing import Any
@@ -17,13 +17,14 @@ from flax import nnx
 
 from tunix.config import Model
 from tunix.models.latent import Attend, Heads
-from tunix.models.layers import NORMS, Bias, Einsum, divide_by_rms, unchanged
+from tunix.models.layers import Bias, Einsum, unchanged
+from tunix.models.norms import NORMS, divide_by_rms
 from tunix.models.positions import apply_rope, grow_queries
 from tunix.sharding.layout import Layout
 
 
 class Attention(nnx.Module):
-    """Attention [B, t, D] -> [B, t, D], and what `mix` keeps.
+    """Attention [B, t, D] -> [B, t, D], and its cache.
 
     `letters` are those of key/value heads and of their width: "KH", or "kh" in global layers with heads of their own.
     With `model.attention_gate` each token says which numbers of its result count. Without `has_kv` there are queries
@@ -42,11 +43,11 @@ class Attention(nnx.Module):
         self.q_norm = self._norm(f"BTN{width}", cfg, layout)
         self.k_norm = self._norm(f"BT{letters}", cfg, layout) if has_kv else unchanged
         self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
-        has_gate, of_gate = cfg.attention_gate, f"BTD,DN{width}->BTN{width}"
-        self.gate = Einsum("attention.gate", of_gate, cfg, layout, rngs) if has_gate else None
+        gate_equation = f"BTD,DN{width}->BTN{width}"
+        self.gate = Einsum("attention.gate", gate_equation, cfg, layout, rngs) if cfg.attention_gate else None
 
     def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
-        """Norm of queries or keys, over each head or over all heads together."""
+        """Return the norm of queries or keys, over each head or over all heads together."""
         if cfg.qk_norm in ("none", "after_rotation"):
             return unchanged
         dims = {"per_head": letters[-1], "all_heads": letters[-2:]}[cfg.qk_norm]
@@ -66,33 +67,34 @@ class Attention(nnx.Module):
             q = self._place(self.q_norm(q), positions, rope)
         if self.cfg.query_growth is not None:
             q = grow_queries(q, positions, rope, self.cfg.query_growth)
-        out, kept = mix.attend(q * self.scale, kv, Heads(_as_they_are, self._look_back, self.kv_letter))
-        out = out if self.sinks is None else self._pour(*out)
+        out, cache = mix.attend(q * self.scale, kv, Heads(_pass_on, self._look_back, self.kv_letter))
+        out = out if self.sinks is None else self._add_sinks(*out)
         if self.gate is not None:
             out = out * jax.nn.sigmoid(self.gate(x, noise))
-        return self.o(out, noise), kept
+        return self.o(out, noise), cache
 
     def _place(self, x: jax.Array, positions: jax.Array, rope: Any) -> jax.Array:
-        """Return queries or keys as scores take them: rotated by their positions, and then divided by their root mean
-        square where the family does it."""
+        """Return queries or keys rotated by their positions, and with `qk_norm=after_rotation` divided by their RMS."""
         if self.cfg.positions == "rope":
             x = apply_rope(x, positions, rope, self.cfg.rotated_pairs)
         if self.cfg.qk_norm == "after_rotation":
             x = jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x)
         return x
 
-    def _look_back(self, q: jax.Array, kept: tuple[jax.Array, ...], attend: Attend) -> Any:
-        return attend(q, *kept, self.layout)
+    def _look_back(self, q: jax.Array, entries: tuple[jax.Array, ...], attend: Attend) -> Any:
+        return attend(q, *entries, self.layout)
 
-    def _pour(self, out: jax.Array, log_sums: jax.Array) -> jax.Array:
+    def _add_sinks(self, out: jax.Array, log_sums: jax.Array) -> jax.Array:
         """Return the results [B, T, N, H] as if each head's softmax had one more score, the sink, without a value.
 
         sum(exp(s) v) / (sum(exp(s)) + exp(sink)) = result * sigmoid(log(sum(exp(s))) - sink)
+
+        So the kernels need not know of sinks: they return the log of their sum.
         """
         assert self.sinks is not None
         share = jax.nn.sigmoid(-self.sinks(-log_sums))
         return out * share[..., None].astype(out.dtype)
 
 
-def _as_they_are(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _pass_on(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return k, v

@@ -5,8 +5,8 @@
                   +-- kv_down, norm -> [B, T, C] -- kv_up ---> keys [B, T, N, H - R], values [B, T, N, W]
                   +-- k -------------> [B, T, R], rotated: the rest of the key, the same for all heads
 
-In training, keys and values are made of the latents once. A cache keeps C + R numbers of a token and not those of its
-heads. There is one query to each row then, so the query goes through `kv_up` in place of all keys:
+In training, keys and values are made of the latents once. A cache has C + R numbers of a token and not those of its
+heads. In generation there is one query to each row, so the query goes through `kv_up` in place of all keys:
 
     q . (latent kv_up) = (q kv_up) . latent            one key/value head of C + R numbers, with the latent as its value
 """
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
-from tunix.models.layers import NORMS, Einsum
+from tunix.models.layers import Einsum
+from tunix.models.norms import NORMS
 from tunix.models.positions import apply_rope
 from tunix.models.products import PRODUCTS
 from tunix.sharding.layout import Layout
@@ -29,15 +30,16 @@ Attend = Callable[..., Any]  # (queries, keys, values, layout) -> results, as `a
 
 
 class Heads(NamedTuple):
-    """Ways to come from what a token leaves for later tokens, a tuple of arrays [B, S, ...], to attention."""
+    """Ways from the entries that tokens have in a cache, a tuple of arrays [B, S, ...], to attention."""
 
-    expand: Callable[..., tuple[jax.Array, jax.Array]]  # to keys and values [B, S, K, H]
-    look_back: Callable[[jax.Array, tuple[jax.Array, ...], Attend], Any]  # of one query for each row, to its results
+    expand: Callable[..., tuple[jax.Array, jax.Array]]  # entries -> keys and values [B, S, K, H]
+    # (one query for each row, entries, a function that attends) -> results of the queries
+    look_back: Callable[[jax.Array, tuple[jax.Array, ...], Attend], Any]
     kv_letter: str = "K"  # of the dimension of key/value heads (sharding/dims.py)
 
 
 class LatentAttention(nnx.Module):
-    """Attention [B, t, D] -> [B, t, D], and what `mix` keeps, over keys and values made of a latent."""
+    """Attention [B, t, D] -> [B, t, D], and its cache, over keys and values made of a latent."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
@@ -68,8 +70,8 @@ class LatentAttention(nnx.Module):
         def expand(latent: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self._expand(latent, shared, noise)
 
-        out, kept = mix.attend(q, (latent, shared), Heads(expand, self._look_back))
-        return self.o(out, noise), kept
+        out, cache = mix.attend(q, (latent, shared), Heads(expand, self._look_back))
+        return self.o(out, noise), cache
 
     def _make_queries(self, x: jax.Array, noise: Any) -> jax.Array:
         """Return the queries [B, T, N, H] of tokens [B, T, D], not rotated yet."""
@@ -85,17 +87,17 @@ class LatentAttention(nnx.Module):
         rotated = jnp.broadcast_to(shared[:, :, None], shape, out_sharding=self.layout.activation("BTNH"))
         return jnp.concatenate([plain, rotated], -1), values
 
-    def _look_back(self, q: jax.Array, kept: tuple[jax.Array, ...], attend: Attend) -> jax.Array:
-        """Return results [B, T, N, W] of few queries over the tokens of a cache, without keys and values of heads."""
-        latent, shared = kept
+    def _look_back(self, q: jax.Array, entries: tuple[jax.Array, ...], attend: Attend) -> jax.Array:
+        """Return results [B, T, N, W] of few queries over the entries of a cache, without keys and values of heads."""
+        latent, shared = entries
         if self.kv_up.lora is not None:  # its update is a product of its own
             return attend(q, *self._expand(latent, shared), self.layout)
         letters, w = PRODUCTS[self.kv_up.product].order(self.kv_up.equation).w, self.kv_up.gathered()
-        for_keys, for_values = jnp.split(w, [self.num_plain], letters.index("O"))
+        w_keys, w_values = jnp.split(w, [self.num_plain], letters.index("O"))
         spec = self.layout.activation("BTNC")
-        through = jnp.einsum(f"BTNO,{letters}->BTNC", q[..., : self.num_plain], for_keys, out_sharding=spec)
-        narrow = jnp.concatenate([through, q[..., self.num_plain :]], -1)
+        latent_q = jnp.einsum(f"BTNO,{letters}->BTNC", q[..., : self.num_plain], w_keys, out_sharding=spec)
+        queries = jnp.concatenate([latent_q, q[..., self.num_plain :]], -1)
         keys, values = (x[:, :, None] for x in (jnp.concatenate([latent, shared], -1), latent))
         one_head = replace(self.layout, unsplit=self.layout.unsplit | {"K"})  # every device needs it
-        out = attend(narrow, keys, values, one_head)
-        return jnp.einsum(f"BTNC,{letters}->BTNO", out, for_values, out_sharding=self.layout.activation("BTNO"))
+        out = attend(queries, keys, values, one_head)
+        return jnp.einsum(f"BTNC,{letters}->BTNO", out, w_values, out_sharding=self.layout.activation("BTNO"))

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
-from tunix.models.layers import ACTIVATIONS, NORMS, Matrix
+from tunix.models.layers import ACTIVATIONS, Matrix
+from tunix.models.norms import NORMS
 from tunix.models.products import product
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout

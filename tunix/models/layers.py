@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 
 from tunix.config import PROJECTIONS, Model
@@ -16,7 +15,6 @@ from tunix.models.block_sums import NO_SUMS, BlockSums
 from tunix.models.noise import Noise
 from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
-from tunix.models.soft_cap import soft_cap
 from tunix.sharding.dims import STREAM_TOKENS
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
@@ -190,98 +188,3 @@ class MLP(nnx.Module):
 def unchanged(x: jax.Array) -> jax.Array:
     """Return x: a stand-in for a part that the family lacks."""
     return x
-
-
-def divide_by_rms(x: jax.Array, eps: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
-    """Return x / rms(x) in float32, the mean taken over `axes`, in the dtype of x."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axes, keepdims=True) + eps)).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * (offset + scale) in float32 (Zhang & Sennrich 2019).
-
-    The mean is taken over the last dimension, or over the last two with `dims="NH"`; Gemma's offset is 1.
-    """
-
-    def __init__(self, letters: str, cfg: Model, layout: Layout, dims: str | None = None, offset: float = 0.0):
-        dims = dims or letters[-1]
-        self.equation, self.eps, self.layout = Equation(f"{letters},{dims}->{letters}"), cfg.norm_eps, layout
-        self.offset, self.axes = offset, tuple(range(-len(dims), 0))
-        scale = jnp.full([cfg.dims[letter] for letter in dims], 1 - offset, layout.param)
-        self.scale = nnx.Param(scale, equation=self.equation)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        normed = divide_by_rms(x.astype(jnp.float32), self.eps, self.axes)
-        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
-        scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
-        return checkpoint_name(scaled.astype(x.dtype), "norm")
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
-
-    def __init__(self, letters: str, cfg: Model, layout: Layout, offset: float = 0.0):
-        self.equation, self.eps, self.layout = Equation(f"{letters},{letters[-1]}->{letters}"), cfg.norm_eps, layout
-        self.offset = offset
-        scale = jnp.full(cfg.dims[letters[-1]], 1 - offset, layout.param)
-        self.scale = nnx.Param(scale, equation=self.equation)
-        self.bias = Bias(letters, cfg, layout)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        centred = x32 - jnp.mean(x32, -1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
-        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
-        scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
-        return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
-
-
-NORMS: dict[str, Any] = {
-    "rms": RMSNorm,
-    "rms_unit_offset": partial(RMSNorm, offset=1.0),
-    "layer": LayerNorm,
-    "layer_unit_offset": partial(LayerNorm, offset=1.0),
-}
-
-
-class Embedding(nnx.Module):
-    """Token vectors [V, D]; with a tied head used at both ends of the decoder."""
-
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.equation, self.layout, self.product = Equation("BTD,VD->BTV"), layout, "plain"
-        self.scale = (cfg.embed_dim**0.5 if cfg.scaled_embedding else 1.0) * cfg.embedding_multiplier
-        self.divisor, self.cap = cfg.logits_divisor, cfg.logits_cap
-        table = jax.random.normal(rngs.params(), (cfg.vocab_size, cfg.embed_dim), layout.param) * cfg.embed_dim**-0.5
-        self.table = nnx.Param(table, equation=self.equation)
-
-    def gathered(self) -> jax.Array:
-        """The table as `lookup` and `logits` take it. It is gathered once for both, so its gradient travels once."""
-        return self.layout.gather(self.table[...], self.equation)
-
-    def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """[B, T] int32 -> [B, t, D], times sqrt(D) if the family scales it."""
-        rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTD")))
-        return rows * jnp.asarray(self.scale, table.dtype)
-
-    def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, V] float32, divided and capped as the family does it."""
-        logits = product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
-        logits = logits if self.divisor == 1 else logits / self.divisor
-        return soft_cap(logits, self.cap)
-
-
-class LearnedPositions(nnx.Module):
-    """A vector for each place in the context [P, D], added to the vector of the token there."""
-
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        self.equation, self.layout = Equation("BtP,PD->BtD"), layout
-        shape = (cfg.context_length, cfg.embed_dim)
-        self.table = nnx.Param(
-            jax.random.normal(rngs.params(), shape, layout.param) * cfg.embed_dim**-0.5, equation=self.equation
-        )
-
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """[B, t, D] and [B, T] int32 -> [B, t, D]"""
-        table, positions = self.layout.gather(self.table[...], self.equation), self.layout.split_stream(positions)
-        return x + table.at[positions].get(out_sharding=self.layout.activation("BtD"))

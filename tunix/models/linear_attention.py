@@ -21,7 +21,8 @@ from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.models.delta_rule import number_runs, run_chunks, step
-from tunix.models.layers import Bias, Einsum, RMSNorm
+from tunix.models.layers import Bias, Einsum
+from tunix.models.norms import RMSNorm
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map

@@ -1,7 +1,12 @@
-"""Keys and values that some layers leave and later layers take (`model.shared_kv`).
+"""Keys and values of one layer that later layers use too (`model.shared_kv`).
 
-A layer that leaves them gives them to whoever runs the layers, beside what its mix keeps. A layer that takes them has
-queries alone, and keeps nothing: in generation it looks into the cache of the layer that left them.
+    layer 13   q, k, v --> attention --> result
+                  |  |                                        `Stacks` carries them in `Rows.shared`
+                  v  v
+    layer 17   q  k, v --> attention --> result               a layer with queries alone
+
+The layer that computes them, the donor, returns them beside what its mix returns (`donate_kv`). A layer that takes them
+(`take_kv`) has no cache of its own: in generation it looks into that of its donor.
 """
 
 from typing import Any, NamedTuple
@@ -11,25 +16,25 @@ import jax
 from tunix.models.block import Mix
 
 
-class Left(NamedTuple):
-    """What a layer that leaves its keys and values returns in the place of what its mix keeps."""
+class Donation(NamedTuple):
+    """Keys and values of a donor for later layers, beside its cache; its mix returns both in the place of the cache."""
 
-    kept: Any  # by the mix
+    cache: Any
     kv: tuple[jax.Array, ...]  # keys and values [B, T, K, H] of the tokens at work
 
 
-def leave_kv(mix: Mix) -> Mix:
-    """Return the mix of a layer that leaves its keys and values."""
+def donate_kv(mix: Mix) -> Mix:
+    """Return the mix of a donor, out of that of the same layer without later layers that take its keys and values."""
 
     def attend(q, kv, heads):
-        out, kept = mix.attend(q, kv, heads)
-        return out, Left(kept, kv)
+        out, cache = mix.attend(q, kv, heads)
+        return out, Donation(cache, kv)
 
     return mix._replace(attend=attend)
 
 
 def take_kv(mix: Mix, kv: tuple[jax.Array, ...]) -> Mix:
-    """Return the mix of a layer that takes these keys and values; `mix` is that of the layer that left them."""
+    """Return the mix of a layer that takes these keys and values; `mix` is that of their donor."""
 
     def attend(q, _, heads):
         out, _ = mix.attend(q, kv, heads)

@@ -11,12 +11,14 @@ from tunix.config import Model
 from tunix.models.attention import Method, attend
 from tunix.models.block import Mix
 from tunix.models.block_sums import BlockSums
+from tunix.models.embedding import Embedding, LearnedPositions
 from tunix.models.exchanges import choose_exchange
+from tunix.models.forward import Forward, Layer, Rows
 from tunix.models.layer_inputs import LayerInputs
-from tunix.models.layers import NORMS, Embedding, LearnedPositions
+from tunix.models.norms import NORMS
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.seen import cut_chunks, seen_in_row
-from tunix.models.stacks import Forward, Layer, Rows, Stacks, list_stacks
+from tunix.models.stacks import Stacks, list_stacks
 from tunix.sharding.layout import Layout
 
 
@@ -76,7 +78,7 @@ class Transformer(nnx.Module):
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))  # of whole sequences: once, not in each layer
         rows = Rows(self.embed(tables, tokens, positions), positions, segment_ids)
-        forward = Forward(self.mix_of_row, tokens.shape[1], seed, inputs=self.inputs_of_layers(tokens, rows.x))
+        forward = Forward(self.mix_of_row, tokens.shape[1], seed, inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, sums = self.stacks.run(rows, forward)
         return self.finish(rows.x), sums
@@ -84,15 +86,15 @@ class Transformer(nnx.Module):
     def hidden_apart(
         self, tables, tokens, positions, forward: Forward, params: dict[str, list[Any]]
     ) -> tuple[jax.Array, list]:
-        """[B, T] int32 -> [B, T, D], the result of the final norm, and what the mix of each layer keeps.
+        """[B, T] int32 -> [B, T, D], the result of the final norm, and the cache of each layer.
 
         `params` are the parameters of each layer of each stack on their own (`Stacks.run_apart`).
         """
         rows = Rows(self.embed(tables, tokens, positions), positions, None)
-        forward = forward._replace(inputs=self.inputs_of_layers(tokens, rows.x))
+        forward = forward._replace(inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
-            rows, kept = self.stacks.run_apart(rows, forward, params)
-        return self.finish(rows.x), kept
+            rows, caches = self.stacks.run_apart(rows, forward, params)
+        return self.finish(rows.x), caches
 
     def mix_of_row(self, layer: Layer, segment_ids: jax.Array) -> Mix:
         """Return the mix of a layer in training: a token sees tokens of its own row; `segment_ids` are [B, S] int32."""
@@ -100,8 +102,8 @@ class Transformer(nnx.Module):
         seen = seen_in_row(segment_ids, layer.window)
         method = Method(self.cfg.attention, choose_exchange(self.cfg).name, self.cfg.attention_options)
 
-        def attend_to_row(q, kept, heads):
-            k, v = heads.expand(*kept)
+        def attend_to_row(q, entries, heads):
+            k, v = heads.expand(*entries)
             return attend(q, k, v, seen, self.block_layout, method, heads.kv_letter), None
 
         return Mix(attend_to_row, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
@@ -116,7 +118,7 @@ class Transformer(nnx.Module):
             x = self.embedding.lookup(tables[0], tokens)
             return x if self.positions is None else self.positions(x, positions)
 
-    def inputs_of_layers(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
+    def make_layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
         """[B, T] int32 and their embeddings [B, t, D] -> inputs [l, B, t, p] of each layer; None without them."""
         if self.layer_inputs is None:
             return None

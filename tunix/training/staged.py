@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.data.batch import Batch
 from tunix.models.block_sums import BlockSums
+from tunix.models.forward import Forward, Rows
 from tunix.models.pipeline import Lanes
-from tunix.models.stacks import Forward, Rows
 from tunix.models.transformer import Transformer
 from tunix.sharding.layout import Layout
 from tunix.training.layer_chunks import Chunks

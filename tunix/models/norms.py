@@ -1,0 +1,67 @@
+"""Norms: of the residual stream, of queries and keys, of the results of a branch. All compute in float32."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from tunix.config import Model
+from tunix.models.layers import Bias
+from tunix.sharding.equations import Equation
+from tunix.sharding.layout import Layout
+
+
+def divide_by_rms(x: jax.Array, eps: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+    """Return x / rms(x) in float32, the mean taken over `axes`, in the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axes, keepdims=True) + eps)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * (offset + scale) in float32 (Zhang & Sennrich 2019).
+
+    The mean is taken over the last dimension, or over the last two with `dims="NH"`; Gemma's offset is 1.
+    """
+
+    def __init__(self, letters: str, cfg: Model, layout: Layout, dims: str | None = None, offset: float = 0.0):
+        dims = dims or letters[-1]
+        self.equation, self.eps, self.layout = Equation(f"{letters},{dims}->{letters}"), cfg.norm_eps, layout
+        self.offset, self.axes = offset, tuple(range(-len(dims), 0))
+        scale = jnp.full([cfg.dims[letter] for letter in dims], 1 - offset, layout.param)
+        self.scale = nnx.Param(scale, equation=self.equation)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        normed = divide_by_rms(x.astype(jnp.float32), self.eps, self.axes)
+        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
+        scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
+        return checkpoint_name(scaled.astype(x.dtype), "norm")
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
+
+    def __init__(self, letters: str, cfg: Model, layout: Layout, offset: float = 0.0):
+        self.equation, self.eps, self.layout = Equation(f"{letters},{letters[-1]}->{letters}"), cfg.norm_eps, layout
+        self.offset = offset
+        scale = jnp.full(cfg.dims[letters[-1]], 1 - offset, layout.param)
+        self.scale = nnx.Param(scale, equation=self.equation)
+        self.bias = Bias(letters, cfg, layout)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, -1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
+        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
+        scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
+        return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
+
+
+NORMS: dict[str, Any] = {
+    "rms": RMSNorm,
+    "rms_unit_offset": partial(RMSNorm, offset=1.0),
+    "layer": LayerNorm,
+    "layer_unit_offset": partial(LayerNorm, offset=1.0),
+}
