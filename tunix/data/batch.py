@@ -4,7 +4,7 @@ A batch is a dict of arrays. On the host each process has its own rows of it; on
 field. Its dimensions are those of `BatchShape`: A microbatches, B sequences of one microbatch, T tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,9 +23,11 @@ class Field(NamedTuple):
 
     dims: str  # letters of the dimensions: ABT, or AB for one number a sequence
     dtype: str
+    # (rows of a corpus, arrays [A, B, T]) -> the field of these rows; None where the source of the batches fills it
+    make: "Callable[[Example], np.ndarray] | None" = None
 
 
-# A loss that needs more adds fields to these (`LossKind.fields`); the source of its batches fills them.
+# A loss that needs more adds fields to these (`LossKind.fields`).
 FIELDS = {
     "tokens": Field("ABT", "int32"),  # what the model reads
     "targets": Field("ABT", "int32"),  # what it shall predict: the token after each
@@ -44,6 +46,12 @@ def abstract_arrays(
         sharding = NamedSharding(mesh, activation_spec(field.dims))
         arrays[name] = jax.ShapeDtypeStruct(shape.of(field.dims), field.dtype, sharding=sharding)
     return arrays
+
+
+def add_fields(batch: Example, fields: Mapping[str, Field]) -> Example:
+    """Return rows of a corpus with the fields that are made of their other fields."""
+    made = {name: field.make(batch).astype(field.dtype) for name, field in fields.items() if field.make is not None}
+    return batch | made
 
 
 def empty_example(seq_len: int, fields: Mapping[str, Field] = FIELDS) -> Example:

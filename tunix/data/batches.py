@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.batch_stages import BatchPeriod
-from tunix.data.batch import Batch, Example, cut_rows, stack_examples
+from tunix.data.batch import FIELDS, Batch, Example, Field, add_fields, cut_rows, stack_examples
 from tunix.data.course import Course, make_course, schedule_after
 from tunix.data.packing import Sequences
 from tunix.data.position import BEGINNING, Position
@@ -28,8 +28,9 @@ class TrainBatches(Samples):
     These are A x B samples. In a stage of `training.batch_stages` with shorter sequences a sample becomes several rows.
     """
 
-    def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh):
-        self.cfg, self.mesh = cfg, mesh
+    def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh, fields: Mapping[str, Field] = FIELDS):
+        """`fields` are those of the loss."""
+        self.cfg, self.mesh, self.fields = cfg, mesh, fields
         schedule = schedule_after(BEGINNING, cfg, mesh.shape)
         self._set_period(schedule.periods[-1])
         num_sequences, needed = sum(map(len, parts.values())), max(period.num_samples for period in schedule.periods)
@@ -61,7 +62,7 @@ class TrainBatches(Samples):
         """
         microbatches = range(first_sample, first_sample + self.batch_size, self.num_rows)
         examples = stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
-        return cut_rows(examples, self.num_cuts)
+        return add_fields(cut_rows(examples, self.num_cuts), self.fields)
 
     def iterate(self, first_samples: Sequence[int]) -> Generator[Batch]:
         """Yield the global batches that start at these samples, read ahead; any start costs the same."""

@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.data.batch import add_fields
 from tunix.data.batches import read_held_out
 from tunix.data.corpus import Corpus
 from tunix.sharding.arrays import local_rows, to_global
@@ -33,8 +34,9 @@ class HeldOut:
                 f"training.seq_len={cfg.training.seq_len} tokens; raise it, hold out more, or set "
                 "data.held_out_fraction=0"
             )
-        self.batches = to_global(read_held_out(*arguments, local_rows(mesh, num_rows)), mesh)
         self.kind = loss_kind(cfg)
+        own = read_held_out(*arguments, local_rows(mesh, num_rows))
+        self.batches = to_global(add_fields(own, self.kind.fields), mesh)
         loss_fn = self.kind.make(cfg)
 
         @jax.jit
