@@ -1,130 +1,35 @@
 """Rows of docs/adding.md: the places exist, and a new entry in one of them works without another edit.
 
-A copy of the package gets a new entry in each table, and one run uses them all.
+A copy of the package gets a new entry for each row. One run uses most of them; programs and costs that are traced, and
+not compiled, use the others.
 """
 
 import importlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from support.harness import ROOT, RUN, metrics
+from support.harness import ROOT, RUN, SMALL, experts, metrics
+from support.new_entries import OF_PROGRAMS, OF_THE_RUN
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.run.items import parts_in
 
-
-class Entry(NamedTuple):
-    """An edit of one file that adds an entry to a table, and the words of a command that choose it."""
-
-    file: str
-    before: str  # stands once in the file
-    after: str
-    words: tuple[str, ...]
-
-
-ENTRIES = {
-    "a data source": Entry(
-        "tunix/sources/__init__.py",
-        "SOURCES = (",
-        """\
-class Numbers(Synthetic):
-    source: Literal["numbers"]
-
-    def read(self, unit):
-        for number in range(unit.start, unit.stop):
-            yield Item(f"numbers@{number}", " ".join(map(str, range(number, number + 100))))
-
-
-SOURCES = (Numbers, """,
-        ("data=synthetic", "data.source=numbers", "data.num_documents=200", "data.mean_document_bytes=300"),
-    ),
-    "an optimizer": Entry(
-        "tunix/optimizers/__init__.py",
-        "OPTIMIZERS = (",
-        """\
-class Signs(Lion):
-    name: Literal["signs"]
-
-    def rule(self, weights):
-        import jax
-        import optax
-
-        return optax.stateless(lambda updates, params: jax.tree.map(lambda update: update**0, updates))
-
-
-OPTIMIZERS = (Signs, """,
-        ("optimizer=lion", "optimizer.name=signs", "optimizer.weight_decay=0"),
-    ),
-    "a schedule": Entry(
-        "tunix/optimizers/schedules.py",
-        "SHAPES = {",
-        'SHAPES = {\n    "halving": Shape(lambda phases: lambda step: 0.5**step),',
-        ("scheduler.name=halving", "scheduler.warmup_steps=0", "optimizer.learning_rate=0.5"),
-    ),
-    "a loss": Entry(
-        "tunix/training/losses.py",
-        "LOSSES = {",
-        """\
-def _make_twice(cfg):
-    once = _make_next_token(cfg)
-
-    def twice(model, batch, seed):
-        loss = once(model, batch, seed)
-        return loss._replace(sums=loss.sums | {"twice": 2 * loss.sums["loss"]})
-
-    return twice
-
-
-LOSSES = {
-    "twice": LossKind(_make_twice, _text_quality),""",
-        ("task.loss=twice",),
-    ),
-    "a metric sink": Entry(
-        "tunix/sinks/__init__.py",
-        "SINKS: dict[str, Callable[[Start], Sink]] = {",
-        """\
-class Lines(Jsonl):
-    def __init__(self, start):
-        self.file = (start.folder / "lines.jsonl").open("w")
-
-
-SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
-        ("logging.sinks=[jsonl,lines]",),
-    ),
-    "a copy of the parameters": Entry(
-        "tunix/training/copies.py",
-        '= {"ema":',
-        '= {"first": lambda training: lambda copy, params: copy, "ema":',
-        (),
-    ),
-    "a mesh axis that splits the batch": Entry(
-        "tunix/sharding/dims.py",
-        "MESH = (",
-        'MESH = (\n    Axis("extra", splits_batch=True),',
-        ("model.mesh_shape=[[4,2],[extra,fsdp]]",),
-    ),
-    "an attention kernel": Entry(
-        "tunix/config/kernel_tables.py",
-        "KERNELS = {",
-        'KERNELS = {\n    "another": "tunix.models.attention:plain",',
-        ("model.attention=another",),
-    ),
-    "a rematerialization policy": Entry(
-        "tunix/config/training.py",
-        "REMAT = {",
-        'REMAT = {\n    "norms": ("norm",),',
-        ("training.remat=norms",),
-    ),
-}
+ENTRIES = OF_THE_RUN | OF_PROGRAMS
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 ROWS = dict(re.findall(r"^\| (an? [^|]+?) \| (.*) \|$", PAGE, re.MULTILINE))
+
+
+def test_each_row_is_tried():
+    """Other tests compose each experiment, and read folders of text."""
+    assert ROWS.keys() - ENTRIES.keys() == {"an experiment", "a corpus of text"}
+    assert ENTRIES.keys() <= ROWS.keys()
 
 
 @pytest.mark.parametrize("thing", ROWS)
@@ -132,32 +37,39 @@ def test_tables_of_the_page_are_where_it_says(thing):
     tables = re.findall(r"`([A-Z_]{4,})` of `(tunix/[\w/]+)\.py`", ROWS[thing])
     for table, file in tables:
         assert hasattr(importlib.import_module(file.replace("/", ".").removesuffix(".__init__")), table), (table, file)
-    assert tables or thing not in ENTRIES
 
 
 @pytest.mark.parametrize("thing", ENTRIES)
-def test_the_page_names_the_file(thing):
-    assert f"`{ENTRIES[thing].file}`" in ROWS[thing]
+def test_the_page_names_the_files(thing):
+    entry, row = ENTRIES[thing], re.sub(r"NAME", "mine", ROWS[thing])
+    for file in [*(edit.file for edit in entry.edits), *(file for file, _ in entry.files)]:
+        assert f"`{file.replace('mine_tiny', 'mine')}`" in row
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """Folder of a run that uses every new entry."""
+def root(tmp_path_factory) -> Path:
+    """Folder of a copy of the package that has every new entry."""
     root = tmp_path_factory.mktemp("adding")
     for name in ("tunix", "conf"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run_training.py", root)
     for entry in ENTRIES.values():
-        file = root / entry.file
-        text = file.read_text()
-        assert text.count(entry.before) == 1, entry.before
-        text = text.replace(entry.before, entry.after)
-        file.write_text(
-            text.replace("from typing import TYPE_CHECKING, ", "from typing import TYPE_CHECKING, Literal, ")
-        )
-    words = [word for entry in ENTRIES.values() for word in entry.words]
+        for file, text in entry.files:
+            assert not (root / file).exists()
+            (root / file).write_text(text)
+        for edit in entry.edits:
+            text = (root / edit.file).read_text()
+            assert text.count(edit.before) == 1, edit.before
+            text = text.replace(edit.before, edit.after)
+            text = text.replace("from typing import TYPE_CHECKING, ", "from typing import TYPE_CHECKING, Literal, ")
+            (root / edit.file).write_text(text)
+    return root
+
+
+def python(root: Path, *words: str) -> str:
+    """What Python prints in a process of its own, which imports the copy."""
     done = subprocess.run(
-        [sys.executable, "run_training.py", *RUN, *words, "training.max_steps=3", "hydra.run.dir=run"],
+        [sys.executable, *words],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
@@ -165,6 +77,14 @@ def run(tmp_path_factory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(root) -> Path:
+    """Folder of the run."""
+    words = [word for entry in OF_THE_RUN.values() for word in entry.words]
+    python(root, "run_training.py", *RUN, *words, "hydra.run.dir=run")
     return root / "run"
 
 
@@ -189,19 +109,94 @@ def test_a_new_loss_reports_its_sums(run):
     assert [line["twice"] for line in metrics(run)] == [pytest.approx(2 * line["loss"]) for line in metrics(run)]
 
 
-def test_a_new_mesh_axis_splits_the_batch(run):
+def test_new_mesh_axes_split_the_batch_and_a_dimension(run):
     """tests/sharding/test_tables.py compares the losses on such a mesh with those on one device."""
     log = (run / "train.log").read_text()
-    assert '[[4,2],["extra","fsdp"]] over 8' in log
-    assert "8 sequences = 1 microbatch(es) x 8 data shard(s) x 1" in log
+    assert '[[2,2,2],["extra","wide","cp"]] over 8' in log
+    assert "8 sequences = 1 microbatch(es) x 2 data shard(s) x 4" in log
+    assert read_parameters(run)["blocks.mlp.up.w"][2] == 24 // 2, "wide splits the new dimension"
 
 
 def test_a_new_sink_gets_every_line(run):
     assert (run / "lines.jsonl").read_text() == (run / "metrics.jsonl").read_text() != ""
 
 
-def test_a_new_copy_of_the_parameters_is_in_checkpoints(run):
+def test_a_new_exchange_of_attention_is_counted(run):
+    log = (run / "train.log").read_text()
+    assert "another attention by another" in log
+    assert "all-to-all" in log
+
+
+def test_a_new_field_comes_with_the_batches_of_a_new_task(run):
+    assert all(0 < line["evens"] < 256 for line in metrics(run))
+    assert "name: counting" in (run / "config.yaml").read_text()
+
+
+def test_a_new_reason_ends_the_run(run):
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3]
+    assert "three steps are enough" in (run / "train.log").read_text()
+
+
+def test_a_new_store_keeps_the_checkpoints_and_a_new_copy(run):
+    assert (run / "marked").exists()
     assert parts_in(run / "checkpoints" / "3")["copies"] == ["first"]
+
+
+def test_a_model_of_a_new_family_has_new_parts(run):
+    """Its last layer has another kind of block, with a mixer of its own."""
+    assert "mine, " in (run / "train.log").read_text()
+    assert "last_blocks.attention.shift.b" in read_parameters(run)
+    assert "blocks.attention.shift.b" not in read_parameters(run)
+
+
+def read_parameters(run: Path) -> dict[str, list[int]]:
+    """Return the shape that a device writes of each parameter in the run's checkpoint, by name."""
+    tree = json.loads((run / "checkpoints" / "3" / "state" / "_METADATA").read_text())["tree_metadata"]
+    named = {".".join(key["key"] for key in leaf["key_metadata"]): leaf["value_metadata"] for leaf in tree.values()}
+    return {
+        name.removeprefix("params."): value["write_shape"] for name, value in named.items() if name[:7] == "params."
+    }
+
+
+@pytest.fixture(scope="module")
+def traced(root) -> dict:
+    """Numbers of support/use_new_entries.py."""
+    words = [word for entry in OF_PROGRAMS.values() for word in entry.words]
+    small = [*SMALL, experts(), "model.num_layers=2", "model.global_every=1"]
+    return json.loads(python(root, str(ROOT / "tests" / "support" / "use_new_entries.py"), *small, *words))
+
+
+def test_a_new_dtype_of_products_multiplies(traced):
+    assert traced["products"] > 0
+    assert 0 < traced["matmul_share"] < 1
+
+
+def test_a_new_product_serves_few_rows(traced):
+    assert traced["few_rows"] == "halves"
+
+
+def test_a_new_schedule_has_its_ticks(traced):
+    """Two parts, two stages, and the tick that the new schedule adds."""
+    assert traced["ticks"] == ["drained", 4]
+
+
+def test_a_new_exchange_of_experts_is_counted(traced):
+    (num_bytes,) = traced["gathered for experts"]
+    assert num_bytes > 0
+
+
+def test_a_new_axis_keeps_weights(traced):
+    assert "keeper" in traced["rests over"]
+
+
+def test_a_plan_compares_a_new_exchange_on_a_new_device_and_network(traced):
+    assert "Mine" in traced["exchange"]
+    assert "by another" in traced["exchange"]
+    assert traced["network"] == 99
+
+
+def test_a_new_reward_scores(traced):
+    assert traced["scores"] == [1, 0]
 
 
 def test_what_no_table_has_is_refused():

@@ -74,7 +74,7 @@ def _ticks_of_stream(shape: PipelineShape) -> int:
     return shape.num_chunks * shape.num_microbatches * shape.num_parts + shape.fill
 
 
-# The values of training.pipeline_schedule beside auto. Without stages it is the first.
+# The values of training.pipeline_schedule beside auto. Without stages it is gpipe.
 PIPELINE_SCHEDULES = {
     "gpipe": PipelineSchedule("tunix.training.program:one_by_one", _ticks_of_microbatches, is_stream=False),
     "1f1b": PipelineSchedule("tunix.training.program:as_stream", _ticks_of_stream, is_stream=True),
@@ -114,7 +114,7 @@ def choose_schedule(training: "Training", mesh_sizes: Mapping[str, int]) -> str:
     """
     schedule, stages = training.pipeline_schedule, num_stages(mesh_sizes)
     if stages == 1:
-        return next(iter(PIPELINE_SCHEDULES))
+        return "gpipe"
     split = stages * token_shards(mesh_sizes)
     if schedule == "auto":
         return "gpipe" if training.seq_len % split else "1f1b"

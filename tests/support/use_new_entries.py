@@ -1,0 +1,59 @@
+"""Programs and costs with the entries of `OF_PROGRAMS`: run in a copy of the package that has them. Prints JSON.
+
+The arguments are the words of a config. Nothing is compiled.
+"""
+
+import json
+import sys
+
+import jax
+
+from tunix.cli.compose import compose
+from tunix.costs.derived import derive
+from tunix.models.products import product_of_few_rows
+from tunix.plan.exchange_times import settle_exchange
+from tunix.plan.topology import read_topology
+from tunix.rewards import find_reward
+from tunix.training.mesh_choices import build_mesh
+from tunix.training.program import abstract_batch, assemble
+
+words = sys.argv[1:]
+cfg = compose(words).config
+mesh = build_mesh(cfg)
+with jax.set_mesh(mesh):
+    program = assemble(cfg, mesh)
+    jaxpr = jax.jit(program.step([(100, 1000)])).trace(program.abstract, abstract_batch(cfg, mesh)).jaxpr
+    few_rows = product_of_few_rows()
+pipeline = cfg.training.pipeline(mesh.shape)
+costs = derive(cfg, dict(mesh.shape), "cpu", with_activations=False)
+rests_over = {
+    axis
+    for leaf in jax.tree.leaves(program.abstract["params"])
+    for axes in leaf.sharding.spec
+    for axis in ([axes] if isinstance(axes, str) else axes or ())
+}
+
+# Attention of a mesh that splits sequences, for a plan with the new device and its network.
+split = compose(["model.mesh_shape=[[8],[cp]]", "model.num_heads=8", "training.seq_len=1024"]).config
+sizes = dict.fromkeys(mesh.shape, 1) | {"cp": 8}
+cluster = read_topology("mine:8")
+
+rewarded = compose(["task=grpo", "task.rewards=[polite]", "sampling.max_new_tokens=64"]).config
+(term,) = rewarded.task.rewards
+print(
+    json.dumps(
+        {
+            "products": str(jaxpr).count("float8_e4m3fn"),
+            "few_rows": few_rows,
+            "ticks": [pipeline.schedule, pipeline.num_ticks],
+            "gathered for experts": [
+                each.num_bytes for each in costs.transfers if each.kind == "all-gather" and each.axes == ("ep",)
+            ],
+            "matmul_share": costs.matmul_share,
+            "rests over": sorted(rests_over),
+            "exchange": settle_exchange(split, sizes, cluster)[1],
+            "network": cluster.kind.network.nic_gb_per_s,
+            "scores": find_reward(term.function)(["Hi"] * 2, ["please", "no"]),
+        }
+    )
+)
