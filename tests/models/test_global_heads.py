@@ -10,7 +10,7 @@ from support.harness import ONE_DEVICE, SPLIT_MESHES, batch, program
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.costs.derived import derive
-from tunix.hf.config_json import read_config, understood, write_config
+from tunix.hf.config_json import read_config, translate_config, write_config
 from tunix.models.paths import named
 from tunix.sharding.dims import axis_names
 from tunix.training.mesh_choices import build_layout, build_mesh
@@ -102,11 +102,11 @@ def test_config_of_the_published_files():
     """They have no `per_layer_config`, and the decoder's keys in text_config of a model that sees."""
     text = raw_config(global_head_dim=10, num_global_key_value_heads=1, use_bidirectional_attention="vision")
     del text["per_layer_config"]
-    found = understood({"model_type": "gemma4", "text_config": text, "vision_config": {}}, "config.json")
+    found = translate_config({"model_type": "gemma4", "text_config": text, "vision_config": {}}, "config.json")
     assert found == read_config(PARITY / "gemma4")
     assert found["global_heads"] == {"head_dim": 10, "num_kv_heads": 1, "values_are_keys": True}
     del text["attention_k_eq_v"]  # then the number of global heads is that of local ones
-    assert understood(text, "config.json")["global_heads"]["num_kv_heads"] == 2
+    assert translate_config(text, "config.json")["global_heads"]["num_kv_heads"] == 2
 
 
 @pytest.mark.parametrize(
@@ -120,16 +120,16 @@ def test_config_of_the_published_files():
 )
 def test_keys_that_mean_another_model_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
-        understood(raw_config(**changes), "config.json")
+        translate_config(raw_config(**changes), "config.json")
 
 
 def test_a_width_that_is_left_out_is_the_one_of_transformers():
     raw = raw_config()
     del raw["hidden_size_per_layer_input"]
-    assert understood(raw | {"vocab_size_per_layer_input": 97}, "config.json")["layer_inputs"] == {"dim": 256}
+    assert translate_config(raw | {"vocab_size_per_layer_input": 97}, "config.json")["layer_inputs"] == {"dim": 256}
     raw |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
     with pytest.raises(UserError, match="hidden_size_per_layer_input=256 is not supported"):
-        understood(raw, "config.json")  # models with experts have none
+        translate_config(raw, "config.json")  # models with experts have none
 
 
 def test_config_is_written_without_keys_of_one_version():

@@ -9,7 +9,7 @@ from support.harness import batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.hf.config_json import understood
+from tunix.hf.config_json import translate_config
 from tunix.models.paths import named
 from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.state import describe
@@ -75,7 +75,7 @@ def test_config_of_a_model_that_sees():
     text = raw_config(rope_parameters=rope | {"rope_type": "default"}, mtp_num_hidden_layers=1, attn_output_gate=True)
     del text["layer_types"]
     seeing = {"model_type": "qwen3_5", "text_config": text | {"full_attention_interval": 2}, "vision_config": {}}
-    found = understood(seeing, "config.json")
+    found = translate_config(seeing, "config.json")
     assert (found["family"], found["global_every"], found["rotated_dim"]) == ("qwen3_5", 2, 4)
     assert found["linear_attention"]["filter_size"] == 4
 
@@ -90,7 +90,7 @@ def test_config_of_a_model_that_sees():
 )
 def test_keys_that_mean_another_model_are_refused(changes):
     with pytest.raises(UserError, match=next(iter(changes))):
-        understood(raw_config(**changes), "config.json")
+        translate_config(raw_config(**changes), "config.json")
 
 
 def test_experts_beside_linear_attention():
@@ -98,7 +98,7 @@ def test_experts_beside_linear_attention():
     raw = json.loads((PARITY / "qwen3_next" / "config.json").read_text())
     for key, value in (("decoder_sparse_step", 2), ("mtp_gate", True), ("mlp_only_layers", [1])):
         with pytest.raises(UserError, match=f"config.json: {key}="):
-            understood(raw | {key: value}, "config.json")
+            translate_config(raw | {key: value}, "config.json")
     for words, message in (
         (["model.mlp.dense_layers=1"], "model.mlp.dense_layers=1 does not go with model.linear_attention"),
         (["model.mlp.bias_rate=0.1"], "model.mlp.bias_rate=0.1 does not go with .* set it to null"),

@@ -12,7 +12,7 @@ from support.harness import ONE_DEVICE, SPLIT_MESHES, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.shared_layers import find_donors
-from tunix.hf.config_json import read_config, understood
+from tunix.hf.config_json import read_config, translate_config
 from tunix.models.paths import named
 
 LAYERS = [
@@ -91,8 +91,8 @@ def test_config_of_the_files():
     found = read_config(PARITY / "gemma4_small")
     assert found["shared_kv"] == {"layers": 3, "mlp_dim": 96}
     assert found["layer_inputs"] == {"dim": 5}
-    narrow = understood(raw_config(use_double_wide_mlp=False, hidden_size_per_layer_input=0), "config.json")
+    narrow = translate_config(raw_config(use_double_wide_mlp=False, hidden_size_per_layer_input=0), "config.json")
     assert narrow["shared_kv"] == {"layers": 3, "mlp_dim": 48}
     assert narrow["layer_inputs"] is None
     with pytest.raises(UserError, match="vocab_size_per_layer_input=96 is not supported; it must be vocab_size"):
-        understood(raw_config(vocab_size_per_layer_input=96), "config.json")
+        translate_config(raw_config(vocab_size_per_layer_input=96), "config.json")

@@ -223,7 +223,7 @@ def unlike_its_family(cfg: Model) -> str:
     """Return in words which keys of the model its family's config.json cannot express; empty if there are none."""
     try:
         where = "its config.json"
-        read = config_json.understood(config_json.write_config(cfg), where, cfg.family)
+        read = config_json.translate_config(config_json.write_config(cfg), where, cfg.family)
         expressed = _described(read, where, cfg.mesh_shape)
     except UserError as error:
         return str(error)

@@ -1,7 +1,6 @@
 """The step, its batch and its precision; the length of the run."""
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -12,14 +11,13 @@ from tunix.config.batch_stages import (
     BatchSchedule,
     BatchShape,
     BatchStage,
-    check_stages,
     schedule_batches,
-    training_in_stage,
 )
 from tunix.config.kernel_tables import MATMUL_DTYPES
 from tunix.config.pipeline_shape import PIPELINE_SCHEDULES, PipelineShape, choose_schedule, count_parts
-from tunix.config.step_ranges import Steps, read_steps
-from tunix.sharding.mesh_shape import data_shards, num_stages, stream_shards, token_shards
+from tunix.config.step_ranges import Steps
+from tunix.config.training_checks import check_training, find_batch_shape
+from tunix.sharding.mesh_shape import num_stages, stream_shards, token_shards
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -200,47 +198,11 @@ class Training(Section):
         return self.micro_batch_size
 
     def batch_shape(self, mesh_sizes: Mapping[str, int]) -> BatchShape:
-        """The batch of a step on a mesh of these sizes, behind all of `batch_stages`.
-
-        Raises:
-            UserError: the keys do not fit one another on this mesh, with the nearest values that do.
-        """
-        shards = data_shards(mesh_sizes)
-        num_rows = self.sequences_per_shard * shards
-        num_microbatches = self.gradient_accumulation_steps or 1
-        factors = f"micro_batch_size={self.micro_batch_size} x {shards} data shards"
-        for key, asked, unit, unit_in_words in (
-            ("global_batch_size", self.global_batch_size, num_rows, factors),
-            (
-                "global_batch_tokens",
-                self.global_batch_tokens,
-                num_rows * self.seq_len,
-                f"{factors} x seq_len={self.seq_len}",
-            ),
-        ):
-            if asked is None:
-                continue
-            if asked % unit:
-                low = max(1, asked // unit) * unit
-                raise UserError(
-                    f"training.{key}={asked} is not divisible by {unit} = {unit_in_words}; "
-                    f"nearest: {low} or {low + unit}"
-                )
-            num_microbatches = asked // unit
-        if self.sync_gradients_every != "auto" and num_microbatches % self.sync_gradients_every:
-            legal = [n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0]
-            raise UserError(
-                f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "
-                f"microbatches of a step; it may be {', '.join(map(str, legal))}"
-            )
-        count_parts(self, mesh_sizes)
-        choose_schedule(self, mesh_sizes)
-        for number in range(len(self.batch_stages)):
-            training_in_stage(self, number, mesh_sizes)
-        return BatchShape(num_microbatches, num_rows, self.seq_len)
+        """Return the batch of a step on a mesh of these sizes (`find_batch_shape`)."""
+        return find_batch_shape(self, mesh_sizes)
 
     def batch_schedule(self, mesh_sizes: Mapping[str, int], step: int = 0, tokens: int = 0) -> BatchSchedule:
-        """The batch of each step of a run that has taken so many steps and tokens, on a mesh of these sizes.
+        """Return the batch of each step of a run that has taken so many steps and tokens, on a mesh of these sizes.
 
         Raises:
             UserError: see `batch_shape`.
@@ -248,7 +210,7 @@ class Training(Section):
         return schedule_batches(self, mesh_sizes, step, tokens)
 
     def pipeline(self, mesh_sizes: Mapping[str, int]) -> PipelineShape:
-        """The pipeline on a mesh of these sizes; one stage has a microbatch as one part.
+        """Return the pipeline on a mesh of these sizes; one stage has a microbatch as one part.
 
         Raises:
             UserError: see `batch_shape`.
@@ -260,7 +222,7 @@ class Training(Section):
         return PipelineShape(schedule, num_stages(mesh_sizes), parts, microbatches, chunks)
 
     def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
-        """Parts of a microbatch that wait at each stage; None: as many as a device has sequences."""
+        """Return the parts of a microbatch that wait at each stage; None: as many as a device has sequences."""
         if self.pipeline_microbatches == "auto":
             return None
         return count_parts(self, mesh_sizes) // num_stages(mesh_sizes)
@@ -285,30 +247,5 @@ class Training(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Training":
-        batch_keys = ("gradient_accumulation_steps", "global_batch_size", "global_batch_tokens")
-        given = [f"training.{key}={getattr(self, key)}" for key in batch_keys if getattr(self, key) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both set; keep one and leave the others null")
-        if self.max_steps is None and self.max_tokens is None and self.num_epochs is None:
-            raise ValueError(
-                "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"
-            )
-        if self.remat == "budget" and self.micro_batch_size == "auto":
-            raise ValueError(
-                "training.remat=budget and training.micro_batch_size=auto both take what memory is left; give a number "
-                "of sequences, or one policy"
-            )
-        if self.remat_memory_gib is not None and self.remat != "budget":
-            raise ValueError(
-                f"training.remat_memory_gib={self.remat_memory_gib:g} says how much training.remat=budget may take; "
-                f"training.remat={self.remat} takes what it needs: leave it out, or set training.remat=budget"
-            )
-        check_stages(self)
-        ranges = [read_steps(text) for text in self.skip_steps]
-        for before, after in pairwise(ranges):
-            if after[0] <= before[-1]:
-                raise ValueError(
-                    f"training.skip_steps={','.join(self.skip_steps)}: the range from {after[0]} begins before the one "
-                    f"to {before[-1]} ends; write them in order"
-                )
+        check_training(self)
         return self

@@ -54,7 +54,7 @@ class Family:
     local_rope: bool = False  # local layers have rotations of their own, which no scaling changes
     unrotated_global: bool = False  # where there are local layers, the global ones have no positions
     # Keys of config.json with these values tell this family from others of its model_type.
-    told_by: dict[str, Any] = field(default_factory=dict)
+    signature: dict[str, Any] = field(default_factory=dict)
     query_scale: float | None = None  # `model.query_scale` where no key of config.json says it; None for head_dim
     local_type: str = "sliding_attention"  # word for a local layer in layer_types of config.json
     qk_norm: str = "per_head"  # `model.qk_norm` where use_qk_norm of config.json is true

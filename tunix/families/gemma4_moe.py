@@ -21,7 +21,7 @@ NO_LAYER_PARTS = {"hidden_size_per_layer_input": (0, None), **SHARED_KEYS}
 
 FAMILY = replace(
     GEMMA4,
-    told_by={"enable_moe_block": True},
+    signature={"enable_moe_block": True},
     names=GEMMA4.names | {
         **{f"blocks.mlp.{ours}.scale": Name(f"{LAYER}.{theirs}.weight", "D") for ours, theirs in NORMS.items()},
         **{f"blocks.mlp.dense.{x}.w": Name(f"{LAYER}.mlp.{x}_proj.weight", dims) for x, dims in DENSE.items()},

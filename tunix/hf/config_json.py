@@ -12,7 +12,16 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.families import FAMILIES, Family, find_family
 from tunix.hf.head_keys import GLOBAL_HEADS, read_global_heads, write_global_heads
 from tunix.hf.layer_keys import LAYER_PARTS, read_layer_parts, write_layer_parts
-from tunix.hf.rope_keys import FULL, LATENT, PARTIAL, read_rope, write_rope
+from tunix.hf.pattern_keys import (
+    FULL_EVERY,
+    LAYER_KEYS,
+    read_attention_layers,
+    read_dense_layers,
+    read_experts_every,
+    write_attention_layers,
+    write_dense_layers,
+)
+from tunix.hf.rope_keys import LATENT, PARTIAL, read_rope, write_rope
 
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
 # concern training elsewhere.
@@ -30,15 +39,23 @@ NOT_THE_DECODER = {
     "for_llm_compressor",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
-LAYER_KEYS = {
-    "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
-    "no_rope_layer_interval", "mlp_only_layers", "moe_layers",
-}  # fmt: skip
 # Keys of config.json that say the same as one of ours in another way: ours out of theirs, theirs out of ours.
 CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "attention_multiplier": (lambda multiplier: multiplier**-2, lambda scale: scale**-0.5),  # Granite's query_scale
 }
 QUANTIZATION, READ_CODES = "quantization_config", ("fp8", "mxfp4")
+SHARED = "n_shared_experts"  # whose width together is that of one shared expert
+QK_NORM = "use_qk_norm"
+TEMPERATURE = "attn_temperature_tuning"  # queries grow in layers without positions, by attn_scale and floor_scale
+INTEGERS = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
+# Keys that say in another way what ours say.
+DERIVED = (
+    PARTIAL
+    | LATENT
+    | GLOBAL_HEADS
+    | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
+    | LAYER_PARTS
+)
 MAX_LAYERS = 10_000  # a number beyond is a damaged file
 
 
@@ -52,17 +69,17 @@ def read_config(folder: Path, family: str | None = None) -> dict[str, Any]:
     """
     where = f"{folder}/config.json"
     try:
-        return understood(read_json(folder / "config.json"), where, family)
+        return translate_config(read_json(folder / "config.json"), where, family)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise UserError(f"{where}: a key has a value of the wrong type ({error})") from None
 
 
-def understood(raw: dict[str, Any], where: str, family_name: str | None = None) -> dict[str, Any]:
+def translate_config(raw: dict[str, Any], where: str, family_name: str | None = None) -> dict[str, Any]:
     """Return the keys of the section `model` that `raw`, the content of config.json, decides; see `read_config`.
 
     `where` is the file's path, for messages.
     """
-    raw = _decoder(raw)
+    raw = _find_decoder(raw)
     kind = raw.get("model_type")
     families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
     name = _find_family(raw, families)
@@ -74,6 +91,21 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
         raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}{own}")
     family = families[name]
     _check_codes(raw.get(QUANTIZATION), where)
+    raw = _check_keys(raw, family, where)
+    try:
+        return {"family": name} | _nest(_read_values(raw, family))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _check_keys(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the keys of a config.json by their usual names, with the values of those that it leaves out.
+
+    A key that nobody knows may change what a model computes. So it is refused, and never left out in silence.
+
+    Raises:
+        UserError: a key that is unknown or missing, or one with a value that our layers do not compute.
+    """
     raw = {family.synonyms.get(key, key): value for key, value in raw.items() if key != QUANTIZATION}
     keys = {
         *family.keys.values(), *family.fixed, *family.biases, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS,
@@ -81,7 +113,7 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
     }  # fmt: skip
     for key, value in raw.items():
         if key not in keys:
-            raise UserError(f"{where}: {key}={value} is not understood for model_type={kind}")
+            raise UserError(f"{where}: {key}={value} is not understood for model_type={raw.get('model_type')}")
     raw = family.absent | raw
     for key, value in raw.items():
         if key in family.fixed and value not in family.fixed[key]:
@@ -90,49 +122,62 @@ def understood(raw: dict[str, Any], where: str, family_name: str | None = None) 
     missing = [key for key in family.keys.values() if key not in raw]
     if missing:
         raise UserError(f"{where}: {', '.join(missing)} is missing")
-    values = {ours: _converted(theirs, raw[theirs], 0) for ours, theirs in family.keys.items()}
+    return raw
+
+
+def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return values of the section `model` by keys like `mlp.num_experts`.
+
+    `family.keys` has the keys with one counterpart. The others depend on several keys: a family whose `absent` has such
+    a key has the part that it is about.
+
+    Raises:
+        ValueError: a value that is not understood; the message names the key.
+    """
+    values = {ours: _convert(theirs, raw[theirs], 0) for ours, theirs in family.keys.items()}
     if not isinstance(values["num_layers"], int) or not 0 < values["num_layers"] <= MAX_LAYERS:
-        raise UserError(f"{where}: {family.keys['num_layers']}={values['num_layers']} is no number of layers")
-    try:
-        values |= _layers(raw, values["num_layers"], family)
-        if "mlp.num_experts" in values:
-            values.setdefault("mlp.dense_layers", _dense_layers(raw))
-            if raw.get("moe_layers") is not None:
-                values["mlp.every"] = _experts_every(raw["moe_layers"], values["num_layers"])
-        if SHARED in raw:
-            values["mlp.shared_dim"] = raw[SHARED] * values["mlp.expert_dim"] or None
-        if QK_NORM in raw:
-            values["qk_norm"] = family.qk_norm if raw[QK_NORM] else "none"
-        if TEMPERATURE in raw:
-            values["query_growth"] = _temperature(raw)
-        if family.biases:
-            values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
-        if family.absent.keys() >= LATENT:
-            values |= _latent_heads(raw, values)
-        values = _derived(values, family)
-        if family.absent.keys() >= GLOBAL_HEADS:
-            values["global_heads"] = read_global_heads(raw, values)
-        if family.absent.keys() >= LAYER_PARTS:
-            values |= read_layer_parts(raw, values)
-        if ROPE_KEYS & family.absent.keys():
-            values |= read_rope(raw, values, family)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-    return {"family": name} | _by_section(values)
+        raise ValueError(f"{family.keys['num_layers']}={values['num_layers']} is no number of layers")
+    values |= read_attention_layers(raw, values["num_layers"], family)
+    if "mlp.num_experts" in values:
+        values.setdefault("mlp.dense_layers", read_dense_layers(raw))
+        if raw.get("moe_layers") is not None:
+            values["mlp.every"] = read_experts_every(raw["moe_layers"], values["num_layers"])
+    if SHARED in raw:
+        values["mlp.shared_dim"] = raw[SHARED] * values["mlp.expert_dim"] or None
+    if QK_NORM in raw:
+        values["qk_norm"] = family.qk_norm if raw[QK_NORM] else "none"
+    if TEMPERATURE in raw:
+        values["query_growth"] = _read_temperature(raw)
+    if family.biases:
+        values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
+    if family.absent.keys() >= LATENT:
+        values |= _read_latent_heads(raw, values)
+    # What follows needs the numbers of heads and widths.
+    values = _derive(values, family)
+    if family.absent.keys() >= GLOBAL_HEADS:
+        values["global_heads"] = read_global_heads(raw, values)
+    if family.absent.keys() >= LAYER_PARTS:
+        values |= read_layer_parts(raw, values)
+    if ROPE_KEYS & family.absent.keys():
+        values |= read_rope(raw, values, family)
+    return values
 
 
 def _find_family(raw: dict[str, Any], families: Mapping[str, Family]) -> str | None:
-    """Return the name of the family of a config.json, None for none: of several, the one that more keys tell."""
+    """Return the name of the family of a config.json; None for none.
+
+    Several families may have one model_type. The one with the longest `signature` that fits is taken.
+    """
     fitting = [
         name
         for name, family in families.items()
         if raw.get("model_type") in (family.model_type, *family.also)
-        and all(raw.get(key) == value for key, value in family.told_by.items())
+        and all(raw.get(key) == value for key, value in family.signature.items())
     ]
-    return max(fitting, key=lambda name: len(families[name].told_by), default=None)
+    return max(fitting, key=lambda name: len(families[name].signature), default=None)
 
 
-def _decoder(raw: dict[str, Any]) -> dict[str, Any]:
+def _find_decoder(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of the decoder, of a config.json that may be of a model for images and text."""
     if not isinstance(raw.get("text_config"), dict):
         return raw
@@ -141,7 +186,7 @@ def _decoder(raw: dict[str, Any]) -> dict[str, Any]:
 
 def read_num_rows(folder: Path, family: Family) -> int:
     """Return the rows of the tables of a folder, one for each token."""
-    raw = family.absent | _decoder(read_json(folder / "config.json"))
+    raw = family.absent | _find_decoder(read_json(folder / "config.json"))
     return int(raw[family.keys["vocab_size"]])
 
 
@@ -164,12 +209,12 @@ def fp8_block_sizes(folder: Path) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def _converted(theirs: str, value: Any, direction: int) -> Any:
+def _convert(theirs: str, value: Any, direction: int) -> Any:
     """Return the value of a key of config.json as our key has it (direction 0), or the other way round (1)."""
     return CONVERSIONS[theirs][direction](value) if theirs in CONVERSIONS and value is not None else value
 
 
-def _latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def _read_latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of latent attention whose numbers config.json has in parts."""
     plain, rotated = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
     return {
@@ -180,7 +225,7 @@ def _latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _by_section(values: dict[str, Any]) -> dict[str, Any]:
+def _nest(values: dict[str, Any]) -> dict[str, Any]:
     """Return values of keys like `mlp.num_experts` as sections: {"mlp": {"num_experts": 8}}."""
     sections: dict[str, Any] = {}
     for key, value in values.items():
@@ -192,31 +237,15 @@ def _by_section(values: dict[str, Any]) -> dict[str, Any]:
     return sections
 
 
-def _dense_layers(raw: dict[str, Any]) -> int:
-    """Return the number of first layers that have one MLP and no experts."""
-    dense = raw.get("mlp_only_layers") or []
-    if sorted(dense) != list(range(len(dense))):
-        raise ValueError(f"mlp_only_layers={dense} is not understood; it must be the first layers: 0, 1, ...")
-    return len(dense)
-
-
-def _experts_every(with_experts: list[int], num_layers: int) -> int:
-    """Return n where every n-th layer has experts."""
-    every = with_experts[0] + 1 if with_experts else num_layers + 1
-    if with_experts != list(range(every - 1, num_layers, every)):
-        raise ValueError(f"moe_layers={with_experts} is not understood; it must be every n-th layer")
-    return every
-
-
-def _temperature(raw: dict[str, Any]) -> dict[str, Any] | None:
+def _read_temperature(raw: dict[str, Any]) -> dict[str, Any] | None:
     """Return how Llama 4's queries grow in layers without positions."""
     if not raw[TEMPERATURE]:
         return None
     return {"rate": raw["attn_scale"], "every": int(raw["floor_scale"]), "offset": 1, "layers": "unrotated"}
 
 
-def _derived(values: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Dimensions that follow from others where config.json leaves them open."""
+def _derive(values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the values with the dimensions that follow from others where config.json leaves them open."""
     heads, dim = values["num_heads"], values["embed_dim"]
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["head_dim"] = values.get("head_dim") or dim // heads
@@ -225,67 +254,16 @@ def _derived(values: dict[str, Any], family: Family) -> dict[str, Any]:
     return values
 
 
-def _layers(raw: dict[str, Any], num_layers: int, family: Family) -> dict[str, Any]:
-    """Return n of every n-th layer that attends to everything, and of every n-th that has no positions."""
-    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
-    if every == UNROTATED:
-        every = _unrotated(raw, num_layers) or 0
-    if isinstance(every, str):  # EXAONE's LLLG: three local layers, then a global one
-        if every != "L" * (len(every) - 1) + "G":
-            raise ValueError(f"sliding_window_pattern={every} is not understood; it must end with its only G")
-        every = len(every)
-    if every == 0:  # no layer attends to everything
-        every = num_layers + 1
-    window = raw.get(family.keys.get("sliding_window", "sliding_window"))
-    if every is None or window is None:
-        every = raw.get(FULL_EVERY, 1)
-    types, local = raw.get("layer_types"), family.local_type
-    if types is not None:
-        every = types.index(FULL) + 1 if FULL in types else num_layers + 1
-        if types != [local if (layer + 1) % every else FULL for layer in range(num_layers)]:
-            raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
-    window = window if every > 1 else None
-    unrotated = every if family.unrotated_global and window is not None else _unrotated(raw, num_layers)
-    return {"global_every": every, "sliding_window": window, "unrotated_every": unrotated}
-
-
-def _unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
-    """Return n where every n-th layer has no positions; None where all have."""
-    every = raw.get("no_rope_layer_interval")
-    rotated = raw.get("no_rope_layers")  # despite its name, 1 for a layer that is rotated
-    if rotated:
-        every = rotated.index(0) + 1 if 0 in rotated else None
-        if rotated != [int(every is None or (layer + 1) % every != 0) for layer in range(num_layers)]:
-            raise ValueError(f"no_rope_layers={rotated} is not understood; every n-th layer must be 0")
-    return every
-
-
-FULL_EVERY = "full_attention_interval"  # one of so many layers attends to everything, where layer_types is not given
-SHARED = "n_shared_experts"  # whose width together is that of one shared expert
-QK_NORM = "use_qk_norm"
-TEMPERATURE = "attn_temperature_tuning"  # queries grow in layers without positions, by attn_scale and floor_scale
-UNROTATED = "unrotated"  # in the place of sliding_window_pattern: the layers without positions are the global ones
-WHOLE = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
-# Keys that say in another way what ours say.
-DERIVED = (
-    PARTIAL
-    | LATENT
-    | GLOBAL_HEADS
-    | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
-    | LAYER_PARTS
-)
-
-
 def write_config(model: Model) -> dict[str, Any]:
-    """config.json of a model, in the keys that all versions of transformers read."""
+    """Return config.json of a model, in the keys that all versions of transformers read."""
     family = find_family(model.family)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {
-        theirs: _typed(theirs, _converted(theirs, attrgetter(ours)(model), 1)) for ours, theirs in family.keys.items()
+        theirs: _format_number(theirs, _convert(theirs, attrgetter(ours)(model), 1))
+        for ours, theirs in family.keys.items()
     }
     config |= {key: names in (model.biases or "").split("|") for key, names in family.biases.items()}
-    if "mlp_only_layers" in family.absent and isinstance(model.mlp, ExpertsMlp):
-        config["mlp_only_layers"] = list(range(model.mlp.dense_layers))
+    config |= write_dense_layers(model, family)
     config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
     if SHARED in family.absent and isinstance(model.mlp, ExpertsMlp):
         config[SHARED] = (model.mlp.shared_dim or 0) // model.mlp.expert_dim
@@ -308,16 +286,9 @@ def write_config(model: Model) -> dict[str, Any]:
     if model.positions == "learned":
         return config
     config |= write_rope(model, family)
-    if "no_rope_layer_interval" in family.absent:
-        if model.unrotated_every is not None:
-            config["no_rope_layer_interval"] = model.unrotated_every
-        config["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
-    if family.absent.get("sliding_window_pattern") or FULL_EVERY in family.absent:
-        local = family.local_type
-        config["layer_types"] = [FULL if model.is_global(layer) else local for layer in range(model.num_layers)]
-    return config
+    return config | write_attention_layers(model, family)
 
 
-def _typed(key: str, value: Any) -> Any:
-    """Return a value as transformers checks it: whole numbers of the keys `WHOLE` without a point, others with it."""
-    return int(value) if key in WHOLE and float(value).is_integer() else value
+def _format_number(key: str, value: Any) -> Any:
+    """Return a value as transformers checks it: numbers of the keys `INTEGERS` without a point, others with it."""
+    return int(value) if key in INTEGERS and float(value).is_integer() else value

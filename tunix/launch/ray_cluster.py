@@ -67,7 +67,7 @@ class Node:
             )
             .remote()
         )
-        self.address = "", 0  # host and port, once the actor has told them
+        self.address = "", 0  # host and port, once the actor has sent them
         self.code: int | None = None
         self.was_ended = self.is_killed = False
 

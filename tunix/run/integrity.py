@@ -39,10 +39,10 @@ def check_everything(source: str) -> tuple[list[str], bool]:
             lines.append(f"DAMAGED {name}: {damage}")
             whole = False
         else:
-            told = (
+            result = (
                 "no digests (an older version wrote it)" if size is None else f"as written, {size / 2**30:.3f} GiB read"
             )
-            lines.append(f"{name}: {told}{'' if find_address(folder) else files}")
+            lines.append(f"{name}: {result}{'' if find_address(folder) else files}")
     return lines, whole
 
 
