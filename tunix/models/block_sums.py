@@ -35,7 +35,11 @@ def join_layers(sums: BlockSums) -> BlockSums:
 
 
 def join_pattern(places: list[BlockSums]) -> BlockSums:
-    """Return the numbers of stacks that take turns, given those of each place; routing in the order of layers."""
+    """Return the numbers of stacks that take turns, given those of each place; routing in the order of layers.
+
+    place 0    layers 0 2 4
+    place 1    layers 1 3 5        --> 0 1 2 3 4 5: stacked along a second dimension, then joined with the first
+    """
     routings = [sums.routing for sums in places if sums.routing is not None]
     sums = reduce(join_runs, (sums._replace(routing=None) for sums in places))
     if not routings:
@@ -45,7 +49,7 @@ def join_pattern(places: list[BlockSums]) -> BlockSums:
 
 
 def join_stages(routing: Routing | None) -> Routing | None:
-    """Return the routing of all layers, [L, ...] on every device, of that of the layers of each stage, [S, L / S, ...].
+    """Return the routing of all layers, [L, ...] on every device, out of that of each stage's layers, [S, L / S, ...].
 
     It travels once a microbatch or a step, and is small.
     """

@@ -28,19 +28,20 @@ def _exchange(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: 
     spec = jax.typeof(x).sharding.spec
 
     def on_each_stage(x: jax.Array) -> jax.Array:
-        own = x.reshape(num_chunks, -1, *x.shape[1:])
-        result = jnp.zeros_like(own)
+        chunks = x.reshape(num_chunks, -1, *x.shape[1:])
+        result = jnp.zeros_like(chunks)
         stage = jax.lax.axis_index(axes)
         for each in range(num_chunks):
             # A permute sends one array from each device and brings one to each: so v permutes, of a chunk each.
             trips = list_trips(num_stages, num_chunks, each)
             if not to_chunks:  # the same trips, from their end to their beginning
-                trips = [(there, slot, home, place) for home, place, there, slot in trips]
-            sent, came = _by_stage([trip[:2] for trip in trips]), _by_stage([trip[2:] for trip in trips])
-            # All stages run one program, in which the number of the stage is data: a table says which chunk it sends.
-            chunk = jax.lax.dynamic_index_in_dim(own, sent[stage], keepdims=False)
+                trips = [(target, slot, source, place) for source, place, target, slot in trips]
+            # All stages run one program, in which the number of the stage is data: tables say which chunk it sends, and
+            # where it puts the one that it gets.
+            places, slots = _by_stage([trip[:2] for trip in trips]), _by_stage([trip[2:] for trip in trips])
+            chunk = jax.lax.dynamic_index_in_dim(chunks, places[stage], keepdims=False)
             chunk = jax.lax.ppermute(chunk, axes, [(source, target) for source, _, target, _ in trips])
-            result = jax.lax.dynamic_update_index_in_dim(result, chunk, came[stage], 0)
+            result = jax.lax.dynamic_update_index_in_dim(result, chunk, slots[stage], 0)
         return result.reshape(x.shape)
 
     return jax.shard_map(on_each_stage, in_specs=spec, out_specs=spec)(x)
@@ -51,7 +52,10 @@ def list_trips(num_stages: int, num_chunks: int, number: int) -> list[tuple[int,
 
     Chunk g = p v + i is the i-th at rest on stage p, and belongs to stage g mod S. Each permute takes one chunk of each
     stage, so that each stage gets one. p v mod S repeats after S / d stages, where d is the greatest common divisor of
-    v and S; from one such run of stages to the next, i moves on by one, which fills the gaps.
+    v and S; from one such run of stages to the next, i moves on by one, which fills the gaps. For S = v = 2:
+
+        permute 0    stage 0 sends chunk 0 to stage 0    stage 1 sends chunk 3 to stage 1
+                1    stage 0 sends chunk 1 to stage 1    stage 1 sends chunk 2 to stage 0
     """
     run = num_stages // math.gcd(num_stages, num_chunks)
     trips = []

@@ -7,7 +7,7 @@ and asks S:
     S <- S + k (beta (v - S^T k))^T           what is written is the error of what S said; 0 < beta < 1
     out = S^T q
 
-`step` does so, for one token of each row. `run_chunks` gives the same results for whole rows, by products of matrices:
+`step` does this for one token of each row. `run_chunks` gives the same results for whole rows, by products of matrices:
 it takes C tokens at a time. With G_i the sum of the decays from the beginning of the chunk up to token i, and S the
 memory that the chunk begins with, the errors of the tokens of a chunk are the solution of a triangular system:
 
@@ -60,16 +60,17 @@ def run_chunks(
     size = min(chunk, length)
     split = partial(_split, size=size)
     q, k, v, decay, beta = map(split, _prepare(q, k, v, decay, beta))  # [B, n, C, I, (g), ...]
-    of_tokens = split(runs, mode="edge")  # [B, n, C]; tokens that fill the last chunk change nothing
-    before = jnp.concatenate([of_tokens[:, :1, 0], of_tokens[:, :-1, -1]], 1)  # run that the memory is of, [B, n]
-    goes_on = (of_tokens == before[..., None])[..., None, None]  # the memory speaks to the token
+    runs = split(runs, mode="edge")  # [B, n, C]; tokens that fill the last chunk change nothing
+    # A chunk begins with the memory of the last token before it: only tokens of the same run may read it.
+    memory_run = jnp.concatenate([runs[:, :1, 0], runs[:, :-1, -1]], 1)  # [B, n]
+    reads_memory = (runs == memory_run[..., None])[..., None, None]
 
     total = jnp.cumsum(decay, 2)  # G, [B, n, C, I, g]
-    sees = (of_tokens[..., :, None] == of_tokens[..., None, :]) & jnp.tri(size, dtype=bool)
+    sees = (runs[..., :, None] == runs[..., None, :]) & jnp.tri(size, dtype=bool)
     sums = jnp.moveaxis(total, 2, -1)  # [B, n, I, g, C]
     # -inf before the exponential, not 0 behind it: exp(G_i - G_j) of a later j may overflow, and inf * 0 is no number.
     fades = jnp.exp(jnp.where(sees[:, :, None, None], sums[..., :, None] - sums[..., None, :], -jnp.inf))
-    from_before = jnp.where(goes_on, jnp.exp(total), 0)  # of what the memory says, [B, n, C, I, g]
+    memory_share = jnp.where(reads_memory, jnp.exp(total), 0)  # of the memory, what is left at a token, [B, n, C, I, g]
 
     # The triangular system has two right sides, since its solution is linear in S: error = values - reads S. So it is
     # solved for all chunks at once, before any chunk knows the memory that it begins with:
@@ -78,23 +79,25 @@ def run_chunks(
     #     one after the other     S0 -> errors, S1 -> errors, S2 ...    the scan below, with small products alone
     own_keys = jnp.einsum("bncie,bndie->bnicd", k, k)[:, :, :, None] * fades
     system = own_keys * jnp.moveaxis(beta, 2, -1)[..., None]
-    read_keys = k[..., None, :] * (beta * from_before)[..., None]
-    wanted = jnp.moveaxis(jnp.concatenate([v * beta[..., None], read_keys], -1), 2, -2)  # [B, n, I, g, C, M + E]
-    solved = jax.lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
-    values, reads = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    read_keys = k[..., None, :] * (beta * memory_share)[..., None]
+    right_sides = jnp.moveaxis(jnp.concatenate([v * beta[..., None], read_keys], -1), 2, -2)  # [B, n, I, g, C, M + E]
+    solutions = jax.lax.linalg.triangular_solve(system, right_sides, left_side=True, lower=True, unit_diagonal=True)
+    values, reads = solutions[..., : v.shape[-1]], solutions[..., v.shape[-1] :]
     scores = jnp.einsum("bncie,bndie->bnicd", q, k)[:, :, :, None] * fades
 
+    # The memory after a chunk is what is left of it at the last token, plus the errors of the tokens of the last run,
+    # each faded from its token to the end of the chunk (`to_end`; 0 for tokens of earlier runs).
     def one_chunk(memory, chunk):
-        q, k, values, reads, scores, from_before, to_end = chunk
+        q, k, values, reads, scores, memory_share, to_end = chunk
         errors = values - jnp.einsum("bigce,bigem->bigcm", reads, memory)
-        from_memory = jnp.einsum("bcie,bigem->bcigm", q, memory) * from_before[..., None]
+        from_memory = jnp.einsum("bcie,bigem->bcigm", q, memory) * memory_share[..., None]
         out = from_memory + jnp.einsum("bigcd,bigdm->bcigm", scores, errors)
-        kept = memory * from_before[:, -1, ..., None, None]
-        return kept + jnp.einsum("bcie,bigcm->bigem", k, errors * to_end[..., None]), out
+        rest = memory * memory_share[:, -1, ..., None, None]
+        return rest + jnp.einsum("bcie,bigcm->bigem", k, errors * to_end[..., None]), out
 
-    start = 0 * jnp.einsum("bie,bigm->bigem", k[:, 0, 0], v[:, 0, 0])  # of the type that it has after a chunk
-    chunks = (q, k, values, reads, scores, from_before, fades[..., -1, :])
-    memory, out = jax.lax.scan(one_chunk, start, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks))
+    empty = 0 * jnp.einsum("bie,bigm->bigem", k[:, 0, 0], v[:, 0, 0])  # of the type that it has after a chunk
+    chunks = (q, k, values, reads, scores, memory_share, fades[..., -1, :])
+    memory, out = jax.lax.scan(one_chunk, empty, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks))
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[3:])[:, :length]
     out = out.reshape(batch, length, -1, v.shape[-1])
     return checkpoint_name(out, "attention"), memory.reshape(batch, -1, key_dim, v.shape[-1])
@@ -116,7 +119,7 @@ def _prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: j
 
 
 def _by_key_head(x: jax.Array, num_keys: int, dim: int) -> jax.Array:
-    """Return an array with J at `dim` with I, J / I there."""
+    """Return an array [.., J, ..] as [.., I, J / I, ..]: value heads by the key head that serves them."""
     return x.reshape(*x.shape[:dim], num_keys, -1, *x.shape[dim + 1 :])
 
 

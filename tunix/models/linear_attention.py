@@ -48,7 +48,7 @@ class Recurrence(NamedTuple):
 
 
 class LinearAttention(nnx.Module):
-    """Gated delta rule [B, t, D] -> [B, t, D], and what `mix` keeps."""
+    """Gated delta rule [B, t, D] -> [B, t, D], and its cache: a `Memory`."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         self.layout = layout
@@ -67,37 +67,38 @@ class LinearAttention(nnx.Module):
         x = self.layout.enter_branch(x)
         beta = jax.nn.sigmoid(self.beta(x, noise).astype(jnp.float32))
         projected = self.q(x, noise), self.k(x, noise), self.v(x, noise), self.rate(self.decay(x, noise)), beta
-        whole = [reshard(x, self.layout.activation(letters)) for x, letters in zip(projected, LETTERS, strict=True)]
-        out, kept = mix.recur(Recurrence(partial(self._run_rows, *whole), partial(self._step, *whole)))
+        arrays = [reshard(x, self.layout.activation(letters)) for x, letters in zip(projected, LETTERS, strict=True)]
+        out, cache = mix.recur(Recurrence(partial(self._run_rows, *arrays), partial(self._step, *arrays)))
         out = reshard(out, self.layout.activation("BTJM"))
         gate = jax.nn.silu(self.gate(x, noise).astype(jnp.float32))
         out = self.out_norm(out.astype(x.dtype)).astype(jnp.float32) * gate
-        return self.o(out.astype(x.dtype), noise), kept
+        return self.o(out.astype(x.dtype), noise), cache
 
     def _run_rows(self, *arrays: Any) -> tuple[jax.Array, Memory]:
         *inputs, decay, beta, segments = arrays
         runs = reshard(number_runs(segments), self.layout.activation("BS"))
         filtered = [each(x, runs) for each, x in zip(self._filters, inputs, strict=True)]
-        out, state = self._on_each_device(run_chunks, "BS")(*filtered, decay, beta, runs)
+        out, state = self._map_devices(run_chunks, "BS")(*filtered, decay, beta, runs)
         last = (each.last_inputs(x, runs) for each, x in zip(self._filters, inputs, strict=True))
         return out, Memory(tuple(last), state)
 
     def _step(self, *arrays: Any) -> tuple[jax.Array, Memory]:
         *inputs, decay, beta, memory = arrays
-        known = [jnp.concatenate([old, new], 1) for old, new in zip(memory.inputs, inputs, strict=True)]
-        filtered = [each.newest(x) for each, x in zip(self._filters, known, strict=True)]
-        out, state = self._on_each_device(step, "BJEM")(*filtered, decay, beta, memory.state)
-        return out, Memory(tuple(x[:, 1:] for x in known), state)
+        # The last Z - 1 inputs of each filter and the new one: the filter takes all Z, and the oldest is dropped.
+        windows = [jnp.concatenate([old, new], 1) for old, new in zip(memory.inputs, inputs, strict=True)]
+        filtered = [each.filter_newest(x) for each, x in zip(self._filters, windows, strict=True)]
+        out, state = self._map_devices(step, "BJEM")(*filtered, decay, beta, memory.state)
+        return out, Memory(tuple(x[:, 1:] for x in windows), state)
 
     @property
     def _filters(self) -> tuple["Filter", ...]:
         return self.q_filter, self.k_filter, self.v_filter
 
-    def _on_each_device(self, function: Callable, last: str) -> Callable:
+    def _map_devices(self, function: Callable, last: str) -> Callable:
         """Return a function of delta_rule.py for arrays split over devices; its last one has the letters `last`."""
-        places = tuple(self.layout.activation(letters) for letters in (*LETTERS, last))
-        results = self.layout.activation("BSJM"), self.layout.activation("BJEM")
-        return stage_shard_map(function, places, results, self.layout.stages_around)
+        in_specs = tuple(self.layout.activation(letters) for letters in (*LETTERS, last))
+        out_specs = self.layout.activation("BSJM"), self.layout.activation("BJEM")
+        return stage_shard_map(function, in_specs, out_specs, self.layout.stages_around)
 
 
 class Filter(nnx.Module):
@@ -106,7 +107,7 @@ class Filter(nnx.Module):
     def __init__(self, letters: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
         channels = letters[2:]
         self.equation, self.layout = Equation(f"{letters}oZ,{channels}oZ->{letters}oZ"), layout
-        self.of_one_token = Equation(f"{letters},{channels}->{letters}")
+        self.token_equation = Equation(f"{letters},{channels}->{letters}")
         self.size = cfg.dims["Z"]
         shape = [cfg.dims[letter] for letter in self.equation.w]
         self.w = nnx.Param(
@@ -114,7 +115,14 @@ class Filter(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, runs: jax.Array) -> jax.Array:
-        """Filter whole rows: tokens of other runs [B, T], and those before the row, count as 0."""
+        """Filter rows: tokens of other runs [B, T], and those before the row, count as 0.
+
+        It is a sum over how far back a token lies, of x moved on by so many tokens, times the weight of this distance:
+
+            back 0    a b c d        weight Z - 1
+                 1    - a b c               Z - 2        -: 0
+                 2    - - a b               Z - 3
+        """
         length = x.shape[1]
         weights = self._weights()
         total: Any = 0
@@ -124,7 +132,7 @@ class Filter(nnx.Module):
             total += self._times(jnp.pad(earlier, pads), weights[self.size - 1 - back])
         return jax.nn.silu(total).astype(x.dtype)
 
-    def newest(self, x: jax.Array) -> jax.Array:
+    def filter_newest(self, x: jax.Array) -> jax.Array:
         """Filter the last of Z tokens: [B, Z, I, E] -> [B, 1, I, E]."""
         total: Any = 0
         for place, weight in enumerate(self._weights()):
@@ -133,17 +141,17 @@ class Filter(nnx.Module):
 
     def last_inputs(self, x: jax.Array, runs: jax.Array) -> jax.Array:
         """Return the last Z - 1 tokens of rows [B, T, I, E], with 0 in the place of those of earlier runs."""
-        own = x * (runs == runs[:, -1:])[..., None, None]
-        missing = max(0, self.size - 1 - x.shape[1])
-        return jnp.pad(own, [(0, 0), (missing, 0), (0, 0), (0, 0)])[:, missing + x.shape[1] - self.size + 1 :]
+        last_run = x * (runs == runs[:, -1:])[..., None, None]
+        missing = max(0, self.size - 1 - x.shape[1])  # in rows of fewer tokens: 0 stands before them
+        return jnp.pad(last_run, [(0, 0), (missing, 0), (0, 0), (0, 0)])[:, missing + x.shape[1] - self.size + 1 :]
 
     def _weights(self) -> list[jax.Array]:
         w = self.layout.gather(self.w[...], self.equation)
         return [w[..., 0, place] for place in range(self.size)]
 
     def _times(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        spec = self.layout.activation(self.of_one_token.y)
-        return jnp.einsum(self.of_one_token.text, x, weight, out_sharding=spec)
+        spec = self.layout.activation(self.token_equation.y)
+        return jnp.einsum(self.token_equation.text, x, weight, out_sharding=spec)
 
 
 class Decay(nnx.Module):
@@ -157,7 +165,7 @@ class Decay(nnx.Module):
         self.log_rate = nnx.Param(jnp.log(rates).astype(layout.param), equation=self.equation)
         log_steps = jax.random.uniform(rngs.params(), shape, minval=jnp.log(SLOWEST), maxval=jnp.log(FASTEST))
         steps = jnp.exp(log_steps)
-        self.shift.b.set_value((steps + jnp.log(-jnp.expm1(-steps))).astype(layout.param))  # softplus(shift) = step
+        self.shift.b.set_value((steps + jnp.log(-jnp.expm1(-steps))).astype(layout.param))  # softplus of it is a step
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rate = self.layout.gather(jnp.exp(self.log_rate[...].astype(jnp.float32)), self.equation)

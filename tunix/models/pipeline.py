@@ -37,6 +37,12 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. Counts
     are those of each stage, [S, ...].
     """
+    # The queue, with two stages and two places for each. In tick t stage 0 takes the part at place t mod 2. Then this
+    # place moves up by one stage, and the last stage puts in the part that it has finished:
+    #
+    #     after tick             0           1           2           3           4
+    #     stage 0    p0 p1       p2 p1       p2 p3       -- p3       -- P0       P1 P0      P: finished
+    #     stage 1    p2 p3       -- p3       -- P0       P1 P0       P1 P2       P3 P2      --: of a bubble
     lanes = Lanes(layout)
     num_stages = lanes.num_stages
     queue = jax.tree.map(lambda x: lanes.fold(x, parts_per_stage), rows)
@@ -45,14 +51,15 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     num_parts = num_places * num_stages
     stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
 
-    # Of each tick only the rows that a stage takes are kept for the backward pass.
+    # The backward pass of a tick computes the blocks again, from the rows that the stages took. Only these rows are kept
+    # of each tick.
     run_all = jax.checkpoint(run, prevent_cse=False)
 
     def tick(carry, now):
-        queue, came = carry
+        queue, received = carry
         place = now % num_places
         waiting = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False), queue)
-        out, counts = run_all(layers, lanes.choose(stages == 0, waiting, came))
+        out, counts = run_all(layers, lanes.choose(stages == 0, waiting, received))
         counts = lanes.leave_bubbles_out(counts, now - stages, num_parts)
         put = lanes.choose(stages == num_stages - 1, out, lanes.send(waiting, -1))
         queue = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, axis=1), queue, put)
@@ -62,7 +69,7 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     start = queue, jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), queue)
     (queue, _), counts = jax.lax.scan(tick, start, ticks)
     counts = jax.tree.map(lambda each: jnp.sum(each, 0), counts)
-    # The results begin at the place of tick S - 1.
+    # The first part is finished in tick S - 1, and so lies at the place of this tick.
     return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), counts
 
 
@@ -92,6 +99,12 @@ class Lanes:
 
     def fold(self, x: jax.Array, places: int | None, dim: int = 0) -> jax.Array:
         """[B, ...] -> [S, places, rows, ...]; with `dim` 1, [A, B, ...] -> [A, S, places, rows, ...]."""
+        # Rows of a device stay on it, so places cut each device's rows, not the batch. With two stages of two devices
+        # and two places, a batch of eight rows lies as follows:
+        #
+        #     rows        0 1 | 2 3 | 4 5 | 6 7         |: between devices
+        #     stage 0     place 0: 0 2    place 1: 1 3
+        #     stage 1     place 0: 4 6    place 1: 5 7
         num_local = x.shape[dim] // (self.num_stages * self.num_shards)
         places = places or num_local
         spec = jax.typeof(x).sharding.spec
@@ -139,15 +152,15 @@ class Lanes:
         counts = jax.tree.map(lambda x: reshard(x, PartitionSpec(self.stage_axes)), counts)
         return self.choose((part >= 0) & (part < num_parts), counts, jax.tree.map(jnp.zeros_like, counts))
 
-    def choose(self, condition: jax.Array, ours: Any, others: Any) -> Any:
-        """Return rows [S, ...]: ours on the stages where the condition [S] holds, the others elsewhere."""
+    def choose(self, condition: jax.Array, chosen: Any, others: Any) -> Any:
+        """Return rows [S, ...]: the chosen ones on the stages where the condition [S] is true, the others elsewhere."""
 
         def one(a: jax.Array, b: jax.Array) -> jax.Array:
             spec = jax.typeof(a).sharding.spec
             where = condition.reshape(-1, *[1] * (a.ndim - 1))
             return jnp.where(jnp.broadcast_to(where, a.shape, out_sharding=spec), a, b)
 
-        return jax.tree.map(one, ours, others)
+        return jax.tree.map(one, chosen, others)
 
     def on_every_stage(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """[rows, ...] -> [S, rows, ...], the same rows on each stage, which has them laid out as `spec`."""

@@ -50,6 +50,7 @@ def scan_ahead(
     weights = Weights(layout, params)
     passes = Passes(block, weights, unroll)
     scan = jax.custom_vjp(passes.run)
+    # With symbolic zeros the forward rule learns which parameters are frozen, so their gradients are not computed.
     scan.defvjp(passes.forward, passes.backward, symbolic_zeros=True)
     return scan([each.get_value() for each in weights.variables], x, weights.by_layer(layers), shared)
 
@@ -81,48 +82,60 @@ class Passes:
         is_trained = [each.perturbed for each in params]
         params, x, layers, shared = jax.tree.map(lambda each: each.value, (params, x, layers, shared))
 
-        def run_and_keep(gathered, x, layer, shared):
-            vjp: Any  # a tree: the arguments that the backward pass needs, by place, and the values that it keeps
+        # A scan stacks what its body returns. JAX's backward function of a block is a tree of arrays, so the scan can
+        # return it for each layer: the values that the policy of the block keeps, and in `args_res` those arguments of
+        # the block that its backward pass needs. Three of these are taken out here and put back in `backward`:
+        #
+        #     gathered    the weights, gathered again: stacked, they would be the whole model
+        #     layer       the backward scan has them anyway
+        #     shared      one copy serves all layers
+        def run_with_vjp(gathered, x, layer, shared):
+            vjp: Any
             (x, results), vjp = jax.vjp(self._run_block, gathered, x, layer, shared)
             _, x_needed, _, _ = vjp.args_res
-            # The scan below stacks what it keeps of each layer. Weights are gathered again; the layer and what all
-            # layers share is there anyway.
             vjp.args_res = [None, x_needed, None, None]
             return x, (results, vjp)
 
-        x, (results, vjps), gathered = self._run_layers(params, x, layers, shared, run_and_keep)
+        x, (results, vjps), gathered = self._run_layers(params, x, layers, shared, run_with_vjp)
         return (x, results), (params, layers, shared, vjps, gathered, _Static(tuple(is_trained)))
 
-    def backward(self, kept: Any, gradients: Any) -> tuple[list[jax.Array | None], jax.Array, None, None]:
+    def backward(self, residuals: Any, gradients: Any) -> tuple[list[jax.Array | None], jax.Array, None, None]:
         """Return the gradients of the arguments of `run`."""
-        params, layers, shared, vjps, gathered, is_trained = kept
+        params, layers, shared, vjps, gathered, is_trained = residuals
         d_x, d_results = jax.tree.map(_instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
         weights, count = self.weights, self.weights.count(params)
 
-        def keep_trained(values):
+        def mask_frozen(values):
             return [value if trained else None for value, trained in zip(values, is_trained.value, strict=True)]
 
-        def put(sums, late, number):
+        def put_sums(sums, open_sums, number):
             """Sum the gradients of a layer over devices, and put them at its place."""
-            late = weights.sum_over_devices(late, params)
+            layer_sums = weights.sum_over_devices(open_sums, params)
             update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=weights.dim)
-            return jax.tree.map(update, sums, late)
+            return jax.tree.map(update, sums, layer_sums)
 
+        # Layer n. What it computes with was gathered in the iteration before, and what it leaves is summed in the next.
+        #
+        #     carry         gathered weights of n     open sums: each device's part of the gradients of n + 1
+        #                       |                         |
+        #     iteration     backward pass of n        sum them over devices, put them at n + 1       gather n - 1
+        #                       |                                                                       |
+        #     carry         open sums of n                                                           weights of n - 1
         def body(carry, each):
-            d_x, gathered, late, sums = carry  # `late` are gradients of the layer behind, not summed over devices yet
+            d_x, gathered, open_sums, sums = carry
             number, layer, vjp, d_results = each
             ahead = weights.gather(params, jnp.maximum(number - 1, 0))
             # In the first iteration these are zeros, which the next one overwrites.
-            sums = put(sums, late, jnp.minimum(number + 1, count - 1))
+            sums = put_sums(sums, open_sums, jnp.minimum(number + 1, count - 1))
             vjp.args_res = [gathered, vjp.args_res[1], layer, shared]
-            late, d_x, *_ = vjp((d_x, d_results))
-            return (d_x, ahead, keep_trained(late), sums), None
+            open_sums, d_x, *_ = vjp((d_x, d_results))
+            return (d_x, ahead, mask_frozen(open_sums), sums), None
 
-        no_gradients = keep_trained(weights.own_zeros(gathered)), keep_trained(jax.tree.map(jnp.zeros_like, params))
+        no_gradients = mask_frozen(weights.zero_parts(gathered)), mask_frozen(jax.tree.map(jnp.zeros_like, params))
         each = jnp.arange(count), layers, vjps, d_results
         carry, _ = jax.lax.scan(body, (d_x, gathered, *no_gradients), each, reverse=True, unroll=self.unroll)
-        d_x, _, late, sums = carry
-        return put(sums, late, 0), d_x, None, None
+        d_x, _, open_sums, sums = carry
+        return put_sums(sums, open_sums, 0), d_x, None, None
 
     def _run_one_block(self, gathered: list[jax.Array], x: jax.Array, layer: Any, shared: Any) -> tuple[jax.Array, Any]:
         return self.block(x, self.weights.as_params(gathered), layer, shared)
@@ -136,6 +149,8 @@ class Passes:
         def body(carry, each):
             x, gathered = carry
             number, layer = each
+            # Nothing here waits for the next layer's weights. The last layer gathers its own: the backward pass begins
+            # with them.
             ahead = self.weights.gather(params, jnp.minimum(number + 1, last))
             x, results = run(gathered, x, layer, shared)
             return (x, ahead), results
@@ -183,8 +198,8 @@ class Weights:
         with jax.named_scope("gather"):
             return self.on_each_stage(gather)(one_layer)
 
-    def own_zeros(self, gathered: list[jax.Array]) -> list[jax.Array]:
-        """Return zeros in the place of this device's part of the gradients."""
+    def zero_parts(self, gathered: list[jax.Array]) -> list[jax.Array]:
+        """Return zeros in the place of each device's part of the gradients: sums that are open, `unreduced` in JAX."""
         zeros = []
         for weight, equation in zip(gathered, self.equations, strict=True):
             spec = self.layout.unreduced(equation)
@@ -210,7 +225,10 @@ class Weights:
 
 
 class _Static:
-    """A value that JAX passes through as it is: a part of the structure of a tree, and no leaf."""
+    """A value that JAX passes through as it is: a part of the structure of a tree, and no leaf.
+
+    What a forward rule returns for the backward rule must be a tree of arrays; which parameters are trained is none.
+    """
 
     def __init__(self, value: tuple[bool, ...]):
         self.value = value
@@ -224,6 +242,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def _instantiate(gradient: Any) -> Any:
+    """Return a gradient as an array: of a result that the loss does not use, JAX says only that it is zero."""
     if not isinstance(gradient, SymbolicZero):
         return gradient
     aval: Any = gradient.aval

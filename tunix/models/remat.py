@@ -15,10 +15,10 @@ computes everything else again from them. Primitives play no part: a product or 
     exchange     queries, keys, values and results that        a transfer between devices
                  devices have sent one another
 
-No policy keeps a gathered weight: those of all blocks together are the whole model. They have no name of this table, so
+No policy keeps a gathered weight: those of all blocks together are the whole model. They have no name in this table, so
 the backward pass gathers them again.
 
-What a block takes is always kept. Its name, `input`, is for policies whose values wait in the host's memory.
+The input of a block is always kept. Its name, `input`, is for policies whose values wait in the host's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,11 +63,13 @@ def scan_blocks(
         every=3     layer  0    1    2    |  3    4    5    |  ...       one block: an iteration is a group of 3 layers
                     again  yes  no   no   |  yes  no   no   |
     """
-    again = [checkpoint_block(block, remat) for block in blocks]
-    kept = [checkpoint_block(block, remat._replace(policy="none")) for block in blocks]
+    # Two programs of each block: one follows the policy, the other keeps everything.
+    by_policy = [checkpoint_block(block, remat) for block in blocks]
+    keeping = [checkpoint_block(block, remat._replace(policy="none")) for block in blocks]
 
     def turn(x, layers, number):
-        each = [(kept if (number + place) % remat.every else again)[place] for place in range(len(blocks))]
+        """Run one layer of each block; `number` is that of the first one within its group."""
+        each = [(keeping if (number + place) % remat.every else by_policy)[place] for place in range(len(blocks))]
         weights, values = zip(*layers, strict=True)
         return join_blocks(each)(x, weights, values, others)
 
@@ -77,8 +79,8 @@ def scan_blocks(
     def group(x, layers):
         results = []
         for place in range(remat.every):
-            of_turn = jax.tree.map(partial(jax.lax.index_in_dim, index=place, keepdims=False), layers)
-            x, result = turn(x, of_turn, place * len(blocks))
+            turn_layers = jax.tree.map(partial(jax.lax.index_in_dim, index=place, keepdims=False), layers)
+            x, result = turn(x, turn_layers, place * len(blocks))
             results.append(result)
         return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
@@ -92,8 +94,8 @@ def join_blocks(blocks: Sequence[Block]) -> Block:
 
     def block(x, weights, values, others):
         results = []
-        for each, of_layer in zip(blocks, zip(weights, values, strict=True), strict=True):
-            x, result = each(x, *of_layer, others)
+        for each, layer in zip(blocks, zip(weights, values, strict=True), strict=True):
+            x, result = each(x, *layer, others)
             results.append(result)
         return x, tuple(results)
 
@@ -106,6 +108,8 @@ def checkpoint_block(block: Block, remat: Remat) -> Block:
     def named(x, *rest):
         return block(checkpoint_name(x, "input") if remat.on_host else x, *rest)
 
+    # Blocks are run by scans. There XLA cannot merge the second forward pass with the first one, so the barriers that
+    # prevent this merge would only stand in the way of other optimizations.
     return jax.checkpoint(named, policy=keep_policy(remat), prevent_cse=False)
 
 
