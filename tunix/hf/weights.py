@@ -17,7 +17,7 @@ from tunix.config import Model
 from tunix.families import Family, Name, find_family
 from tunix.hf.tensor_files import TensorFiles
 from tunix.models.paths import named, parameter_name
-from tunix.models.quantized import stacked_codes
+from tunix.models.quantized import stack_codes
 from tunix.sharding.dims import EXPERTS, LAYERS
 from tunix.sharding.equations import Equation
 from tunix.sharding.filling import Index, fill
@@ -56,7 +56,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
                 if weight.equation.is_quantized:
                     equation = weight.equation.dequantized()
                     matrices = (load(name, equation, "float32", layers[n : n + 1]) for n in range(len(layers)))
-                    loaded[path], loaded[f"{path}_scale"] = stacked_codes(matrices, equation, cfg, layout)
+                    loaded[path], loaded[f"{path}_scale"] = stack_codes(matrices, equation, cfg, layout)
                 else:
                     loaded[path] = load(name, weight.equation, weight.dtype, layers)
         except SafetensorError as error:

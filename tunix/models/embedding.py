@@ -22,16 +22,16 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(table, equation=self.equation)
 
     def gathered(self) -> jax.Array:
-        """The table as `lookup` and `logits` take it. It is gathered once for both, so its gradient travels once."""
+        """Return the table as `lookup` and `logits` take it; gathered once for both, so its gradient travels once."""
         return self.layout.gather(self.table[...], self.equation)
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """[B, T] int32 -> [B, t, D], times sqrt(D) if the family scales it."""
+        """Return the vectors [B, t, D] of tokens [B, T] int32, times sqrt(D) if the family scales them."""
         rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTD")))
         return rows * jnp.asarray(self.scale, table.dtype)
 
     def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, V] float32, divided and capped as the family does it."""
+        """Return the logits [B, T, V] float32 of x [B, T, D], divided and capped if the family does so."""
         logits = product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
         logits = logits if self.divisor == 1 else logits / self.divisor
         return soft_cap(logits, self.cap)

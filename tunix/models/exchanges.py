@@ -102,11 +102,11 @@ def swap_tokens_for_heads(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array,
     axes = token_axes()
     repeats = repeats_of(k.shape[2], jax.lax.axis_size(axes))
 
-    def whole_sequences(x: jax.Array) -> jax.Array:
+    def gather_tokens(x: jax.Array) -> jax.Array:
         swapped = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
         return checkpoint_name(swapped, "exchange")
 
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-    out = find_kernel(kernel)(*map(whole_sequences, (q, k, v)), seen, **options)
+    out = find_kernel(kernel)(*map(gather_tokens, (q, k, v)), seen, **options)
     back = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(jax.tree.map(back, out), "exchange")

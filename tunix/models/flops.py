@@ -9,7 +9,7 @@ from tunix.models.delta_rule import CHUNK
 
 
 def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int) -> float:
-    """FLOPs of forward and backward pass per token: the forward pass three times, less the gradients of frozen weights.
+    """Return FLOPs of both passes per token: the forward pass three times, less the gradients of frozen weights.
 
     6 x parameters (4 x those that are frozen; none of tables that are only looked up: a tied embedding counts, for the
     logits) and 12 x heads x head dim x tokens attended to (PaLM, arXiv:2204.02311, appendix B, halved for causality).
@@ -21,7 +21,7 @@ def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int)
 
 
 def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
-    """Two for each multiplication of a weight, or of a score that the causal mask and the window let through.
+    """Return two FLOPs for each product with a weight, or with a key or value that the mask and the window let through.
 
     Linear attention reads the memory of each head, corrects it, and asks it: three products with E x M numbers.
     """
@@ -32,7 +32,7 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
 
 
 def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
-    """FLOPs of a forward pass that linear attention by chunks has more than token by token; MFU does not count them.
+    """Return FLOPs that linear attention by chunks has beyond those of token by token; MFU does not count them.
 
     Within a chunk, keys meet keys and queries, and a triangular system is solved (`models/delta_rule.py`).
     """
@@ -40,8 +40,11 @@ def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
     if linear is None:
         return 0.0
     size, both = min(CHUNK, seq_len), linear.key_dim + linear.value_dim
-    of_values = linear.num_value_heads * (both + 2 * linear.value_dim)
-    return float(_num_linear(cfg) * size * (4 * linear.num_key_heads * linear.key_dim + of_values))
+    # For each token and each token of its chunk: scores of keys with keys and with queries; in each value head the
+    # triangular system with its two right sides, and the sum of errors.
+    key_flops = 4 * linear.num_key_heads * linear.key_dim
+    value_flops = linear.num_value_heads * (both + 2 * linear.value_dim)
+    return float(_num_linear(cfg) * size * (key_flops + value_flops))
 
 
 def _memory_flops_per_token(cfg: Model) -> float:
@@ -56,12 +59,12 @@ def _num_linear(cfg: Model) -> int:
 def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:
     """Return the tokens that a token attends to, a mean over `seq_len` tokens and a sum over these layers."""
     context = np.arange(1, seq_len + 1)
-    of_local = {
+    count_local = {
         "window": lambda window: np.minimum(context, window),
         "chunk": lambda window: (context - 1) % window + 1,
     }[cfg.local_attention]
     windows = cfg.windows(seq_len)
-    return float(sum(of_local(windows[layer]).mean() for layer in layers))
+    return float(sum(count_local(windows[layer]).mean() for layer in layers))
 
 
 def _multiplied(cfg: Model, num_active: int) -> int:

@@ -29,7 +29,7 @@ FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 def fp8_product(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Return y of `x,w->y`, laid out as `spec`; y and both gradients are products of 8-bit floats."""
-    of_x, of_w = (jax.typeof(each).sharding.spec for each in (x, w))
+    x_spec, w_spec = (jax.typeof(each).sharding.spec for each in (x, w))
     dtype = x.dtype
 
     @jax.custom_vjp
@@ -37,22 +37,22 @@ def fp8_product(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionS
         return forward(x, w)[0]
 
     def forward(x, w):
-        kept = _round(x, FORWARD), _round(w, FORWARD)
-        return _multiply(equation.text, *kept, dtype, spec), kept
+        rounded = _round(x, FORWARD), _round(w, FORWARD)
+        return _multiply(equation.text, *rounded, dtype, spec), rounded
 
-    def backward(kept, gradient):
-        x8, w8 = kept
+    def backward(rounded, gradient):
+        x8, w8 = rounded
         g8 = _round(gradient, GRADIENT)
-        d_x = _multiply(f"{equation.y},{equation.w}->{equation.x}", g8, w8, dtype, _of_gradient(of_x))
-        d_w = _multiply(f"{equation.x},{equation.y}->{equation.w}", x8, g8, w.dtype, _of_gradient(of_w))
+        d_x = _multiply(f"{equation.y},{equation.w}->{equation.x}", g8, w8, dtype, _gradient_spec(x_spec))
+        d_w = _multiply(f"{equation.x},{equation.y}->{equation.w}", x8, g8, w.dtype, _gradient_spec(w_spec))
         return d_x, d_w
 
     multiply.defvjp(forward, backward)
     return multiply(x, w)
 
 
-def _of_gradient(spec: PartitionSpec) -> PartitionSpec:
-    """Return where the gradient of an array lives: where the array is `reduced`, it is a sum that is still open."""
+def _gradient_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Return where the gradient of an array lies: over axes where the array is `reduced`, it is a sum still open."""
     return PartitionSpec(*spec.partitions, unreduced=spec.reduced)
 
 
@@ -60,10 +60,11 @@ Rounded = tuple[jax.Array, jax.Array]  # numbers in 8 bits, and the power of two
 
 
 def _round(x: jax.Array, dtype: jnp.dtype) -> Rounded:
+    """Return an array in 8 bits, and its scale."""
     x = reshard(x, PartitionSpec(*jax.typeof(x).sharding.spec.partitions))  # nothing differentiates what follows
     # Remat policies that keep products keep their scales: the backward pass asks no other device for them again.
     scale = checkpoint_name(_scale(jnp.max(jnp.abs(x)), dtype), "product")
-    # Without a barrier XLA may widen the numbers at once, and takes the way there and back as nothing.
+    # Without a barrier XLA may widen the numbers at once, and drop both conversions: nothing would be rounded.
     return jax.lax.optimization_barrier((x / scale.astype(x.dtype)).astype(dtype)), scale
 
 

@@ -16,7 +16,7 @@ from tunix.models.flash_blocks import BLOCKS
 
 DTYPES = ("bfloat16", "float16")  # of the products of flash and cuDNN; float32 would be rounded to fewer bits
 MAX_HEAD_DIM = 256
-# By option of kernels, the keys of the model that need it, for messages.
+# The keys of the model that need an option of kernels, by option, for messages.
 NEEDED_FOR = {"cap": "cap of scores (model.attention_cap)", "with_sums": "sums for model.attention_sinks"}
 
 
@@ -50,39 +50,42 @@ def choose_kernel(name: str, head_dim: int, dtype: str, options: Iterable[str] =
     """
     device = mesh_device()
     if name == "auto":
-        lacks = _flash_lacks(device, head_dim, dtype)
-        return Choice("xla", lacks) if lacks else Choice("flash", "exact here, and skips keys that no query sees")
-    if device is not None and name in CHECKS and (lacks := CHECKS[name](device, head_dim, dtype)):
-        raise UserError(f"model.attention={name}: {lacks}; model.attention=auto takes the fastest kernel that is exact")
-    taken = inspect.signature(find_kernel(name)).parameters
-    if missing := [NEEDED_FOR[option] for option in options if option not in taken]:
+        problem = _check_flash(device, head_dim, dtype)
+        return Choice("xla", problem) if problem else Choice("flash", "exact here, and skips keys that no query sees")
+    if device is not None and name in CHECKS and (problem := CHECKS[name](device, head_dim, dtype)):
+        raise UserError(
+            f"model.attention={name}: {problem}; model.attention=auto takes the fastest kernel that is exact"
+        )
+    parameters = inspect.signature(find_kernel(name)).parameters
+    if missing := [NEEDED_FOR[option] for option in options if option not in parameters]:
         raise UserError(f"model.attention={name} has no {missing[0]}, which the model needs; set model.attention=auto")
     return Choice(name, f"model.attention={name}")
 
 
 def fastest(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, **options: Any) -> Any:
-    """Attention by the fastest kernel that is exact for these arrays on the devices of the mesh in use."""
+    """Attend by the fastest kernel that is exact for these arrays on the devices of the mesh in use."""
     name = choose_kernel("auto", q.shape[3], q.dtype.name).name
     return import_object(KERNELS[name])(q, k, v, seen, **options)
 
 
-def _flash_lacks(device: AbstractDevice | None, head_dim: int, dtype: str) -> str | None:
+def _check_flash(device: AbstractDevice | None, head_dim: int, dtype: str) -> str | None:
     """Return why flash does not run or is not exact here; None if it is."""
     if device is None or row_of_chip(BLOCKS, device.device_kind) is None:
         return f"flash has block sizes for {', '.join(BLOCKS)}, not for {device.device_kind if device else 'no device'}"
-    return _sixteen_bits("flash", head_dim, dtype)
+    return _check_heads("flash", head_dim, dtype)
 
 
-def _cudnn_lacks(device: AbstractDevice, head_dim: int, dtype: str) -> str | None:
+def _check_cudnn(device: AbstractDevice, head_dim: int, dtype: str) -> str | None:
     """Return why cuDNN's kernel does not run or is not exact here; None if it is."""
     if device.platform == "cpu":
         return f"cuDNN needs an NVIDIA GPU, not {device.device_kind}"
     if head_dim % 8:
         return f"cuDNN takes heads of a multiple of 8 numbers, not of {head_dim}"
-    return _sixteen_bits("cuDNN", head_dim, dtype)
+    return _check_heads("cuDNN", head_dim, dtype)
 
 
-def _sixteen_bits(kernel: str, head_dim: int, dtype: str) -> str | None:
+def _check_heads(kernel: str, head_dim: int, dtype: str) -> str | None:
+    """Return why a kernel does not take heads of this size and dtype; None if it does."""
     if dtype not in DTYPES:
         return f"{kernel} multiplies 16-bit numbers, and products are {dtype}"
     if head_dim > MAX_HEAD_DIM:
@@ -90,7 +93,7 @@ def _sixteen_bits(kernel: str, head_dim: int, dtype: str) -> str | None:
     return None
 
 
-CHECKS = {"flash": _flash_lacks, "cudnn": _cudnn_lacks}
+CHECKS = {"flash": _check_flash, "cudnn": _check_cudnn}
 
 
 def choose_expert_products(name: str, dtype: str) -> Choice:
@@ -101,20 +104,20 @@ def choose_expert_products(name: str, dtype: str) -> Choice:
     """
     device = mesh_device()
     if name == "auto":
-        lacks = _grouped_lacks(device, dtype)
-        return Choice("xla", lacks) if lacks else Choice("grouped", "exact here, and a row meets one expert")
-    if name == "grouped" and device is not None and (lacks := _grouped_lacks(device, dtype)):
-        raise UserError(f"model.expert_products=grouped: {lacks}; set model.expert_products=auto")
+        problem = _check_grouped(device, dtype)
+        return Choice("xla", problem) if problem else Choice("grouped", "exact here, and a row meets one expert")
+    if name == "grouped" and device is not None and (problem := _check_grouped(device, dtype)):
+        raise UserError(f"model.expert_products=grouped: {problem}; set model.expert_products=auto")
     return Choice(name, f"model.expert_products={name}")
 
 
 def fastest_grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Grouped product by what is fastest and exact for these arrays on the devices of the mesh in use."""
+    """Multiply rows with the weights of their groups, by the fastest exact kernel on the devices of the mesh in use."""
     name = choose_expert_products("auto", rows.dtype.name).name
     return import_object(GROUPED[name])(rows, w, sizes)
 
 
-def _grouped_lacks(device: AbstractDevice | None, dtype: str) -> str | None:
+def _check_grouped(device: AbstractDevice | None, dtype: str) -> str | None:
     """Return why the grouped kernel does not run or is not exact here; None if it is."""
     if device is None or row_of_chip(grouped_blocks.BLOCKS, device.device_kind) is None:
         chips, this = ", ".join(grouped_blocks.BLOCKS), device.device_kind if device else "no device"

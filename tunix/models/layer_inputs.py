@@ -34,7 +34,7 @@ class LayerInputs(nnx.Module):
         self.norm = NORMS[cfg.norm]("Btlp", cfg, layout)
 
     def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
-        """[B, T] int32 and their embeddings [B, t, D] -> [l, B, t, p]"""
+        """Return inputs [l, B, t, p] of tokens [B, T] int32 and their embeddings [B, t, D]."""
         table = self.layout.gather(self.table[...], self.equation)
         rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTlp")))
         projected = product(self.projection.equation, x, self.projection.gathered(), self.layout)

@@ -1,4 +1,4 @@
-"""The parts of a decoder. The letters of shapes and equations are in sharding/dims.py."""
+"""Weights, their products, and the MLP. The letters of shapes and equations are in sharding/dims.py."""
 
 import math
 import re
@@ -64,12 +64,14 @@ class Bias(nnx.Module):
 
     def __init__(self, letters: str, cfg: Model, layout: Layout):
         """`letters` are those of the array that it is added to."""
-        self.tokens, of_vector = letters[:2], letters[2:]
-        self.equation, self.layout = Equation(f"{self.tokens},{of_vector}->{letters}"), layout
-        zeros = jnp.zeros([cfg.dims[letter] for letter in of_vector], layout.param)
+        self.tokens, vector = letters[:2], letters[2:]
+        self.equation, self.layout = Equation(f"{self.tokens},{vector}->{letters}"), layout
+        zeros = jnp.zeros([cfg.dims[letter] for letter in vector], layout.param)
         self.b = nnx.Param(zeros, equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        # A product with ones spreads the bias over tokens. So its gradient is a product too, and the equation declares
+        # the sum over tokens like that of any weight.
         bias = self.layout.gather(self.b[...], self.equation)
         result = self.layout.activation(self.equation.y)
         # In a split stream the ones have the shape of x, and the product is one of elements, like that of a norm's
@@ -99,8 +101,9 @@ class Matrix(nnx.Module):
             self.w = nnx.Param(weight, equation=self.equation)
         else:
             codes, scales = quantize(weight, self.equation.w, self.qtype)
-            of_codes, of_scales = self.equation.quantized()
-            self.w, self.w_scale = nnx.Param(codes, equation=of_codes), nnx.Param(scales, equation=of_scales)
+            code_equation, scale_equation = self.equation.quantized()
+            self.w = nnx.Param(codes, equation=code_equation)
+            self.w_scale = nnx.Param(scales, equation=scale_equation)
 
     def gathered(self) -> jax.Array:
         """Return the weight as the product takes it: gathered, and a matrix again if it rests quantized."""
@@ -108,11 +111,13 @@ class Matrix(nnx.Module):
             return self.w[...]
         if self.qtype is None:
             return self.layout.gather(self.w[...], self.equation)
-        if jnp.issubdtype(self.w.dtype, jnp.floating):  # whoever gathers weights for many tokens makes matrices too
+        if jnp.issubdtype(self.w.dtype, jnp.floating):  # inference/gathered.py has made it a matrix already
             return self.w[...]
-        of_codes, of_scales = self.equation.quantized()
-        codes, scales = self.layout.gather(self.w[...], of_codes), self.layout.gather(self.w_scale[...], of_scales)
-        spec = self.layout.in_use(of_codes)
+        # Codes travel, not matrices: these are bytes, and each device makes the matrix of what it gathered.
+        code_equation, scale_equation = self.equation.quantized()
+        codes = self.layout.gather(self.w[...], code_equation)
+        scales = self.layout.gather(self.w_scale[...], scale_equation)
+        spec = self.layout.in_use(code_equation)
         return dequantize(
             codes, scales, self.equation, self.qtype, self.layout.compute, spec, self.layout.stages_around
         )
@@ -126,19 +131,19 @@ class Einsum(Matrix):
     """
 
     def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        # Codes lie along the width, so a weight without it rests as it is.
+        # Blocks of codes lie along D, so a weight without it rests as it is.
         qtype = cfg.lora.quantize_base if "D" in Equation(equation).w else None
         super().__init__(equation, cfg, layout, rngs, qtype)
-        self.kept_as = f"product.{name}"
+        self.result_name = f"product.{name}"  # by which remat policies keep the result
         has_bias = cfg.biases is not None and re.search(cfg.biases, name)
         self.bias = Bias(self.equation.y, cfg, layout) if has_bias else unchanged
-        updated = cfg.lora.rank and re.search(cfg.lora.targets, name)
-        self.lora = LowRank(name, self.equation, cfg, layout, rngs) if updated else None
+        has_update = cfg.lora.rank and re.search(cfg.lora.targets, name)
+        self.lora = LowRank(name, self.equation, cfg, layout, rngs) if has_update else None
 
     def __call__(self, x: jax.Array, noise: Noise | None = None) -> jax.Array:
         """`noise` draws what dropout leaves out, and is None outside of training."""
         kind = self.layout.block_products if self.product == "plain" else self.product
-        y = self.bias(product(self.equation, x, self.gathered(), self.layout, kind, self.kept_as))
+        y = self.bias(product(self.equation, x, self.gathered(), self.layout, kind, self.result_name))
         return y if self.lora is None else y + self.lora(x, noise)
 
 
@@ -157,8 +162,8 @@ class LowRank(nnx.Module):
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
         x = self.layout.meet(x, self.first)
         if noise is not None and self.dropout:
-            kept = noise.draw(self.place, 1 - self.dropout, x.shape)
-            x = jnp.where(reshard(kept, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
+            stays = noise.draw(self.place, 1 - self.dropout, x.shape)
+            x = jnp.where(reshard(stays, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
         for equation, factor in ((self.first, self.a), (self.second, self.b)):
             x = product(equation, x, self.layout.gather(factor[...], equation), self.layout)
         return x * self.scale
@@ -171,8 +176,8 @@ class MLP(nnx.Module):
         """`width` is the letter of the hidden width."""
         into, out = f"BTD,D{width}->BT{width}", f"BT{width},{width}D->BtD"
         self.layout = layout
-        trains = cfg.mlp.activation == "xielu"  # the only activation with parameters
-        self.activation = Xielu(f"BT{width}", layout) if trains else ACTIVATIONS[cfg.mlp.activation]
+        is_trained = cfg.mlp.activation == "xielu"  # the only activation with parameters
+        self.activation = Xielu(f"BT{width}", layout) if is_trained else ACTIVATIONS[cfg.mlp.activation]
         self.gate = Einsum("mlp.gate", into, cfg, layout, rngs) if kind == "gated" else None
         self.up = Einsum("mlp.up", into, cfg, layout, rngs)
         self.down = Einsum("mlp.down", out, cfg, layout, rngs)
@@ -186,5 +191,5 @@ class MLP(nnx.Module):
 
 
 def unchanged(x: jax.Array) -> jax.Array:
-    """Return x: a stand-in for a part that the family lacks."""
+    """Return x: it stands in the place of a part that a family does not have."""
     return x

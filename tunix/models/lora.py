@@ -12,20 +12,19 @@ from tunix.sharding.layout import Layout
 
 
 def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: Layout) -> dict[str, Any]:
-    """The tree without its low-rank updates: each matrix w becomes w + a b * alpha / r, computed in float32.
+    """Return the tree without its low-rank updates: each matrix w becomes w + a b * alpha / r, computed in float32.
 
-    Quantized matrices are matrices again, in `layout.param`.
-
-    `weights` is the tree of `state.Weight` of the same parameters.
+    Quantized matrices are matrices again, in `layout.param`. `weights` is the tree of `state.Weight` of the same
+    parameters.
     """
     if not isinstance(params, dict):
         return params
     merged: Any = {name: merge(leaf, weights[name], cfg, layout) for name, leaf in params.items() if name != "lora"}
     if "w_scale" in params:
-        of_codes, scales = weights["w"].equation, merged.pop("w_scale")
-        spec = layout.in_use(of_codes)
+        equation, scales = weights["w"].equation, merged.pop("w_scale")
+        spec = layout.in_use(equation)
         codes, scales, qtype = reshard(params["w"], spec), reshard(scales, spec), str(cfg.quantize_base)
-        merged["w"] = dequantize(codes, scales, of_codes.dequantized(), qtype, "float32", spec).astype(layout.param)
+        merged["w"] = dequantize(codes, scales, equation.dequantized(), qtype, "float32", spec).astype(layout.param)
     if "lora" in params:
         w, lora = weights["w"].equation.dequantized().w, params["lora"]
         first, second = (weights["lora"][name].equation.w for name in "ab")

@@ -42,7 +42,12 @@ def _bernoulli_of_rows(key: jax.Array, share: float, shape: tuple[int, ...], row
 
 
 def _multiply(rows: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return high and low 32 bits of the products of uint32 numbers and a size below 2^32."""
+    """Return high and low 32 bits of the products of uint32 numbers and a size below 2^32.
+
+    JAX has no 64-bit numbers here, so the product is one by hand, with digits of 16 bits:
+
+        row x size = high high 2^32 + (high low + low high) 2^16 + low low
+    """
     half = jnp.uint32(0xFFFF)
     row_high, row_low = rows >> 16, rows & half
     size_high, size_low = jnp.uint32(size >> 16), jnp.uint32(size & 0xFFFF)

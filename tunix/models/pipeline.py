@@ -51,8 +51,7 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     num_parts = num_places * num_stages
     stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
 
-    # The backward pass of a tick computes the blocks again, from the rows that the stages took. Only these rows are kept
-    # of each tick.
+    # The backward pass of a tick computes its blocks again: only the rows that the stages took are kept.
     run_all = jax.checkpoint(run, prevent_cse=False)
 
     def tick(carry, now):

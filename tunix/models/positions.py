@@ -25,7 +25,7 @@ class Rope(NamedTuple):
 
 
 def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rope:
-    """Rotations of these layers: the scaled ones of `rope_theta`, in local layers those of `local_rope_theta` if given.
+    """Return rotations of these layers: those of `rope_theta`, scaled, or of `local_rope_theta` in local layers.
 
     A layer without positions turns by 0 radians. The layers have heads of one width. `reach` is the number of tokens
     that the sequences grow to, a number of Python's or a scalar: LongRoPE turns slower in longer ones.
@@ -39,8 +39,8 @@ def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rop
     local = scaled if cfg.local_rope_theta is None else _rotations(cfg.local_rope_theta, num_rotated)
     is_scaled = np.array([cfg.local_rope_theta is None or cfg.is_global(layer) for layer in layers])
     is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
-    of_layers = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
-    frequencies = of_layers(is_scaled[:, None], scaled, local) * is_rotated[:, None]
+    where = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
+    frequencies = where(is_scaled[:, None], scaled, local) * is_rotated[:, None]
     magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
     return Rope(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated))
 
@@ -78,8 +78,18 @@ def grow_queries(q: jax.Array, positions: jax.Array, rope: Rope | None, growth: 
 
 
 def _rotations(theta: float, dim: int) -> np.ndarray:
-    """Radians per position of each pair of `dim` numbers, [dim / 2] float64."""
+    """Return radians per position of each pair of `dim` numbers, [dim / 2] float64."""
     return theta ** -(np.arange(0, dim, 2) / dim)
+
+
+# Scalings stretch the rotations over a longer context. The first pairs of a head turn fast and tell near tokens apart;
+# the last ones turn slowly and tell far ones apart. In a context that is `factor` times longer, slow pairs reach angles
+# that training never showed, if nothing changes:
+#
+#     linear      every pair turns slower, by `factor`
+#     llama3      fast pairs stay, slow ones turn slower by `factor`; those between are mixed by their turns
+#     yarn        as llama3, mixed by the number of the pair; and vectors grow longer, which sharpens the softmax
+#     longrope    a factor of its own for each pair, found by a search; others for short sequences than for long ones
 
 
 def _unscaled(cfg, theta, dim):
@@ -100,24 +110,24 @@ def _llama3(cfg, theta, dim):
     turns = scaling.original_context * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Llama 4 has one factor for both: nothing is mixed.
-    kept = np.clip((turns - low) / (high - low), 0, 1) if high != low else (turns > low).astype(float)
-    return plain * kept + plain / scaling.factor * (1 - kept), 1.0
+    share = np.clip((turns - low) / (high - low), 0, 1) if high != low else (turns > low).astype(float)
+    return plain * share + plain / scaling.factor * (1 - share), 1.0
 
 
 def _yarn(cfg, theta, dim):
     scaling, plain = cfg.rope_scaling, _rotations(theta, dim)
 
-    def pair(turns):
-        """The number of the pair that makes `turns` full turns in the original context."""
+    def find_pair(turns):
+        """Return the number of the pair that makes `turns` full turns in the original context."""
         return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    first, last = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    kept = 1 - np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
+    share = 1 - np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
     magnitude = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0)
-    return plain * kept + plain / scaling.factor * (1 - kept), magnitude
+    return plain * share + plain / scaling.factor * (1 - share), magnitude
 
 
 def _longrope(cfg, theta, dim):

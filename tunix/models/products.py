@@ -43,10 +43,10 @@ def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) 
     matrices = _Matrices.find(equation, x, w, spec)
     if matrices is None:
         return jnp.einsum(equation.text, x, w, out_sharding=spec)
-    x2 = jax.lax.reshape(x, (matrices.num_rows, matrices.num_summed), out_sharding=matrices.of_x)
+    x2 = jax.lax.reshape(x, (matrices.num_rows, matrices.num_summed), out_sharding=matrices.x_spec)
     shape = (matrices.num_summed, -1) if matrices.text == "rs,so->ro" else (-1, matrices.num_summed)
-    w2 = jnp.reshape(w, shape, out_sharding=matrices.of_w)
-    y2 = jnp.einsum(matrices.text, x2, w2, out_sharding=matrices.of_y)
+    w2 = jnp.reshape(w, shape, out_sharding=matrices.w_spec)
+    y2 = jnp.einsum(matrices.text, x2, w2, out_sharding=matrices.y_spec)
     out = [w.shape[equation.w.index(letter)] for letter in matrices.out]
     return jax.lax.reshape(y2, (*x.shape[: len(equation.batch)], *out), out_sharding=spec)
 
@@ -58,9 +58,9 @@ class _Matrices(NamedTuple):
     out: str  # letters of the dimensions of y that are those of w
     num_rows: int
     num_summed: int
-    of_x: PartitionSpec
-    of_w: PartitionSpec
-    of_y: PartitionSpec
+    x_spec: PartitionSpec
+    w_spec: PartitionSpec
+    y_spec: PartitionSpec
 
     @classmethod
     def find(cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> "_Matrices | None":
@@ -78,11 +78,13 @@ class _Matrices(NamedTuple):
         if num_rows * max(num_summed, w.size // num_summed) < MANY_NUMBERS:
             return None
         text, first, _ = orders[equation.w]
-        mesh, of_x, of_w = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec, jax.typeof(w).sharding.spec
-        x2, w2, y2 = (_merge(of_x, len(rows), mesh), _merge(of_w, len(first), mesh), _merge(spec, len(rows), mesh))
-        if x2 is None or w2 is None or y2 is None:
+        x_type, w_type = jax.typeof(x).sharding, jax.typeof(w).sharding
+        x_spec = _merge(x_type.spec, len(rows), x_type.mesh)
+        w_spec = _merge(w_type.spec, len(first), x_type.mesh)
+        y_spec = _merge(spec, len(rows), x_type.mesh)
+        if x_spec is None or w_spec is None or y_spec is None:
             return None
-        return cls(text, out, num_rows, num_summed, x2, w2, y2)
+        return cls(text, out, num_rows, num_summed, x_spec, w_spec, y_spec)
 
 
 def _merge(spec: PartitionSpec, first: int, mesh: AbstractMesh) -> PartitionSpec | None:
@@ -90,12 +92,14 @@ def _merge(spec: PartitionSpec, first: int, mesh: AbstractMesh) -> PartitionSpec
 
     Each device keeps its numbers in their order where only the first dimension of a group is split; else None.
     """
+    # [B, T, D] as [BT, D], with B split in two: each device has rows that follow one another. With T split, a device
+    # would have some rows of each sequence, which no spec of [BT, D] says.
     merged = []
     for group in (spec.partitions[:first], spec.partitions[first:]):
-        of_dims = [(axes,) if isinstance(axes, str) else axes or () for axes in group]
-        if any(mesh.shape[axis] > 1 for axes in of_dims[1:] for axis in axes):
+        dims = [(axes,) if isinstance(axes, str) else axes or () for axes in group]
+        if any(mesh.shape[axis] > 1 for axes in dims[1:] for axis in axes):
             return None
-        merged.append(tuple(axis for axes in of_dims for axis in axes) or None)
+        merged.append(tuple(axis for axes in dims for axis in axes) or None)
     return PartitionSpec(*merged, reduced=spec.reduced, unreduced=spec.unreduced)
 
 

@@ -22,7 +22,7 @@ STORED = {"int8": ("int8", "bfloat16"), "nf4": ("uint8", "bfloat16")}  # dtypes 
 
 
 def quantize(weight: jax.Array, letters: str, qtype: str) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of a weight whose dimensions are `letters`: `int8`, or `nf4` (QLoRA, arXiv:2305.14314)."""
+    """Return codes and scales of a weight with these dimensions: `int8`, or `nf4` (QLoRA, arXiv:2305.14314)."""
     axis = letters.index("D")
     others = tuple(dim for dim in range(weight.ndim) if dim != axis)
     block = weights_per_scale(weight.shape[axis])
@@ -32,21 +32,25 @@ def quantize(weight: jax.Array, letters: str, qtype: str) -> tuple[jax.Array, ja
     codes = array.qvalue
     if codes_per_byte(qtype) == 2:
         pairs = codes.astype(jnp.uint8).reshape(*weight.shape[:axis], -1, 2, *weight.shape[axis + 1 :])
-        low, high = jnp.moveaxis(pairs, axis + 1, 0)
+        low, high = jnp.moveaxis(pairs, axis + 1, 0)  # neighbours along D share a byte
         codes = low | high << 4
     return codes, array.scale
 
 
-def stacked_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model, layout: Layout) -> list[jax.Array]:
-    """Codes and scales of all layers, laid out at rest, of one matrix [1, ..] after the other."""
+def stack_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model, layout: Layout) -> list[jax.Array]:
+    """Return codes and scales of all layers, laid out at rest; matrices [1, ..] come one after the other.
+
+    Only one of them is there at a time: all matrices of a stack may not fit into memory before they are quantized.
+    """
     qtype, parts = cfg.lora.quantize_base, equation.quantized()
     assert qtype is not None
     specs = tuple(map(layout.at_rest, parts))
 
     @partial(jax.jit, donate_argnums=0)
     def put(arrays, matrix, layer):
-        made = auto_axes(lambda matrix: quantize(matrix, equation.w, qtype), out_sharding=specs)(matrix)
-        return [jax.lax.dynamic_update_slice_in_dim(*both, layer, 0) for both in zip(arrays, made, strict=True)]
+        # XLA splits the arithmetic of qwix, which names no mesh axes.
+        new = auto_axes(lambda matrix: quantize(matrix, equation.w, qtype), out_sharding=specs)(matrix)
+        return [jax.lax.dynamic_update_slice_in_dim(*both, layer, 0) for both in zip(arrays, new, strict=True)]
 
     arrays = [
         jnp.zeros([cfg.dims[letter] for letter in part.w], dtype, out_sharding=spec)
@@ -66,24 +70,24 @@ def dequantize(
     spec: PartitionSpec,
     stage_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """The weight in `dtype`. `spec` is where the weight lives, complete along D; codes and scales live there too.
+    """Return the weight in `dtype`. `spec` is where it lies, not split along D; codes and scales lie there too.
 
     `stage_axes` are those of the stages around this place (`Layout.stages_around`).
     """
     axis, qwix = equation.w.index("D"), _qwix()
 
     @jax.custom_vjp  # the matrix is used like a gathered weight, and codes and scales have no gradient
-    def weight(codes, scales):
-        return stage_shard_map(local, (spec, spec), spec, stage_axes)(codes, scales)
+    def make_weight(codes, scales):
+        return stage_shard_map(dequantize_own, (spec, spec), spec, stage_axes)(codes, scales)
 
-    def local(codes, scales):
+    def dequantize_own(codes, scales):
         if codes_per_byte(qtype) == 2:
             pairs = jnp.stack([codes & 15, codes >> 4], axis + 1)
             codes = pairs.reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :]).astype(jnp.uint4)
         return qwix.dequantize(qwix.QArray(codes, scales.astype(dtype), qtype=qtype))
 
-    weight.defvjp(lambda *arrays: (weight(*arrays), None), lambda *_: (None, None))
-    return weight(codes, scales)
+    make_weight.defvjp(lambda *arrays: (make_weight(*arrays), None), lambda *_: (None, None))
+    return make_weight(codes, scales)
 
 
 def _qwix() -> Any:

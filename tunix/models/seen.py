@@ -30,13 +30,13 @@ class Seen(NamedTuple):
         return (near & same)[:, None]
 
     def queries(self, start: jax.Array, size: int) -> "Seen":
-        """The rule for `size` of the queries, from `start` on."""
+        """Return the rule for `size` of the queries, from `start` on."""
         index = start + jnp.arange(size)
         return self._replace(q_places=self.q_places[index], q_segments=self.q_segments[:, index])
 
 
 def seen_in_row(segment_ids: jax.Array, window: jax.Array | int) -> Seen:
-    """The rule for the tokens of a row among themselves; `segment_ids` are [B, T] int32."""
+    """Return the rule for the tokens of a row among themselves; `segment_ids` are [B, T] int32."""
     places = jnp.arange(segment_ids.shape[1])
     return Seen(places, places, segment_ids, segment_ids, window)
 
@@ -51,6 +51,7 @@ def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
     """Return the place behind the last query that sees each key of [B, T], in its segment, one run, and its window."""
     length = segments.shape[1]
     places = jnp.arange(length, dtype=jnp.int32)
+    # A token that ends its segment says where that is; the others take it from the next such token behind them.
     changes = segments[:, 1:] != segments[:, :-1]
     edge = jnp.ones_like(changes[:, :1])
     behind = jnp.where(jnp.concatenate([changes, edge], 1), places + 1, length)
@@ -72,7 +73,13 @@ def cut_chunks(segments: jax.Array, size: jax.Array | int) -> jax.Array:
 
 
 def _begins(segments: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the place of the first token of the segment of each token of [B, S]."""
+    """Return the place of the first token of the segment of each token of [B, S].
+
+    segments         4 4 4 7 7
+    is_first         1 0 0 1 0
+    its place, or 0  0 0 0 3 0
+    largest so far   0 0 0 3 3
+    """
     changes = segments[:, 1:] != segments[:, :-1]
     is_first = jnp.concatenate([jnp.ones_like(changes[:, :1]), changes], 1)
     return jax.lax.cummax(jnp.where(is_first, places, 0), axis=1)
