@@ -12,7 +12,8 @@ from conftest import write_corpus
 from support.harness import ROOT
 
 from tunix.cli.command import command_parser
-from tunix.cli.compose import add_search_path, compose
+from tunix.cli.compose import compose
+from tunix.cli.hydra_words import add_search_path
 from tunix.data.corpus import load_corpus
 
 PAGE = (ROOT / "docs" / "data.md").read_text()

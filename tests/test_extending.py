@@ -15,7 +15,8 @@ from tunix.average import average
 from tunix.base.errors import UserError
 from tunix.cli.architecture import unlike_its_family
 from tunix.cli.command import read_settings
-from tunix.cli.compose import add_search_path, compose
+from tunix.cli.compose import compose
+from tunix.cli.hydra_words import add_search_path
 from tunix.config import Average, Export
 from tunix.export import export
 

@@ -10,6 +10,7 @@ import os
 import sys
 
 from tunix.cli import command, compose
+from tunix.cli.hydra_words import add_search_path
 from tunix.config import Config
 from tunix.processes import exits
 
@@ -21,7 +22,7 @@ def main() -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     def run() -> int:
-        cfg = compose.compose(compose.add_search_path(args.overrides, args.config_dir)).config
+        cfg = compose.compose(add_search_path(args.overrides, args.config_dir)).config
         return command.run_joined("prepare", cfg.distributed, compose.list_facts(cfg), lambda: prepare(cfg))
 
     return exits.report_errors(run)

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from tunix.base.errors import UserError
 from tunix.cli import compose
 from tunix.cli.foreign import refuse_flags
+from tunix.cli.hydra_words import add_implied_model, add_search_path
 from tunix.cli.inputs import refuse_missing_inputs
 from tunix.cli.intent import refuse_foreign_vocabulary
 from tunix.cli.mistakes import explain_errors
@@ -37,8 +38,8 @@ def train_command() -> int:
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
 
     def work() -> int | None:
-        words = compose.add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
-        sys.argv[1:] = [*flags, *compose.add_implied_model(words)]  # flags anywhere
+        words = add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
+        sys.argv[1:] = [*flags, *add_implied_model(words)]  # flags anywhere
         where = args.config_path, args.config_name or "config"
         if not any(only_hydra):
             return launch(compose.compose(words, *where))

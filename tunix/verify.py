@@ -29,6 +29,7 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.base.tables import print_table
 from tunix.cli import command, compose
+from tunix.cli.hydra_words import add_search_path
 from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.values import CONF
@@ -243,7 +244,7 @@ def _config(args: argparse.Namespace) -> Config:
     if not args.tolerance >= 0:
         raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
     precision = [] if "training.mixed_precision" in given else ["training.mixed_precision=fp32"]
-    return compose.compose(compose.add_search_path([*precision, *args.overrides], args.config_dir)).config
+    return compose.compose(add_search_path([*precision, *args.overrides], args.config_dir)).config
 
 
 def _checked_folder(words: list[str]) -> str | None:

@@ -9,7 +9,8 @@ import pytest
 from support.harness import ROOT
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import add_search_path, compose, to_yaml
+from tunix.cli.compose import compose, to_yaml
+from tunix.cli.hydra_words import add_search_path
 from tunix.cli.keys import list_keys
 from tunix.config.values import CONF
 from tunix.hf.config_json import write_config

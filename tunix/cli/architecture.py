@@ -33,7 +33,7 @@ COMMON = {
 }  # keys of the model that are no part of an architecture
 
 
-def _fill_from_pretrained(values: dict[Any, Any]) -> None:
+def fill_from_pretrained(values: dict[Any, Any]) -> None:
     """Set what the folder of `model.init_from` decides: the architecture, and the tokenizer unless one is given.
 
     The model may have more rows of vocabulary than the folder, for tokens that were added.

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from tunix.base.errors import PeerLost, UserError
 from tunix.cli import command, compose
+from tunix.cli.hydra_words import add_search_path
 from tunix.doctor import machine, software, together
 from tunix.doctor.findings import Finding
 from tunix.processes import exits, joining, peers
@@ -151,7 +152,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
 
     def work() -> int:
-        job = compose.compose(compose.add_search_path(args.overrides, args.config_dir))
+        job = compose.compose(add_search_path(args.overrides, args.config_dir))
         with _stdout_as_stderr():
             diagnosis = examine(job)
         if not diagnosis.joined or peers.is_main():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tunix.base.errors import UserError
 from tunix.cli import command, compose
+from tunix.cli.hydra_words import add_search_path
 from tunix.plan import text
 from tunix.plan.ranking import explain_no_fit, rank
 from tunix.plan.topology import read_topology
@@ -24,7 +25,7 @@ def main() -> int:
     args = parser.parse_intermixed_args()
 
     def work() -> None:
-        overrides = compose.add_search_path(args.overrides, args.config_dir)
+        overrides = add_search_path(args.overrides, args.config_dir)
         cfg = compose.compose(overrides).config
         cluster = read_topology(cfg.plan.topology, cfg.plan.network)
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
