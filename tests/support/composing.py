@@ -3,24 +3,34 @@
 Hydra reads some 30 files for each config, builds the list of defaults and merges the files; then come the overrides of
 single keys. The first part takes two thirds of the time and depends on the chosen files alone, of which the tests choose
 few. Only conf/config.yaml and what it names in conf/ is remembered: the saved config of a run and a folder that a test writes
-are read each time.
+are read each time. What a word of an override says is remembered too, and YAML is read by libyaml.
 """
 
 import copy
+import pickle
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import omegaconf.omegaconf
+import pytest
+import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList, Overrides
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
+from omegaconf._utils import get_yaml_loader
 
 from tunix.config.values import CONF
 
 OWN = {"hydra.conf", str(CONF.absolute()), ""}  # places of config files: Hydra's, ours, those of schemas
 
 _lists: dict[Any, DefaultsList] = {}  # by the chosen files
-_merged: dict[int, DictConfig] = {}  # the files merged, by the list of defaults in `_lists`
+_merged: dict[int, bytes] = {}  # the files merged, pickled, by the list of defaults in `_lists`
+_overrides: dict[str, Override] = {}  # by the word
+_parse = OverridesParser.parse_rule
 _make_list, _merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 
 
@@ -28,6 +38,8 @@ def remember() -> None:
     """Let Hydra remember, in this process."""
     config_loader_impl.create_defaults_list = _remember_list
     ConfigLoaderImpl._compose_config_from_defaults_list = _remember_merged
+    OverridesParser.parse_rule = _remember_override
+    omegaconf.omegaconf.get_yaml_loader = cache(_make_loader)
 
 
 def _remember_list(
@@ -48,5 +60,20 @@ def _remember_merged(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> 
     if not any(known.defaults is defaults for known in _lists.values()):
         return _merge(self, defaults, repo)
     if id(defaults) not in _merged:
-        _merged[id(defaults)] = _merge(self, defaults, repo)
-    return copy.deepcopy(_merged[id(defaults)])
+        _merged[id(defaults)] = pickle.dumps(_merge(self, defaults, repo))
+    return pickle.loads(_merged[id(defaults)])  # a copy, in half the time of `copy.deepcopy`
+
+
+def _remember_override(self: OverridesParser, word: str, rule: str) -> Any:
+    if rule != "override":
+        return _parse(self, word, rule)
+    if word not in _overrides:
+        _overrides[word] = _parse(self, word, rule)
+    return copy.copy(_overrides[word])  # the parser writes to it where it comes from
+
+
+def _make_loader() -> Any:
+    """Return the class that OmegaConf reads YAML with, on libyaml: OmegaConf makes one in Python for each file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)
+        return get_yaml_loader()
