@@ -3,13 +3,16 @@
 import gc
 import os
 import subprocess
+import sys
 
 from support.devices import xla_flags
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The processes that tests start share the compiled code of tunix: without it each one compiles all files again.
+# The workers, their next session and the processes that they start share the compiled code of tunix and of the tests:
+# without it each one compiles all files again, and pytest takes 5 s to rewrite the asserts.
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # empty: not set
+sys.dont_write_bytecode = False
 
 import random
 from pathlib import Path
