@@ -21,7 +21,7 @@ from tunix.config.task import Dpo
 from tunix.data.corpus import Corpus, load_corpus
 from tunix.hf.hub import find
 from tunix.inference.harness import ask_tasks
-from tunix.inference.pretrained import about_files, load_params, load_pretrained
+from tunix.inference.pretrained import describe_files, load_params, load_pretrained
 from tunix.processes import peers
 from tunix.rl.answer_quality import is_sampling, measure_answers
 from tunix.rl.pair_reference import add_reference
@@ -157,7 +157,7 @@ def measure_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Nu
     measured = []
     for checkpoint in checkpoints:
         dtype, decoder = cfg.training.dtypes["compute"], cfg.model
-        about = about_files(checkpoint, decoder)
+        about = describe_files(checkpoint, decoder)
         model = load_pretrained(checkpoint, dtype, decoder.mesh_shape, cmd.weights, **about)
         measured.append(ask_tasks(model, cmd))
     return measured

@@ -14,7 +14,7 @@ from tunix.config import Generate
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import Pretrained, load_pretrained
-from tunix.inference.stops import model_stop_ids
+from tunix.inference.stops import read_stop_ids
 from tunix.processes import peers
 from tunix.tokenizer.vocabulary import read_chat
 
@@ -108,7 +108,7 @@ def find_stop_ids(model: Pretrained) -> list[int]:
     They are those that the files of Hugging Face's model name, and for a run the token that ends a document.
     """
     own = set() if model.vocabulary is None else {model.vocabulary.eos}
-    return sorted(own | set(model_stop_ids(model.files) if model.files else ()))
+    return sorted(own | set(read_stop_ids(model.files) if model.files else ()))
 
 
 def _make_prompt(row: Row, command: Generate) -> Any:

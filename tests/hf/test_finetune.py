@@ -26,7 +26,7 @@ from tunix.generate import Speaker
 from tunix.inference.pretrained import load_pretrained
 from tunix.inference.start import check_init_from, load_init_from
 from tunix.models.paths import named
-from tunix.rl.quality import pass_at
+from tunix.rl.quality import estimate_pass
 from tunix.sharding.arrays import to_global
 from tunix.training.losses import next_token_loss
 from tunix.training.mesh_choices import build_mesh
@@ -326,5 +326,5 @@ def test_mistakes(words, message, tuned, hf_dir, monkeypatch, capsys):
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
     rng, right = np.random.default_rng(0), np.array([0, 1, 3, 6])
     draws = [[rng.choice(6, 2, replace=False) < count for _ in range(20_000)] for count in right]
-    assert pass_at(2, right, 6) == pytest.approx(np.mean([each.any() for row in draws for each in row]), abs=0.01)
-    assert pass_at(1, right, 6) == pytest.approx(right.mean() / 6)
+    assert estimate_pass(2, right, 6) == pytest.approx(np.mean([each.any() for row in draws for each in row]), abs=0.01)
+    assert estimate_pass(1, right, 6) == pytest.approx(right.mean() / 6)

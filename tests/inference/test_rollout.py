@@ -9,7 +9,7 @@ from support.harness import program
 
 from tunix.costs import rollout_sizes
 from tunix.costs.hlo import read_collectives
-from tunix.costs.rollout_memory import rollout_costs
+from tunix.costs.rollout_memory import derive_rollout_costs
 from tunix.inference.sampling import Request, Sampler, Sampling, Wave
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import data_axes
@@ -132,7 +132,7 @@ def test_memory_is_that_of_the_arrays(rollout_on):
     mesh, sampler = rollout.mesh, rollout.sampler
     with jax.set_mesh(mesh):
         built = assemble(rollout.program.cfg, mesh)
-        costs = rollout_costs(built, len(PROMPTS), 8, 20, HOW.max_new_tokens)
+        costs = derive_rollout_costs(built, len(PROMPTS), 8, 20, HOW.max_new_tokens)
         weights = sampler.gather(rollout.params)
         wave = Wave(PROMPTS, list(range(8 * len(PROMPTS))), 0)
         rows, *_ = sampler._begin(weights, wave, HOW, jax.random.key(0))

@@ -21,7 +21,7 @@ from tunix.inference.cache import prefill
 from tunix.inference.drawing import choose
 from tunix.inference.gathered import gather
 from tunix.inference.sampling import Sampling
-from tunix.inference.stops import chat_stop_ids
+from tunix.inference.stops import find_stop_ids
 from tunix.tokenizer.vocabulary import load_vocabulary
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -105,13 +105,13 @@ def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
     )
     vocabulary = load_vocabulary(str(hf_dir), chat_template=str(tmp_path / "end.jinja"))
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert chat_stop_ids(vocabulary, (), tmp_path) == (0, 2, 7)
+    assert find_stop_ids(vocabulary, (), tmp_path) == (0, 2, 7)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8]}')  # it stands above config.json
     word = vocabulary.backend.token_to_id("a")
-    assert chat_stop_ids(vocabulary, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
-    assert chat_stop_ids(load_vocabulary(str(hf_dir)), (), None) == (2,)
+    assert find_stop_ids(vocabulary, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
+    assert find_stop_ids(load_vocabulary(str(hf_dir)), (), None) == (2,)
     with pytest.raises(UserError, match="sampling.stop=nowhere is not a token"):
-        chat_stop_ids(vocabulary, ("nowhere",), None)
+        find_stop_ids(vocabulary, ("nowhere",), None)
 
 
 def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):

@@ -10,7 +10,7 @@ from support.harness import experts as few_experts
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.costs.derived import costs_of
+from tunix.costs.derived import derive_costs
 from tunix.models.experts import Experts
 from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.program import assemble
@@ -170,7 +170,7 @@ def test_derived_costs_know_experts():
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         built = assemble(cfg, mesh)
-        costs = costs_of(built)
+        costs = derive_costs(built)
     assert costs.num_bytes["weights"] > 4 * built.arch.num_active / 4
     dense = 6 * built.arch.num_active * costs.tokens_per_step / mesh.size
     assert costs.model_flops < 1.2 * dense

@@ -6,7 +6,7 @@ from support.harness import batch, program
 
 from tunix.base.errors import UserError
 from tunix.training.losses import loss_kind
-from tunix.training.overlap import known_options
+from tunix.training.overlap import keep_known_options
 
 MESHES = {
     "dp x fsdp x tp, LoRA with dropout": [
@@ -62,6 +62,6 @@ def test_where_layers_cannot_gather_ahead_it_is_refused(words, message):
 def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
     mesh = program("model.mesh_shape=[[8],[fsdp]]").mesh
     with jax.set_mesh(mesh):
-        options = known_options({"xla_no_such_option": 8, "xla_cpu_enable_fast_math": False}, mesh)
+        options = keep_known_options({"xla_no_such_option": 8, "xla_cpu_enable_fast_math": False}, mesh)
     assert options == {"xla_cpu_enable_fast_math": False}
     assert "xla_no_such_option=8 is left out" in caplog.text

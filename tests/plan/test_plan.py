@@ -27,10 +27,10 @@ from tunix.plan.candidates import make_candidate
 from tunix.plan.choice import resolve_auto
 from tunix.plan.compiled import Compiled
 from tunix.plan.described_devices import find_backend
-from tunix.plan.exchange_times import pairs_in_ring, settle_exchange
+from tunix.plan.exchange_times import count_pairs_in_ring, settle_exchange
 from tunix.plan.open_keys import list_micro_batch_sizes
 from tunix.plan.ranking import _pick_to_compile, rank
-from tunix.plan.text import record
+from tunix.plan.text import make_record
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
@@ -336,14 +336,14 @@ def test_the_exchange_of_attention_that_is_faster(monkeypatch):
         chosen, reason = settle_exchange(cfg, sizes, cluster)
         assert (chosen.model.cp_exchange, reason.split(":")[0]) == (faster, f"model.cp_exchange={faster}")
         candidate = make_candidate(cfg, sizes, None, cluster, with_activations=False)
-        assert record(candidate)["cp_exchange"] == faster
+        assert make_record(candidate)["cp_exchange"] == faster
     given = cfg.model_copy(update={"model": cfg.model.model_copy(update={"attention": "cudnn"})})
     assert settle_exchange(given, sizes, cluster) == (given, ""), "a ring has no such kernel"
 
     # All devices of a ring wait for the last one: it computes twice the mean.
-    pairs = pairs_in_ring(4096, 4096, num_devices=8)
+    pairs = count_pairs_in_ring(4096, 4096, num_devices=8)
     assert sum(pairs) == 512 * 4096
-    assert list(pairs_in_ring(4096, 512, num_devices=8) > 0) == [True] * 2 + [False] * 6
+    assert list(count_pairs_in_ring(4096, 512, num_devices=8) > 0) == [True] * 2 + [False] * 6
     ring = make_candidate(compose([*words, "model.cp_exchange=ring"]).config, sizes, None, cluster, False)
     ulysses = make_candidate(compose([*words, "model.cp_exchange=ulysses"]).config, sizes, None, cluster, False)
     assert ring.compute_s > ulysses.compute_s

@@ -12,7 +12,7 @@ from tunix.config.task import Grpo
 from tunix.rl.advantages import ADVANTAGES, has_signal
 from tunix.sharding.arrays import to_global
 from tunix.training.mesh_choices import build_layout, build_mesh
-from tunix.training.policy import divide, policy_loss, token_gains
+from tunix.training.policy import compute_gains, divide, policy_loss
 from tunix.training.scores import Largest, Mean, add_sums, report_sums, token_log_probs
 from tunix.training.state import describe
 
@@ -176,8 +176,8 @@ FIELDS = {"loss_mask": MASK, "advantages": ADVANTAGE, "log_probs": OLD, "referen
 def test_clipped_gradients_are_those_of_the_formula(ratio, clip):
     """With two steps on a rollout. By hand: the factor that multiplies the gradient of each token's log-probability."""
     settings = task(steps_per_rollout=2, ratio=ratio, clip=clip, max_importance=3.0)
-    gains = token_gains(jnp.array(OLD + MOVE), FIELDS, settings)
-    slope = jax.grad(lambda log_probs: jnp.sum(token_gains(log_probs, FIELDS, settings).gain))(jnp.array(OLD + MOVE))
+    gains = compute_gains(jnp.array(OLD + MOVE), FIELDS, settings)
+    slope = jax.grad(lambda log_probs: jnp.sum(compute_gains(log_probs, FIELDS, settings).gain))(jnp.array(OLD + MOVE))
     logs = MOVE * MASK
     if ratio == "answer":
         logs = logs.sum(1, keepdims=True) / MASK.sum(1, keepdims=True) * MASK
@@ -231,7 +231,7 @@ def test_divisors():
 
 def test_divergence_in_the_loss_is_k3():
     settings = task(kl="loss", kl_coefficient=0.5)
-    gains, plain = (token_gains(jnp.array(OLD), FIELDS, each) for each in (settings, task()))
+    gains, plain = (compute_gains(jnp.array(OLD), FIELDS, each) for each in (settings, task()))
     assert plain.kl is None
     k3 = (np.exp(-0.2) - 1 + 0.2) * MASK
     np.testing.assert_allclose(gains.kl, k3, rtol=1e-4)

@@ -25,7 +25,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.run.items import read_json
 from tunix.run.trace import check_window
 from tunix.sharding.dims import axis_names
-from tunix.training.optim import phase_steps
+from tunix.training.optim import count_phase_steps
 from tunix.training.sizes import last_step
 
 FOUR = dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
@@ -85,7 +85,7 @@ def test_the_length_of_a_run_and_of_its_schedule_count_the_tokens_of_each_stage(
     assert spans == [(3, 128), (3, 256), (2, 512)]
     for phase, tokens, steps in (("warmup", 640, 4), ("warmup", 5000, 14), ("decay", 1280, 3), ("decay", 512, 1)):
         scheduler = staged().scheduler.model_copy(update={f"{phase}_tokens": tokens})
-        assert phase_steps(scheduler, phase, spans) == steps
+        assert count_phase_steps(scheduler, phase, spans) == steps
 
 
 def test_the_data_are_those_of_a_run_without_stages(cache_dir, monkeypatch):

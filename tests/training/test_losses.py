@@ -11,7 +11,7 @@ import tunix
 from tunix.data.batch import FIELDS, Field, empty_example
 from tunix.models.block import Block
 from tunix.sharding.arrays import to_global
-from tunix.training.chunks import chunk_positions
+from tunix.training.chunks import count_chunk_positions
 from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, next_token_loss, token_log_probs
 from tunix.training.program import abstract_batch
 
@@ -134,10 +134,10 @@ def test_the_gradient_of_the_table_is_added_up_in_float32():
 
 
 def test_chunks_are_counted_in_rows_of_a_device():
-    assert chunk_positions("auto", num_sequences=4, length=4096) == 1024
-    assert chunk_positions("auto", num_sequences=1, length=2048) == 1024  # never the whole of it
-    assert chunk_positions("auto", num_sequences=3, length=1000) == 500
-    assert chunk_positions(256, num_sequences=64, length=128) == 128
+    assert count_chunk_positions("auto", num_sequences=4, length=4096) == 1024
+    assert count_chunk_positions("auto", num_sequences=1, length=2048) == 1024  # never the whole of it
+    assert count_chunk_positions("auto", num_sequences=3, length=1000) == 500
+    assert count_chunk_positions(256, num_sequences=64, length=128) == 128
 
 
 def test_examples_have_the_fields_of_the_table():

@@ -11,7 +11,7 @@ from support.harness import SMALL, batch, program
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.training.mesh_choices import build_layout, build_mesh
-from tunix.training.optim import check_phases, make_optimizer, make_schedule, phase_steps
+from tunix.training.optim import check_phases, count_phase_steps, make_optimizer, make_schedule
 from tunix.training.state import describe
 
 CONSTANT = ["scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null"]
@@ -222,7 +222,7 @@ def test_schedules():
 
 def test_phases_in_steps_tokens_and_ratio():
     def warmup(*words: str) -> int:
-        return phase_steps(compose(list(words)).config.scheduler, "warmup", [(200, 10)])
+        return count_phase_steps(compose(list(words)).config.scheduler, "warmup", [(200, 10)])
 
     assert warmup("scheduler.warmup_ratio=0.1") == 20
     assert warmup("scheduler.warmup_tokens=500") == 50

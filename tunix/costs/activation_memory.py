@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from tunix.config import Config, Model
 from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
-from tunix.costs.transfers import part_rows, shard_shape
+from tunix.costs.transfers import count_part_rows, find_shard_shape
 from tunix.models.attention import QUERY_BLOCK
 from tunix.models.delta_rule import CHUNK
 from tunix.models.exchanges import choose_exchange, is_in_blocks
@@ -22,7 +22,7 @@ from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import STREAM_TOKENS, data_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
-from tunix.training.chunks import chunk_positions
+from tunix.training.chunks import count_chunk_positions
 from tunix.training.program import Program, abstract_batch
 from tunix.training.state import abstract_params, describe
 
@@ -36,26 +36,26 @@ QUEUES = 3  # of the rows of a microbatch: what enters the stages, what leaves t
 LONG = 2048  # tokens of a sequence on one device, of which all are traced
 
 
-def activation_bytes(program: Program) -> int:
+def count_activation_bytes(program: Program) -> int:
     """Return the bytes of activations: kept of each sequence, and one layer's inside or the logits of a chunk.
 
     On stages the forward pass keeps of each tick the rows that a stage takes; a part of the batch at a time has in one
     stage what it has without stages.
     """
     training, layout, mesh, pipeline = program.cfg.training, program.layout, program.mesh, program.pipeline
-    inside = inside_bytes(program.cfg, layout, mesh, training.seq_len)
-    own_tokens = shard_shape((training.seq_len,), layout.activation("T"), mesh)[0]
-    words = shard_shape((program.cfg.model.vocab_size,), layout.activation("V"), mesh)[0]
+    inside = estimate_inside_bytes(program.cfg, layout, mesh, training.seq_len)
+    own_tokens = find_shard_shape((training.seq_len,), layout.activation("T"), mesh)[0]
+    words = find_shard_shape((program.cfg.model.vocab_size,), layout.activation("V"), mesh)[0]
 
     def logits(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
-        return 1.75 * chunk_positions(training.loss_chunk_size, num_rows, num_tokens) * words * 4
+        return 1.75 * count_chunk_positions(training.loss_chunk_size, num_rows, num_tokens) * words * 4
 
-    num_rows, residual = training.sequences_per_shard, _residual_bytes(program)
+    num_rows, residual = training.sequences_per_shard, _count_residual_bytes(program)
     if pipeline.num_stages == 1:
         return round(num_rows * (residual + max(inside, logits(num_rows, own_tokens))))
-    row = _stream_bytes(program) + 4 * (own_tokens + training.seq_len)  # with its positions and segments
-    rows_of_part = part_rows(program.cfg, mesh)
+    row = _count_stream_bytes(program) + 4 * (own_tokens + training.seq_len)  # with its positions and segments
+    rows_of_part = count_part_rows(program.cfg, mesh)
     at_work = rows_of_part * (residual / (pipeline.num_stages * pipeline.num_chunks) + inside)
     if pipeline.is_stream:
         loss = rows_of_part * logits(rows_of_part, own_tokens // pipeline.num_stages)
@@ -66,15 +66,15 @@ def activation_bytes(program: Program) -> int:
     return round(num_kept * rows_of_part * row + max(at_work, queues_and_loss))
 
 
-def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
+def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
     """Return the bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
     model, item = cfg.model, jnp.dtype(layout.compute).itemsize
-    own = {letter: shard_shape((size,), layout.activation(letter), mesh)[0] for letter, size in model.dims.items()}
-    tokens = shard_shape((length,), layout.activation("T"), mesh)[0]
+    own = {letter: find_shard_shape((size,), layout.activation(letter), mesh)[0] for letter, size in model.dims.items()}
+    tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
     heads, kinds = own["N"], model.kinds_of_heads
     # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
     of_heads = max((heads + min(own[each.letters[0]], heads)) * each.dim for each in kinds)
-    mlp = _mlp_numbers(model, layout, mesh, own)
+    mlp = _count_mlp_numbers(model, layout, mesh, own)
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
     inside = 2 * tokens * item * (6 * own["D"] + copies * of_heads + mlp)
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
@@ -83,11 +83,11 @@ def inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length:
         inside += heads * min(length, QUERY_BLOCK) * tokens * (4 + item)
     if model.linear_attention is None:
         return inside
-    numbers = _linear_numbers(model, length, own)  # float32
+    numbers = _count_linear_numbers(model, length, own)  # float32
     return max(inside, round(2 * tokens * (item * (6 * own["D"] + mlp) + 4 * numbers)))
 
 
-def _mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, own: dict[str, int]) -> int:
+def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, own: dict[str, int]) -> int:
     """Return the numbers that the MLP has inside for each token of a device; `own` has its sizes of dimensions."""
     mlp = (2 if model.mlp.kind == "plain" else 3) * max(own["F"], own.get("f", 0))
     if not isinstance(model.mlp, ExpertsMlp):
@@ -102,7 +102,7 @@ def _mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, own: d
     return max(round(of_experts), mlp if "dense_blocks" in model.stacks else 0)
 
 
-def _linear_numbers(model: Model, length: int, own: dict[str, int]) -> float:
+def _count_linear_numbers(model: Model, length: int, own: dict[str, int]) -> float:
     """Return the numbers that linear attention has inside for each token of a device (models/delta_rule.py)."""
     linear = model.linear_attention
     assert linear is not None
@@ -114,7 +114,7 @@ def _linear_numbers(model: Model, length: int, own: dict[str, int]) -> float:
 _known_residual_bytes: dict[tuple[str | int, ...], int] = {}  # a plan asks for one model on many meshes
 
 
-def _residual_bytes(program: Program) -> int:
+def _count_residual_bytes(program: Program) -> int:
     """Return the bytes that `training.remat` keeps of a sequence for the backward pass, on one device.
 
     On stages, they are those of the same program without stages, whose axis then splits the batch alone.
@@ -156,7 +156,7 @@ def _trace_residuals(program: Program) -> int:
     # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
     # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.
     times, length = 1, cfg.training.seq_len
-    shards = length // shard_shape((length,), layout.activation(STREAM_TOKENS), mesh)[0]
+    shards = length // find_shard_shape((length,), layout.activation(STREAM_TOKENS), mesh)[0]
     while length % (2 * times * shards) == 0 and length // (2 * times) >= LONG * token_shards(mesh.shape):
         times *= 2
     values = {
@@ -167,11 +167,11 @@ def _trace_residuals(program: Program) -> int:
     leaves = jax.tree.leaves(jax.eval_shape(residuals, abstract_params(arch, mesh), abstract_batch(marked, mesh)))
     grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
     num_bytes = times * bytes_per_device(grown) // prime
-    return num_bytes - cfg.model.num_layers * _stream_bytes(program) if remat.on_host else num_bytes
+    return num_bytes - cfg.model.num_layers * _count_stream_bytes(program) if remat.on_host else num_bytes
 
 
-def _stream_bytes(program: Program) -> int:
+def _count_stream_bytes(program: Program) -> int:
     """Return the bytes of the residual stream of one sequence on one device."""
     layout = program.layout
-    own_tokens = shard_shape((program.cfg.training.seq_len,), layout.activation(STREAM_TOKENS), program.mesh)[0]
+    own_tokens = find_shard_shape((program.cfg.training.seq_len,), layout.activation(STREAM_TOKENS), program.mesh)[0]
     return own_tokens * program.cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize

@@ -41,11 +41,18 @@ def format_text(communication: Communication) -> str:
         unnamed_ms = _format_ms(communication.unnamed_s)
         lines.append(f"besides, {unnamed_ms} ms of NCCL kernels for which the trace names no instruction")
     return "\n".join(
-        [*lines, "", as_text(_axes_table(communication), 200), "", as_text(_collectives_table(communication), 200), ""]
+        [
+            *lines,
+            "",
+            as_text(_make_axes_table(communication), 200),
+            "",
+            as_text(_make_collectives_table(communication), 200),
+            "",
+        ]
     )
 
 
-def _axes_table(communication: Communication) -> Table:
+def _make_axes_table(communication: Communication) -> Table:
     table = Table(title="by mesh axis, beside what is derived from the config", title_justify="left")
     for name in ("axes", "kind", "count", "MiB/step", *TIMED, "derived MiB", "predicted ms"):
         table.add_column(name, justify="left" if name in ("axes", "kind") else "right", no_wrap=True)
@@ -53,7 +60,7 @@ def _axes_table(communication: Communication) -> Table:
     for row in communication.per_axis:
         derived = left.pop((row.kind, row.axes), None)
         table.add_row(
-            "+".join(row.axes), row.kind, f"{row.count:,}", f"{row.num_bytes / MIB:,.2f}", *_time_cells(row),
+            "+".join(row.axes), row.kind, f"{row.count:,}", f"{row.num_bytes / MIB:,.2f}", *_format_times(row),
             f"{derived.num_bytes / MIB:,.2f}" if derived else "-",
             _format_ms(derived.time_s) if derived and derived.time_s is not None else "-",
         )  # fmt: skip
@@ -64,7 +71,7 @@ def _axes_table(communication: Communication) -> Table:
     return table
 
 
-def _collectives_table(communication: Communication) -> Table:
+def _make_collectives_table(communication: Communication) -> Table:
     table = Table(title="by collective of the compiled step", title_justify="left")
     for name in ("kind", "axes", "dtype", "count", "KiB each", *TIMED, "where", "instruction"):
         left = ("kind", "axes", "dtype", "where", "instruction")
@@ -77,14 +84,14 @@ def _collectives_table(communication: Communication) -> Table:
             row.dtype,
             f"{row.count:,}",
             f"{kib_each:,.1f}",
-            *_time_cells(row),
+            *_format_times(row),
             row.scope,
             row.name,
         )
     return table
 
 
-def _time_cells(row: Row) -> list[str]:
+def _format_times(row: Row) -> list[str]:
     return [
         _format_ms(row.time_s),
         _format_ms(row.exposed_s),

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import jax
 
 from tunix.config import Config
-from tunix.costs.activation_memory import activation_bytes
+from tunix.costs.activation_memory import count_activation_bytes
 from tunix.costs.expert_transfers import list_expert_transfers
 from tunix.costs.matmul_dtypes import matmul_share
 from tunix.costs.product_transfers import list_product_transfers
 from tunix.costs.program_cache import find_program
-from tunix.costs.state_memory import state_bytes
+from tunix.costs.state_memory import count_state_bytes
 from tunix.costs.transfers import Transfer, list_transfers
 from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
 from tunix.models.paths import parameter_name
@@ -35,11 +35,11 @@ class Costs:
 
 
 def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
-    """Return the costs of a step of `cfg` on a mesh of these sizes; see `find_program` and `costs_of`."""
-    return costs_of(find_program(cfg, sizes, platform), with_activations)
+    """Return the costs of a step of `cfg` on a mesh of these sizes; see `find_program` and `derive_costs`."""
+    return derive_costs(find_program(cfg, sizes, platform), with_activations)
 
 
-def costs_of(program: Program, with_activations: bool = True) -> Costs:
+def derive_costs(program: Program, with_activations: bool = True) -> Costs:
     """Return the costs of a step of a program.
 
     Activations are traced, which takes most of the time. Without them, everything else is the same.
@@ -49,23 +49,25 @@ def costs_of(program: Program, with_activations: bool = True) -> Costs:
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, batch.seq_len) * num_tokens
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
     chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len) * num_tokens
-    again = _share_again(program)
+    again = _derive_share_again(program)
     all_flops = flops + again * forward_flops + (3 + again) * chunk_flops
     lists = list_transfers, list_product_transfers, list_expert_transfers
     with jax.sharding.use_abstract_mesh(program.abstract_mesh):
-        num_bytes = state_bytes(program) | {"activations": activation_bytes(program) if with_activations else 0}
+        num_bytes = count_state_bytes(program) | {
+            "activations": count_activation_bytes(program) if with_activations else 0
+        }
         transfers = [transfer for each in lists for transfer in each(program)]
     return Costs(
         num_bytes,
         transfers,
         flops,
-        all_flops + _pipeline_flops(program, all_flops, forward_flops, num_tokens),
+        all_flops + _count_pipeline_flops(program, all_flops, forward_flops, num_tokens),
         batch.num_tokens,
         matmul_share(cfg, arch, batch.seq_len),
     )
 
 
-def _share_again(program: Program) -> float:
+def _derive_share_again(program: Program) -> float:
     """Return the share of the blocks' products that the backward pass computes again; the logits are not in blocks."""
     again, in_all = 0.0, 0
     for path, weight in jax.tree.leaves_with_path(program.arch.weights):
@@ -76,7 +78,7 @@ def _share_again(program: Program) -> float:
     return again / in_all
 
 
-def _pipeline_flops(program: Program, flops: float, forward_flops: float, num_tokens: float) -> float:
+def _count_pipeline_flops(program: Program, flops: float, forward_flops: float, num_tokens: float) -> float:
     """Return the FLOPs that stages add on one device: the bubble, and the forward pass of the stages once more.
 
     `flops` are those without stages, of `num_tokens` tokens. The logits are outside of the stages.

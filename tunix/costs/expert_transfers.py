@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from tunix.base.dotted import import_object
 from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
-from tunix.costs.transfers import Transfer, shard_shape
+from tunix.costs.transfers import Transfer, find_shard_shape
 from tunix.models.expert_exchanges import count_rows
 from tunix.sharding.mesh_shape import count_devices
 from tunix.training.program import Program
@@ -40,7 +40,7 @@ def list_expert_transfers(program: Program) -> list[Transfer]:
     num_devices = count_devices(mesh.shape, axes)
     if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
         return []
-    num_tokens = math.prod(shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh))
+    num_tokens = math.prod(find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh))
     pipeline, remat = program.pipeline, program.remat
     exchanged = Exchanged(
         axes,

@@ -63,10 +63,10 @@ def _draw(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> No
             start = end
         canvas.text((start + 6, top + 5), bar.words, INK, font)
         if bar.mark is not None:
-            _line(canvas, left + scale * bar.mark, top, top + ROW - 2, INK)
+            _draw_line(canvas, left + scale * bar.mark, top, top + ROW - 2, INK)
     if panel.limit:
-        _line(canvas, left + scale * panel.limit, 3 * ROW, ROW * (len(panel.bars) + 3), LIMIT)
+        _draw_line(canvas, left + scale * panel.limit, 3 * ROW, ROW * (len(panel.bars) + 3), LIMIT)
 
 
-def _line(canvas: ImageDraw.ImageDraw, x: float, top: int, bottom: int, colour: str) -> None:
+def _draw_line(canvas: ImageDraw.ImageDraw, x: float, top: int, bottom: int, colour: str) -> None:
     canvas.line((x, top, x, bottom), colour, 2)

@@ -48,16 +48,16 @@ def count_fusion(name: str, program: Computations) -> Work:
     scope = {instruction.name: instruction for instruction in program.get(name, ())}
     work = Work()
     for instruction in scope.values():
-        work = work.plus(Work(_flops(instruction, scope)))
+        work = work.plus(Work(_count_flops(instruction, scope)))
         if instruction.called and instruction.opcode == "fusion":
             work = work.plus(Work(count_fusion(instruction.called, program).flops))
         if instruction.opcode == "parameter":
-            parts = [_bytes_read(user, instruction, scope) for user in _find_users(instruction, scope)]
-            work = work.plus(_in_memory_of(instruction, min(instruction.num_bytes, sum(parts))))
+            parts = [_count_read(user, instruction, scope) for user in _find_users(instruction, scope)]
+            work = work.plus(_count_moved(instruction, min(instruction.num_bytes, sum(parts))))
     return work.plus(_count_written(list(scope.values())[-1], scope)) if scope else work
 
 
-def _in_memory_of(array: Instruction, num_bytes: int) -> Work:
+def _count_moved(array: Instruction, num_bytes: int) -> Work:
     """Return the work of reading or writing bytes where an array is."""
     return Work(host_bytes=num_bytes) if array.host_bytes else Work(device_bytes=num_bytes)
 
@@ -71,7 +71,7 @@ def _find_users(instruction: Instruction, scope: Scope) -> list[Instruction]:
     return users
 
 
-def _bytes_read(user: Instruction, parameter: Instruction, scope: Scope) -> int:
+def _count_read(user: Instruction, parameter: Instruction, scope: Scope) -> int:
     """Return the bytes of a parameter that one of its users reads."""
     if user.opcode in ("dynamic-slice", "slice", "gather"):
         return user.num_bytes
@@ -95,7 +95,7 @@ def _count_written(root: Instruction, scope: Scope) -> Work:
     if root.opcode == "bitcast":
         return _count_written(scope[root.operands[0]], scope)
     updates = root.opcode == "dynamic-update-slice"
-    return _in_memory_of(root, scope[root.operands[1]].num_bytes if updates else root.num_bytes)
+    return _count_moved(root, scope[root.operands[1]].num_bytes if updates else root.num_bytes)
 
 
 def count_alone(instruction: Instruction, scope: Scope) -> Work:
@@ -110,10 +110,10 @@ def count_alone(instruction: Instruction, scope: Scope) -> Work:
         return Work(host_bytes=copied.num_bytes) if instruction.host_bytes else Work(device_bytes=2 * copied.num_bytes)
     host = sum(array.host_bytes for array in (*operands, instruction))
     both = sum(array.num_bytes for array in (*operands, instruction))
-    return Work(_flops(instruction, scope), both - host, host)
+    return Work(_count_flops(instruction, scope), both - host, host)
 
 
-def _flops(instruction: Instruction, scope: Scope) -> float:
+def _count_flops(instruction: Instruction, scope: Scope) -> float:
     """Count FLOPs of matrix products, two for each multiplication, also in a fused attention kernel.
 
     Everything else counts 0: its time is that of reading and writing memory.

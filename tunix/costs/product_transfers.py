@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.config.mlp import ExpertsMlp
-from tunix.costs.transfers import Transfer, shard_shape
+from tunix.costs.transfers import Transfer, find_shard_shape
 from tunix.models.paths import parameter_name
 from tunix.models.remat import product_name
 from tunix.sharding.dims import EXPERTS, STREAM_TOKENS, TOKENS
@@ -44,7 +44,7 @@ def list_product_transfers(program: Program) -> list[Transfer]:
         transfers.append(Transfer(kind, axes, round(count * num_bytes), overlaps=False, count=count))
 
     def num_numbers(letters: str) -> int:
-        return math.prod(shard_shape([sizes[letter] for letter in letters], layout.activation(letters), mesh))
+        return math.prod(find_shard_shape([sizes[letter] for letter in letters], layout.activation(letters), mesh))
 
     for kind, letters, axes, times in (*_list_in_blocks(program), *_list_at_ends(program)):
         if axes and times:

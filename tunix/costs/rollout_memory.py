@@ -10,18 +10,18 @@ from jax.sharding import AbstractMesh, Mesh
 
 from tunix.config import Config, DeviceKind
 from tunix.config.task import Grpo
-from tunix.costs.activation_memory import inside_bytes
+from tunix.costs.activation_memory import estimate_inside_bytes
 from tunix.costs.rollout_sizes import (
     SMALLEST_PROMPT,
+    choose_fewer_rows,
     count_slots,
-    fewer_rows,
+    find_next_look,
     fit_as_matrices,
-    next_look,
     pad_prompt,
     prompts_at_once,
     spread_prompts,
 )
-from tunix.costs.transfers import gathered_dtype, shard_bytes, shard_shape
+from tunix.costs.transfers import count_shard_bytes, find_gathered_dtype, find_shard_shape
 from tunix.models.flops import forward_flops_per_token
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
@@ -65,15 +65,15 @@ class RolloutPlan:
 
 
 def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
-    """Return the rollout of a run with task=grpo; see `rollout_costs`."""
+    """Return the rollout of a run with task=grpo; see `derive_rollout_costs`."""
     task = program.cfg.task
     assert isinstance(task, Grpo)
     cycle = task.cycle(program.batch.num_sequences)
     rows = choose_rows(program, device_bytes)
     at_once = min(cycle.samples, prompts_at_once(rows, task.group_size) or cycle.samples)
-    costs = _wave_costs(program, at_once, device_bytes)
+    costs = _derive_wave_costs(program, at_once, device_bytes)
     waves = math.ceil(cycle.samples / at_once)
-    longest_prompt = _longest_prompt(program.cfg)
+    longest_prompt = _find_longest_prompt(program.cfg)
     return RolloutPlan(cycle.samples, longest_prompt, cycle.steps, waves, costs, reference_bytes(program))
 
 
@@ -82,10 +82,10 @@ def reference_bytes(program: Program) -> int:
     task = program.cfg.task
     if not (isinstance(task, Grpo) and task.kl_coefficient) or program.cfg.model.keeps_base:
         return 0
-    return bytes_per_device(reference_shapes(program))
+    return bytes_per_device(describe_reference(program))
 
 
-def reference_shapes(program: Program) -> Any:
+def describe_reference(program: Program) -> Any:
     """Return shapes, dtypes and shardings of a reference: those of parameters in the dtype of products.
 
     Codes of quantized weights stay codes.
@@ -117,24 +117,24 @@ def choose_rows(program: Program, device_bytes: int | None) -> int | None:
         return None
     free = USABLE * device_bytes - bytes_per_device(program.abstract) - reference_bytes(program)
     count = task.cycle(program.batch.num_sequences).samples
-    while count > 1 and _wave_costs(program, count, device_bytes).memory > free:
+    while count > 1 and _derive_wave_costs(program, count, device_bytes).memory > free:
         count = math.ceil(count / 2)
     return count * task.group_size
 
 
-def _longest_prompt(cfg: Config) -> int:
+def _find_longest_prompt(cfg: Config) -> int:
     return cfg.training.seq_len - cfg.sampling.max_new_tokens
 
 
-def _wave_costs(program: Program, num_prompts: int, device_bytes: int | None) -> RolloutCosts:
+def _derive_wave_costs(program: Program, num_prompts: int, device_bytes: int | None) -> RolloutCosts:
     """Return the costs of the answers to so many prompts of a run, drawn at one time."""
     cfg = program.cfg
     assert isinstance(cfg.task, Grpo)
-    arguments = num_prompts, cfg.task.group_size, _longest_prompt(cfg), cfg.sampling.max_new_tokens
-    return rollout_costs(program, *arguments, device_bytes)
+    arguments = num_prompts, cfg.task.group_size, _find_longest_prompt(cfg), cfg.sampling.max_new_tokens
+    return derive_rollout_costs(program, *arguments, device_bytes)
 
 
-def rollout_costs(
+def derive_rollout_costs(
     program: Program,
     num_prompts: int,
     answers_per_prompt: int,
@@ -153,17 +153,17 @@ def rollout_costs(
     prompts, rows = count * copies // shards, count * answers_per_prompt // shards
     length = pad_prompt(longest_prompt)
     stretches = _list_stretches(length, max_new_tokens)
-    caches = [_cache_bytes(program, mesh, slots) * rows for _, slots in stretches]
+    caches = [_count_cache_bytes(program, mesh, slots) * rows for _, slots in stretches]
     sizes = sorted(set(caches))
     vocabulary = program.cfg.model.vocab_size
-    own_words = shard_shape((vocabulary,), layout.activation("V"), mesh)[0]
+    own_words = find_shard_shape((vocabulary,), layout.activation("V"), mesh)[0]
     parts = {
-        "gathered weights": _weight_bytes(program, mesh, device_bytes),
+        "gathered weights": _count_weight_bytes(program, mesh, device_bytes),
         # While a cache grows, the old one is still there.
         "cache": max(old + new for old, new in zip([0, *sizes], sizes, strict=False)),
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
         "logits": 4 * rows * (own_words + 2 * vocabulary),
-        "prompts": prompts * inside_bytes(program.cfg, layout, mesh, length),
+        "prompts": prompts * estimate_inside_bytes(program.cfg, layout, mesh, length),
     }
     every_token = parts["gathered weights"] + parts["logits"]
     bytes_read = sum(count * (every_token + cache) for (count, _), cache in zip(stretches, caches, strict=True))
@@ -174,20 +174,20 @@ def rollout_costs(
     return RolloutCosts(rows, parts, num_programs, bytes_read, flops * shards / mesh.size)
 
 
-def _weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
+def _count_weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
     """Bytes of all weights gathered; of a quantized one those of its matrix, if all matrices fit."""
     layout, codes, matrices = program.layout.for_generation(), 0, 0
     for weight in jax.tree.leaves(program.arch.weights):
         spec = layout.in_use(weight.equation)
-        size = shard_bytes(weight, spec, gathered_dtype(weight, layout), mesh)
+        size = count_shard_bytes(weight, spec, find_gathered_dtype(weight, layout), mesh)
         codes += size
         if weight.equation.is_quantized and not weight.equation.is_scales:
-            size = shard_bytes(weight, spec, layout.compute, mesh) * weight.size // math.prod(weight.shape)
+            size = count_shard_bytes(weight, spec, layout.compute, mesh) * weight.size // math.prod(weight.shape)
         matrices += size
     return matrices if fit_as_matrices(matrices, device_bytes) else codes
 
 
-def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) -> int:
+def _count_cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) -> int:
     """Bytes of keys and values of one row, or of their latents; a local layer has as many slots as its window.
 
     A layer of linear attention has a memory of fixed size.
@@ -195,7 +195,7 @@ def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) ->
     model, layout = program.cfg.model, program.layout
     windows, num_bytes = model.windows(num_slots), 0
     for heads, layers in model.kinds_of_heads.items():
-        own_heads = shard_shape((heads.num_kv_heads,), layout.activation(heads.letters[0]), mesh)[0]
+        own_heads = find_shard_shape((heads.num_kv_heads,), layout.activation(heads.letters[0]), mesh)[0]
         numbers = 2 * own_heads * heads.dim if model.latent is None else model.latent.dim + model.num_rotated
         num_bytes += (
             sum(windows[layer] for layer in layers if not model.is_shared(layer))
@@ -203,16 +203,16 @@ def _cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) ->
             * jnp.dtype(layout.compute).itemsize
         )
     num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
-    return num_bytes + num_linear * _memory_bytes(program, mesh) if num_linear else num_bytes
+    return num_bytes + num_linear * _count_memory_bytes(program, mesh) if num_linear else num_bytes
 
 
-def _memory_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
+def _count_memory_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     """Bytes that a layer of linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
     model, layout = program.cfg.model, program.layout
     dims = model.dims
 
     def size(letters: str) -> int:
-        return math.prod(shard_shape([dims[letter] for letter in letters], layout.activation(letters), mesh))
+        return math.prod(find_shard_shape([dims[letter] for letter in letters], layout.activation(letters), mesh))
 
     inputs = (dims["Z"] - 1) * (2 * size("IE") + size("JM"))
     return 4 * size("JEM") + inputs * jnp.dtype(layout.compute).itemsize
@@ -222,7 +222,7 @@ def _list_stretches(length: int, max_new_tokens: int) -> list[tuple[int, int]]:
     """Return (tokens, slots of the cache) of each stretch of answers to prompts padded to `length`."""
     number, last, stretches = 1, length + max_new_tokens, []
     while number < max_new_tokens:
-        end = next_look(number, max_new_tokens)
+        end = find_next_look(number, max_new_tokens)
         stretches.append((end - number, count_slots(length + end, last)))
         number = end
     return stretches or [(1, count_slots(length + 1, last))]
@@ -231,6 +231,6 @@ def _list_stretches(length: int, max_new_tokens: int) -> list[tuple[int, int]]:
 def _count_programs(rows: int, length: int, max_new_tokens: int) -> int:
     """Count the programs of prompts of all lengths up to `length`, and of loops with all rows down to the fewest."""
     lengths = [SMALLEST_PROMPT << n for n in range((length // SMALLEST_PROMPT).bit_length())]
-    sizes = {fewer_rows(rows, rows >> halvings) for halvings in range(rows.bit_length())}
+    sizes = {choose_fewer_rows(rows, rows >> halvings) for halvings in range(rows.bit_length())}
     slots = {slots for each in lengths for _, slots in _list_stretches(each, max_new_tokens)}
     return 1 + len(lengths) + len(sizes) * len(slots)

@@ -53,14 +53,14 @@ def count_slots(num_times: int, last: int) -> int:
     return min(last, max(SMALLEST_CACHE, 1 << (num_times - 1).bit_length()))
 
 
-def next_look(number: int, last: int) -> int:
+def find_next_look(number: int, last: int) -> int:
     """Return the number of tokens after which the host looks next, when it has `number` of at most `last`."""
     if number < STRETCH:
         return min(last, max(FIRST_STRETCH, 1 << number.bit_length()))
     return min(last, (number // STRETCH + 1) * STRETCH)
 
 
-def fewer_rows(rows: int, going_on: int) -> int:
+def choose_fewer_rows(rows: int, going_on: int) -> int:
     """Return the rows of a data shard to go on with, of which `going_on` have no end yet: a half, a quarter, ..."""
     while rows % 2 == 0 and rows // 2 >= max(FEWEST_ROWS, going_on):
         rows //= 2

@@ -5,43 +5,43 @@ import math
 import jax
 import jax.numpy as jnp
 
-from tunix.costs.transfers import gathered_dtype, shard_bytes
+from tunix.costs.transfers import count_shard_bytes, find_gathered_dtype
 from tunix.sharding.arrays import bytes_per_device
 from tunix.training.program import Program
 from tunix.training.state import Weight
 
 
-def state_bytes(program: Program) -> dict[str, int]:
+def count_state_bytes(program: Program) -> dict[str, int]:
     """Return the bytes of one device for weights, optimizer, gradients and gathered weights."""
     return {
         "weights": bytes_per_device(program.abstract["params"]),
         "optimizer": bytes_per_device([program.abstract["opt_state"], program.abstract.get("copies", {})]),
-        "gradients": _gradient_bytes(program),
-        "gathered": _gathered_bytes(program),
+        "gradients": _count_gradient_bytes(program),
+        "gathered": _count_gathered_bytes(program),
     }
 
 
-def _gathered_bytes(program: Program) -> int:
+def _count_gathered_bytes(program: Program) -> int:
     """Return the bytes of gathered weights that exist at one time.
 
     Gathered in blocks, they are those of the block at work and of the next; gathered for the step, all of them.
     """
     layout, arch, num_chunks = program.layout, program.arch, program.pipeline.num_chunks
     in_blocks = layout.gathers_in_blocks(program.sync_every)
-    gathered = float(_neighbour_bytes(program)) if in_blocks else 0.0
+    gathered = float(_count_neighbour_bytes(program)) if in_blocks else 0.0
     # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
     frozen_tables = [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not weight.equation.is_stacked]
     for weight in jax.tree.leaves(arch.weights) + frozen_tables:
         is_in_blocks = in_blocks and weight.equation.is_stacked
         if not is_in_blocks:
-            gathered += _bytes_in_use(weight, program)
+            gathered += _count_bytes_in_use(weight, program)
         if is_in_blocks and num_chunks > 1:  # dealt out to the stages, and the chunk at work
-            dealt_out = shard_bytes(weight, layout.at_rest(weight.equation, True), weight.dtype, program.mesh)
+            dealt_out = count_shard_bytes(weight, layout.at_rest(weight.equation, True), weight.dtype, program.mesh)
             gathered += (1 + 1 / num_chunks) * dealt_out
     return round(gathered)
 
 
-def _neighbour_bytes(program: Program) -> int:
+def _count_neighbour_bytes(program: Program) -> int:
     """Return the bytes of the gathered weights of the block at work and of the next.
 
     Blocks that gather ahead have all blocks of a turn and of the next one, where stacks take turns.
@@ -50,7 +50,7 @@ def _neighbour_bytes(program: Program) -> int:
     block_bytes = {}
     for name in model.stacks:
         weights = jax.tree.leaves(program.arch.weights[name])
-        block_bytes[name] = stages * sum(_bytes_in_use(each, program) / each.shape[0] for each in weights)
+        block_bytes[name] = stages * sum(_count_bytes_in_use(each, program) / each.shape[0] for each in weights)
     most = 0.0
     for run in model.runs:
         blocks = [block_bytes[name] for name in run.pattern]
@@ -59,18 +59,18 @@ def _neighbour_bytes(program: Program) -> int:
     return round(most)
 
 
-def _bytes_in_use(weight: Weight, program: Program) -> int:
+def _count_bytes_in_use(weight: Weight, program: Program) -> int:
     """Return the bytes of a gathered weight, and for codes those of the matrix made of them."""
     layout, mesh = program.layout, program.mesh
     spec = layout.in_use(weight.equation)
-    size = shard_bytes(weight, spec, gathered_dtype(weight, layout), mesh)
+    size = count_shard_bytes(weight, spec, find_gathered_dtype(weight, layout), mesh)
     if weight.equation.is_quantized:
         weights_per_code = weight.size / math.prod(weight.shape)
-        size += round(weights_per_code * shard_bytes(weight, spec, layout.compute, mesh))
+        size += round(weights_per_code * count_shard_bytes(weight, spec, layout.compute, mesh))
     return size
 
 
-def _gradient_bytes(program: Program) -> int:
+def _count_gradient_bytes(program: Program) -> int:
     """Return the bytes of gradients that exist at one time, in each of the places that they pass through.
 
     own part    of this data shard alone, as large as the gathered weight; none where blocks sum theirs at once
@@ -84,14 +84,14 @@ def _gradient_bytes(program: Program) -> int:
     own_parts, summed = 0, 0
     for weight in jax.tree.leaves(program.arch.trained_weights):
         equation = weight.equation
-        summed += shard_bytes(weight, layout.at_rest(equation, layout.strategy.gradients), "float32", mesh)
+        summed += count_shard_bytes(weight, layout.at_rest(equation, layout.strategy.gradients), "float32", mesh)
         if not (in_blocks and equation.is_stacked):
-            own_parts += shard_bytes(weight, layout.in_use(equation), "float32", mesh)
+            own_parts += count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)
         elif program.overlap.prefetch:  # of the block whose gradients are summed while another is at work
-            own_part = shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
+            own_part = count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
             own_parts += own_part * pipeline.num_stages // weight.shape[0]
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
-            own_parts += shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
+            own_parts += count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
     in_compute = own_parts * jnp.dtype(layout.compute).itemsize // 4  # own parts, in the dtype of products
     newest = 0
     if not pipeline.is_stream and program.batch.num_microbatches > 1 and (in_blocks or program.sync_every > 1):

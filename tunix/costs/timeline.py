@@ -82,26 +82,26 @@ def measure_devices(
 
 
 def _measure_device(others: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
-    moves = _intervals(collectives)  # nanoseconds, [collectives, 2]
-    busy = _union(_intervals(others))
+    moves = _list_intervals(collectives)  # nanoseconds, [collectives, 2]
+    busy = _merge_intervals(_list_intervals(others))
     lengths = moves[:, 1] - moves[:, 0]
-    exposed = lengths - _covered(moves, busy)
+    exposed = lengths - _measure_covered(moves, busy)
     totals: dict[str, tuple[int, float, float]] = {}
     for event, length, alone in zip(collectives, lengths.tolist(), exposed.tolist(), strict=True):
         count, time_s, exposed_s = totals.get(event.name, (0, 0.0, 0.0))
         totals[event.name] = (count + 1, time_s + length / 1e9, exposed_s + alone / 1e9)
     # Collectives may overlap each other; their union counts such a time once.
-    communicating = _union(moves)
+    communicating = _merge_intervals(moves)
     communication = float(np.sum(communicating[:, 1] - communicating[:, 0]))
     return Timeline(
-        _span([*others, *collectives], num_steps) / 1e9,
+        _measure_span([*others, *collectives], num_steps) / 1e9,
         communication / 1e9,
-        (communication - float(np.sum(_covered(communicating, busy)))) / 1e9,
+        (communication - float(np.sum(_measure_covered(communicating, busy)))) / 1e9,
         totals,
     )
 
 
-def _span(events: list[Event], num_steps: int) -> float:
+def _measure_span(events: list[Event], num_steps: int) -> float:
     """Return the nanoseconds within steps, without the time between two steps.
 
     The trace does not say where a step begins. An instruction that ran exactly `num_steps` times ran once in each step,
@@ -114,11 +114,11 @@ def _span(events: list[Event], num_steps: int) -> float:
     return sum(max(end for _, end in step) - min(start for start, _ in step) for step in zip(*once, strict=True))
 
 
-def _intervals(events: list[Event]) -> np.ndarray:
+def _list_intervals(events: list[Event]) -> np.ndarray:
     return np.array([(event.start_ns, event.end_ns) for event in events]).reshape(-1, 2)
 
 
-def _union(intervals: np.ndarray) -> np.ndarray:
+def _merge_intervals(intervals: np.ndarray) -> np.ndarray:
     """Merge intervals [intervals, 2] that overlap or touch; the result is sorted."""
     if not len(intervals):
         return intervals
@@ -128,8 +128,8 @@ def _union(intervals: np.ndarray) -> np.ndarray:
     return np.stack([starts[begins], ends[np.concatenate([begins[1:], [True]])]], axis=1)
 
 
-def _covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Return how much of each interval the intervals `by` cover; `by` is a result of `_union`."""
+def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Return how much of each interval the intervals `by` cover; `by` is a result of `_merge_intervals`."""
     if not len(by):
         return np.zeros(len(intervals))
     until = np.concatenate([[0.0], np.cumsum(by[:, 1] - by[:, 0])])  # total length of the first n of `by`

@@ -41,11 +41,11 @@ def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_nod
     Neighbours on inner axes are neighbours in a node.
     """
     size = count_devices(sizes, transfer.axes)
-    group = Group(size, min(_neighbours(transfer.axes, sizes, per_node), size))
+    group = Group(size, min(_count_neighbours(transfer.axes, sizes, per_node), size))
     return transfer.count * collective_s(transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node)
 
 
-def _neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:
+def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:
     """Return how many devices of a group along these axes one node has, where groups and nodes overlap least.
 
     Other axes may lie between: of a group along fsdp and cp of [fsdp, ep=4, cp=2], a node of 8 devices has two.
@@ -62,10 +62,10 @@ def _neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> in
 
 def list_transfers(program: Program) -> list[Transfer]:
     """Return the collectives of one step that are not of products or experts, which have files of their own."""
-    return [*_weight_transfers(program), *_attention_transfers(program), *_stage_transfers(program)]
+    return [*_list_weight_transfers(program), *_list_attention_transfers(program), *_list_stage_transfers(program)]
 
 
-def _weight_transfers(program: Program) -> Iterator[Transfer]:
+def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
     """Yield gathers of weights before they are used, and reductions of their gradients.
 
     Blocks on stages gather in every tick, and once more where the backward pass runs a stage again.
@@ -83,18 +83,18 @@ def _weight_transfers(program: Program) -> Iterator[Transfer]:
         blocks = weight.shape[0] // pipeline.num_stages if equation.is_stacked else 1
         if gathered_over and strategy.params:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
-            size = round(times * shard_bytes(weight, in_use, gathered_dtype(weight, layout), mesh))
+            size = round(times * count_shard_bytes(weight, in_use, find_gathered_dtype(weight, layout), mesh))
             count = round(times * blocks) if in_blocks else 1
             if ahead and equation.is_stacked:  # each forward pass ends with one more, of the last block
                 more = (1 + pipeline.runs_again) * pipeline.num_ticks
                 size, count = size * (count + more) // count, count + more
             yield Transfer("all-gather", gathered_over, size, count=count)
         elif gathered_over and strategy.optimizer and trained:  # the updated weights
-            yield Transfer("all-gather", gathered_over, shard_bytes(weight, in_use, layout.param, mesh))
+            yield Transfer("all-gather", gathered_over, count_shard_bytes(weight, in_use, layout.param, mesh))
         if not trained:
             continue
         times = pipeline.num_passes if in_blocks and equation.is_stacked else reductions
-        size = round(times * shard_bytes(weight, in_use, layout.reduce, mesh))
+        size = round(times * count_shard_bytes(weight, in_use, layout.reduce, mesh))
         summed_over = layout.gradient_axes(equation)
         count = round(times * blocks) if in_blocks else reductions
         if ahead and equation.is_stacked:  # and each backward pass begins with one more, of zeros
@@ -107,12 +107,12 @@ def _weight_transfers(program: Program) -> Iterator[Transfer]:
         yield Transfer("all-reduce", summed_over, size, overlaps=False, count=count)
 
 
-def _stage_transfers(program: Program) -> Iterator[Transfer]:
+def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     """Yield the rows that stages send one another in each tick, their gradients, and what all stages of 1F1B share."""
     cfg, layout, mesh, pipeline = program.cfg, program.layout, program.mesh, program.pipeline
     if pipeline.num_stages == 1:
         return
-    rows, tokens = part_rows(cfg, mesh), cfg.training.seq_len
+    rows, tokens = count_part_rows(cfg, mesh), cfg.training.seq_len
     own_tokens = tokens // token_shards(mesh.shape)
     joined = rows * own_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     stream = joined // count_devices(mesh.shape, layout.stream_axes)
@@ -149,28 +149,30 @@ def _deal_layers(program: Program) -> Transfer:
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
         if not weight.equation.is_stacked:
             continue
-        num_bytes += shard_bytes(weight, layout.at_rest(weight.equation, layout.strategy.params), weight.dtype, mesh)
+        num_bytes += count_shard_bytes(
+            weight, layout.at_rest(weight.equation, layout.strategy.params), weight.dtype, mesh
+        )
         count += num_chunks
         if trained:
             at_rest = layout.at_rest(weight.equation, layout.strategy.gradients)
-            num_bytes += shard_bytes(weight, at_rest, "float32", mesh)
+            num_bytes += count_shard_bytes(weight, at_rest, "float32", mesh)
             count += num_chunks
     return Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
 
 
-def part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
+def count_part_rows(cfg: Config, mesh: Mesh | AbstractMesh) -> int:
     """Return the sequences of one part of a microbatch on one device, while it is on a stage."""
     pipeline = cfg.training.pipeline(mesh.shape)
     return cfg.training.sequences_per_shard * pipeline.num_stages // pipeline.num_parts
 
 
-def _attention_transfers(program: Program) -> Iterator[Transfer]:
+def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
     """Yield the transfers of attention between devices that share sequences, and of the segment ids, spread once."""
     cfg, axes, mesh = program.cfg, token_axes(), program.mesh
     if token_shards(mesh.shape) == 1:
         return
     num_microbatches, rows, tokens = program.batch
-    segment_ids = math.prod(shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
+    segment_ids = math.prod(find_shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
     pipeline = program.pipeline
     exchanged = import_object(CP_EXCHANGES[choose_exchange(cfg.model, mesh.shape).name].transfers)
@@ -196,9 +198,9 @@ def measure_heads(cfg: Config, kind: HeadSizes, layout: Layout, mesh: Mesh | Abs
     """Return the sizes on one device of heads of a kind (`Model.kinds_of_heads`)."""
     rows, tokens = cfg.training.batch_shape(mesh.shape).num_rows, cfg.training.seq_len
     shape = rows, tokens, cfg.model.num_heads, kind.dim
-    own_rows, own_tokens, queries, head_dim = shard_shape(shape, layout.activation("BTNH"), mesh)
+    own_rows, own_tokens, queries, head_dim = find_shard_shape(shape, layout.activation("BTNH"), mesh)
     letter = kind.letters[0]
-    keys = layout.num_own_kv_heads(shard_shape((kind.num_kv_heads,), layout.activation(letter), mesh)[0], letter)
+    keys = layout.num_own_kv_heads(find_shard_shape((kind.num_kv_heads,), layout.activation(letter), mesh)[0], letter)
     numbers, itemsize = own_rows * own_tokens * head_dim, jnp.dtype(layout.compute).itemsize
     return LocalHeads(own_rows, queries, keys, numbers, token_shards(mesh.shape), itemsize)
 
@@ -225,16 +227,16 @@ def hand_on_keys(cfg: Config, heads: LocalHeads, runs_again: bool) -> Transfer:
     return Transfer("collective-permute", token_axes(), num_bytes, count=2 * (hops + heads.num_devices))
 
 
-def gathered_dtype(weight: Weight, layout: Layout) -> str:
+def find_gathered_dtype(weight: Weight, layout: Layout) -> str:
     """Return the dtype in which a weight is gathered: codes and scales travel as they are."""
     return weight.dtype if weight.equation.is_quantized else layout.use_dtype(weight.equation)
 
 
-def shard_bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: Mesh | AbstractMesh) -> int:
+def count_shard_bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: Mesh | AbstractMesh) -> int:
     """Return the bytes that one device has of a weight laid out as `spec` in this dtype."""
-    return math.prod(shard_shape(weight.shape, spec, mesh)) * jnp.dtype(dtype).itemsize
+    return math.prod(find_shard_shape(weight.shape, spec, mesh)) * jnp.dtype(dtype).itemsize
 
 
-def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+def find_shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """Return the shape of the part of an array that one device has."""
     return NamedSharding(mesh, PartitionSpec(*spec.partitions)).shard_shape(tuple(shape))

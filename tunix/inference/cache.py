@@ -43,11 +43,11 @@ def prefill(
             method = Method(model.cfg.attention, "none", model.cfg.attention_options)
             k, v = heads.expand(*kept)
             out = attend(q, k, v, seen, model.layout, method, heads.kv_letter)
-            return out, tuple(_placed(x, layer.window) for x in kept)
+            return out, tuple(_place(x, layer.window) for x in kept)
 
         return Mix(attend_to_prompt, lambda recurrence: recurrence.run_rows(segments))
 
-    return _logits(model, weights, tokens, positions, Forward(mix_of, num_slots, reach=reach))
+    return _compute_logits(model, weights, tokens, positions, Forward(mix_of, num_slots, reach=reach))
 
 
 def decode(
@@ -74,7 +74,7 @@ def decode(
             # One query has few scores: no kernel does better than the plain one.
             method = Method("xla", "none", model.cfg.attention_options)
             chunked = model.cfg.local_attention == "chunk"
-            seen = _seen_in_cache(size, time, first + (time - first) // size * size if chunked else first)
+            seen = _find_seen(size, time, first + (time - first) // size * size if chunked else first)
 
             def look(q, k, v, layout):
                 return attend(q, k, v, seen, layout, method, heads.kv_letter)
@@ -84,16 +84,18 @@ def decode(
         return Mix(attend_to_cache, lambda recurrence: recurrence.step(cache[layer.number]))
 
     forward = Forward(mix_of, max(cache_slots(cache)), reach=reach)
-    return _logits(model, weights, token[:, None], (time - first)[:, None], forward)
+    return _compute_logits(model, weights, token[:, None], (time - first)[:, None], forward)
 
 
-def _logits(model: Transformer, weights: Gathered, tokens, positions, forward: Forward) -> tuple[jax.Array, Cache]:
+def _compute_logits(
+    model: Transformer, weights: Gathered, tokens, positions, forward: Forward
+) -> tuple[jax.Array, Cache]:
     tables = model.tables()
     hidden, cache = model.hidden_apart(tables, tokens, positions, forward, weights.layers)
     return model.logits(tables, hidden[:, -1:])[:, 0], cache
 
 
-def _seen_in_cache(size: int, time: jax.Array, first: jax.Array) -> Seen:
+def _find_seen(size: int, time: jax.Array, first: jax.Array) -> Seen:
     """The rule for the token at `time` (scalar) and the `size` slots of a cache, of rows or chunks from `first` on.
 
     The cache of a local layer is as long as its window, so that a slot holds no token that has left the window. A slot
@@ -105,7 +107,7 @@ def _seen_in_cache(size: int, time: jax.Array, first: jax.Array) -> Seen:
     return Seen(time[None], times, jnp.ones_like(first)[:, None], in_row, size)
 
 
-def _placed(x: jax.Array, size: int) -> jax.Array:
+def _place(x: jax.Array, size: int) -> jax.Array:
     """The cache of `size` slots that holds the newest of the times [B, T, ...]."""
     length = x.shape[1]
     if length <= size:
@@ -121,7 +123,7 @@ def grow(cache: Cache, windows: tuple[int, ...]) -> Cache:
     A cache that is shorter than its window was never full, and time t stands in slot t: the new slots come behind.
     """
     return [
-        kept if isinstance(kept, Memory) else tuple(_placed(x, window) for x in kept)
+        kept if isinstance(kept, Memory) else tuple(_place(x, window) for x in kept)
         for kept, window in zip(cache, windows, strict=True)
     ]
 
@@ -133,15 +135,15 @@ def cache_slots(cache: Cache) -> list[int]:
 
 def repeat_rows(tree: Any, times: int) -> Any:
     """Return arrays [B, ...] with each row `times` times, [B * times, ...], on the shard where it lives."""
-    return _on_each_shard(lambda x: jnp.repeat(x, times, axis=0), tree)
+    return _apply_on_shards(lambda x: jnp.repeat(x, times, axis=0), tree)
 
 
 def take_rows(tree: Any, places: jax.Array) -> Any:
     """Return some rows of arrays [B, ...]; `places` are split like B and count within the data shard."""
-    return _on_each_shard(lambda x, places: x[places], tree, places)
+    return _apply_on_shards(lambda x, places: x[places], tree, places)
 
 
-def _on_each_shard(function: Callable, tree: Any, *others: jax.Array) -> Any:
+def _apply_on_shards(function: Callable, tree: Any, *others: jax.Array) -> Any:
     def apply(x: jax.Array) -> jax.Array:
         specs = [jax.typeof(each).sharding.spec for each in (x, *others)]
         return jax.shard_map(function, in_specs=tuple(specs), out_specs=specs[0])(x, *others)

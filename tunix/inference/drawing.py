@@ -70,27 +70,27 @@ def choose(logits: jax.Array, keys: jax.Array, how: Sampling) -> Drawn:
     """Draw a token for each row of logits [B, V] float32, with a key of its own, [B]."""
     if how.temperature == 0:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
-        return Drawn(tokens, _log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
+        return Drawn(tokens, _compute_log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
     scaled = _filter(logits / how.temperature, how)
     top = jnp.max(scaled, -1, keepdims=True)
-    weights = _blocks(jnp.exp(scaled - top))
+    weights = _split_blocks(jnp.exp(scaled - top))
     sums = weights.sum(-1)
     first, second = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
-    block = _race(sums, first)
+    block = _run_race(sums, first)
     inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
-    tokens = block * BLOCK + _race(inside, second)
-    log_probs = _at(scaled - top, tokens) - jnp.log(sums.sum(-1))
+    tokens = block * BLOCK + _run_race(inside, second)
+    log_probs = _pick(scaled - top, tokens) - jnp.log(sums.sum(-1))
     is_models = how.temperature == 1 and (how.top_k, how.top_p, how.min_p) == (None, None, None)
-    return Drawn(tokens, log_probs if is_models else _log_probs(logits, tokens), log_probs)
+    return Drawn(tokens, log_probs if is_models else _compute_log_probs(logits, tokens), log_probs)
 
 
-def _blocks(weights: jax.Array) -> jax.Array:
+def _split_blocks(weights: jax.Array) -> jax.Array:
     """[B, V] -> [B, V / 128, 128]; weights of 0 fill up the last block."""
     rows, size = weights.shape
     return jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
 
 
-def _race(weights: jax.Array, keys: jax.Array) -> jax.Array:
+def _run_race(weights: jax.Array, keys: jax.Array) -> jax.Array:
     """Draw for each row one of the weights [B, n], in proportion to them; int32 [B]."""
     bits = jax.vmap(lambda key: jax.random.bits(key, weights.shape[1:], "uint32"))(keys)
     # All 32 bits, and never 0. `jax.random.exponential` has 23 bits, and its 0, one in 8 million, beats every weight.
@@ -98,13 +98,13 @@ def _race(weights: jax.Array, keys: jax.Array) -> jax.Array:
     return jnp.argmin(-jnp.log1p(-uniform) / weights, -1).astype(jnp.int32)
 
 
-def _at(values: jax.Array, tokens: jax.Array) -> jax.Array:
+def _pick(values: jax.Array, tokens: jax.Array) -> jax.Array:
     """[B, V], [B] -> [B]"""
     return jnp.take_along_axis(values, tokens[:, None], 1)[:, 0]
 
 
-def _log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    return _at(logits, tokens) - jax.nn.logsumexp(logits, -1)
+def _compute_log_probs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    return _pick(logits, tokens) - jax.nn.logsumexp(logits, -1)
 
 
 def _filter(logits: jax.Array, how: Sampling) -> jax.Array:

@@ -32,7 +32,7 @@ class Gathered(NamedTuple):
     def module(self, arch: Architecture) -> Transformer:
         """Return the model, whose stacks hold one layer: `hidden_apart` takes the others as its `params`."""
         module = arch.module(self.others | {name: trees[0] for name, trees in self.layers.items()})
-        parts: list[Einsum | Embedding] = [*_einsums(module), module.embedding]
+        parts: list[Einsum | Embedding] = [*_list_einsums(module), module.embedding]
         for part in parts:
             part.product = product_of_few_rows()
         return module
@@ -53,38 +53,38 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
     with jax.named_scope("gather"):
         whole = jax.tree.map(gather_one, params, arch.weights)
         if as_matrices and model.cfg.lora.quantize_base:
-            whole = _as_matrices(whole, arch.weights, model.cfg.lora.quantize_base, model.layout)
+            whole = _make_matrices(whole, arch.weights, model.cfg.lora.quantize_base, model.layout)
         blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}
-        layers = {name: [_lay(block, tree) for tree in _apart(whole[name])] for name, block in blocks.items()}
+        layers = {name: [_lay(block, tree) for tree in _split_layers(whole[name])] for name, block in blocks.items()}
     return Gathered({name: tree for name, tree in whole.items() if name not in blocks}, layers)
 
 
 def _lay(block: nnx.GraphDef, tree: Tree) -> Tree:
     """Return the parameters of a layer, with the weights of its products as `product_of_few_rows` takes them."""
     module = nnx.merge(block, tree)
-    for part in _einsums(module):
+    for part in _list_einsums(module):
         wanted = PRODUCTS[product_of_few_rows()].order(part.equation)
         part.w.set_value(jnp.transpose(part.w[...], [part.equation.w.index(letter) for letter in wanted.w]))
     return nnx.to_pure_dict(nnx.state(module))
 
 
-def _einsums(module: nnx.Module) -> list[Einsum]:
+def _list_einsums(module: nnx.Module) -> list[Einsum]:
     """Return the products of a module; those whose weights are codes are left out, as they lie as they rest."""
     parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, Einsum)]
     return [part for part in parts if jnp.issubdtype(part.w.dtype, jnp.floating)]
 
 
-def _apart(stack: Tree) -> list[Tree]:
+def _split_layers(stack: Tree) -> list[Tree]:
     """Return the layers of a stack, whose arrays have a first dimension L, as L trees."""
     count = len(jax.tree.leaves(stack)[0])
     return [jax.tree.map(lambda of_all, layer=layer: of_all[layer], stack) for layer in range(count)]
 
 
-def _as_matrices(params: Any, weights: Any, qtype: str, layout: Layout) -> Any:
+def _make_matrices(params: Any, weights: Any, qtype: str, layout: Layout) -> Any:
     """Return the tree with matrices, of the dtype of products, in the place of codes; scales stay and are not read."""
     if not isinstance(params, dict):
         return params
-    tree = {name: _as_matrices(leaf, weights[name], qtype, layout) for name, leaf in params.items()}
+    tree = {name: _make_matrices(leaf, weights[name], qtype, layout) for name, leaf in params.items()}
     if "w_scale" in tree:
         of_codes = weights["w"].equation
         spec = layout.in_use(of_codes)

@@ -16,7 +16,7 @@ from tunix.config import Evaluate
 from tunix.inference.drawing import Sampling
 from tunix.inference.pretrained import Pretrained
 from tunix.tokenizer.vocabulary import load_vocabulary
-from tunix.training.chunks import chunk_splitter, join_chunks
+from tunix.training.chunks import join_chunks, make_splitter
 
 SHORTEST = 32  # tokens: rows are filled up to powers of 2 from here, so that few programs are compiled
 
@@ -55,7 +55,7 @@ class TokenScorer:
                 of_target = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
                 return None, (of_target - jax.nn.logsumexp(logits, -1), of_target >= jnp.max(logits, -1))
 
-            split = chunk_splitter(hidden, "auto")
+            split = make_splitter(hidden, "auto")
             scores = jax.lax.scan(one_chunk, None, (split(hidden), split(targets)))[1]
             return jax.tree.map(lambda x: reshard(join_chunks(x, hidden.shape[1]), PartitionSpec()), scores)
 

@@ -175,7 +175,7 @@ def load_params(
     return params, read_backend(folder)
 
 
-def about_files(source: str, cfg: Model) -> dict[str, Any]:
+def describe_files(source: str, cfg: Model) -> dict[str, Any]:
     """Return what `load_pretrained` takes about Hugging Face's files beside their folder; a run has all of it."""
     return {} if find_run(source) else {"family": cfg.family, "adapter": cfg.init_adapter}
 

@@ -22,10 +22,10 @@ from jax.sharding import Mesh, NamedSharding
 from tunix.base.errors import UserError
 from tunix.costs.rollout_sizes import (
     SMALLEST_PROMPT,
+    choose_fewer_rows,
     count_slots,
-    fewer_rows,
+    find_next_look,
     fit_as_matrices,
-    next_look,
     pad_prompt,
     spread_prompts,
 )
@@ -184,7 +184,7 @@ class Sampler:
         while number < last and not all(draft.stopped for draft in drafts):
             if at_look is not None:
                 at_look()
-            end = next_look(number, last)
+            end = find_next_look(number, last)
             rows, numbers = self._let_go(rows, numbers, drafts)
             windows = model.cfg.windows(count_slots(length + end, length + last))
             if windows != cache_slots(rows.cache):
@@ -217,7 +217,7 @@ class Sampler:
         draws_by[: len(wave.places)] = wave.first_row + np.array(wave.places)
         inputs = (np.repeat(tokens, copies, axis=0), np.repeat(first, copies), draws_by)
         prompts = Prompts(*(rows_to_global(each, self.mesh) for each in inputs))
-        num_slots = count_slots(length + next_look(1, last), length + last)
+        num_slots = count_slots(length + find_next_look(1, last), length + last)
         rows, drawn = self.begin(weights, prompts, key, how=how, num_slots=num_slots)
         return rows, drawn, numbers
 
@@ -232,7 +232,7 @@ class Sampler:
         by_shard = numbers.reshape(data_shards(self.mesh.shape), -1)
         going_on = np.array([[number >= 0 and not drafts[number].stopped for number in shard] for shard in by_shard])
         size = by_shard.shape[1]
-        fewer = fewer_rows(size, int(going_on.sum(1).max()))
+        fewer = choose_fewer_rows(size, int(going_on.sum(1).max()))
         if fewer == size:
             return rows, numbers
         kept = np.argsort(~going_on, axis=1, kind="stable")[:, :fewer]  # those that go on stand first

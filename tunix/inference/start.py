@@ -62,7 +62,7 @@ def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
 def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
     if run := find_run(source):
         abstract = abstract_params(program.arch, mesh)
-        own, lacking = _without_updates(abstract)
+        own, lacking = _split_updates(abstract)
         params = read_state(_find_checkpoint_of(program.cfg, *run), {"params": own})["params"]
         return _fill(params, lacking)
     folder = find(source, ABOUT + WEIGHTS)
@@ -78,7 +78,7 @@ def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:
     return find_checkpoint(folder / "checkpoints", step)
 
 
-def _without_updates(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_updates(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tree of parameters without its low-rank updates, which a run of whole matrices lacks, and those."""
     own: dict[str, Any] = {}
     lacking: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def _without_updates(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if name == "lora":
             lacking[name] = node
         elif isinstance(node, dict):
-            own[name], lacking[name] = _without_updates(node)
+            own[name], lacking[name] = _split_updates(node)
         else:
             own[name] = node
     return own, lacking

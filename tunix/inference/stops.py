@@ -10,7 +10,7 @@ SOURCES = ("generation_config.json", "config.json")  # files of a model that nam
 TURNS = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
-def model_stop_ids(folder: Path) -> list[int]:
+def read_stop_ids(folder: Path) -> list[int]:
     """Return the ids that the files of Hugging Face's model name; none if they name none."""
     for file in (folder / name for name in SOURCES):
         ids = read_json(file).get("eos_token_id") if file.is_file() else None
@@ -19,7 +19,7 @@ def model_stop_ids(folder: Path) -> list[int]:
     return []
 
 
-def chat_stop_ids(vocabulary: Vocabulary, words: tuple[str, ...], folder: Path | None) -> tuple[int, ...]:
+def find_stop_ids(vocabulary: Vocabulary, words: tuple[str, ...], folder: Path | None) -> tuple[int, ...]:
     """Return the ids that end an answer in a chat, in order: each of them is a token of the answer, and is trained.
 
     They are the end of a document, the first special token after an answer in the chat template, those that the files
@@ -28,7 +28,7 @@ def chat_stop_ids(vocabulary: Vocabulary, words: tuple[str, ...], folder: Path |
     Raises:
         UserError: a word is no token.
     """
-    ends = {vocabulary.eos, *(model_stop_ids(folder) if folder else ())}
+    ends = {vocabulary.eos, *(read_stop_ids(folder) if folder else ())}
     answered = vocabulary.chat.segments(TURNS)[-1][0]
     special = special_tokens(vocabulary.backend)
     ids = vocabulary.backend.encode(answered, add_special_tokens=False).ids

@@ -57,7 +57,7 @@ def begin(
     logits, cache = prefill(model, weights, tokens, first, num_slots, tokens.shape[1] + how.max_new_tokens)
     logits, first, cache = repeat_rows((logits, first, cache), len(numbers) // len(tokens))
     drawn = draw(logits, key, numbers, jnp.int32(0), how, model.layout)
-    return Rows(drawn.tokens, first, numbers, cache), _on_every_device(Drawn(*(each[:, None] for each in drawn)))
+    return Rows(drawn.tokens, first, numbers, cache), _replicate(Drawn(*(each[:, None] for each in drawn)))
 
 
 def draw_stretch(
@@ -69,7 +69,7 @@ def draw_stretch(
 
     def step(state):
         now, token, cache, chunk = state
-        tied = _tied_to(now, weights)
+        tied = _tie(now, weights)
         logits, cache = decode(model, tied, cache, token, length + now - 1, rows.first, length + how.max_new_tokens)
         drawn = draw(logits, key, rows.number, now, how, model.layout)
         chunk = jax.tree.map(
@@ -84,10 +84,10 @@ def draw_stretch(
     chunk = Drawn(empty("int32"), empty("float32"), empty("float32"))
     start = (number, rows.token, rows.cache, chunk)
     _, token, cache, chunk = jax.lax.while_loop(lambda state: state[0] < end, step, start)
-    return rows._replace(token=token, cache=cache), _on_every_device(chunk)
+    return rows._replace(token=token, cache=cache), _replicate(chunk)
 
 
-def _tied_to(now: jax.Array, weights: Gathered) -> Gathered:
+def _tie(now: jax.Array, weights: Gathered) -> Gathered:
     """Return the weights; those that are codes depend on the number of the token.
 
     XLA moves out of a loop what does not depend on it. Of codes, that would be all matrices at one time.
@@ -97,5 +97,5 @@ def _tied_to(now: jax.Array, weights: Gathered) -> Gathered:
     return jax.lax.optimization_barrier((weights, now))[0]
 
 
-def _on_every_device(tree: Any) -> Any:
+def _replicate(tree: Any) -> Any:
     return jax.tree.map(lambda x: reshard(x, PartitionSpec()), tree)

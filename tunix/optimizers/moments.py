@@ -94,7 +94,7 @@ def _choose_block(weight: Any) -> Block | None:
     return best if best.size >= LEAST_BLOCK else None
 
 
-def _half_of_zeros(zeros: jax.Array, block: Block, is_square: bool, count: Any) -> jax.Array:
+def _make_half(zeros: jax.Array, block: Block, is_square: bool, count: Any) -> jax.Array:
     return zeros.astype(jnp.bfloat16)
 
 
@@ -129,7 +129,7 @@ def _hash(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _codes_of_zeros(zeros: jax.Array, block: Block, is_square: bool, count: Any) -> Codes:
+def _make_codes(zeros: jax.Array, block: Block, is_square: bool, count: Any) -> Codes:
     """Return the codes of a moment that is zero, laid out as the moment; scales are not split where blocks do not."""
     shape = [size // block.size if axis == block.axis else size for axis, size in enumerate(zeros.shape)]
     mesh = jax.sharding.get_abstract_mesh()
@@ -148,7 +148,7 @@ DECADES = 7  # of codes 64 to 127, 32 to 63, ... and 1
 
 
 def _encode(moment: jax.Array, block: Block, is_square: bool, count: Any) -> Codes:
-    values = _in_blocks(jnp.sqrt(moment) if is_square else moment, block)
+    values = _split_blocks(jnp.sqrt(moment) if is_square else moment, block)
     scales = jnp.max(jnp.abs(values), block.axis + 1) / LARGEST
     shares = jnp.abs(values) / jnp.expand_dims(jnp.where(scales > 0, scales, 1), block.axis + 1)
     decade = jnp.clip(jnp.floor(-jnp.log10(jnp.maximum(shares, 1e-30))), 0, DECADES).astype(jnp.int32)
@@ -160,7 +160,7 @@ def _encode(moment: jax.Array, block: Block, is_square: bool, count: Any) -> Cod
 
 
 def _decode(moment: Codes, block: Block, is_square: bool, count: Any) -> jax.Array:
-    codes = _in_blocks(moment.codes, block).astype(jnp.int32)
+    codes = _split_blocks(moment.codes, block).astype(jnp.int32)
     size = jnp.abs(codes)
     leading = 31 - jax.lax.clz(jnp.maximum(size, 1))  # place of the leading bit: 6 in the highest power of ten
     steps = 1 << leading
@@ -170,7 +170,7 @@ def _decode(moment: Codes, block: Block, is_square: bool, count: Any) -> jax.Arr
     return values * values if is_square else values
 
 
-def _in_blocks(array: jax.Array, block: Block) -> jax.Array:
+def _split_blocks(array: jax.Array, block: Block) -> jax.Array:
     """Return an array with the axis of its blocks as two: blocks, and the numbers of each."""
     shape = array.shape
     return array.reshape(*shape[: block.axis], -1, block.size, *shape[block.axis + 1 :])
@@ -178,6 +178,6 @@ def _in_blocks(array: jax.Array, block: Block) -> jax.Array:
 
 # How moments rest: what zeros are at first, how a moment is stored, and how it is read.
 KINDS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "bfloat16": (_half_of_zeros, _to_half, _from_half),
-    "int8": (_codes_of_zeros, _encode, _decode),
+    "bfloat16": (_make_half, _to_half, _from_half),
+    "int8": (_make_codes, _encode, _decode),
 }

@@ -31,9 +31,9 @@ def make_muon(keys: Muon, weights: dict[str, Any]) -> optax.GradientTransformati
 
     `weights` is the tree of `state.Weight`.
     """
-    dims = jax.tree.map(_matrix_dims, weights)
+    dims = jax.tree.map(_find_matrix_dims, weights)
     labels = jax.tree.map(lambda each: "adam" if each == ADAM else "muon", dims, is_leaf=_is_dims)
-    momentum = store_moments_as(_orthogonalised_momentum(keys, dims), keys.moments, weights)
+    momentum = store_moments_as(_make_momentum(keys, dims), keys.moments, weights)
     adam = store_moments_as(optax.scale_by_adam(keys.b1, keys.b2, keys.eps, nesterov=True), keys.moments, weights)
     return optax.partition(
         {
@@ -52,7 +52,7 @@ def _is_dims(node: Any) -> bool:
     return isinstance(node, MuonDimensionNumbers)
 
 
-def _matrix_dims(weight: Any) -> MuonDimensionNumbers:
+def _find_matrix_dims(weight: Any) -> MuonDimensionNumbers:
     """Return the places of the fan-in and of the fan-out among the dimensions of a weight."""
     equation = weight.equation
     if equation.is_vector or {"V", "P"} & set(equation.w):
@@ -61,7 +61,7 @@ def _matrix_dims(weight: Any) -> MuonDimensionNumbers:
     return MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], kept)
 
 
-def _orthogonalised_momentum(keys: Muon, dims: dict[str, Any]) -> optax.GradientTransformation:
+def _make_momentum(keys: Muon, dims: dict[str, Any]) -> optax.GradientTransformation:
     """Return the direction of matrices: Nesterov momentum, orthogonalised, with a root mean square of `RMS`."""
     init = scale_by_muon(ns_steps=keys.ns_steps, beta=keys.beta, eps=keys.eps).init
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from tunix.config import Config
 from tunix.config.task import Grpo
-from tunix.costs.derived import Costs, costs_of
+from tunix.costs.derived import Costs, derive_costs
 from tunix.costs.devices import peak_tflops
 from tunix.costs.program_cache import find_program
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
 from tunix.costs.transfers import seconds
 from tunix.models.expert_exchanges import choose_expert_exchange
 from tunix.plan.compiled import Compiled
-from tunix.plan.exchange_times import settle_exchange, time_beyond_mean
+from tunix.plan.exchange_times import predict_beyond_mean_s, settle_exchange
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
 from tunix.plan.topology import PLATFORM, Cluster
 
@@ -97,7 +97,7 @@ class Candidate:
         products_s = self.costs.flops / (self._peak_tflops * 1e12 * kind.efficiency)
         # What is no product takes as long beside products of 8-bit floats as beside others.
         others_s = self.costs.flops / bf16 * (1 / PRODUCTS_SHARE - 1)
-        beyond_mean_s = time_beyond_mean(self.cfg, self.sizes, self.cluster, bf16 * PRODUCTS_SHARE)
+        beyond_mean_s = predict_beyond_mean_s(self.cfg, self.sizes, self.cluster, bf16 * PRODUCTS_SHARE)
         return products_s + others_s + update_s + beyond_mean_s
 
     @property
@@ -165,7 +165,7 @@ def make_candidate(
     """Derive the costs of a mesh, with this value of the key that the config leaves open."""
     with_mesh, _ = settle_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
     program = find_program(with_mesh, sizes, PLATFORM)
-    costs, rollout = costs_of(program, with_activations), None
+    costs, rollout = derive_costs(program, with_activations), None
     if isinstance(cfg.task, Grpo):
         rollout = plan_rollout(program, round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share))
     stages = {}

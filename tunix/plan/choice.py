@@ -43,7 +43,7 @@ def _resolve_exchange(cfg: Config) -> tuple[Config, str]:
     sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
     if token_shards(sizes) == 1:
         return cfg, ""
-    cfg, reason = settle_exchange(cfg, sizes, _cluster(cfg))
+    cfg, reason = settle_exchange(cfg, sizes, _describe_cluster(cfg))
     if reason:
         log.info("%s", reason)
     return cfg, reason
@@ -61,7 +61,7 @@ def _resolve_planned(cfg: Config) -> tuple[Config, str]:
     chooses_mesh = cfg.plan.choose_mesh and cfg.model.mesh_shape == "auto"
     if not chooses_mesh and find_open_key(cfg) is None:
         return cfg, ""
-    cluster, answer = _cluster(cfg), {}
+    cluster, answer = _describe_cluster(cfg), {}
     if chooses_mesh:
         cfg = fix_batch(cfg, cluster.num_devices)
     if peers.is_main():
@@ -99,7 +99,7 @@ def _resolve_mesh(cfg: Config) -> Config:
     return replace_mesh(cfg, resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, allow_idle))
 
 
-def _cluster(cfg: Config) -> Cluster:
+def _describe_cluster(cfg: Config) -> Cluster:
     """Describe this run's devices as a cluster. If their kind is not known, the kind of plan.topology replaces it."""
     kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
     if cfg.plan.network:

@@ -57,7 +57,7 @@ def settle_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tup
     if not is_open or choose_exchange(model, sizes).name != "ulysses":
         return cfg, ""
     compared = [name for name, each in CP_EXCHANGES.items() if each.time is not None]
-    times = {name: time_of_attention(cfg, name, sizes, cluster) for name in compared}
+    times = {name: predict_attention_s(cfg, name, sizes, cluster) for name in compared}
     name = min(times, key=lambda name: times[name])
     others = [f"by {other} {times[other]:.3g} s" for other in compared if other != name]
     reason = (
@@ -67,7 +67,7 @@ def settle_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tup
     return cfg.model_copy(update={"model": model.model_copy(update={"cp_exchange": name})}), reason
 
 
-def time_of_attention(cfg: Config, exchange: str, sizes: dict[str, int], cluster: Cluster) -> float:
+def predict_attention_s(cfg: Config, exchange: str, sizes: dict[str, int], cluster: Cluster) -> float:
     """Return the seconds that all attention of one step takes on the slowest device, with what it waits for.
 
     `exchange` is a key of `CP_EXCHANGES` with a `time`.
@@ -75,27 +75,27 @@ def time_of_attention(cfg: Config, exchange: str, sizes: dict[str, int], cluster
     time_of_layer = import_object(CP_EXCHANGES[exchange].time or "")
     return sum(
         place.microbatches * num_layers * time_of_layer(place, window)
-        for place in _places(cfg, sizes, cluster)
+        for place in _list_places(cfg, sizes, cluster)
         for window, num_layers in place.windows.items()
     )
 
 
-def time_beyond_mean(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops_per_s: float) -> float:
+def predict_beyond_mean_s(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops_per_s: float) -> float:
     """Return the seconds by which the last device of a ring computes longer than the mean device at `flops_per_s`.
 
     0 where keys do not come in blocks. The mean is what `Costs.flops` counts.
     """
     if not is_in_blocks(choose_exchange(cfg.model, sizes).name):
         return 0.0
-    return sum(_beyond_mean(place, flops_per_s) for place in _places(cfg, sizes, cluster))
+    return sum(_predict_beyond_mean_s(place, flops_per_s) for place in _list_places(cfg, sizes, cluster))
 
 
-def _beyond_mean(place: "Place", flops_per_s: float) -> float:
-    """Return `time_beyond_mean` of the layers of one place."""
-    length, heads, times = place.cfg.training.seq_len, place.heads, _pair_times(place, place.kernel)
-    (flops, _), total = _flops_of_pair(place.kind), 0.0
+def _predict_beyond_mean_s(place: "Place", flops_per_s: float) -> float:
+    """Return `predict_beyond_mean_s` of the layers of one place."""
+    length, heads, times = place.cfg.training.seq_len, place.heads, _predict_pair_times(place, place.kernel)
+    (flops, _), total = _count_pair_flops(place.kind), 0.0
     for window, num_layers in place.windows.items():
-        slowest = float(np.sum(_pairs_in_ring(place, window)))
+        slowest = float(np.sum(_count_pairs(place, window)))
         mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
         seconds_of_pair = (1 + place.again) * times.forward + times.backward
         total += num_layers * (slowest * seconds_of_pair - mean * (3 + place.again) * flops / flops_per_s)
@@ -116,7 +116,7 @@ class Place(NamedTuple):
     windows: Counter[int]  # layers by the tokens that they attend to
 
 
-def _places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[Place]:
+def _list_places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[Place]:
     """Yield the place of each kind of heads that the model has."""
     cfg = settle_remat(cfg, PLATFORM)
     model, names = cfg.model, axis_names()
@@ -148,15 +148,15 @@ def time_of_ulysses(place: Place, window: int) -> float:
         pairs = computed_pairs(length, [window], blocks_for(blocks, place.kind.dim).forward)
     else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
         pairs = (length + min(length, QUERY_BLOCK)) * length / 2
-    times, count = _pair_times(place, place.kernel), pairs * heads.rows * heads.queries / heads.num_devices
+    times, count = _predict_pair_times(place, place.kernel), pairs * heads.rows * heads.queries / heads.num_devices
     computing_s = count * ((1 + place.again) * times.forward + times.backward)
     return computing_s + seconds(swap, place.sizes, kind, place.cluster.per_node)
 
 
 def time_of_ring(place: Place, window: int) -> float:
     """Return the seconds of one layer for one microbatch, step by step on the device with the last tokens."""
-    heads, times = place.heads, _pair_times(place, place.kernel)
-    pairs = _pairs_in_ring(place, window) * heads.rows * heads.queries
+    heads, times = place.heads, _predict_pair_times(place, place.kernel)
+    pairs = _count_pairs(place, window) * heads.rows * heads.queries
 
     def hop(itemsize: int) -> float:
         """Return the seconds in which keys and values, or their gradients, come to the next device."""
@@ -173,17 +173,17 @@ def time_of_ring(place: Place, window: int) -> float:
     return (1 + place.again) * forward + backward
 
 
-def _pairs_in_ring(place: Place, window: int) -> np.ndarray:
-    """Return what `pairs_in_ring` does, for the kernel of this place."""
+def _count_pairs(place: Place, window: int) -> np.ndarray:
+    """Return what `count_pairs_in_ring` does, for the kernel of this place."""
     length, num_devices = place.cfg.training.seq_len, place.heads.num_devices
     blocks = row_of_chip(BLOCKS, place.cluster.kind.name)
     if place.kernel != "flash" or blocks is None:
-        return pairs_in_ring(length, window, num_devices)
+        return count_pairs_in_ring(length, window, num_devices)
     block = blocks_for(blocks, place.kind.dim).forward
     return computed_pairs_in_ring(length // num_devices, num_devices, window, block)
 
 
-def pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
+def count_pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
     """Return the pairs of a query and a key that the device with the last tokens computes in each step, [devices].
 
     The products are XLA's own operations: queries skip a block of keys together, a chunk at a time (`ring_plain.py`).
@@ -196,7 +196,7 @@ def pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
     return size * own * np.sum(first_block <= blocks[:, None], axis=1).astype(float)
 
 
-def _flops_of_pair(kind: HeadSizes) -> tuple[int, int]:
+def _count_pair_flops(kind: HeadSizes) -> tuple[int, int]:
     """Return the FLOPs of a pair of one head, forward and backward.
 
     Forward there are two products, of which one has the width of keys and one that of values; backward there are three
@@ -205,14 +205,14 @@ def _flops_of_pair(kind: HeadSizes) -> tuple[int, int]:
     return 2 * (kind.dim + kind.value_dim), 6 * kind.dim + 4 * kind.value_dim
 
 
-def _pair_times(place: Place, kernel: str) -> PairTimes:
+def _predict_pair_times(place: Place, kernel: str) -> PairTimes:
     """Return the times of a kernel on a kind of device.
 
     Scores of the kernel `xla` pass through memory. Forward they are written, read for their maximum and read for the
     exponentials, float32; these are written and read by a product in the dtype of products. Backward two arrays are
     written and read once, float32; of the two arrays made of them, one is read by one product and one by two.
     """
-    kind, item, flops = place.cluster.kind, place.heads.itemsize, _flops_of_pair(place.kind)
+    kind, item, flops = place.cluster.kind, place.heads.itemsize, _count_pair_flops(place.kind)
     products = kind.peak_tflops * 1e12 * kind.efficiency
     if kernel != "xla":
         return PairTimes(*(each / (products * KERNEL_SHARE) for each in flops))

@@ -22,17 +22,19 @@ def draw_plan(ranking: Ranking, cluster: Cluster) -> bytes:
     candidates = [*ranking.fit, *ranking.too_large][:MAX_ROWS]
     labels = [(format_mesh_shape(each.sizes), INK if each.memory <= ranking.limit else PALE) for each in candidates]
     colors = {name: color for name, color in MEMORY.items() if any(name in each.num_bytes for each in candidates)}
-    memory = Panel("memory of a device, GiB", colors, [_memory_bar(each) for each in candidates], ranking.limit / GIB)
-    time = Panel("time of a step, s (predicted)", TIME, [_time_bar(each) for each in candidates])
+    memory = Panel(
+        "memory of a device, GiB", colors, [_make_memory_bar(each) for each in candidates], ranking.limit / GIB
+    )
+    time = Panel("time of a step, s (predicted)", TIME, [_make_time_bar(each) for each in candidates])
     return draw(f"{cluster}: predicted, not measured", labels, [memory, time])
 
 
-def _memory_bar(candidate: Candidate) -> Bar:
+def _make_memory_bar(candidate: Candidate) -> Bar:
     parts = {name: size / GIB for name, size in candidate.num_bytes.items()}
     return Bar(parts, f"{candidate.memory / GIB:.1f}, {candidate.source}")
 
 
-def _time_bar(candidate: Candidate) -> Bar:
+def _make_time_bar(candidate: Candidate) -> Bar:
     """Return the bar of a step's time.
 
     Hidden communication runs at the same time as arithmetic, so it is drawn as a part of the arithmetic's length.

@@ -27,7 +27,7 @@ LABEL = "derived, compiled and predicted, not measured"
 def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
     """Format the table of meshes, the reasons why others are refused, and the traffic and command of the best mesh."""
     candidates = [*ranking.fit, *ranking.too_large]
-    lines = [as_text(_mesh_table(ranking, cluster), 190)] if candidates else []
+    lines = [as_text(_make_mesh_table(ranking, cluster), 190)] if candidates else []
     if ranking.too_large:
         lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use ({ranking.limit_key})")
     lines += _list_refused(ranking.refused)
@@ -52,9 +52,9 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
-            lines += ["", as_text(_traffic_table(ranking.fit[0]), 190)]
+            lines += ["", as_text(_make_traffic_table(ranking.fit[0]), 190)]
         if ranking.fit[0].stages:
-            lines += ["", as_text(_stage_table(ranking.fit[0]), 190)]
+            lines += ["", as_text(_make_stage_table(ranking.fit[0]), 190)]
         lines += ["", format_command(overrides, ranking)]
     return "\n".join(lines)
 
@@ -69,7 +69,7 @@ def _list_refused(refused: dict[str, str]) -> list[str]:
     return [f"refused {len(lines):,} meshes, like {lines[0]}" for lines in examples.values()]
 
 
-def _mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
+def _make_mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
     """Make a table with a row for each mesh that divides the model."""
     table = Table(title=f"{cluster}: {LABEL}", title_justify="left")
     shown = [*ranking.fit, *ranking.too_large]
@@ -95,7 +95,7 @@ def _mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
     return table
 
 
-def _traffic_table(candidate: Candidate) -> Table:
+def _make_traffic_table(candidate: Candidate) -> Table:
     """Make a table of the compiled step's collectives by mesh axis, without those of less than 1 MiB."""
     assert candidate.compiled
     title = f"collectives of a step on {format_mesh_shape(candidate.sizes)}, per device group"
@@ -109,7 +109,7 @@ def _traffic_table(candidate: Candidate) -> Table:
     return table
 
 
-def _stage_table(candidate: Candidate) -> Table:
+def _make_stage_table(candidate: Candidate) -> Table:
     """Make a table of the batches of training.batch_stages, and of the batch that follows them."""
     table = Table(title=f"stages of the batch on {format_mesh_shape(candidate.sizes)}", title_justify="left")
     for name in ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s"):
@@ -169,7 +169,7 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
     return lines
 
 
-def record(candidate: Candidate) -> dict[str, Any]:
+def make_record(candidate: Candidate) -> dict[str, Any]:
     """Return a mesh as --json shows it: seconds, bytes and FLOPs of one device and one step."""
     derived_bytes: dict[str, int] = {}
     for transfer in candidate.costs.transfers:
@@ -202,7 +202,7 @@ def record(candidate: Candidate) -> dict[str, Any]:
             "rollout_s": candidate.rollout_s if candidate.rollout else None,
         },
         "rollout_bytes_per_device": candidate.rollout_memory or None,
-        "batch_stages": [record(stage) for stage in candidate.stages],
+        "batch_stages": [make_record(stage) for stage in candidate.stages],
     }
 
 
@@ -213,8 +213,8 @@ def format_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         "device": cluster.kind.model_dump(),
         "compiler": find_backend(),
         "limit_bytes": round(ranking.limit),
-        "fit": [record(each) for each in ranking.fit],
-        "too_large": [record(each) for each in ranking.too_large],
+        "fit": [make_record(each) for each in ranking.fit],
+        "too_large": [make_record(each) for each in ranking.too_large],
         "refused": ranking.refused,
         "command": format_command(overrides, ranking) if ranking.fit else None,
     }

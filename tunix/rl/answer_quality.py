@@ -16,9 +16,9 @@ from tunix.config.task import Grpo, Prompted
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
-from tunix.inference.pretrained import about_files, load_params, load_pretrained
+from tunix.inference.pretrained import describe_files, load_params, load_pretrained
 from tunix.inference.sampling import Request
-from tunix.inference.stops import chat_stop_ids
+from tunix.inference.stops import find_stop_ids
 from tunix.processes import peers
 from tunix.rewards import REWARDS
 from tunix.rl.asking import score_together
@@ -35,14 +35,14 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
     terms = _find_rewards(cmd, cfg)
     how = _find_sampling(cmd, cfg)
     dtype, decoder = cfg.training.dtypes["compute"], cfg.model
-    about = about_files(checkpoints[0], decoder)
+    about = describe_files(checkpoints[0], decoder)
     model = load_pretrained(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **about)
     longest = model.cfg.context_length - how.max_new_tokens
     corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, longest), "preparing the data")
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
-    stop = chat_stop_ids(corpus.vocabulary, how.stop, model.files)
+    stop = find_stop_ids(corpus.vocabulary, how.stop, model.files)
     sampling = choose_sampling(how, stop)
     measured: list[Numbers] = []
     with (

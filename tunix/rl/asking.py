@@ -19,7 +19,7 @@ from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.sampling import Request, Sampler
-from tunix.inference.stops import chat_stop_ids
+from tunix.inference.stops import find_stop_ids
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.scoring import Scorer, Scores
@@ -76,7 +76,7 @@ class Asker:
         self.rows_at_once = choose_rows(program, None if None in known else min(known))
         self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
-        self.stop = chat_stop_ids(corpus.vocabulary, cfg.sampling.stop, folder)
+        self.stop = find_stop_ids(corpus.vocabulary, cfg.sampling.stop, folder)
 
     def ask(
         self,

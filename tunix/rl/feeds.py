@@ -105,7 +105,7 @@ class CorpusFeed:
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log the last evaluation beside the corpus's unigrams, and how the model continues a held-out document."""
         if "bits_per_byte" in evaluation:
-            log.info("%s", _beside_unigram(evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte))
+            log.info("%s", _compare_with_unigram(evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte))
         if self.cfg.evaluation.sample_tokens:
             sample = self._continued_document(state["params"])
             log.info("continuation of a held-out document, after >>>:\n%s", sample)
@@ -121,7 +121,7 @@ class CorpusFeed:
         return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
 
 
-def _beside_unigram(bits: float, unigram: float) -> str:
+def _compare_with_unigram(bits: float, unigram: float) -> str:
     """The held-out loss beside what word frequencies alone would give; both in bits per byte."""
     side = "below" if bits <= unigram else "above"
     share = 100 * abs(1 - bits / unigram)

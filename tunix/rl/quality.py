@@ -37,11 +37,11 @@ def summarise(rows: Sequence[Row], labels: Sequence[str], num_samples: int) -> N
 def count_right(first_scores: np.ndarray) -> Numbers:
     """Return accuracy, and pass@k for k = 2, 4, 8, ... up to G, of scores [P, G] by the first reward."""
     right, num_samples = first_scores >= RIGHT, first_scores.shape[1]
-    chances = {f"pass@{k}": pass_at(k, right.sum(1), num_samples) for k in powers_of_two(num_samples)[1:]}
+    chances = {f"pass@{k}": estimate_pass(k, right.sum(1), num_samples) for k in list_powers_of_two(num_samples)[1:]}
     return {"accuracy": float(right.mean())} | chances
 
 
-def pass_at(k: int, num_right: np.ndarray, num_samples: int) -> float:
+def estimate_pass(k: int, num_right: np.ndarray, num_samples: int) -> float:
     """Return the chance that one of k answers is right (Chen et al. 2021, arXiv:2107.03374).
 
     `num_right` [P] says how many of the `num_samples` answers to each prompt are right.
@@ -50,6 +50,6 @@ def pass_at(k: int, num_right: np.ndarray, num_samples: int) -> float:
     return float(np.mean(chances))
 
 
-def powers_of_two(limit: int) -> list[int]:
+def list_powers_of_two(limit: int) -> list[int]:
     """Return 1, 2, 4, ... up to `limit`."""
     return [1 << n for n in range(limit.bit_length())]

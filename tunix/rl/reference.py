@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix.config import Config
-from tunix.costs.rollout_memory import reference_shapes
+from tunix.costs.rollout_memory import describe_reference
 from tunix.data.batch import Batch
 from tunix.inference.start import load_init_from
 from tunix.models.paths import parameter_name
@@ -26,10 +26,10 @@ def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
     """
     score = jax.jit(_make_scores(cfg, program))
     if cfg.model.keeps_base:
-        remove = jax.jit(_without_updates)
+        remove = jax.jit(_remove_updates)
         return lambda params, batch: score(remove(params), batch)
     start = program.new_params(cfg.seed, load_init_from(program, mesh))
-    kept = jax.jit(partial(_cast, reference_shapes(program)), donate_argnums=0)(start)
+    kept = jax.jit(partial(_cast, describe_reference(program)), donate_argnums=0)(start)
     return lambda params, batch: score(kept, batch)
 
 
@@ -49,7 +49,7 @@ def _cast(shapes: Any, params: Any) -> Any:
     return jax.tree.map(lambda shape, leaf: leaf.astype(shape.dtype), shapes, params)
 
 
-def _without_updates(params: Any) -> Any:
+def _remove_updates(params: Any) -> Any:
     """The parameters with 0 for the second factor of each low-rank update: the base model."""
 
     def base(path, leaf):

@@ -3,9 +3,9 @@
 from jax.sharding import Mesh
 
 from tunix.config import Config
-from tunix.costs.transfers import part_rows
+from tunix.costs.transfers import count_part_rows
 from tunix.sharding.mesh_shape import data_shards
-from tunix.training.optim import phase_steps
+from tunix.training.optim import count_phase_steps
 from tunix.training.program import Program
 from tunix.training.sizes import Sizes
 
@@ -29,7 +29,7 @@ def _describe_pipeline(cfg: Config, mesh: Mesh) -> dict[str, str]:
     pipeline = cfg.training.pipeline(mesh.shape)
     if pipeline.num_stages == 1:
         return {}
-    layers, rows = cfg.model.num_layers // pipeline.num_stages, part_rows(cfg, mesh)
+    layers, rows = cfg.model.num_layers // pipeline.num_stages, count_part_rows(cfg, mesh)
     chunks = f" in {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
     return {
         "pipeline": f"{pipeline.schedule}: {pipeline.num_stages} stages of {layers} layers{chunks}; a microbatch is "
@@ -77,7 +77,7 @@ def _describe_length(cfg: Config, sizes: Sizes) -> str:
         return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
     steps = sizes.total_steps
     spans = sizes.schedule.spans(steps)
-    warmup, decay = (phase_steps(cfg.scheduler, phase, spans) for phase in ("warmup", "decay"))
+    warmup, decay = (count_phase_steps(cfg.scheduler, phase, spans) for phase in ("warmup", "decay"))
     tail = f", decay over the last {decay}" if cfg.scheduler.shape.has_decay else ""
     return (
         f"{steps:,} steps, {sum(count * tokens for count, tokens in spans):,} tokens; "

@@ -14,7 +14,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.config.step_ranges import read_steps
 from tunix.config.task import Grpo
 from tunix.config.training import Training
-from tunix.costs.derived import costs_of
+from tunix.costs.derived import derive_costs
 from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
 from tunix.data.prompts import AnyCorpus
 from tunix.processes import peers
@@ -79,7 +79,7 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
 
 def _describe_costs(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
     """Return the rows about memory and arithmetic."""
-    gib = {name: size / 2**30 for name, size in costs_of(program).num_bytes.items()}
+    gib = {name: size / 2**30 for name, size in derive_costs(program).num_bytes.items()}
     return {
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
         f"{cfg.optimizer.name} {gib['optimizer']:.3f}; predicted on top: gradients {gib['gradients']:.3f}, "

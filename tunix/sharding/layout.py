@@ -73,7 +73,7 @@ class Layout(Placement):
         """
         gradient = gradient.astype(self.reduce)
         own_parts = jax.typeof(gradient).sharding.spec.unreduced  # axes along which each device has a part of the sum
-        others = own_parts - _names(spec)
+        others = own_parts - _list_axes(spec)
         if others and others != own_parts:
             gradient = reshard(gradient, PartitionSpec(*spec, unreduced=others))
         return reshard(gradient, spec)
@@ -142,6 +142,6 @@ class Layout(Placement):
         return weight
 
 
-def _names(spec: PartitionSpec) -> set[str]:
+def _list_axes(spec: PartitionSpec) -> set[str]:
     """Return the mesh axes that split an array."""
     return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}

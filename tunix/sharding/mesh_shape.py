@@ -93,7 +93,7 @@ def resolve(
         if num_devices % fixed:
             raise UserError(
                 f"model.mesh_shape {product}: {fixed} does not divide the {num_devices} devices that are {which}; "
-                f"{_nearest(named, num_devices, dims)}"
+                f"{_suggest_meshes(named, num_devices, dims)}"
             )
         named = {axis: num_devices // fixed if size == -1 else size for axis, size in named.items()}
     elif fixed > num_devices or (fixed < num_devices and not allow_idle):
@@ -104,13 +104,13 @@ def resolve(
             idle = f"; or start {times} times as many processes, as with --nnodes={times} (docs/distributed.md)"
         raise UserError(
             f"model.mesh_shape {product} needs {fixed} devices, {num_devices} are {which}; "
-            f"{_nearest(named, num_devices, dims)}{idle}"
+            f"{_suggest_meshes(named, num_devices, dims)}{idle}"
         )
     resolved = {axis: named.get(axis, 1) for axis in axis_names()}
     try:
         check_divides(dims, resolved)
     except UserError as error:
-        raise UserError(f"{error}; {_nearest(named, num_devices, dims)}") from None
+        raise UserError(f"{error}; {_suggest_meshes(named, num_devices, dims)}") from None
     return resolved
 
 
@@ -122,18 +122,18 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
                 f"mesh axis {axis}={sizes[axis]} splits {DIMS[letter].name}, of which this model has none; leave "
                 f"{axis} out of model.mesh_shape"
             )
-    for dim, axes in _uneven(dims, sizes):
+    for dim, axes in _list_uneven(dims, sizes):
         num_entries, size = dims[dim.letter], count_devices(sizes, axes)
         if _allows(dim, num_entries, size):
             continue
         # A number that divides this dimension is no way out where another dimension on the same axes refuses it.
-        on_axes = [DIMS[letter] for letter in dims if axes in _splits(DIMS[letter], sizes)]
+        on_axes = [DIMS[letter] for letter in dims if axes in _list_splits(DIMS[letter], sizes)]
         legal = [n for n in range(1, num_entries + 1) if all(_allows(each, dims[each.letter], n) for each in on_axes)]
         near = nearest(legal, size)
         together = " x ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {size}" if len(axes) > 1 else "")
         raise UserError(
             f"{dim.key or dim.name}={num_entries} is not divisible by mesh ax{'e' if len(axes) > 1 else 'i'}s "
-            f"{together} (nearest {' x '.join(axes)}: {_or(near)})"
+            f"{together} (nearest {' x '.join(axes)}: {_join_words(near)})"
         )
 
 
@@ -143,7 +143,7 @@ def _allows(dim: Dim, num_entries: int, size: int) -> bool:
     return num_entries % size == 0 or dim.may_stay_whole is Whole.ALWAYS or is_divisor
 
 
-def _splits(dim: Dim, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def _list_splits(dim: Dim, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Return the axes that split a dimension, of weights and of activations, without those of size 1."""
     pairs = dict.fromkeys((dim.weight_axes, dim.activation_axes))
     return [tuple(axis for axis in axes if sizes[axis] > 1) for axes in pairs]
@@ -154,13 +154,13 @@ def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str,
 
     Fewer key/value heads than devices, an odd vocabulary, ... `check_divides` has refused the others.
     """
-    return {dim.letter: axes for dim, axes in _uneven(dims, sizes)}
+    return {dim.letter: axes for dim, axes in _list_uneven(dims, sizes)}
 
 
-def _uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, tuple[str, ...]]]:
+def _list_uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, tuple[str, ...]]]:
     """Each dimension that axes should split and do not divide, with those of the axes that are larger than 1."""
     for letter in dims:
-        for axes in _splits(DIMS[letter], sizes):
+        for axes in _list_splits(DIMS[letter], sizes):
             if dims[letter] % count_devices(sizes, axes):
                 yield DIMS[letter], axes
 
@@ -193,11 +193,11 @@ def num_stages(sizes: Mapping[str, int]) -> int:
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:
     """Yield every way to spread the devices over the mesh axes; `check_divides` tells which of them a model allows."""
     names = axis_names()
-    for split in _factorizations(num_devices, len(names)):
+    for split in _list_factorizations(num_devices, len(names)):
         yield dict(zip(names, split, strict=True))
 
 
-def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:
+def _suggest_meshes(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:
     """Return in words the three legal shapes nearest to the one asked for, of its axes and of those for everybody."""
     axes = [*named, *(axis for axis in suggested_axes() if axis not in named)]
     wanted = {axis: max(1, named.get(axis, 1)) for axis in axes}
@@ -206,7 +206,7 @@ def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]
         return sum(abs(math.log(sizes[axis] / wanted[axis])) for axis in axes if named.get(axis) != -1)
 
     legal = []
-    for split in _factorizations(num_devices, len(axes)):
+    for split in _list_factorizations(num_devices, len(axes)):
         sizes = dict.fromkeys(axis_names(), 1) | dict(zip(axes, split, strict=True))
         try:
             check_divides(dims, sizes)
@@ -217,7 +217,7 @@ def _nearest(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]
         return f"no mesh of {num_devices} devices divides this model"
     best = sorted(legal, key=distance)[:3]
     shapes = [format_mesh_shape(sizes, [axis for axis in axes if axis in named or sizes[axis] > 1]) for sizes in best]
-    return f"legal here: {_or(shapes)}"
+    return f"legal here: {_join_words(shapes)}"
 
 
 def nearest(legal: Iterable[int], wanted: int) -> list[int]:
@@ -225,14 +225,14 @@ def nearest(legal: Iterable[int], wanted: int) -> list[int]:
     return sorted(sorted(legal, key=lambda number: abs(math.log(number / wanted)))[:3])
 
 
-def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
     for first in (n for n in range(1, number + 1) if number % n == 0):
-        for rest in _factorizations(number // first, parts - 1):
+        for rest in _list_factorizations(number // first, parts - 1):
             yield (first, *rest)
 
 
-def _or(items: list) -> str:
+def _join_words(items: list) -> str:
     return " or ".join(filter(None, [", ".join(map(str, items[:-1])), str(items[-1])]))

@@ -41,7 +41,7 @@ STRATEGIES = {
 
 def activation_spec(letters: str) -> PartitionSpec:
     """Return where an array of these dimensions lives outside of the blocks, if axes divide all of them."""
-    return _spec([DIMS[letter].activation_axes for letter in letters])
+    return _make_spec([DIMS[letter].activation_axes for letter in letters])
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,19 @@ class Placement:
         With `sharded` given, where its gradient or its moments live: split over the axes that keep weights, or not.
         """
         sharded = self.strategy.params if sharded is None else sharded
-        return _spec(self._axes_at_rest(equation)) if sharded else _spec(self._axes_in_use(equation))
+        return _make_spec(self._axes_at_rest(equation)) if sharded else _make_spec(self._axes_in_use(equation))
 
     def in_use(self, equation: Equation) -> PartitionSpec:
         """Return where a weight lives while a product uses it."""
-        return _spec(self._axes_in_use(equation), reduced=set(self.gradient_axes(equation)))
+        return _make_spec(self._axes_in_use(equation), reduced=set(self.gradient_axes(equation)))
 
     def unreduced(self, equation: Equation) -> PartitionSpec:
         """Return where the gradient of a gathered weight lives before it is summed over devices."""
-        return _spec(self._axes_in_use(equation), unreduced=set(self.gradient_axes(equation)))
+        return _make_spec(self._axes_in_use(equation), unreduced=set(self.gradient_axes(equation)))
 
     def activation(self, letters: str) -> PartitionSpec:
         """Return where an activation of these dimensions lives."""
-        return _spec([self._activation_axes(letter) for letter in letters])
+        return _make_spec([self._activation_axes(letter) for letter in letters])
 
     def result(self, equation: Equation) -> PartitionSpec:
         """Return where the result of a product lives; one that leaves a branch is then given to `leave_branch`."""
@@ -156,7 +156,7 @@ class Placement:
     def gather_axes(self, equation: Equation) -> tuple[str, ...]:
         """Return the mesh axes that a weight is gathered over, and its gradient scattered over."""
         in_use = {axis for axes in self._axes_in_use(equation) for axis in axes}
-        return _ordered({axis for axes in self._axes_at_rest(equation) for axis in axes} - in_use)
+        return _sort_axes({axis for axes in self._axes_at_rest(equation) for axis in axes} - in_use)
 
     def gradient_axes(self, equation: Equation) -> tuple[str, ...]:
         """Return the mesh axes that a gradient is a sum over: those that split dimensions which the weight lacks."""
@@ -164,12 +164,12 @@ class Placement:
             return ()
         split = {axis for letter in equation.batch for axis in self._activation_axes(letter)}
         # An axis that splits the weight in use has other entries of the weight on each device: nothing to sum.
-        return _ordered(split - {axis for axes in self._axes_in_use(equation) for axis in axes})
+        return _sort_axes(split - {axis for axes in self._axes_in_use(equation) for axis in axes})
 
     def product_axes(self, equation: Equation) -> tuple[str, ...]:
         """Return the mesh axes that a product is a sum over: those that split, in use, the dimensions it sums over."""
         in_use = zip(equation.w, self._axes_in_use(equation), strict=True)
-        return _ordered({axis for letter, axes in in_use if letter in equation.summed for axis in axes})
+        return _sort_axes({axis for letter, axes in in_use if letter in equation.summed for axis in axes})
 
     def _activation_axes(self, letter: str) -> tuple[str, ...]:
         if letter in self.unsplit:
@@ -207,11 +207,11 @@ class Placement:
         return () if letter in self.unsplit else DIMS[letter].weight_axes
 
 
-def _spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
+def _make_spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
     """Return the PartitionSpec of the axes of each dimension; `types` are `reduced` or `unreduced` axes."""
     return PartitionSpec(*(each if len(each) > 1 else each[0] if each else None for each in axes), **types)
 
 
-def _ordered(axes: set[str]) -> tuple[str, ...]:
+def _sort_axes(axes: set[str]) -> tuple[str, ...]:
     """Return mesh axes in the order of the table."""
     return tuple(axis for axis in axis_names() if axis in axes)

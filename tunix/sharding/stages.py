@@ -48,7 +48,7 @@ def stage_shard_map(
     return mapped
 
 
-def _mapped_axes(arguments: Sequence[Any], dims: Sequence[int | None]) -> Any:
+def _find_mapped_axes(arguments: Sequence[Any], dims: Sequence[int | None]) -> Any:
     """Return the mesh axes that split the mapped dimension, which must be the same in all arguments of `jax.vmap`."""
     entries = []
     for argument, dim in zip(arguments, dims, strict=True):
@@ -62,4 +62,4 @@ def _mapped_axes(arguments: Sequence[Any], dims: Sequence[int | None]) -> Any:
 
 # JAX 0.10.2, the version that is locked, asks the arguments of `vmap` for `spec[dim]`. Weights that are gathered for
 # the whole step refuse that, because their spec has `reduced` axes; `spec.partitions[dim]` is the answer.
-api._mapped_axis_spec = _mapped_axes
+api._mapped_axis_spec = _find_mapped_axes

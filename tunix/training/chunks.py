@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 ROWS = 4096
 
 
-def chunk_positions(chunk_size: int | str, num_sequences: int, length: int) -> int:
+def count_chunk_positions(chunk_size: int | str, num_sequences: int, length: int) -> int:
     """Return of how many positions of each sequence a device has logits at one time.
 
     `chunk_size` is that number, or `auto`: then a device with `length` tokens of each of `num_sequences` sequences has
@@ -25,7 +25,7 @@ def chunk_positions(chunk_size: int | str, num_sequences: int, length: int) -> i
     return math.ceil(length / num_chunks)
 
 
-def chunk_splitter(hidden: jax.Array, chunk_size: int | str) -> Callable[[jax.Array], jax.Array]:
+def make_splitter(hidden: jax.Array, chunk_size: int | str) -> Callable[[jax.Array], jax.Array]:
     """Return a function that splits arrays [B, T, ...] into chunks [chunks, B, positions, ...].
 
     `hidden` is one of these arrays; its sharding says which rows and positions a device has. Of a sequence that lies on
@@ -36,7 +36,7 @@ def chunk_splitter(hidden: jax.Array, chunk_size: int | str) -> Callable[[jax.Ar
     Zeros fill each device's last chunk up.
     """
     num_sequences, own_length = jax.typeof(hidden).sharding.shard_shape(hidden.shape)[:2]
-    size = chunk_positions(chunk_size, num_sequences, own_length)
+    size = count_chunk_positions(chunk_size, num_sequences, own_length)
     num_chunks = math.ceil(own_length / size)
 
     def split(x: jax.Array) -> jax.Array:

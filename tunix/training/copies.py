@@ -25,7 +25,7 @@ class Copy(NamedTuple):
     on_host: bool = False
 
 
-def _moving_averages(training: Training) -> dict[str, Copy]:
+def _make_averages(training: Training) -> dict[str, Copy]:
     """Exponential moving averages over steps, one for each of `training.ema_decay`."""
 
     on_host = training.ema_memory == "host"
@@ -44,7 +44,7 @@ def _moving_averages(training: Training) -> dict[str, Copy]:
 
 
 # Each takes the training section: the update of its copy in float32, copies by name, or None where there is none.
-COPIES: dict[str, Callable[[Training], Update | dict[str, Copy] | None]] = {"ema": _moving_averages}
+COPIES: dict[str, Callable[[Training], Update | dict[str, Copy] | None]] = {"ema": _make_averages}
 
 
 def make_copies(training: Training) -> dict[str, Copy]:

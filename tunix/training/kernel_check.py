@@ -117,7 +117,7 @@ def _compare(
 
     labels = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
     pairs = zip(labels, results(name, layout.compute), results("xla", "float32"), strict=True)
-    return {label: _difference(x, y) for label, x, y in pairs}
+    return {label: _measure_difference(x, y) for label, x, y in pairs}
 
 
 def _compare_products(
@@ -146,10 +146,10 @@ def _compare_products(
 
     labels = ("outputs", "gradients of rows", "gradients of weights")
     pairs = zip(labels, results(name, dtype), results("xla", "float32"), strict=True)
-    return {label: jax.lax.pmax(_difference(x, y), axes) for label, x, y in pairs}
+    return {label: jax.lax.pmax(_measure_difference(x, y), axes) for label, x, y in pairs}
 
 
-def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
+def _measure_difference(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the largest difference, relative to the largest number of y; infinity where it is not a number."""
     value = jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
     return jnp.where(jnp.isnan(value), jnp.inf, value)

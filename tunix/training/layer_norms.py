@@ -25,7 +25,9 @@ def layer_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> di
     """
     equations = {name: weight.equation for name, weight in named(weights)}
     return {
-        f"{what}/{name}": _norm(leaf, equations[name]) for what, tree in trees.items() for name, leaf in named(tree)
+        f"{what}/{name}": _compute_norm(leaf, equations[name])
+        for what, tree in trees.items()
+        for name, leaf in named(tree)
     }
 
 
@@ -36,7 +38,7 @@ def norms_if_due(is_due: jax.Array, weights: dict[str, Any], trees: dict[str, di
     return jax.lax.cond(is_due, partial(layer_norms, weights), lambda _: zeros, trees)
 
 
-def _norm(x: jax.Array, equation: Equation) -> jax.Array:
+def _compute_norm(x: jax.Array, equation: Equation) -> jax.Array:
     """Return the norm of each layer, whole on every device; the sum over split dimensions is one over devices."""
     first = int(equation.is_stacked)
     squares = jnp.square(x.astype(jnp.float32)).sum(range(first, x.ndim))

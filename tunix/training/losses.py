@@ -15,7 +15,7 @@ from tunix.config.task import Dpo, Grpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.policy import POLICY_FIELDS, policy_loss
-from tunix.training.preferences import PAIR_FIELDS, preference_loss, preference_quality
+from tunix.training.preferences import PAIR_FIELDS, measure_preferences, preference_loss
 from tunix.training.scores import (
     ROUTING,
     Loss,
@@ -67,7 +67,7 @@ def next_token_loss(
     return Loss(objective + added, jnp.sum(batch["loss_mask"]), sums | reported)
 
 
-def _text_quality(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
+def _measure_text(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
     """Mean loss (nats per token), perplexity, and bits per byte of text, which do not depend on the tokenizer."""
     nll, num_tokens = float(sums["loss"]), float(weight)
     loss = nll / num_tokens
@@ -100,9 +100,9 @@ def _make_preference(cfg: Config) -> LossFn:
 
 
 LOSSES = {
-    "next_token": LossKind(_make_next_token, _text_quality),  # of sft too: its loss_mask keeps only the answers
-    "dpo": LossKind(_make_preference, preference_quality, PAIR_FIELDS),
-    "grpo": LossKind(_make_policy, _text_quality, POLICY_FIELDS),
+    "next_token": LossKind(_make_next_token, _measure_text),  # of sft too: its loss_mask keeps only the answers
+    "dpo": LossKind(_make_preference, measure_preferences, PAIR_FIELDS),
+    "grpo": LossKind(_make_policy, _measure_text, POLICY_FIELDS),
 }
 
 
@@ -110,7 +110,7 @@ def loss_kind(cfg: Config) -> LossKind:
     """Return the row of the table that `task.loss` or else the task names, or a row made of the user's own loss."""
     name = cfg.task.loss or cfg.task.default_loss
     if is_dotted(name):
-        return LossKind(lambda cfg: import_object(name), _text_quality)
+        return LossKind(lambda cfg: import_object(name), _measure_text)
     if name not in LOSSES:
         hint = did_you_mean(name, list(LOSSES))
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")

@@ -75,7 +75,7 @@ class _Settings(tuple):
 
 def make_schedule(scheduler: Scheduler, peak: float, spans: Spans) -> Schedule:
     """Return the function from a step, counted from 0, to its learning rate, for the steps of a run."""
-    warmup, decay = (phase_steps(scheduler, phase, spans) for phase in ("warmup", "decay"))
+    warmup, decay = (count_phase_steps(scheduler, phase, spans) for phase in ("warmup", "decay"))
     total_steps = count_steps(spans)
     shape = scheduler.shape.factor(Phases(warmup, max(1, total_steps - warmup), decay, scheduler.final_ratio))
     rise = optax.linear_schedule(1 / max(1, warmup), 1.0, max(1, warmup - 1))
@@ -89,7 +89,7 @@ def check_phases(scheduler: Scheduler, spans: Spans) -> str:
     This is no error: a trial of a few steps keeps the schedule of the long run that it tries.
     """
     phases = ("warmup", "decay") if scheduler.shape.has_decay else ("warmup",)
-    steps = {phase: phase_steps(scheduler, phase, spans) for phase in phases}
+    steps = {phase: count_phase_steps(scheduler, phase, spans) for phase in phases}
     total_steps = count_steps(spans)
     if sum(steps.values()) <= total_steps:
         return ""
@@ -105,17 +105,17 @@ def count_steps(spans: Spans) -> int:
     return sum(count for count, _ in spans)
 
 
-def phase_steps(scheduler: Scheduler, phase: str, spans: Spans) -> int:
+def count_phase_steps(scheduler: Scheduler, phase: str, spans: Spans) -> int:
     """Return the length in steps of the `warmup` or `decay` phase, given in steps, tokens or as a share of the run."""
     steps, tokens = getattr(scheduler, f"{phase}_steps"), getattr(scheduler, f"{phase}_tokens")
     if steps is not None:
         return steps
     if tokens is not None:
-        return _steps_with(tokens, spans if phase == "warmup" else spans[::-1])
+        return _count_steps_with(tokens, spans if phase == "warmup" else spans[::-1])
     return round(getattr(scheduler, f"{phase}_ratio") * count_steps(spans))
 
 
-def _steps_with(tokens: int, spans: Spans) -> int:
+def _count_steps_with(tokens: int, spans: Spans) -> int:
     """Return how many steps have so many tokens, rounded; beyond the last span they go on as in it."""
     steps, (*before, last) = 0, spans
     for count, tokens_per_step in before:

@@ -45,7 +45,7 @@ def choose_overlap(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, platf
         UserError: `prefetch` where layers cannot gather ahead.
     """
     name, options = cfg.training.overlap, OPTIONS.get(platform or "", {})
-    lacks = _prefetch_lacks(cfg, layout, choose_sync(cfg.training, mesh))
+    lacks = _find_obstacle(cfg, layout, choose_sync(cfg.training, mesh))
     if name == "prefetch" and lacks:
         raise UserError(f"training.overlap=prefetch: {lacks}; training.overlap=auto takes what fits")
     if name != "auto":
@@ -57,7 +57,7 @@ def choose_overlap(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, platf
     return Overlap(not lacks, options, lacks or "layers gather their weights")
 
 
-def _prefetch_lacks(cfg: Config, layout: Layout, sync_every: int) -> str | None:
+def _find_obstacle(cfg: Config, layout: Layout, sync_every: int) -> str | None:
     """Return why layers cannot gather ahead; None if they can."""
     training = cfg.training
     for key in ("shared_kv", "layer_inputs"):
@@ -75,7 +75,7 @@ def _prefetch_lacks(cfg: Config, layout: Layout, sync_every: int) -> str | None:
     return None
 
 
-def known_options(options: Options, mesh: Mesh | AbstractMesh) -> Options:
+def keep_known_options(options: Options, mesh: Mesh | AbstractMesh) -> Options:
     """Return those of `options` that the installed compiler knows for the devices of a mesh, which need not exist.
 
     Options of XLA come and go with its versions. One that is gone makes a step slower; it must not end a run.

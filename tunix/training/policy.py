@@ -62,7 +62,7 @@ def policy_loss(
     assert scores.entropy is not None
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
-        gains = token_gains(-scores.nll, batch, task)
+        gains = compute_gains(-scores.nll, batch, task)
         share, row_weights = divide(mask, task, sampling.max_new_tokens)
         added, of_blocks = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
@@ -85,7 +85,7 @@ def policy_loss(
         return Loss(loss + z_part + added, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
 
 
-def token_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
+def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     """Return the gain of each token from log p, [B, T], and the fields of the batch."""
     mask, advantages, sampled = batch["loss_mask"], batch["advantages"][:, None], batch["log_probs"]
 

@@ -90,7 +90,7 @@ def _ipo(margin: jax.Array, task: Dpo) -> jax.Array:
 OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo}
 
 
-def preference_quality(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
+def measure_preferences(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
     """Means over the pairs of a held-out set, and how many there are."""
     means = {name: float(value) / float(weight) for name, value in sums.items() if name != ROUTING}
     return {**means, "eval_pairs": int(weight)}

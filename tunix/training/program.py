@@ -25,11 +25,19 @@ from tunix.training.copies import Copy, make_copies, start_copies
 from tunix.training.losses import LossFn, loss_kind, try_out_loss
 from tunix.training.mesh_choices import build_layout, choose_sync, find_platform, read_remat, settle_remat
 from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.overlap import Options, Overlap, choose_overlap, known_options
+from tunix.training.overlap import Options, Overlap, choose_overlap, keep_known_options
 from tunix.training.pipelined import make_pipelined_gradients
 from tunix.training.program_checks import check_host_memory, check_model, check_pipeline_chunks
 from tunix.training.spikes import SpikeGuard, make_guard
-from tunix.training.state import Architecture, State, abstract_params, describe, new_state, optimizer_view, start_state
+from tunix.training.state import (
+    Architecture,
+    State,
+    abstract_params,
+    describe,
+    lay_out_for_optimizer,
+    new_state,
+    start_state,
+)
 from tunix.training.step import Gradients, Update, make_gradients, make_train_step
 
 log = logging.getLogger(__name__)
@@ -134,14 +142,14 @@ class Program:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: self.abstract["copies"][name] for name in absent})
 
         def start(params):
-            return start_copies(copies, optimizer_view(self.arch.trained(params), self.arch))["copies"]
+            return start_copies(copies, lay_out_for_optimizer(self.arch.trained(params), self.arch))["copies"]
 
         started = jax.jit(start, out_shardings=shardings)(state["params"])
         return state | {"copies": state.get("copies", {}) | started}
 
     def compiler_options(self) -> Options:
         """Return XLA's options for the step; those of the config win."""
-        return known_options(self.overlap.options, self.mesh) | self.cfg.training.compiler_options
+        return keep_known_options(self.overlap.options, self.mesh) | self.cfg.training.compiler_options
 
     def gradients(self) -> Gradients:
         """Return what computes the gradients of a step, by the schedule of the pipeline."""
@@ -153,7 +161,7 @@ class Program:
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, spans)
         gradients = self.gradients()
         norms_every = cfg.logging.layer_norms_every
-        update = Update(self.optimizer, schedule, self.copies, self.guard, _bias_rate(cfg.model), norms_every)
+        update = Update(self.optimizer, schedule, self.copies, self.guard, _read_bias_rate(cfg.model), norms_every)
         return make_train_step(gradients, self.arch, update)
 
 
@@ -216,6 +224,6 @@ def assemble_stages(program: Program, schedule: BatchSchedule) -> dict[BatchShap
     return programs
 
 
-def _bias_rate(model: Model) -> float | None:
+def _read_bias_rate(model: Model) -> float | None:
     """Return the rate of the routers' biases; None where they have none, or where a frozen base keeps them."""
     return model.mlp.bias_rate if isinstance(model.mlp, ExpertsMlp) and not model.lora.rank else None

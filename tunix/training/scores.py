@@ -11,7 +11,7 @@ from jax.sharding import reshard
 from tunix.data.batch import Batch
 from tunix.models.block_sums import BlockSums, Routing
 from tunix.models.transformer import Transformer
-from tunix.training.chunks import chunk_splitter, join_chunks
+from tunix.training.chunks import join_chunks, make_splitter
 
 
 class Mean(NamedTuple):
@@ -150,7 +150,7 @@ def sum_over_tokens(
             more, d_hidden = vjp(jnp.ones_like(objective))
             return d_table + more.astype(d_table.dtype), ((objective, numbers), d_hidden)
 
-        d_table, (values, d_hidden) = jax.lax.scan(with_gradient, _nothing_summed(table), (hidden, fields))
+        d_table, (values, d_hidden) = jax.lax.scan(with_gradient, _make_zeros(table), (hidden, fields))
         return jax.tree.map(jnp.sum, values), (d_table.astype(table.dtype), d_hidden)
 
     def backward(gradients, cotangents):
@@ -162,7 +162,7 @@ def sum_over_tokens(
 
     summed.defvjp(forward, backward)
     with jax.named_scope("loss"):
-        split = chunk_splitter(hidden, chunk_size)
+        split = make_splitter(hidden, chunk_size)
         fields = {name: split(field) for name, field in batch.items() if field.ndim == 2}
         objective, sums = summed(tables[1], split(hidden), fields)
     return objective, jax.lax.stop_gradient(sums), blocks
@@ -191,7 +191,7 @@ def score_targets(
         return None, _score_chunk(model, tables[1], hidden, targets, temperature, with_entropy)
 
     with jax.named_scope("loss"):
-        split = chunk_splitter(hidden, chunk_size)
+        split = make_splitter(hidden, chunk_size)
         scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"])))[1]
         return jax.tree.map(lambda x: join_chunks(x, hidden.shape[1]), scores), blocks
 
@@ -212,17 +212,17 @@ def _score_chunk(
     ids = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
     # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
     target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
-    entropy = _entropy(*jax.lax.stop_gradient((logits, log_z))) if with_entropy else None
+    entropy = _compute_entropy(*jax.lax.stop_gradient((logits, log_z))) if with_entropy else None
     return Scores(log_z - target_logits, log_z, entropy)
 
 
-def _nothing_summed(table: jax.Array) -> jax.Array:
+def _make_zeros(table: jax.Array) -> jax.Array:
     """Zeros [V, D] float32, to add gradients of the table to: each device has its own part of the sum over devices."""
     spec = jax.typeof(table).sharding.spec
     return reshard(jnp.zeros(table.shape), jax.P(*spec.partitions, unreduced=spec.reduced))
 
 
-def _entropy(logits: jax.Array, log_z: jax.Array) -> jax.Array:
+def _compute_entropy(logits: jax.Array, log_z: jax.Array) -> jax.Array:
     return log_z - jnp.sum(jnp.exp(logits - log_z[..., None]) * logits, -1)
 
 

@@ -43,7 +43,7 @@ class SpikeGuard:
             True where the step is a spike; the part of the state after the step; numbers for metrics.jsonl.
         """
         taken, place = spikes["taken"], jnp.arange(self.window)
-        above = {name: self._deviations(spikes[name], taken, numbers[name]) for name in WATCHED}
+        above = {name: self._count_deviations(spikes[name], taken, numbers[name]) for name in WATCHED}
         is_high = [value > self.deviations for value in above.values()]  # False where `above` is not a number
         spike = finite & (is_high[0] | is_high[1])
         # A step that is not finite has a counter of its own, and does not end a row of spikes.
@@ -55,7 +55,7 @@ class SpikeGuard:
         reported = {f"{name}_deviations": value for name, value in above.items()}
         return spike, {"spikes": new}, {"spikes": row, "spikes_total": total, **reported}
 
-    def _deviations(self, ring: jax.Array, taken: jax.Array, number: jax.Array) -> jax.Array:
+    def _count_deviations(self, ring: jax.Array, taken: jax.Array, number: jax.Array) -> jax.Array:
         """Standard deviations by which a number lies above the mean of a ring; NaN until the ring is half full."""
         is_set = jnp.arange(self.window) < taken
         count = jnp.maximum(1, is_set.sum())

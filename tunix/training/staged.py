@@ -28,13 +28,13 @@ from tunix.training.turns import Turn
 Stream = tuple[jax.Array, dict[str, jax.Array]]
 
 
-def stream_of(rows: Rows) -> Stream:
+def take_stream(rows: Rows) -> Stream:
     """Return what a stage changes of its rows."""
     return rows.x, rows.penalties
 
 
-def with_stream(rows: Rows, stream: Stream) -> Rows:
-    """Return rows with what `stream_of` returns replaced."""
+def replace_stream(rows: Rows, stream: Stream) -> Rows:
+    """Return rows with what `take_stream` returns replaced."""
     x, penalties = stream
     return rows._replace(x=x, penalties=penalties)
 
@@ -143,7 +143,7 @@ class StagedModel:
         """Return the trained weights of the blocks, and those outside of them."""
         is_trained = dict(self.arch.is_trained)
         of_blocks = {name: is_trained.pop(name) for name in self.names}
-        return keep(self.block_weights, of_blocks), keep(self.outer_weights, is_trained)
+        return keep_trained(self.block_weights, of_blocks), keep_trained(self.outer_weights, is_trained)
 
     def embed(self, outside: Any, part: Batch) -> jax.Array:
         """Return the residual stream of a part before the first block, [rows, t, D]."""
@@ -168,8 +168,8 @@ class StagedModel:
         weights = self.arch.merge(chunk, frozen)
         layers = {name: (weights[name], values[name]) for name in self.names}
         forward = self.forward._replace(seed=self.parts.seeds_on_stages(turn.part))
-        rows, routing = self.model.stacks.run_on_stages(layers, with_stream(rows, stream), forward)
-        return stream_of(rows), self.lanes.leave_bubbles_out(routing, turn.part, self.parts.count)
+        rows, routing = self.model.stacks.run_on_stages(layers, replace_stream(rows, stream), forward)
+        return take_stream(rows), self.lanes.leave_bubbles_out(routing, turn.part, self.parts.count)
 
     def enter(self, outside: Any, number: jax.Array | int) -> Rows:
         """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...].
@@ -211,6 +211,6 @@ class StagedModel:
         return reshard(x, PartitionSpec(self.lanes.stage_axes, *spec("BtD")))
 
 
-def keep(tree: Any, is_trained: Any) -> Any:
+def keep_trained(tree: Any, is_trained: Any) -> Any:
     """Return the tree with None in the place of what is frozen."""
     return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, is_trained)

@@ -180,14 +180,14 @@ def start_state(
     """Return the state of step 0 with these parameters."""
     at_rest = arch.layout.at_rest
     params = jax.tree.map(lambda p, weight: reshard(p, at_rest(weight.equation)), params, arch.weights)
-    trained = optimizer_view(arch.trained(params), arch)
+    trained = lay_out_for_optimizer(arch.trained(params), arch)
     zero, moments = jnp.zeros((), jnp.int32), optimizer.init(trained)
     moments = to_host_memory(moments) if arch.layout.moments_on_host else moments
     state = {"params": params, "opt_state": moments, "step": zero, "skipped": zero}
     return state | start_copies(copies, trained) | (guard.start() if guard else {})
 
 
-def optimizer_view(tree: dict[str, Any], arch: Architecture) -> dict[str, Any]:
+def lay_out_for_optimizer(tree: dict[str, Any], arch: Architecture) -> dict[str, Any]:
     """Return trained parameters or gradients laid out as the optimizer works on them."""
     at_rest, sharded = arch.layout.at_rest, arch.layout.strategy.optimizer
     return jax.tree.map(lambda x, weight: reshard(x, at_rest(weight.equation, sharded)), tree, arch.trained_weights)

@@ -16,7 +16,7 @@ from tunix.training.layer_norms import NORMS, norms_if_due
 from tunix.training.optim import Schedule
 from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
 from tunix.training.spikes import SpikeGuard
-from tunix.training.state import Architecture, State, Weight, optimizer_view
+from tunix.training.state import Architecture, State, Weight, lay_out_for_optimizer
 
 # (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 Gradients = Callable[[dict, Batch, jax.Array], tuple[dict, jax.Array, Sums]]
@@ -76,10 +76,10 @@ def make_train_step(
         grads, weight, sums = gradients(state["params"], batch, seeds)
         with jax.named_scope("optimizer"):
             # The one division: `weight` is that of all microbatches on all devices, and sums become means here.
-            grads = optimizer_view(jax.tree.map(lambda g: g / weight, grads), arch)
+            grads = lay_out_for_optimizer(jax.tree.map(lambda g: g / weight, grads), arch)
             grad_norm = optax.tree.norm(grads)
             trained = arch.trained(state["params"])
-            params = optimizer_view(trained, arch)
+            params = lay_out_for_optimizer(trained, arch)
             # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
             moments = to_device_memory(state["opt_state"]) if on_host else state["opt_state"]
             direction, opt_state = update.direct(grads, moments, params)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec, reshard
 from tunix.models.stacks import Rows
 from tunix.training.layer_chunks import add
 from tunix.training.scores import Sums, add_sums
-from tunix.training.staged import StagedModel, Stream, stream_of, with_stream
+from tunix.training.staged import StagedModel, Stream, replace_stream, take_stream
 from tunix.training.turns import Turns
 
 
@@ -60,7 +60,7 @@ class Ticks:
         """
         model, parts = self.model, self.parts
         forth = jax.tree.map(jnp.zeros_like, model.enter(self.outside, 0))
-        back = stream_of(forth)
+        back = take_stream(forth)
         kept = jax.tree.map(lambda x: self.lanes.several(x, self.turns.num_kept), forth)
         first, seed = parts.batch(0), parts.seed(0)
         shapes = jax.eval_shape(lambda: model.loss(self.outside, model.leave(self.is_first, back), first, seed)[1])
@@ -93,9 +93,9 @@ class Ticks:
         # The first stage takes a part of the batch for its first chunk, and for the others what the last stage sends.
         rows = lanes.choose(self.is_first & (turn.chunk == 0), entering, carry.forth)
         kept = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 1), carry.kept, rows)
-        stream, more = model.run_blocks(self.chunks.take(self.blocks, turn.chunk), stream_of(rows), rows, turn)
+        stream, more = model.run_blocks(self.chunks.take(self.blocks, turn.chunk), take_stream(rows), rows, turn)
         routing = self.chunks.add(carry.routing, more, turn.chunk)
-        return carry._replace(kept=kept, forth=lanes.send(with_stream(rows, stream), 1), routing=routing), stream
+        return carry._replace(kept=kept, forth=lanes.send(replace_stream(rows, stream), 1), routing=routing), stream
 
     def _finish_part(self, carry: Carry, now: jax.Array, stream: Stream, nothing: Stream) -> tuple[Carry, Stream]:
         """Compute the loss of the part that the last stage has finished, if it has. Returns the gradient of its stream.
@@ -135,7 +135,7 @@ class Ticks:
         _, vjp, _ = jax.vjp(
             lambda chunk, stream: model.run_blocks(chunk, stream, rows, turn),
             self.chunks.take(self.blocks, turn.chunk),
-            stream_of(rows),
+            take_stream(rows),
             has_aux=True,
         )
         d_chunk, d_before = vjp(lanes.choose(is_last, d_finished, carry.back))
