@@ -73,10 +73,10 @@ def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
     tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
     heads, kinds = own["N"], model.kinds_of_heads
     # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
-    of_heads = max((heads + min(own[each.letters[0]], heads)) * each.dim for each in kinds)
+    head_numbers = max((heads + min(own[each.letters[0]], heads)) * each.dim for each in kinds)
     mlp = _count_mlp_numbers(model, layout, mesh, own)
     copies = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
-    inside = 2 * tokens * item * (6 * own["D"] + copies * of_heads + mlp)
+    inside = 2 * tokens * item * (6 * own["D"] + copies * head_numbers + mlp)
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
     kernels = {choose_kernel(model.attention, each.dim, layout.compute, model.attention_options).name for each in kinds}
     if is_in_blocks(choose_exchange(model, mesh.shape).name) or "xla" in kernels:
@@ -94,12 +94,12 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, 
         return mlp
     # Rows for which the exchange has room, for each token of this device.
     num_rows = buffer_rows_per_token(model, count_devices(mesh.shape, layout.expert_axes), layout.expert_exchange)
-    of_experts = num_rows * (3 * own["G"] + 2 * own["D"]) + 3 * own.get("U", 0)
+    expert_numbers = num_rows * (3 * own["G"] + 2 * own["D"]) + 3 * own.get("U", 0)
     if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:  # sent, and returned
-        of_experts += 2 * model.mlp.experts_per_token * own["D"]
+        expert_numbers += 2 * model.mlp.experts_per_token * own["D"]
     if model.mlp.beside_mlp:
-        return round(of_experts) + mlp
-    return max(round(of_experts), mlp if "dense_blocks" in model.stacks else 0)
+        return round(expert_numbers) + mlp
+    return max(round(expert_numbers), mlp if "dense_blocks" in model.stacks else 0)
 
 
 def _count_linear_numbers(model: Model, length: int, own: dict[str, int]) -> float:
@@ -107,8 +107,8 @@ def _count_linear_numbers(model: Model, length: int, own: dict[str, int]) -> flo
     linear = model.linear_attention
     assert linear is not None
     chunk = min(CHUNK, length)
-    of_values = 3 * linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * linear.value_dim / chunk
-    return 2 * own["I"] * linear.key_dim + own["J"] * of_values
+    per_value_head = 3 * linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * linear.value_dim / chunk
+    return 2 * own["I"] * linear.key_dim + own["J"] * per_value_head
 
 
 _known_residual_bytes: dict[tuple[str | int, ...], int] = {}  # a plan asks for one model on many meshes

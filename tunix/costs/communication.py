@@ -104,7 +104,7 @@ def measure(
     share = 1 / (num_steps * len(timelines))
 
     def mean_times(name: str) -> tuple[float, float]:
-        """Mean time and exposed time of the instruction `name`, in seconds per step and device."""
+        """Return mean time and exposed time of the instruction `name`, in seconds per step and device."""
         totals = [each.collectives[name] for each in timelines.values() if name in each.collectives]
         return share * sum(time_s for _, time_s, _ in totals), share * sum(exposed_s for *_, exposed_s in totals)
 

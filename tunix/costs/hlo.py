@@ -84,7 +84,7 @@ def read_computations(hlo: str) -> dict[str, list[str]]:
 
 def read_branches(line: str) -> list[str]:
     """Return the names of the computations of which a conditional runs one."""
-    return [name for found in _BRANCHES.findall(line) for name in re.findall(r"[\w.\-]+", "".join(found))]
+    return [name for names in _BRANCHES.findall(line) for name in re.findall(r"[\w.\-]+", "".join(names))]
 
 
 def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
@@ -94,7 +94,7 @@ def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
     def visit(name: str, factor: int) -> None:
         times[name] += factor
         for line in computations.get(name, ()):
-            trips = int(found[1]) if " while(" in line and (found := TRIPS.search(line)) else 1
+            trips = int(count[1]) if " while(" in line and (count := TRIPS.search(line)) else 1
             for called in _CALLED.findall(line) + read_branches(line):
                 visit(called, factor * trips)
 

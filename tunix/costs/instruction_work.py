@@ -143,11 +143,11 @@ def count_grouped(instruction: Instruction, scope: Scope, num_experts: float, em
     arrays = [scope[name] for name in instruction.operands[-2:]] + [instruction]
     weights = next(array for array in arrays if len(array.dims) == 3)
     here, num_inputs, num_outputs = weights.dims
-    of_rows = [array for array in arrays if array is not weights]
+    row_arrays = [array for array in arrays if array is not weights]
     share = here / num_experts
-    num_rows = of_rows[0].dims[0] * share
+    num_rows = row_arrays[0].dims[0] * share
     flops = 2.0 * (num_rows + here * empty_rows) * num_inputs * num_outputs
-    return Work(flops, weights.num_bytes + share * sum(array.num_bytes for array in of_rows))
+    return Work(flops, weights.num_bytes + share * sum(array.num_bytes for array in row_arrays))
 
 
 def multiplies_fp8(instruction: Instruction, scope: Scope, program: Computations) -> bool:

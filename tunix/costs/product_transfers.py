@@ -63,7 +63,7 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
     cfg, layout, pipeline = program.cfg, program.layout, program.pipeline
     remat, stream = program.remat, layout.stream_axes
     entered: dict[str, float] = {}  # layers of each branch that tokens enter, by its name
-    of_experts: list[Exchange] = []  # of one expert
+    expert_exchanges: list[Exchange] = []  # of one expert
     for path, weight in jax.tree.leaves_with_path(program.arch.weights):
         equation = weight.equation.dequantized()
         if not equation.is_stacked or equation.is_vector or equation.is_scales:
@@ -76,7 +76,7 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
         if EXPERTS in equation.w:
             # Sums of experts' products are summed over devices once for each token: not once for each expert, and not
             # apart for the two products that take it.
-            of_experts = [*_list_of_expert(program, equation, forward, layers), *of_experts]
+            expert_exchanges = [*_list_around_expert(program, equation, forward, layers), *expert_exchanges]
         elif stream and equation.leaves_branch:
             axes, summed = layout.product_axes(equation), equation.y.replace(STREAM_TOKENS, TOKENS)
             yield Exchange("reduce-scatter", summed, axes, forward)
@@ -88,14 +88,14 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
                 entered[name.rsplit(".", 2)[0]] = layers
             else:
                 yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
-    yield from dict.fromkeys(of_experts)
+    yield from dict.fromkeys(expert_exchanges)
     for layers in entered.values():
         times = 2 + pipeline.runs_again  # no policy keeps what a branch takes
         yield Exchange("all-gather", ENTERED, stream, times * layers)
         yield Exchange("reduce-scatter", ENTERED, stream, layers)
 
 
-def _list_of_expert(program: Program, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
+def _list_around_expert(program: Program, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
     """Yield the exchanges around a product of experts, which runs forward `forward` times in all its `layers`."""
     layout = program.layout
     gives, takes = layout.product_axes(equation), layout.product_axes(equation.transposed())

@@ -175,7 +175,7 @@ def derive_rollout_costs(
 
 
 def _count_weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
-    """Bytes of all weights gathered; of a quantized one those of its matrix, if all matrices fit."""
+    """Return the bytes of all weights gathered; of a quantized one those of its matrix, if all matrices fit."""
     layout, codes, matrices = program.layout.for_generation(), 0, 0
     for weight in jax.tree.leaves(program.arch.weights):
         spec = layout.in_use(weight.equation)
@@ -188,9 +188,9 @@ def _count_weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_byte
 
 
 def _count_cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) -> int:
-    """Bytes of keys and values of one row, or of their latents; a local layer has as many slots as its window.
+    """Return the bytes of keys and values of one row, or of their latents.
 
-    A layer of linear attention has a memory of fixed size.
+    A local layer has as many slots as its window. A layer of linear attention has a memory of fixed size.
     """
     model, layout = program.cfg.model, program.layout
     windows, num_bytes = model.windows(num_slots), 0
@@ -207,7 +207,7 @@ def _count_cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: i
 
 
 def _count_memory_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
-    """Bytes that a layer of linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
+    """Return the bytes that linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
     model, layout = program.cfg.model, program.layout
     dims = model.dims
 

@@ -68,7 +68,7 @@ def choose_fewer_rows(rows: int, going_on: int) -> int:
 
 
 def fit_as_matrices(num_bytes: int, device_bytes: int | None) -> bool:
-    """True where quantized weights, `num_bytes` as matrices, are made matrices once and not at each use.
+    """Return whether quantized weights, `num_bytes` as matrices, are made matrices once and not at each use.
 
     `device_bytes` is the memory of a device; None, as of a CPU, sets no limit.
     """

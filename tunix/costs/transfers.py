@@ -176,11 +176,11 @@ def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
     pipeline = program.pipeline
     exchanged = import_object(CP_EXCHANGES[choose_exchange(cfg.model, mesh.shape).name].transfers)
-    for kind, of_kind in cfg.model.kinds_of_heads.items():
-        layers = num_microbatches * len(of_kind) * pipeline.ticks_per_part
-        of_a_layer = exchanged(cfg, measure_heads(cfg, kind, program.layout, mesh), pipeline.runs_again)
-        num_bytes, count = round(layers * of_a_layer.num_bytes), max(1, round(layers * of_a_layer.count))
-        yield replace(of_a_layer, num_bytes=num_bytes, count=count)
+    for kind, numbers in cfg.model.kinds_of_heads.items():
+        layers = num_microbatches * len(numbers) * pipeline.ticks_per_part
+        layer = exchanged(cfg, measure_heads(cfg, kind, program.layout, mesh), pipeline.runs_again)
+        num_bytes, count = round(layers * layer.num_bytes), max(1, round(layers * layer.count))
+        yield replace(layer, num_bytes=num_bytes, count=count)
 
 
 class LocalHeads(NamedTuple):

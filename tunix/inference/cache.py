@@ -29,7 +29,7 @@ Cache = list[tuple[jax.Array, ...] | Memory]
 def prefill(
     model: Transformer, weights: Gathered, tokens: jax.Array, first: jax.Array, num_slots: int, reach: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """Logits [B, V] after prompts [B, T] int32 that begin at `first` [B], and a cache of `num_slots` slots.
+    """Return the logits [B, V] after prompts [B, T] int32 that begin at `first` [B], and a cache of `num_slots` slots.
 
     `reach` is the number of tokens of the longest prompt with its answer, where that is not `num_slots`.
     """
@@ -59,8 +59,9 @@ def decode(
     first: jax.Array,
     reach: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-    """Logits [B, V] after one more token [B] int32 at `time` (scalar) of rows begun at `first` [B], and the cache.
+    """Return the logits [B, V] after one more token [B] int32 of each row, and the cache.
 
+    It stands at `time` (scalar), and the rows began at `first` [B].
     `reach` (scalar) is the number of tokens of the longest prompt with its answer.
     """
 
@@ -96,7 +97,7 @@ def _compute_logits(
 
 
 def _find_seen(size: int, time: jax.Array, first: jax.Array) -> Seen:
-    """The rule for the token at `time` (scalar) and the `size` slots of a cache, of rows or chunks from `first` on.
+    """Return which of the `size` slots of a cache the token at `time` (scalar) sees, of rows or chunks from `first` on.
 
     The cache of a local layer is as long as its window, so that a slot holds no token that has left the window. A slot
     that no token has taken yet has a time before 0, which is before every row begins. Chunks are as long as the cache
@@ -108,11 +109,15 @@ def _find_seen(size: int, time: jax.Array, first: jax.Array) -> Seen:
 
 
 def _place(x: jax.Array, size: int) -> jax.Array:
-    """The cache of `size` slots that holds the newest of the times [B, T, ...]."""
+    """Return the cache of `size` slots that holds the newest of the times [B, T, ...]: time t stands in slot t % size.
+
+    times    0 1 2 3 4 5 6        7 times, 4 slots: 3 to 6 stay
+    slots    4 5 6 3
+    """
     length = x.shape[1]
     if length <= size:
         return jnp.pad(x, [(0, 0), (0, size - length), *[(0, 0)] * (x.ndim - 2)])
-    turn = length % size  # the slot of the oldest time that stays
+    turn = length % size  # the slot of the oldest time that stays, length - size
     last = x[:, length - size :]
     return jnp.concatenate([last[:, size - turn :], last[:, : size - turn]], axis=1)
 

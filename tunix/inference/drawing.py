@@ -55,15 +55,15 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, number: jax.Array, 
     Each data shard draws its own rows. Noise depends on the key, the row and the number of the token alone. Where the
     mesh splits the vocabulary, logits of a row are put together on the devices of its shard.
     """
-    of_rows = layout.activation("B")
+    split = layout.activation("B")
 
-    @partial(jax.shard_map, in_specs=(of_rows, PartitionSpec(), of_rows, PartitionSpec()), out_specs=of_rows)
+    @partial(jax.shard_map, in_specs=(split, PartitionSpec(), split, PartitionSpec()), out_specs=split)
     def on_each_shard(logits, key, rows, number):
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), number))(rows)
         return choose(logits, keys, how)
 
     with jax.named_scope("draw"):
-        return on_each_shard(reshard(logits, of_rows), key, rows, number)
+        return on_each_shard(reshard(logits, split), key, rows, number)
 
 
 def choose(logits: jax.Array, keys: jax.Array, how: Sampling) -> Drawn:
@@ -73,7 +73,7 @@ def choose(logits: jax.Array, keys: jax.Array, how: Sampling) -> Drawn:
         return Drawn(tokens, _compute_log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
     scaled = _filter(logits / how.temperature, how)
     top = jnp.max(scaled, -1, keepdims=True)
-    weights = _split_blocks(jnp.exp(scaled - top))
+    weights = _split_blocks(jnp.exp(scaled - top))  # the largest is 1: the sums stay in the range of float32
     sums = weights.sum(-1)
     first, second = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     block = _run_race(sums, first)
@@ -85,7 +85,7 @@ def choose(logits: jax.Array, keys: jax.Array, how: Sampling) -> Drawn:
 
 
 def _split_blocks(weights: jax.Array) -> jax.Array:
-    """[B, V] -> [B, V / 128, 128]; weights of 0 fill up the last block."""
+    """Return weights [B, V] as blocks [B, V / 128, 128]; weights of 0 fill up the last block."""
     rows, size = weights.shape
     return jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
 
@@ -99,7 +99,7 @@ def _run_race(weights: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _pick(values: jax.Array, tokens: jax.Array) -> jax.Array:
-    """[B, V], [B] -> [B]"""
+    """Return the value of one token of each row: [B, V], [B] -> [B]."""
     return jnp.take_along_axis(values, tokens[:, None], 1)[:, 0]
 
 

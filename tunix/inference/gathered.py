@@ -51,12 +51,12 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
         return model.layout.gather(laid_out, weight.equation)
 
     with jax.named_scope("gather"):
-        whole = jax.tree.map(gather_one, params, arch.weights)
+        gathered = jax.tree.map(gather_one, params, arch.weights)
         if as_matrices and model.cfg.lora.quantize_base:
-            whole = _make_matrices(whole, arch.weights, model.cfg.lora.quantize_base, model.layout)
+            gathered = _make_matrices(gathered, arch.weights, model.cfg.lora.quantize_base, model.layout)
         blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}
-        layers = {name: [_lay(block, tree) for tree in _split_layers(whole[name])] for name, block in blocks.items()}
-    return Gathered({name: tree for name, tree in whole.items() if name not in blocks}, layers)
+        layers = {name: [_lay(block, tree) for tree in _split_layers(gathered[name])] for name, block in blocks.items()}
+    return Gathered({name: tree for name, tree in gathered.items() if name not in blocks}, layers)
 
 
 def _lay(block: nnx.GraphDef, tree: Tree) -> Tree:
@@ -77,7 +77,7 @@ def _list_einsums(module: nnx.Module) -> list[Einsum]:
 def _split_layers(stack: Tree) -> list[Tree]:
     """Return the layers of a stack, whose arrays have a first dimension L, as L trees."""
     count = len(jax.tree.leaves(stack)[0])
-    return [jax.tree.map(lambda of_all, layer=layer: of_all[layer], stack) for layer in range(count)]
+    return [jax.tree.map(lambda stacked, layer=layer: stacked[layer], stack) for layer in range(count)]
 
 
 def _make_matrices(params: Any, weights: Any, qtype: str, layout: Layout) -> Any:
@@ -86,7 +86,7 @@ def _make_matrices(params: Any, weights: Any, qtype: str, layout: Layout) -> Any
         return params
     tree = {name: _make_matrices(leaf, weights[name], qtype, layout) for name, leaf in params.items()}
     if "w_scale" in tree:
-        of_codes = weights["w"].equation
-        spec = layout.in_use(of_codes)
-        tree["w"] = dequantize(tree["w"], tree["w_scale"], of_codes.dequantized(), qtype, layout.compute, spec)
+        equation = weights["w"].equation  # of the codes
+        spec = layout.in_use(equation)
+        tree["w"] = dequantize(tree["w"], tree["w_scale"], equation.dequantized(), qtype, layout.compute, spec)
     return tree

@@ -52,8 +52,8 @@ class TokenScorer:
             def one_chunk(_, chunk):
                 hidden, targets = chunk
                 logits = module.logits((tables[1], tables[1]), hidden)
-                of_target = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
-                return None, (of_target - jax.nn.logsumexp(logits, -1), of_target >= jnp.max(logits, -1))
+                target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
+                return None, (target_logits - jax.nn.logsumexp(logits, -1), target_logits >= jnp.max(logits, -1))
 
             split = make_splitter(hidden, "auto")
             scores = jax.lax.scan(one_chunk, None, (split(hidden), split(targets)))[1]
@@ -63,7 +63,7 @@ class TokenScorer:
 
     def __call__(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return log-probabilities and likeliest-flags of rows of tokens, each without the first token."""
-        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         with jax.set_mesh(self.model.mesh):
             for start in range(0, len(order), batch_size):
@@ -76,8 +76,8 @@ class TokenScorer:
                 log_probs, likeliest = (np.asarray(x) for x in self.score(self.model.params, *arguments))
                 for place, n in enumerate(batch):
                     size = len(rows[n]) - 1
-                    found[n] = log_probs[place, :size], likeliest[place, :size]
-        return [found[n] for n in range(len(rows))]
+                    scores[n] = log_probs[place, :size], likeliest[place, :size]
+        return [scores[n] for n in range(len(rows))]
 
 
 class Respondent:

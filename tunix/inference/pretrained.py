@@ -54,7 +54,7 @@ class Pretrained:
     tokenizer_files: Path  # of a run, its own folder of them
 
     def __call__(self, tokens: Any) -> jax.Array:
-        """[B, T] int32 -> logits [B, T, V] float32."""
+        """Return logits [B, T, V] float32 of tokens [B, T] int32."""
         with jax.set_mesh(self.mesh):
             return self._logits(self.params, self.rows(np.asarray(tokens, np.int32)), len(tokens))
 
@@ -111,7 +111,7 @@ def load_pretrained(
     family: str | None = None,
     adapter: str | Path | None = None,
 ) -> Pretrained:
-    """The model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
+    """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape`, and over fsdp between uses
     if the `strategy` says so. Axes of `mesh_shape` that split the tokens of a sequence split sequences instead: a text
@@ -134,9 +134,9 @@ def load_pretrained(
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
     cfg = architecture.trained_model(folder, mesh_shape, family)
     if adapter is not None:
-        found = _fetch(str(adapter), ABOUT + WEIGHTS, key="adapter")
-        lora = cfg.lora.model_copy(update=read_adapter(found, cfg.family))
-        cfg = cfg.model_copy(update={"lora": lora, "init_from": str(source), "init_adapter": str(found)})
+        updates = _fetch(str(adapter), ABOUT + WEIGHTS, key="adapter")
+        lora = cfg.lora.model_copy(update=read_adapter(updates, cfg.family))
+        cfg = cfg.model_copy(update={"lora": lora, "init_from": str(source), "init_adapter": str(updates)})
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").for_generation()
@@ -151,7 +151,7 @@ def load_pretrained(
 def load_params(
     source: str, cfg: Model, arch: Architecture, layout: Layout, mesh: Mesh, weights: str = "trained"
 ) -> tuple[Params, Tokenizer | None]:
-    """Parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files.
+    """Load the parameters as `layout` has them at rest, and the tokenizer, of a run or of Hugging Face's files.
 
     Low-rank updates beside Hugging Face's files are those of `model.init_adapter`.
     """
@@ -191,7 +191,7 @@ def _fetch(source: str, patterns: tuple[str, ...], key: str = "checkpoint") -> P
 
 
 def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
-    """The folder of a run's checkpoint; None is the newest step."""
+    """Return the folder of a run's checkpoint; step None is the newest."""
     steps = list_numbers(checkpoints)
     if not steps or step not in (None, *steps):
         asked = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
@@ -200,7 +200,7 @@ def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
 
 
 def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weights: str) -> Params:
-    """Parameters of a checkpoint: the trained ones, or one of the copies that the run has kept of them."""
+    """Read the parameters of a checkpoint: the trained ones, or one of the copies that the run has kept of them."""
     if weights == "trained":
         return read_state(checkpoint, {"params": abstract})["params"]
     names = ["trained", *parts_in(checkpoint)["copies"]]

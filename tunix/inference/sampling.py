@@ -108,7 +108,7 @@ class Sampler:
         """Return the parameters for several calls of `rollout`, gathered once."""
         with jax.set_mesh(self.mesh):
             params = lay_out(params, self.mesh)
-            return self.gathering(params, as_matrices=self._as_matrices(params))
+            return self.gathering(params, as_matrices=self._fit_as_matrices(params))
 
     def rollout(
         self,
@@ -155,7 +155,7 @@ class Sampler:
 
         with jax.set_mesh(self.mesh):
             params = lay_out(params, self.mesh)
-            as_matrices = self._as_matrices(params)
+            as_matrices = self._fit_as_matrices(params)
             key = jax.eval_shape(lambda: jax.random.key(0))
             asked = Prompts(of_rows(prompts, SMALLEST_PROMPT), of_rows(prompts), of_rows(rows))
             weights, after = abstract_results(self.mesh, first_token, params, asked, key)
@@ -240,8 +240,8 @@ class Sampler:
         taken = self.take(rows, rows_to_global(kept.reshape(-1).astype(np.int32), self.mesh))
         return taken, numbers.reshape(-1)
 
-    def _as_matrices(self, params: Any) -> bool:
-        """True where quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""
+    def _fit_as_matrices(self, params: Any) -> bool:
+        """Return whether quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""
         # A process knows the memory of its own devices only; of devices that do not exist, nobody knows it.
         own = [device for device in self.mesh.devices.flat if device in jax.local_devices()]
         memory = (own[0].memory_stats() if own else None) or {}

@@ -46,7 +46,7 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
 
 
 def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
-    """Parameters of `model.init_from` on the mesh, with None for those that it lacks; None if it is not set.
+    """Load the parameters of `model.init_from` on the mesh, with None for those that it lacks; None if it is not set.
 
     Low-rank updates are those of `model.init_adapter`, if it is set.
     """

@@ -49,24 +49,24 @@ def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> 
     `sizes` are those of the mesh's axes. Of a ring the pairs are those of the device with the last tokens.
     """
     model, length, num_devices = cfg.model, cfg.training.seq_len, token_shards(sizes)
-    pairs, in_ring, of_flash = math.nan, dict[str, float](), row_of_chip(BLOCKS, device_kind)
-    if of_flash is not None:
+    pairs, in_ring, flash_blocks = math.nan, dict[str, float](), row_of_chip(BLOCKS, device_kind)
+    if flash_blocks is not None:
         windows = model.windows(length)
-        of_layers = [  # that run the kernel
-            (windows[layer], blocks_for(of_flash, heads.dim).forward)
+        with_kernel = [  # that run the kernel
+            (windows[layer], blocks_for(flash_blocks, heads.dim).forward)
             for heads, layers in model.kinds_of_heads.items()
             for layer in layers
-            if heads.dim <= max(of_flash)
+            if heads.dim <= max(flash_blocks)
         ]
-        if of_layers:
+        if with_kernel:
             own_tokens = length // num_devices
-            pairs = sum(computed_pairs(length, [window], block) for window, block in of_layers) / len(of_layers)
-            steps = [computed_pairs_in_ring(own_tokens, num_devices, window, block) for window, block in of_layers]
+            pairs = sum(computed_pairs(length, [window], block) for window, block in with_kernel) / len(with_kernel)
+            steps = [computed_pairs_in_ring(own_tokens, num_devices, window, block) for window, block in with_kernel]
             own, *before = np.mean(steps, 0)
             in_ring = {"_own": own, "_before": sum(before) / max(1, len(before))}
-    of_experts = row_of_chip(grouped_blocks.BLOCKS, device_kind)
-    if of_experts is None or not isinstance(model.mlp, ExpertsMlp):
+    expert_blocks = row_of_chip(grouped_blocks.BLOCKS, device_kind)
+    if expert_blocks is None or not isinstance(model.mlp, ExpertsMlp):
         return KernelData(pairs, in_ring)
     exchange = choose_expert_exchange(model, sizes, PLATFORM).name
     num_experts = experts_with_room(model, sizes, exchange)
-    return KernelData(pairs, in_ring, num_experts, grouped_blocks.empty_rows(of_experts))
+    return KernelData(pairs, in_ring, num_experts, grouped_blocks.empty_rows(expert_blocks))

@@ -135,8 +135,8 @@ def _list_places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterat
     microbatches = pipeline.num_microbatches * pipeline.ticks_per_part
     windows = model.windows(cfg.training.seq_len)
     for kind, layers in model.kinds_of_heads.items():
-        of_kind = Counter(windows[layer] for layer in layers)
-        yield Place(cfg, sizes, cluster, kind, heads[kind], kernels[kind], again, microbatches, of_kind)
+        num_layers = Counter(windows[layer] for layer in layers)
+        yield Place(cfg, sizes, cluster, kind, heads[kind], kernels[kind], again, microbatches, num_layers)
 
 
 def time_of_ulysses(place: Place, window: int) -> float:

@@ -124,8 +124,8 @@ def _narrow(
     smallest = sorted(bounds, key=lambda each: each.memory)[:SMALLEST]
     chosen: list[dict[str, int]] = []
     for each in sorted(may_fit, key=lambda each: -each.tokens_per_s):
-        whole = derive_candidate(cfg, each.sizes, cluster, limit)
-        if whole.memory <= DERIVED_MARGIN * limit:
+        with_activations = derive_candidate(cfg, each.sizes, cluster, limit)
+        if with_activations.memory <= DERIVED_MARGIN * limit:
             chosen.append(each.sizes)
         if len(chosen) == MANY:
             break

@@ -18,7 +18,7 @@ class HeldOutAnswers:
         self.prompts = corpus.spread("held_out", cfg.evaluation.num_prompts)
 
     def evaluate(self, params: Any) -> dict[str, float]:
-        """Mean scores of the answers by their names in metrics.jsonl, and the share of right ones.
+        """Return mean scores of the answers by their names in metrics.jsonl, and the share of right ones.
 
         With several answers to each prompt, pass@k is the chance that one of k answers is right.
         """

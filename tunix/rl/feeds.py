@@ -40,7 +40,7 @@ class Measure(Protocol):
     """A fixed held-out set."""
 
     def evaluate(self, params: Any) -> dict[str, float]:
-        """Numbers by their names in metrics.jsonl."""
+        """Return numbers by their names in metrics.jsonl."""
 
     def cost(self, record: dict[str, float]) -> float:
         """Return the number that is lowest for the best model."""
@@ -107,11 +107,11 @@ class CorpusFeed:
         if "bits_per_byte" in evaluation:
             log.info("%s", _compare_with_unigram(evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte))
         if self.cfg.evaluation.sample_tokens:
-            sample = self._continued_document(state["params"])
+            sample = self._continue_document(state["params"])
             log.info("continuation of a held-out document, after >>>:\n%s", sample)
             metrics.text("sample", sample, evaluation["step"])
 
-    def _continued_document(self, params: Any) -> str:
+    def _continue_document(self, params: Any) -> str:
         """Return the beginning of a held-out document, and how the model continues it."""
         cfg, corpus = self.cfg, self.corpus
         context = cfg.model.context_length
@@ -122,7 +122,7 @@ class CorpusFeed:
 
 
 def _compare_with_unigram(bits: float, unigram: float) -> str:
-    """The held-out loss beside what word frequencies alone would give; both in bits per byte."""
+    """Describe the held-out loss beside what word frequencies alone would give; both in bits per byte."""
     side = "below" if bits <= unigram else "above"
     share = 100 * abs(1 - bits / unigram)
     return f"held out: {bits:.3f} bits per byte; unigram entropy of the corpus: {unigram:.3f}; {share:.1f} % {side}"

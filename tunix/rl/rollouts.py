@@ -66,7 +66,7 @@ class Rollouts:
         self.batches: list[Batch] = []  # of the newest rollout
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
-        """The batch of the next step; the first step of a rollout draws answers with the parameters of `state`.
+        """Return the batch of the next step; the first step of a rollout draws answers with the parameters of `state`.
 
         Raises:
             Stopped: the run is asked to stop, so the answers that were being drawn are of no use.
@@ -74,7 +74,7 @@ class Rollouts:
         place = (self.step - self.start.step) % self.cycle.steps
         numbers: Numbers = {}
         if place == 0:
-            self.batches, numbers = self._roll_out(state["params"])
+            self.batches, numbers = self._draw_and_score(state["params"])
         self.step += 1
         tokens = self.shape.num_tokens
         before = self.start.num_samples * tokens * self.cycle.steps // self.cycle.samples
@@ -96,7 +96,7 @@ class Rollouts:
         if self.file is not None:
             self.file.close()
 
-    def _roll_out(self, params: Any) -> tuple[list[Batch], Numbers]:
+    def _draw_and_score(self, params: Any) -> tuple[list[Batch], Numbers]:
         """Draw and score answers; return a batch for each step of one pass, and numbers of all answers."""
         begun = time.perf_counter()
         samples = self.course.samples(self.step + 1)

@@ -115,8 +115,8 @@ class Scorer:
             worker.sample = row
             for term in self.rewards:
                 scores = worker.ask((term.function, *row, len(answers)), self.start_s)
-                if found := [score for score in scores if isinstance(score, str)]:
-                    raise UserError(f"rewards: {term.function} fails: {found[0]}")
+                if failed := [score for score in scores if isinstance(score, str)]:
+                    raise UserError(f"rewards: {term.function} fails: {failed[0]}")
 
         list(self.threads.map(try_worker, self.workers))
 

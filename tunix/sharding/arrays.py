@@ -129,8 +129,8 @@ def replicate_part(array: jax.Array, *place: int) -> jax.Array:
         return replicate(array)
     # Indices as arrays make a gather, which sums over the devices that split these dimensions: only the part travels.
     sharding = jax.typeof(array).sharding
-    of_part = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[len(place) :]))
-    part = array.at[tuple(jnp.reshape(index, 1) for index in place)].get(out_sharding=of_part)
+    part_sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[len(place) :]))
+    part = array.at[tuple(jnp.reshape(index, 1) for index in place)].get(out_sharding=part_sharding)
     return replicate(part)[0]
 
 

@@ -131,27 +131,27 @@ EXPERTS = "X"  # each has its own weights; a token meets a few of them
 
 
 def axis_names() -> tuple[str, ...]:
-    """Names of all mesh axes, outermost first."""
+    """Return the names of all mesh axes, outermost first."""
     return tuple(axis.name for axis in MESH)
 
 
 def data_axes() -> tuple[str, ...]:
-    """Axes that split the batch: one coordinate of all of them is a data shard."""
+    """Return the axes that split the batch: one coordinate of all of them is a data shard."""
     return tuple(axis.name for axis in MESH if axis.splits_batch)
 
 
 def keeping_axes() -> tuple[str, ...]:
-    """Axes that keep weights."""
+    """Return the axes that keep weights."""
     return tuple(axis.name for axis in MESH if axis.keeps_weights)
 
 
 def token_axes() -> tuple[str, ...]:
-    """Axes that split the tokens of a sequence: devices along them have equal shares of each sequence, in order."""
+    """Return the axes that split the tokens of a sequence; devices along them have equal shares of it, in order."""
     return DIMS["T"].activation_axes
 
 
 def stream_axes() -> tuple[str, ...]:
-    """Axes that split the tokens of the residual stream, and not those of a sequence inside of a branch."""
+    """Return the axes that split the tokens of the residual stream, and not those of a sequence inside of a branch."""
     return tuple(axis for axis in DIMS[STREAM_TOKENS].activation_axes if axis not in token_axes())
 
 
@@ -161,7 +161,7 @@ def needed_dims() -> dict[str, str]:
 
 
 def suggested_axes() -> tuple[str, ...]:
-    """Axes that messages propose to every user."""
+    """Return the axes that messages propose to every user."""
     return tuple(axis.name for axis in MESH if axis.suggested)
 
 
@@ -180,6 +180,7 @@ def read_dims(section: str, values: object) -> dict[str, int]:
 
 
 def _expand(axes: Axes) -> tuple[str, ...]:
+    """Return the names of axes, with DATA and KEEPING spelt out."""
     if axes is None:
         return ()
     if isinstance(axes, tuple):

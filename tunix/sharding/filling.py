@@ -50,8 +50,9 @@ def fill(
             firsts = [offset + first for offset, first in zip(begin, start, strict=True)]
             index = tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
             arrays.append(jax.device_put(change(part(index)), device))
-        of_all = tuple(size * (whole // own) for size, whole, own in zip(sizes, shape, local, strict=True))
-        return jax.make_array_from_single_device_arrays(of_all, sharding, arrays)
+        # One array of the pieces of all devices, which lie side by side as their shards do.
+        together = tuple(size * (full // own) for size, full, own in zip(sizes, shape, local, strict=True))
+        return jax.make_array_from_single_device_arrays(together, sharding, arrays)
 
     if piece == local:  # nothing to put together: a copy of its own, because a view may be one of a file
         return make((0,) * len(shape), lambda view: np.array(view, dtype))

@@ -57,9 +57,9 @@ def whole_sequences(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def device_table(mesh: Mesh) -> list[list[str]]:
-    """Rows of device ids, the process in brackets: a row for each data shard, a column for each place in a shard.
+    """Return a table of device ids, the process in brackets.
 
-    Axes of size 1 are left out; where all axes of the rows, or of the columns, are of size 1, one of them stays.
+    It has a row for each data shard, and a column for each place in a shard. Axes of size 1 are left out; where all axes of the rows, or of the columns, are of size 1, one of them stays.
     """
     inside = tuple(axis for axis in mesh.axis_names if axis not in data_axes())
     shard_axes = tuple(axis for axis in data_axes() if mesh.shape[axis] > 1) or keeping_axes()[:1]

@@ -158,7 +158,7 @@ def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str,
 
 
 def _list_uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, tuple[str, ...]]]:
-    """Each dimension that axes should split and do not divide, with those of the axes that are larger than 1."""
+    """Yield each dimension that axes should split and do not divide, with those of the axes that are larger than 1."""
     for letter in dims:
         for axes in _list_splits(DIMS[letter], sizes):
             if dims[letter] % count_devices(sizes, axes):

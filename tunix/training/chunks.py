@@ -56,7 +56,7 @@ def make_splitter(hidden: jax.Array, chunk_size: int | str) -> Callable[[jax.Arr
 
 
 def join_chunks(x: jax.Array, length: int) -> jax.Array:
-    """[chunks, B, positions] -> [B, T] with T = `length`, the inverse of the split."""
+    """Return chunks [chunks, B, positions] as [B, T] with T = `length`: the inverse of the split."""
     if len(x) == 1:
         return x[0]
     _, rows, tokens = jax.typeof(x).sharding.spec

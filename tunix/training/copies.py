@@ -26,8 +26,7 @@ class Copy(NamedTuple):
 
 
 def _make_averages(training: Training) -> dict[str, Copy]:
-    """Exponential moving averages over steps, one for each of `training.ema_decay`."""
-
+    """Make exponential moving averages over steps, one for each of `training.ema_decay`."""
     on_host = training.ema_memory == "host"
 
     def average(decay: float) -> Copy:
@@ -48,7 +47,7 @@ COPIES: dict[str, Callable[[Training], Update | dict[str, Copy] | None]] = {"ema
 
 
 def make_copies(training: Training) -> dict[str, Copy]:
-    """The copies that the config asks for, by name."""
+    """Make the copies that the config asks for, by name."""
     copies: dict[str, Copy] = {}
     for name, make in COPIES.items():
         made = make(training)

@@ -56,7 +56,7 @@ class HeldOut:
         self.totals = totals
 
     def evaluate(self, params: dict) -> dict[str, float]:
-        """Numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
+        """Return the numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
         sums, weight = self.totals(params, self.batches)
         return self.kind.evaluate(sums, weight, self.num_bytes)
 

@@ -32,7 +32,7 @@ LIMITS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-14}
 def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     """Compare outputs and gradients of the kernel with those of the plain one, with documents and a window.
 
-    Returns what was found in words; None where the kernel is the plain one, or the comparison is not wanted. Every
+    Returns in words how well they agree; None where the kernel is the plain one, or the comparison is not wanted. Every
     process must call this: it computes on all devices of the mesh, which is in use.
 
     Raises:
@@ -98,7 +98,7 @@ def _compare(
         return spread(row, letters)
 
     def spread(row: jax.Array, letters: str) -> jax.Array:
-        """Equal rows, one for each data shard."""
+        """Return equal rows, one for each data shard."""
         return jnp.broadcast_to(row, (num_rows, *row.shape[1:]), out_sharding=layout.activation(letters))
 
     q = numbers(0, "BTNH", model.num_heads) * jnp.asarray(sizes.dim**-0.5, layout.compute)

@@ -1,4 +1,12 @@
-"""Chunks of layers: each stage of a pipeline has v of them, and works on one in each tick (turns.py)."""
+"""Chunks of layers: each stage of a pipeline has v of them, and works on one in each tick (turns.py).
+
+8 layers, S = 2 stages, v = 2        stage 0              stage 1
+at rest, [L, ...]                    0 1 2 3              4 5 6 7
+   | deal_out: layers travel
+dealt out, [L, ...]                  0 1   4 5            2 3   6 7
+   | split: nothing travels
+chunks, [S, v, L / (S v), ...]       [0 1] [4 5]          [2 3] [6 7]
+"""
 
 from typing import Any
 
@@ -18,21 +26,21 @@ class Chunks:
         self._of_stages = PartitionSpec(lanes.stage_axes)
 
     def deal_out(self, x: jax.Array) -> jax.Array:
-        """[L, ...] at rest -> [L, ...] in the order of the stages' chunks."""
+        """Return arrays [L, ...] at rest as [L, ...] in the order of the stages' chunks."""
         return x if self.num_chunks == 1 else deal_out(x, self.lanes.stage_axes, self.lanes.num_stages, self.num_chunks)
 
     def take_back(self, x: jax.Array) -> jax.Array:
-        """The inverse of `deal_out`."""
+        """Return arrays [L, ...] in the order of the chunks as they rest: the inverse of `deal_out`."""
         return (
             x if self.num_chunks == 1 else take_back(x, self.lanes.stage_axes, self.lanes.num_stages, self.num_chunks)
         )
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[L, ...], dealt out -> chunks."""
+        """Return arrays [L, ...] that are dealt out as chunks."""
         return self.split_stage(self.lanes.split_layers(x))
 
     def split_values(self, x: jax.Array) -> jax.Array:
-        """[L, ...], which every device has, in the order of the layers -> chunks."""
+        """Return arrays [L, ...] in the order of the layers, which every device has, as chunks."""
         by_chunk = x.reshape(self.num_chunks, self.lanes.num_stages, -1, *x.shape[1:])
         return self.split(by_chunk.swapaxes(0, 1).reshape(x.shape))
 
@@ -46,7 +54,7 @@ class Chunks:
         return jax.tree.map(one, tree)
 
     def split_stage(self, x: jax.Array) -> jax.Array:
-        """[S, L / S, ...] -> chunks."""
+        """Return arrays [S, L / S, ...] as chunks."""
         if self.num_chunks == 1:
             return x
         spec = jax.typeof(x).sharding.spec
@@ -55,7 +63,7 @@ class Chunks:
         return x.reshape(x.shape[0], self.num_chunks, -1, *x.shape[2:], out_sharding=spec)
 
     def join_stage(self, x: jax.Array) -> jax.Array:
-        """Chunks -> [S, L / S, ...]."""
+        """Return chunks as arrays [S, L / S, ...]."""
         if self.num_chunks == 1:
             return x
         return x.reshape(x.shape[0], -1, *x.shape[3:], out_sharding=_without_chunks(jax.typeof(x).sharding.spec))

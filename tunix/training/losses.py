@@ -52,7 +52,7 @@ class LossKind(NamedTuple):
 def next_token_loss(
     model: Transformer, batch: Batch, seed: jax.Array | None = None, *, chunk_size: int | str, z_loss: float
 ) -> Loss:
-    """Next-token cross entropy in nats over tokens where `loss_mask` is not 0.
+    """Compute the next-token cross entropy in nats over tokens where `loss_mask` is not 0.
 
     Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone.
     """
@@ -68,7 +68,10 @@ def next_token_loss(
 
 
 def _measure_text(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
-    """Mean loss (nats per token), perplexity, and bits per byte of text, which do not depend on the tokenizer."""
+    """Return the mean loss (nats per token), perplexity and bits per byte of a text.
+
+    Bits per byte do not depend on the tokenizer.
+    """
     nll, num_tokens = float(sums["loss"]), float(weight)
     loss = nll / num_tokens
     return {

@@ -64,7 +64,7 @@ def policy_loss(
         mask = batch["loss_mask"]
         gains = compute_gains(-scores.nll, batch, task)
         share, row_weights = divide(mask, task, sampling.max_new_tokens)
-        added, of_blocks = add_block_sums(blocks, row_weights)
+        penalty, block_sums = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
         z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
 
@@ -80,9 +80,9 @@ def policy_loss(
             "mismatch_max": Largest(jnp.max(gains.gap)),
             **({} if gains.kl is None else {"kl": mean(gains.kl)}),
             **({"z_loss": z_part} if z_loss else {}),
-            **of_blocks,
+            **block_sums,
         }
-        return Loss(loss + z_part + added, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
+        return Loss(loss + z_part + penalty, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
 
 
 def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
@@ -93,6 +93,7 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
         return jnp.where(mask > 0, x, 0)
 
     now = jax.lax.stop_gradient(log_probs)
+    # On policy the ratio is 1 in value, and its gradient is that of log p: the answers are of the model that learns.
     log_ratio = masked(log_probs - (now if task.on_policy else sampled))
     if task.ratio == "answer":  # the geometric mean of the ratios of its tokens
         num_tokens = jnp.sum(mask, axis=1, keepdims=True)
@@ -106,11 +107,14 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
         # Where the advantage is negative, min() bounds the ratio from below alone; the largest weight bounds it above.
         bounded = ratio if most is None else jnp.minimum(ratio, most)
         gain = jnp.minimum(bounded * advantages, clipped * advantages)
+    # The sampler's rounding makes q unlike p. A weight p / q corrects for it, and its bound keeps the variance small.
     if task.on_policy and most is not None:
         gain = gain * jnp.minimum(jnp.exp(masked(now - sampled)), most)
     kl = _estimate_kl(masked(batch["reference_log_probs"] - log_probs)) if task.kl_coefficient else None
     if kl is not None and task.kl == "loss":
         gain = gain - task.kl_coefficient * kl
+    # min() takes the clipped branch, which has no gradient, where the ratio has gone further than it may in the
+    # direction in which the advantage pulls; in the other direction the gradient brings it back.
     outside = ((ratio > clipped) & (advantages > 0)) | ((ratio < clipped) & (advantages < 0))
     gap = jnp.abs(masked(now - sampled))
     return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), gap, kl)
@@ -125,10 +129,10 @@ def divide(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax.Array,
     is_answer = (num_tokens > 0).astype(jnp.float32)
     if task.divide_by == "answers":
         return 1 / jnp.maximum(num_tokens, 1)[:, None], is_answer
-    whole = jnp.ones_like(num_tokens)[:, None]
+    full_share = jnp.ones_like(num_tokens)[:, None]
     if task.divide_by == "constant":
-        return whole, is_answer * max_new_tokens
-    return whole, num_tokens
+        return full_share, is_answer * max_new_tokens
+    return full_share, num_tokens
 
 
 def _estimate_kl(difference: jax.Array) -> jax.Array:

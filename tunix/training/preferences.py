@@ -38,10 +38,10 @@ class Sides(NamedTuple):
 def preference_loss(
     model: Transformer, batch: Batch, seed: jax.Array | None = None, *, task: Dpo, chunk_size: int | str
 ) -> Loss:
-    """Loss of the pairs of a batch [B, T], summed over pairs; its weight is their number."""
-    of_tokens, blocks = token_log_probs(model, batch, seed, chunk_size=chunk_size)
+    """Compute the loss of the pairs of a batch [B, T], summed over pairs; its weight is their number."""
+    per_token, blocks = token_log_probs(model, batch, seed, chunk_size=chunk_size)
     with jax.named_scope("loss"):
-        log_probs = sum_answers(of_tokens * batch["loss_mask"], batch)
+        log_probs = sum_answers(per_token * batch["loss_mask"], batch)
         reference = sum_answers(batch["reference_log_probs"], batch)
         num_tokens = sum_answers(batch["loss_mask"], batch)
         if task.objective == "ipo" or task.length_normalized:
@@ -53,10 +53,10 @@ def preference_loss(
         margin = gains.chosen - gains.rejected
         is_pair = ((num_tokens.chosen > 0) & (num_tokens.rejected > 0)).astype(jnp.float32)
 
-        def total(of_pairs):
-            return jnp.sum(of_pairs * is_pair)
+        def total(per_pair):
+            return jnp.sum(per_pair * is_pair)
 
-        added, of_blocks = add_block_sums(blocks, jnp.sum(is_pair, 1))
+        penalty, block_sums = add_block_sums(blocks, jnp.sum(is_pair, 1))
         loss = total(OBJECTIVES[task.objective](margin, task))
         sums: Sums = {
             "loss": loss,
@@ -65,9 +65,9 @@ def preference_loss(
             "margin": total(task.beta * margin),
             "reward_chosen": total(task.beta * gains.chosen),
             "reward_rejected": total(task.beta * gains.rejected),
-            **of_blocks,
+            **block_sums,
         }
-        return Loss(loss + added, jnp.sum(is_pair), sums)
+        return Loss(loss + penalty, jnp.sum(is_pair), sums)
 
 
 def sum_answers(x: jax.Array, batch: Batch) -> Sides:
@@ -91,6 +91,6 @@ OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo}
 
 
 def measure_preferences(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
-    """Means over the pairs of a held-out set, and how many there are."""
+    """Return means over the pairs of a held-out set, and how many there are."""
     means = {name: float(value) / float(weight) for name, value in sums.items() if name != ROUTING}
     return {**means, "eval_pairs": int(weight)}

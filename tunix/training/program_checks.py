@@ -26,12 +26,12 @@ def check_pipeline_chunks(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     turns = len(first.layers) // len(first.pattern)
     if pipeline.num_stages == 1 or turns % (pipeline.num_stages * pipeline.num_chunks) == 0:
         return
-    of_stage = turns // pipeline.num_stages
+    turns_per_stage = turns // pipeline.num_stages
     units = "layers" if len(first.pattern) == 1 else f"turns of {len(first.pattern)} layers"
-    legal = [count for count in range(2, of_stage + 1) if of_stage % count == 0]
+    legal = [count for count in range(2, turns_per_stage + 1) if turns_per_stage % count == 0]
     way_out = f"nearest: {' or '.join(map(str, nearest(legal, pipeline.num_chunks)))}, or " if legal else ""
     raise UserError(
-        f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {of_stage} {units} of each of "
+        f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {turns_per_stage} {units} of each of "
         f"{pipeline.num_stages} stages; {way_out}training.pipeline_schedule=1f1b"
     )
 

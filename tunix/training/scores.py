@@ -134,8 +134,9 @@ def sum_over_tokens(
     def one_chunk(table, hidden, fields):
         return token_loss(_score_chunk(model, table, hidden, fields["targets"]), fields)
 
+    # The forward pass of autodiff would leave the logits of all chunks for the backward pass, or compute them again.
     @jax.custom_vjp
-    def summed(table, hidden, fields):
+    def sum_up(table, hidden, fields):
         def without_gradient(_, chunk):
             hidden, fields = chunk
             return None, one_chunk(table, hidden, fields)
@@ -156,15 +157,16 @@ def sum_over_tokens(
     def backward(gradients, cotangents):
         d_table, d_hidden = gradients
         factor = cotangents[0]  # of the objective
+        # `d_table` is unreduced. To multiply it, a number must be equal on all devices, and of a type that says so.
         own_parts = jax.typeof(d_table).sharding.spec.unreduced
-        of_table = reshard(factor.astype(d_table.dtype), jax.P(reduced=own_parts))
-        return d_table * of_table, d_hidden * factor.astype(d_hidden.dtype), None
+        table_factor = reshard(factor.astype(d_table.dtype), jax.P(reduced=own_parts))
+        return d_table * table_factor, d_hidden * factor.astype(d_hidden.dtype), None
 
-    summed.defvjp(forward, backward)
+    sum_up.defvjp(forward, backward)
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
         fields = {name: split(field) for name, field in batch.items() if field.ndim == 2}
-        objective, sums = summed(tables[1], split(hidden), fields)
+        objective, sums = sum_up(tables[1], split(hidden), fields)
     return objective, jax.lax.stop_gradient(sums), blocks
 
 
@@ -217,7 +219,7 @@ def _score_chunk(
 
 
 def _make_zeros(table: jax.Array) -> jax.Array:
-    """Zeros [V, D] float32, to add gradients of the table to: each device has its own part of the sum over devices."""
+    """Return zeros [V, D] float32 to add gradients of the table to, of which each device has a part of its own."""
     spec = jax.typeof(table).sharding.spec
     return reshard(jnp.zeros(table.shape), jax.P(*spec.partitions, unreduced=spec.reduced))
 

@@ -56,7 +56,7 @@ def derive_sizes(
 
 
 def last_step(training: Training, course: Course, tokens_per_step: int, num_samples: int | None) -> int | None:
-    """The step at which the first limit is reached on a course; it ends a cycle.
+    """Return the step at which the first limit is reached on a course; it ends a cycle.
 
     `tokens_per_step` are those behind all stages. None: only the data will tell, and their `num_samples` are not known.
     """

@@ -29,7 +29,7 @@ class SpikeGuard:
     window: int
 
     def start(self) -> dict[str, Any]:
-        """The part of the state `spikes` of a run that has no steps yet; to be compiled."""
+        """Return the part `spikes` of the state of a run that has no steps yet; to be compiled."""
         zero = jnp.zeros((), jnp.int32)
         rings = {name: jnp.zeros(self.window, jnp.float32) for name in WATCHED}
         return {"spikes": {**rings, "taken": zero, "row": zero, "total": zero}}
@@ -56,7 +56,7 @@ class SpikeGuard:
         return spike, {"spikes": new}, {"spikes": row, "spikes_total": total, **reported}
 
     def _count_deviations(self, ring: jax.Array, taken: jax.Array, number: jax.Array) -> jax.Array:
-        """Standard deviations by which a number lies above the mean of a ring; NaN until the ring is half full."""
+        """Return by how many standard deviations a number lies above the mean of a ring; NaN until it is half full."""
         is_set = jnp.arange(self.window) < taken
         count = jnp.maximum(1, is_set.sum())
         mean = jnp.where(is_set, ring, 0).sum() / count
@@ -67,6 +67,6 @@ class SpikeGuard:
 
 
 def make_guard(training: Training) -> SpikeGuard | None:
-    """The guard that the config asks for; None where it asks for none."""
+    """Make the guard that the config asks for; None where it asks for none."""
     deviations, window = training.spike_deviations, training.spike_window
     return None if deviations is None else SpikeGuard(deviations, window)

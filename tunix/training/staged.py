@@ -142,8 +142,8 @@ class StagedModel:
     def trained(self) -> tuple[Any, Any]:
         """Return the trained weights of the blocks, and those outside of them."""
         is_trained = dict(self.arch.is_trained)
-        of_blocks = {name: is_trained.pop(name) for name in self.names}
-        return keep_trained(self.block_weights, of_blocks), keep_trained(self.outer_weights, is_trained)
+        in_blocks = {name: is_trained.pop(name) for name in self.names}
+        return keep_trained(self.block_weights, in_blocks), keep_trained(self.outer_weights, is_trained)
 
     def embed(self, outside: Any, part: Batch) -> jax.Array:
         """Return the residual stream of a part before the first block, [rows, t, D]."""
@@ -205,7 +205,10 @@ class StagedModel:
         return self.outer.module(self.arch.merge(outside, self.outer_weights) | self.blocks_at_rest)
 
     def _on_every_stage(self, x: jax.Array) -> jax.Array:
-        """[rows, t, D] outside of the stages -> [S, rows, t, D], the same on each stage, whose axes split no tokens."""
+        """Return [rows, t, D] from outside of the stages as [S, rows, t, D], the same on each stage.
+
+        The axes of the stages split no tokens there.
+        """
         spec = self.model.block_layout.activation
         x = self.lanes.on_every_stage(self.outer.layout.join_stream(x), spec("BTD"))
         return reshard(x, PartitionSpec(self.lanes.stage_axes, *spec("BtD")))

@@ -71,11 +71,11 @@ class Architecture:
         return nnx.merge(self.graphdef, params)
 
     def trained(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """A tree of parameters with None, which jax passes over, in the place of those that are frozen."""
+        """Return a tree of parameters with None, which jax passes over, in the place of those that are frozen."""
         return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, self.is_trained)
 
     def merge(self, trained: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree with the trained parameters in it replaced."""
+        """Return the tree with the trained parameters in it replaced."""
         return jax.tree.map(lambda new, old: old if new is None else new, trained, tree, is_leaf=lambda x: x is None)
 
     @property
@@ -83,7 +83,7 @@ class Architecture:
         return self.trained(self.weights)
 
     def frozen(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The tree with None in the place of what is trained."""
+        """Return the tree with None in the place of what is trained."""
         return jax.tree.map(lambda leaf, trained: None if trained else leaf, tree, self.is_trained)
 
     @property
@@ -106,7 +106,7 @@ class Architecture:
 
 
 def count(weights: dict[str, Any], active: bool = False) -> int:
-    """Parameters in a tree of Weight; with `active`, those that compute each token."""
+    """Return the parameters in a tree of Weight; with `active`, those that compute each token."""
     return sum(round(weight.size * (weight.used if active else 1)) for weight in jax.tree.leaves(weights))
 
 
