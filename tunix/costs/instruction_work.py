@@ -47,10 +47,11 @@ def count_fusion(name: str, program: Computations) -> Work:
     """
     scope = {instruction.name: instruction for instruction in program.get(name, ())}
     work = Work()
+    # FLOPs come from inside, bytes from the edges: parameters that are read, and the root that is written.
     for instruction in scope.values():
         work = work.plus(Work(_count_flops(instruction, scope)))
         if instruction.called and instruction.opcode == "fusion":
-            work = work.plus(Work(count_fusion(instruction.called, program).flops))
+            work = work.plus(Work(count_fusion(instruction.called, program).flops))  # its arrays are in registers too
         if instruction.opcode == "parameter":
             parts = [_count_read(user, instruction, scope) for user in _find_users(instruction, scope)]
             work = work.plus(_count_moved(instruction, min(instruction.num_bytes, sum(parts))))

@@ -117,6 +117,7 @@ def choose_rows(program: Program, device_bytes: int | None) -> int | None:
         return None
     free = USABLE * device_bytes - bytes_per_device(program.abstract) - reference_bytes(program)
     count = task.cycle(program.batch.num_sequences).samples
+    # Halves, so that few sizes are tried. The answers to one prompt stay together: its keys are computed once.
     while count > 1 and _derive_wave_costs(program, count, device_bytes).memory > free:
         count = math.ceil(count / 2)
     return count * task.group_size
@@ -166,6 +167,7 @@ def derive_rollout_costs(
         "prompts": prompts * estimate_inside_bytes(program.cfg, layout, mesh, length),
     }
     every_token = parts["gathered weights"] + parts["logits"]
+    # Each token reads all weights, and the cache as long as it is in its stretch.
     bytes_read = sum(count * (every_token + cache) for (count, _), cache in zip(stretches, caches, strict=True))
     tokens = prompts * length + rows * max_new_tokens
     model = program.cfg.model

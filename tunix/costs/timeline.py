@@ -132,6 +132,7 @@ def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
     """Return how much of each interval the intervals `by` cover; `by` is a result of `_merge_intervals`."""
     if not len(by):
         return np.zeros(len(intervals))
+    # What lies between two times is covered as much as what lies before the second, less what lies before the first.
     until = np.concatenate([[0.0], np.cumsum(by[:, 1] - by[:, 0])])  # total length of the first n of `by`
 
     def before(time: np.ndarray) -> np.ndarray:

@@ -33,6 +33,7 @@ def prefill(
 
     `reach` is the number of tokens of the longest prompt with its answer, where that is not `num_slots`.
     """
+    # Padding before a prompt has position 0 and segment 0, which no token of the prompt (segment 1) attends to.
     times = jnp.arange(tokens.shape[1])
     positions = jnp.maximum(times - first[:, None], 0)
     segments = (times >= first[:, None]).astype(jnp.int32)
@@ -61,8 +62,8 @@ def decode(
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [B, V] after one more token [B] int32 of each row, and the cache.
 
-    It stands at `time` (scalar), and the rows began at `first` [B].
-    `reach` (scalar) is the number of tokens of the longest prompt with its answer.
+    It stands at `time` (scalar), and the rows began at `first` [B]. `reach` (scalar) is the number of tokens of the
+    longest prompt with its answer.
     """
 
     def mix_of(layer: Layer, _: None) -> Mix:
@@ -72,7 +73,8 @@ def decode(
                 jax.lax.dynamic_update_slice_in_dim(old, new, time % size, axis=1)
                 for old, new in zip(slots, kept, strict=True)
             )
-            # One query has few scores: no kernel does better than the plain one.
+            # One query has few scores: no kernel does better than the plain one. Layers that attend within chunks see
+            # the times from the beginning of the new token's chunk on.
             method = Method("xla", "none", model.cfg.attention_options)
             chunked = model.cfg.local_attention == "chunk"
             seen = _find_seen(size, time, first + (time - first) // size * size if chunked else first)
@@ -103,7 +105,8 @@ def _find_seen(size: int, time: jax.Array, first: jax.Array) -> Seen:
     that no token has taken yet has a time before 0, which is before every row begins. Chunks are as long as the cache
     of their layer; a longer cache has one chunk.
     """
-    times = time - (time - jnp.arange(size)) % size  # the newest time of each slot
+    # Slot s holds the newest time t <= now with t % size = s. With 4 slots at time 5 these are 4, 5, 2 and 3.
+    times = time - (time - jnp.arange(size)) % size
     in_row = (times >= first[:, None]).astype(jnp.int32)
     return Seen(time[None], times, jnp.ones_like(first)[:, None], in_row, size)
 

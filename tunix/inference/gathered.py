@@ -47,6 +47,7 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
 
     def gather_one(parameter: jax.Array, weight: Weight) -> jax.Array:
         spec = model.layout.at_rest(weight.equation)
+        # Generation has another layout than training where stages split the layers: all layers come to each device.
         laid_out = parameter if jax.typeof(parameter).sharding.spec == spec else reshard(parameter, spec)
         return model.layout.gather(laid_out, weight.equation)
 

@@ -186,6 +186,7 @@ class Sampler:
                 at_look()
             end = find_next_look(number, last)
             rows, numbers = self._let_go(rows, numbers, drafts)
+            # Each layer's cache is as long as its window allows; only those grow that have become too short.
             windows = model.cfg.windows(count_slots(length + end, length + last))
             if windows != cache_slots(rows.cache):
                 rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
@@ -206,6 +207,7 @@ class Sampler:
         length, last = wave.length, how.max_new_tokens
         answers = len(wave.places) // len(wave.prompts)
         count, copies = spread_prompts(len(wave.prompts), answers, data_shards(self.mesh.shape))
+        # A filler is a prompt of one token: it must have one, because a row without tokens would attend to nothing.
         tokens = np.zeros((count, length), np.int32)
         first = np.full(count, length - 1, np.int32)
         for row, prompt in enumerate(wave.prompts):

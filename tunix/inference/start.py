@@ -61,6 +61,7 @@ def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
 
 def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
     if run := find_run(source):
+        # A run without low-rank updates has no arrays for them: they are left out of the read, and made by step 0.
         abstract = abstract_params(program.arch, mesh)
         own, lacking = _split_updates(abstract)
         params = read_state(_find_checkpoint_of(program.cfg, *run), {"params": own})["params"]

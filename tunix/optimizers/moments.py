@@ -120,6 +120,7 @@ def _hash(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
 
     The mixing function is "lowbias32" (Chris Wellons, "Prospecting for Hash Functions", 2018).
     """
+    # The number of a place in the whole array, not in a shard: noise does not depend on the mesh.
     place = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -148,6 +149,8 @@ DECADES = 7  # of codes 64 to 127, 32 to 63, ... and 1
 
 
 def _encode(moment: jax.Array, block: Block, is_square: bool, count: Any) -> Codes:
+    # Codes 64 to 127 stand for shares from 0.1 to 1, codes 32 to 63 for 0.01 to 0.1, ... A code is the first one of its
+    # power of ten, and the place of the share within that power is added.
     values = _split_blocks(jnp.sqrt(moment) if is_square else moment, block)
     scales = jnp.max(jnp.abs(values), block.axis + 1) / LARGEST
     shares = jnp.abs(values) / jnp.expand_dims(jnp.where(scales > 0, scales, 1), block.axis + 1)

@@ -111,6 +111,7 @@ def spread(matrices: jax.Array) -> jax.Array:
 
     Arrays of the update have no sharding in their types (`auto_axes` in training/step.py), so this is a request to XLA.
     """
+    # Zeros stay zeros through the iterations: their norm is 0, and eps keeps the division finite.
     axes, sizes = _split_axes(), jax.sharding.get_abstract_mesh().shape
     missing = -len(matrices) % math.prod(sizes[axis] for axis in axes)
     matrices = jnp.pad(matrices, ((0, missing), (0, 0), (0, 0)))

@@ -152,6 +152,7 @@ def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit
     best: Candidate | None = None
     for choice in list_choices(cfg, sizes):
         candidate = make_candidate(cfg, sizes, choice, cluster)
+        # Choices come in the order of their memory. The smallest is kept even where it does not fit: a table shows it.
         if best is not None and candidate.memory > limit:
             break
         best = candidate

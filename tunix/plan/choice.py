@@ -64,6 +64,7 @@ def _resolve_planned(cfg: Config) -> tuple[Config, str]:
     cluster, answer = _describe_cluster(cfg), {}
     if chooses_mesh:
         cfg = fix_batch(cfg, cluster.num_devices)
+    # One process chooses for all: a mesh that differs between processes would hang the run.
     if peers.is_main():
         try:
             answer = _choose(cfg if chooses_mesh else _resolve_mesh(cfg), cluster)

@@ -52,6 +52,7 @@ def _compile_in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "PYTHONPATH": path,
     }
+    # Variables of the caller that would give the new process other devices than the plan asks for.
     environment.pop("JAX_NUM_CPU_DEVICES", None)
     if question["backend"] == "gpu":
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -68,6 +69,7 @@ def _compile_in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
         check=False,
     )
     if result.returncode:
+        # XLA may abort with pages of text: the last line that names an error says most.
         lines = [line for line in result.stderr.splitlines() if line.strip() and "JAX_TRACEBACK_FILTERING" not in line]
         return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "killed")
     return _read_answer(json.loads(result.stdout.splitlines()[-1]))

@@ -56,6 +56,7 @@ def settle_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tup
     is_open = model.cp_exchange == "auto" and model.attention in RING_KERNELS
     if not is_open or choose_exchange(model, sizes).name != "ulysses":
         return cfg, ""
+    # Ulysses is what the sizes allow; whether a ring is faster depends on the speeds of devices and links.
     compared = [name for name, each in CP_EXCHANGES.items() if each.time is not None]
     times = {name: predict_attention_s(cfg, name, sizes, cluster) for name in compared}
     name = min(times, key=lambda name: times[name])
@@ -122,6 +123,7 @@ def _list_places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterat
     model, names = cfg.model, axis_names()
     axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, PLATFORM)
     lengths = tuple(sizes[axis] for axis in names)
+    # A mesh with a described device: kernels are those that the plan's devices would run.
     mesh = AbstractMesh(lengths, names, axis_types=axis_types, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         layout = build_layout(cfg, mesh)

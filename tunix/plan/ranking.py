@@ -83,6 +83,8 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
             candidates.append(derive_candidate(cfg, sizes, cluster, limit))
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)
+    # A derived time may be too short. So the fastest are compiled, and then those that seem faster than the best one,
+    # until a compiled mesh is first.
     chosen = _pick_to_compile(candidates, cfg.plan.num_compiled, limit)
     while chosen:
         compiled = _compile_candidates(cfg, [candidates[place] for place in chosen], cluster, limit, progress)
@@ -120,6 +122,7 @@ def _narrow(
             bounds.append(make_candidate(cfg, sizes, least, cluster, with_activations=False))
         except UserError:  # a part of the program refuses this mesh; the others are hundreds
             continue
+    # Without activations memory is a lower bound: what does not fit even so is hopeless.
     may_fit = [each for each in bounds if each.memory <= limit]
     smallest = sorted(bounds, key=lambda each: each.memory)[:SMALLEST]
     chosen: list[dict[str, int]] = []

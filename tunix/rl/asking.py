@@ -72,6 +72,7 @@ class Asker:
         """Several processes must agree on the answers at one time: the device with the least memory decides."""
         assert isinstance(cfg.task, Grpo)
         self.mesh, self.vocabulary, self.scorer, self.watchdog = mesh, corpus.vocabulary, scorer, watchdog
+        # The size of a wave is the shape of a program that all processes run together, so they must agree on it.
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
         self.rows_at_once = choose_rows(program, None if None in known else min(known))
         self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)

@@ -54,6 +54,7 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
         key = hashlib.sha256("\0".join([*about, part.stream.fingerprint]).encode()).hexdigest()[:20]
         folder = Path(cfg.loading.cache_dir).expanduser() / "reference" / key
         numbers = range(len(part.stream.sizes))
+        # Each host may have a cache of its own. All processes compute together, or all of them read.
         if all(text == "yes" for text in peers.gather("yes" if folder.is_dir() else "no", "reference")):
             tables = [np.load(folder / f"{number:05}.npy") for number in numbers]
         else:

@@ -76,6 +76,7 @@ class Rollouts:
         if place == 0:
             self.batches, numbers = self._draw_and_score(state["params"])
         self.step += 1
+        # Tokens of the steps before `start`, in proportion to their samples: another batch may have been used there.
         tokens = self.shape.num_tokens
         before = self.start.num_samples * tokens * self.cycle.steps // self.cycle.samples
         numbers = {"tokens": before + (self.step - self.start.step) * tokens, "data_wait_s": 0.0} | numbers
@@ -109,6 +110,7 @@ class Rollouts:
             rewards = np.where(asked.stopped, rewards, 0.0)
         signal = has_signal(rewards)
         num_groups = self.task.num_prompts(self.shape.num_sequences)  # of a step
+        # A stable sort keeps the order of the prompts within both kinds, so that the choice is the same everywhere.
         chosen = np.sort(np.argsort(~signal, kind="stable")[: num_groups * self.task.steps_per_rollout])
         advantages = np.full(rewards.shape, np.nan)  # stays so where an answer is not trained on
         batches = []
@@ -147,6 +149,7 @@ class Rollouts:
             batch |= self._to_devices({"reference_log_probs": np.zeros_like(fields["log_probs"])})
         else:
             batch["reference_log_probs"] = self.reference(params, batch)
+            # The divergence as a part of the reward: the gap of log-probabilities, summed over the answer's tokens.
             if task.kl == "advantage":
                 reference = np.asarray(multihost_utils.process_allgather(batch["reference_log_probs"], tiled=True))
                 gap = (fields["log_probs"] - reference.reshape(fields["log_probs"].shape)) * fields["loss_mask"]

@@ -28,6 +28,7 @@ def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
 
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Return global arrays [A, B, T] or [A, B] of this process's rows, before the copy to the devices is done."""
+    # Processes that have parts of the same sequences have the same rows, so shards are counted and not processes.
     share = data_shards(mesh.shape) // len(local_rows(mesh, data_shards(mesh.shape)))
 
     def put(rows: np.ndarray) -> jax.Array:
@@ -59,6 +60,7 @@ def abstract_results(mesh: Mesh | AbstractMesh, function: Callable, *arguments: 
         kind = HOST if result.memory_space == jax.memory.Space.Host else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
 
+    # `eval_shape` gives shapes and shardings; the memory that an array is in stands in the types of the jaxpr alone.
     program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(tree, map(place, leaves, program.out_avals))

@@ -30,6 +30,7 @@ def device_mesh(
     names = axis_names()
     shape = [sizes[axis] for axis in names]
     used = devices[: math.prod(shape)]
+    # A device may be idle, but no process: each takes part in collectives and waits for the others at barriers.
     idle_hosts = {device.process_index for device in devices} - {device.process_index for device in used}
     if idle_hosts:
         raise UserError(f"the mesh leaves processes {sorted(idle_hosts)} without a device; start fewer processes")
@@ -49,6 +50,7 @@ def whole_sequences(mesh: Mesh | AbstractMesh) -> Any:
     shape = tuple(sizes[axis] for axis in names)
     if isinstance(mesh, AbstractMesh):
         return mesh.update(axis_sizes=shape)
+    # Several axes become one: the inner ones are put behind the outer one, and the reshape joins them.
     order = [axis for axis in names if axis not in inner]
     place = order.index(outer) + 1
     order[place:place] = inner
@@ -59,7 +61,8 @@ def whole_sequences(mesh: Mesh | AbstractMesh) -> Any:
 def device_table(mesh: Mesh) -> list[list[str]]:
     """Return a table of device ids, the process in brackets.
 
-    It has a row for each data shard, and a column for each place in a shard. Axes of size 1 are left out; where all axes of the rows, or of the columns, are of size 1, one of them stays.
+    It has a row for each data shard, and a column for each place in a shard. Axes of size 1 are left out; where all
+    axes of the rows, or of the columns, are of size 1, one of them stays.
     """
     inside = tuple(axis for axis in mesh.axis_names if axis not in data_axes())
     shard_axes = tuple(axis for axis in data_axes() if mesh.shape[axis] > 1) or keeping_axes()[:1]

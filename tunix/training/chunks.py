@@ -42,6 +42,8 @@ def make_splitter(hidden: jax.Array, chunk_size: int | str) -> Callable[[jax.Arr
     def split(x: jax.Array) -> jax.Array:
         if num_chunks == 1:
             return x[None]
+        # [B, T] -> [B, devices, own tokens] -> [B, devices, chunks, size] -> [chunks, B, devices x size]. The split
+        # dimension stays apart, or the outer one of two that are joined: each device reshapes what it has.
         rows, tokens, *others = jax.typeof(x).sharding.spec
         shape = x.shape[0], x.shape[1] // own_length, own_length, *x.shape[2:]
         x = jax.lax.reshape(x, shape, out_sharding=PartitionSpec(rows, tokens, None, *others))
@@ -59,6 +61,7 @@ def join_chunks(x: jax.Array, length: int) -> jax.Array:
     """Return chunks [chunks, B, positions] as [B, T] with T = `length`: the inverse of the split."""
     if len(x) == 1:
         return x[0]
+    # The steps of the split backwards, without the zeros that filled the last chunk up.
     _, rows, tokens = jax.typeof(x).sharding.spec
     num_chunks, num_rows, _ = x.shape
     size = jax.typeof(x).sharding.shard_shape(x.shape)[2]

@@ -33,7 +33,10 @@ def _make_averages(training: Training) -> dict[str, Copy]:
         share = 1 - decay
 
         def move(a: jax.Array, p: jax.Array) -> jax.Array:
-            """Move the average by a share 1 - decay to the parameter, in float32."""
+            """Move the average by a share 1 - decay to the parameter, in float32.
+
+            The same as decay * a + (1 - decay) * p, with less rounding where both are nearly equal.
+            """
             now = a.astype(jnp.float32)
             return (now + share * (p - now)).astype(a.dtype)
 

@@ -35,6 +35,7 @@ class HeldOut:
                 "data.held_out_fraction=0"
             )
         self.kind = loss_kind(cfg)
+        # The whole set rests on the devices: an evaluation is one program, which waits for no data.
         own = read_held_out(*arguments, local_rows(mesh, num_rows))
         self.batches = to_global(add_fields(own, self.kind.fields), mesh)
         loss_fn = self.kind.make(cfg)
@@ -49,6 +50,7 @@ class HeldOut:
                 sums, weight = reported(batch)
                 return (add_sums(total[0], sums), total[1] + weight), None
 
+            # Sums over all batches, divided once at the end: a mean of means is wrong where masks differ.
             shapes = jax.eval_shape(lambda: reported(jax.tree.map(lambda x: x[0], batches)))
             zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
             return jax.lax.scan(add, zeros, batches)[0]

@@ -41,6 +41,7 @@ class Chunks:
 
     def split_values(self, x: jax.Array) -> jax.Array:
         """Return arrays [L, ...] in the order of the layers, which every device has, as chunks."""
+        # In the order of the layers they are [v, S, layers of a chunk]. Every device has all of them: nothing travels.
         by_chunk = x.reshape(self.num_chunks, self.lanes.num_stages, -1, *x.shape[1:])
         return self.split(by_chunk.swapaxes(0, 1).reshape(x.shape))
 
@@ -73,6 +74,7 @@ class Chunks:
         if self.num_chunks == 1:
             return tree
 
+        # Stages work on different chunks in a tick: an index that differs between devices needs a shard_map.
         def on_each_stage(x: jax.Array, chunk: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(x, chunk[0], axis=1, keepdims=False)
 

@@ -62,6 +62,7 @@ def next_token_loss(
         nll, squares = scores.nll * mask, z_loss * (scores.log_z**2 * mask)
         return nll + squares, {"loss": nll, "z_loss": squares}
 
+    # The blocks' penalties are means over tokens of a sequence, and count by the tokens that it has in the loss.
     objective, sums, blocks = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size)
     added, reported = add_block_sums(blocks, jnp.sum(batch["loss_mask"], 1))
     return Loss(objective + added, jnp.sum(batch["loss_mask"]), sums | reported)

@@ -31,6 +31,7 @@ def make_optimizer(
         decay, rate = group
         return (update + decay * param) * rate
 
+    # Decay comes after the rule ("decoupled", AdamW): moments do not see it. A group scales both by its rate.
     clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
     return optax.chain(
         clip,
@@ -48,7 +49,7 @@ def _assign_groups(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, A
     used = set()
 
     def settings(path, weight):
-        decay = 0.0 if weight.equation.is_vector else optimizer.weight_decay
+        decay = 0.0 if weight.equation.is_vector else optimizer.weight_decay  # norms and biases are not pulled to 0
         rate = optimizer.learning_rate
         for index, group in enumerate(optimizer.groups):
             if re.search(group.params, parameter_name(path)):
@@ -78,6 +79,7 @@ def make_schedule(scheduler: Scheduler, peak: float, spans: Spans) -> Schedule:
     warmup, decay = (count_phase_steps(scheduler, phase, spans) for phase in ("warmup", "decay"))
     total_steps = count_steps(spans)
     shape = scheduler.shape.factor(Phases(warmup, max(1, total_steps - warmup), decay, scheduler.final_ratio))
+    # Step 0 has a rate above 0, or it would change nothing: it is 1 / warmup of the peak.
     rise = optax.linear_schedule(1 / max(1, warmup), 1.0, max(1, warmup - 1))
     factor = optax.join_schedules([rise, shape], [warmup])
     return lambda step: jnp.asarray(peak * factor(step), jnp.float32)
@@ -117,6 +119,7 @@ def count_phase_steps(scheduler: Scheduler, phase: str, spans: Spans) -> int:
 
 def _count_steps_with(tokens: int, spans: Spans) -> int:
     """Return how many steps have so many tokens, rounded; beyond the last span they go on as in it."""
+    # A span is a number of steps with equal batches; steps of a later span have more tokens.
     steps, (*before, last) = 0, spans
     for count, tokens_per_step in before:
         if tokens <= count * tokens_per_step:

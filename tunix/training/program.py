@@ -105,6 +105,7 @@ class Program:
 
     @property
     def _new_state(self) -> Any:
+        # With these shardings each device makes its own shards, and no larger part of a weight than it keeps.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         make = partial(new_state, self.arch, self.optimizer, self.copies, self.guard)
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)
@@ -200,6 +201,7 @@ def assemble(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None
     check_pipeline_chunks(cfg, mesh)
     check_host_memory(cfg, mesh)
     overlap = choose_overlap(cfg, layout, mesh, platform)
+    # From here on everything is made of shapes: `describe` traces the model, `abstract_results` the state of step 0.
     parts_per_stage = training.parts_per_stage(mesh.shape)
     arch = describe(cfg.model, layout, read_remat(training), parts_per_stage, overlap.prefetch)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)

@@ -49,6 +49,7 @@ class SpikeGuard:
         # A step that is not finite has a counter of its own, and does not end a row of spikes.
         row = jnp.where(finite, jnp.where(spike, spikes["row"] + 1, 0), spikes["row"])
         total = spikes["total"] + spike
+        # A ring is written by comparison with all places, which needs no scatter: it has a few hundred numbers.
         written = (place == taken % self.window) & finite & ~spike
         rings = {name: jnp.where(written, numbers[name], spikes[name]) for name in WATCHED}
         new = {**rings, "taken": taken + (finite & ~spike), "row": row, "total": total}
