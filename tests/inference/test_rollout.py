@@ -10,7 +10,8 @@ from support.harness import program
 from tunix.costs import rollout_sizes
 from tunix.costs.hlo import read_collectives
 from tunix.costs.rollout_memory import derive_rollout_costs
-from tunix.inference.sampling import Request, Sampler, Sampling, Wave
+from tunix.inference.requests import Request, Wave
+from tunix.inference.sampling import Sampler, Sampling
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import data_axes
 from tunix.training.program import assemble

@@ -23,7 +23,8 @@ from tunix.hf.hub import ABOUT, WEIGHTS, find
 from tunix.hf.weights import CHANGED, load_weights
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import Sampling
-from tunix.inference.sampling import Request, Sampler
+from tunix.inference.requests import Request
+from tunix.inference.sampling import Sampler
 from tunix.models.lora import merge
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint

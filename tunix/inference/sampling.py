@@ -11,7 +11,6 @@ of the answer and the number of the token: tokens are the same on every mesh, in
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,58 +25,19 @@ from tunix.costs.rollout_sizes import (
     count_slots,
     find_next_look,
     fit_as_matrices,
-    pad_prompt,
     spread_prompts,
 )
 from tunix.inference.answers import Answer, Draft, extend_drafts
 from tunix.inference.cache import cache_slots, grow, take_rows
 from tunix.inference.drawing import Drawn, Sampling
 from tunix.inference.gathered import Gathered, gather
+from tunix.inference.requests import Request, Wave
 from tunix.inference.stretches import Prompts, Rows, Stretch, begin, draw_stretch
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out, rows_to_global
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.sharding.placement import activation_spec
 from tunix.training.state import Architecture
-
-
-@dataclass(frozen=True)
-class Request:
-    """Prompts, how many answers to each are wanted, and the noise that these draw by."""
-
-    prompts: Sequence[list[int]]  # token ids
-    answers_per_prompt: int = 1
-    seed: int = 0
-    first_row: int = 0  # answer n of the request draws by the number `first_row` + n, and by the seed
-
-    @property
-    def longest_prompt(self) -> int:
-        return max(map(len, self.prompts))
-
-    def split(self, prompts_at_once: int | None) -> list["Wave"]:
-        """Return the waves in which the prompts are answered, those with the shortest prompts first; None for one."""
-        order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
-        size, count = prompts_at_once or len(order), self.answers_per_prompt
-        waves = []
-        for start in range(0, len(order), size):
-            indices = sorted(order[start : start + size])  # within a wave rows are in order
-            places = [index * count + n for index in indices for n in range(count)]
-            waves.append(Wave([self.prompts[index] for index in indices], places, self.first_row))
-        return waves
-
-
-@dataclass(frozen=True)
-class Wave:
-    """Prompts that are answered at one time."""
-
-    prompts: list[list[int]]
-    places: list[int]  # of their answers in the request; as many to each prompt, one after the other
-    first_row: int  # of the request
-
-    @property
-    def length(self) -> int:
-        """Tokens that the prompts are padded to."""
-        return pad_prompt(max(map(len, self.prompts)))
 
 
 class Sampler:

@@ -17,7 +17,7 @@ from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
 from tunix.inference.pretrained import describe_files, load_params, load_pretrained
-from tunix.inference.sampling import Request
+from tunix.inference.requests import Request
 from tunix.inference.stops import find_stop_ids
 from tunix.processes import peers
 from tunix.rewards import REWARDS

@@ -18,7 +18,8 @@ from tunix.costs.rollout_sizes import prompts_at_once
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
-from tunix.inference.sampling import Request, Sampler
+from tunix.inference.requests import Request
+from tunix.inference.sampling import Sampler
 from tunix.inference.stops import find_stop_ids
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
