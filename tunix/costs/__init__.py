@@ -6,6 +6,7 @@ Three ways to the same numbers, and tests that compare them:
     compiled   `hlo`, `schedule`                 from the compiled program: its collectives, and its predicted time
     traced     `timeline`, `communication`       from a trace of real steps
 
-Read `derived` first. `devices` has the speeds of kinds of devices, `communication_report` and `figure` show the
-results.
+Read `derived` first: it adds up `state_memory`, `activation_memory` and the collectives of three files of transfers.
+`schedule` walks through a compiled program, whose `instructions` have the work that `instruction_work` counts.
+`devices` has the speeds of kinds of devices, `communication_report` and `figure` show the results.
 """
