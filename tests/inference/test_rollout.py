@@ -118,13 +118,13 @@ def test_the_loop_moves_nothing_between_data_shards(rollout_on):
 def test_sizes():
     looks = [0]
     while looks[-1] < 200:
-        looks.append(rollout_sizes.next_look(looks[-1], 200))
+        looks.append(rollout_sizes.find_next_look(looks[-1], 200))
     assert looks[1:] == [8, 16, 32, 64, 128, 192, 200]
     assert [rollout_sizes.pad_prompts(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     spread = [rollout_sizes.spread_prompts(n, 8, 16) for n in (16, 20, 8, 3, 1)]
     assert spread == [(16, 1), (24, 2), (8, 2), (4, 4), (2, 8)]
     assert [rollout_sizes.count_slots(n, 300) for n in (20, 128, 129, 257)] == [128, 128, 256, 300]
-    assert [rollout_sizes.fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]
+    assert [rollout_sizes.choose_fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]
 
 
 def test_memory_is_that_of_the_arrays(rollout_on):
