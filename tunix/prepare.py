@@ -34,14 +34,14 @@ def prepare(cfg: Config) -> None:
 
     from tunix.data.shares import make_shares
     from tunix.processes import peers
-    from tunix.rl.feeds import FEEDS
+    from tunix.rl.feeds import load_data
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("tunix").setLevel(logging.INFO if peers.is_main() else logging.WARNING)
     cfg.data.try_out()
     if jax.process_count() > 1:
         make_shares(cfg)
-    corpus = peers.main_first(lambda: FEEDS[cfg.task.documents].load(cfg), "preparing the data")
+    corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
     if peers.is_main():
         print(corpus.summary)
         for name, prepared in corpus.prepared.items():

@@ -32,6 +32,7 @@ from tunix.cli import command, compose
 from tunix.cli.hydra_words import add_search_path
 from tunix.cli.runs import find_run
 from tunix.config import Config
+from tunix.config.document_kinds import DOCUMENTS
 from tunix.config.values import CONF
 from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.data.position import Position
@@ -40,7 +41,7 @@ from tunix.inference.start import check_init_from, load_init_from
 from tunix.models.exchanges import choose_exchange
 from tunix.processes import exits, peers
 from tunix.processes.watchdog import Watchdog
-from tunix.rl.feeds import FEEDS
+from tunix.rl.feeds import load_data, make_feed
 from tunix.run.compile_step import compile_step
 from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
@@ -53,7 +54,6 @@ from tunix.training.sizes import derive_sizes
 COMPARED = ("loss", "grad_norm")
 FAKE_DEVICES = 8
 EVERY = "all"  # what --meshes says for every mesh
-ASK_PEERS = ("prompt", "pair")  # documents whose feeds split work over all processes: rewards, scores of a reference
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bo
     check_compiler_options(cfg.training.compiler_options)
     device = device_meshes[0].devices.flat[0]
     check_matmul_dtype(cfg, device.platform, device.device_kind)
-    corpus = peers.main_first(lambda: FEEDS[cfg.task.documents].load(cfg), "preparing the data")
+    corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
     return [_train_together(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
 
 
@@ -104,7 +104,7 @@ def _choose_devices(cfg: Config) -> list[jax.Device]:
 
 def _find_need(cfg: Config) -> str:
     """Return the key for which all processes of a run work together, beside the steps; empty where there is none."""
-    if cfg.task.documents in ASK_PEERS:
+    if DOCUMENTS[cfg.task.documents].asks_peers:
         return f"task={cfg.task.name}"
     source = cfg.model.init_from
     return f"model.init_from={source}" if source and find_run(source) else ""
@@ -176,7 +176,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: i
         state = program.new_state(cfg.seed, load_init_from(program, mesh))
         train_step = compile_step(program, sizes.schedule.spans(sizes.total_steps), mesh)
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
-        feed = FEEDS[cfg.task.documents].make(cfg, corpus, program, mesh, Watchdog(cfg.distributed))
+        feed = make_feed(cfg, corpus, program, mesh, Watchdog(cfg.distributed))
         with feed, closing(feed.batches(Position(0, 0, "", ""), num_steps, None, None)) as source:
             for _ in range(num_steps):
                 batch, _ = source.next(state)

@@ -7,7 +7,7 @@ from support.harness import RUN
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.rl.feeds import FEEDS
+from tunix.data import corpus as corpora
 from tunix.run import compiler
 
 WAIT_S = 120  # for the other thread; only a failing test waits that long
@@ -42,7 +42,7 @@ def test_an_error_of_the_data_while_the_step_is_compiled(words, monkeypatch):
         raise UserError("the data cannot be read")
 
     monkeypatch.setattr(compiler, "compile_step", compile_step)
-    monkeypatch.setitem(FEEDS, "text", FEEDS["text"]._replace(load=load))
+    monkeypatch.setattr(corpora, "load_corpus", load)
     with pytest.raises(UserError, match="the data cannot be read"):
         tunix.train(words)
     assert said.is_set(), "the error is said before XLA is done"
@@ -50,7 +50,7 @@ def test_an_error_of_the_data_while_the_step_is_compiled(words, monkeypatch):
 
 
 def test_an_error_of_the_compiler_while_data_are_read(words, monkeypatch):
-    failed, load_text = threading.Event(), FEEDS["text"].load
+    failed, load_text = threading.Event(), corpora.load_corpus
 
     def compile_step(*_: object) -> None:
         failed.set()
@@ -61,7 +61,7 @@ def test_an_error_of_the_compiler_while_data_are_read(words, monkeypatch):
         return load_text(cfg)
 
     monkeypatch.setattr(compiler, "compile_step", compile_step)
-    monkeypatch.setitem(FEEDS, "text", FEEDS["text"]._replace(load=load))
+    monkeypatch.setattr(corpora, "load_corpus", load)
     with pytest.raises(RuntimeError, match="XLA has no memory for this"):
         tunix.train(words)
     assert not compiler_threads()

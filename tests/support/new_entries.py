@@ -98,11 +98,21 @@ LOSSES = {
         """\
 class Counting(Pretrain):
     name: Literal["counting"]
+    documents = "numbers"
     default_loss = "twice"
 
 
 AnyTask = Annotated[Counting | """,
         "task.name=counting",
+    ),
+    "a kind of documents": entry(
+        "tunix/config/document_kinds.py",
+        "DOCUMENTS = {",
+        """\
+DOCUMENTS = {
+    "numbers": DocumentKind(
+        "tunix.data.documents:read_text", "tunix.data.encoding:encode_texts", "numbers", takes_text=True
+    ),""",
     ),
     "a metric sink": entry(
         "tunix/sinks/__init__.py",

@@ -20,7 +20,7 @@ class Cycle(NamedTuple):
 class Task(Section):
     """The task of a run: its documents and its loss."""
 
-    documents: ClassVar[Literal["text", "conversation", "prompt", "pair"]]  # what a document of the data is
+    documents: ClassVar[str]  # what a document of the data is: a key of `DOCUMENTS`
     default_loss: ClassVar[str]  # a key of LOSSES in training/losses.py
 
     name: str

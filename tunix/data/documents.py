@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config import Task
+from tunix.config.document_kinds import DOCUMENTS
 from tunix.config.task import Prompted
 from tunix.sources import Columns, Item, Rows, Source
 from tunix.sources.files import Unit
@@ -60,20 +62,21 @@ def read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document 
     Raises:
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
+    read = import_object(DOCUMENTS[task.documents].read)
     if task.documents == "prompt" and isinstance(source, Rows):
         items = source.read_all_columns(unit)
     else:
         items = source.read(unit)
     for item in items:
         if isinstance(item.content, str):
-            if task.documents != "text":
+            if not DOCUMENTS[task.documents].takes_text:
                 raise UserError(
                     f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
                     f"not data.source={source.source}"
                 )
             yield Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
         elif isinstance(source, Rows):
-            yield _read_row(source, task, item)
+            yield _read_row(source, task, item, read)
         else:
             assert item.content is None
             yield LeftOut(item.name, item.problem)
@@ -83,11 +86,11 @@ class BadRow(ValueError):
     """A row that gives no document; the text says why, and begins with a verb: "has no column text"."""
 
 
-def _read_row(source: Rows, task: Task, item: Item) -> Document | LeftOut:
+def _read_row(source: Rows, task: Task, item: Item, read: Callable[..., Any]) -> Document | LeftOut:
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
-        content = CONTENT[task.documents](source.columns, item.content, task)
+        content = read(source.columns, item.content, task)
         encode_json(content)  # fails for text that cannot be written as UTF-8
     except (BadRow, UnicodeEncodeError) as error:
         if source.bad_rows == "error":
@@ -104,11 +107,11 @@ def encode_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, default=str).encode()
 
 
-def _read_text(columns: Columns, row: dict[str, Any], task: Task) -> str:
+def read_text(columns: Columns, row: dict[str, Any], task: Task) -> str:
     return _read_cell(columns, "text", row)
 
 
-def _read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> list[Message]:
+def read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> list[Message]:
     """Return the turns of a row's conversation; none if its answer is empty."""
     if columns.prompt is None:
         messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
@@ -119,7 +122,7 @@ def _read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> lis
     return [{"role": role, "content": content} for role, content in turns] if turns[-1][1] else []
 
 
-def _read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question | None:
+def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question | None:
     """Return a row's conversation up to its last answer, and its columns; None if it or its answer is empty.
 
     A conversation that ends with another turn than the assistant's is a prompt as a whole.
@@ -142,7 +145,7 @@ def _read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question 
     return Question(messages, row if answer is None else {"answer": answer, **row})
 
 
-def _read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
+def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
     """Return a row's prompt with its two answers.
 
     Without a column for the prompt both answers are whole conversations, and the prompt is what they begin with alike.
@@ -224,11 +227,3 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
     if not isinstance(value, kinds):
         raise BadRow(f"holds {type(value).__name__} in column {name}, not text")
     return value
-
-
-CONTENT: dict[str, Callable[[Columns, dict[str, Any], Task], Any]] = {
-    "text": _read_text,
-    "conversation": _read_conversation,
-    "prompt": _read_prompt,
-    "pair": _read_pair,
-}

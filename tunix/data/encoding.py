@@ -6,7 +6,7 @@ prompt         the turns by the chat template, up to where an answer begins
 pair           prompt, chosen answer, prompt, rejected answer; `split` is where the second prompt begins
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ class Encoded(NamedTuple):
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
 
 
-def _encode_texts(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
+def encode_texts(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
     before = [] if vocabulary.bos is None else [vocabulary.bos]
     texts = [str(document.content) for document in documents]
     # With this, "<eos>" within a text is text, and does not end the document.
@@ -35,7 +35,7 @@ def _encode_texts(vocabulary: Vocabulary, documents: list[Document]) -> Iterator
         yield Encoded(len(text.encode()), [*before, *encoding.ids, vocabulary.eos])
 
 
-def _encode_conversations(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
+def encode_conversations(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
     conversations = [vocabulary.chat.segments(document.content) for document in documents]  # type: ignore[arg-type]
     # Here "<eos>" comes from the chat template, and is the special token.
     vocabulary.backend.encode_special_tokens = False
@@ -52,7 +52,7 @@ def _encode_conversations(vocabulary: Vocabulary, documents: list[Document]) -> 
         yield Encoded(sum(len(text.encode()) for text, _ in segments), tokens, answers)
 
 
-def _encode_prompts(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
+def encode_prompts(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
     """Yield the tokens up to where an answer begins, as `tunix.generate` asks for one."""
     questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
     texts = [vocabulary.chat.render(question.messages, add_generation_prompt=True) for question in questions]
@@ -62,11 +62,11 @@ def _encode_prompts(vocabulary: Vocabulary, documents: list[Document]) -> Iterat
         yield Encoded(len(text.encode()), encoding.ids, row=encode_json({"text": text, "columns": question.columns}))
 
 
-def _encode_pairs(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
+def encode_pairs(vocabulary: Vocabulary, documents: list[Document]) -> Iterator[Encoded]:
     """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
     pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
     both = [Document("", [*pair.prompt, *answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)]
-    encoded = _encode_conversations(vocabulary, both)
+    encoded = encode_conversations(vocabulary, both)
     # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.
     for pair, chosen, rejected in zip(pairs, encoded, encoded, strict=False):
         num_earlier = sum(turn["role"] == "assistant" for turn in pair.prompt)
@@ -87,11 +87,3 @@ def _without_first(answers: Sequence[bool], count: int) -> list[bool]:
     begins = [here and not before for here, before in zip(answers, [False, *answers], strict=False)]
     numbers = np.cumsum(begins)
     return [is_answer and number > count for is_answer, number in zip(answers, numbers.tolist(), strict=True)]
-
-
-ENCODE: dict[str, Callable[[Vocabulary, list[Document]], Iterator[Encoded]]] = {
-    "text": _encode_texts,
-    "conversation": _encode_conversations,
-    "prompt": _encode_prompts,
-    "pair": _encode_pairs,
-}

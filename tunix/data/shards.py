@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from tunix.base.digests import list_files, write_digests
+from tunix.base.dotted import import_object
 from tunix.config import Task
+from tunix.config.document_kinds import DOCUMENTS
 from tunix.data.documents import Document, LeftOut, read_documents
-from tunix.data.encoding import ENCODE, Encoded
+from tunix.data.encoding import Encoded
 from tunix.data.stream import SPLITS, digest_arrays, read_blocks
 from tunix.data.token_files import scan_tokens
 from tunix.sources import Source, Tokens
@@ -60,7 +62,7 @@ def document_hash(name: str) -> int:
 class Part:
     """Documents of one split of a shard, while they are collected."""
 
-    documents: str  # kind of the documents: text, conversation, prompt or pair
+    documents: str  # kind of the documents, a key of `DOCUMENTS`
     tokens: list[np.ndarray] = field(default_factory=list)  # an array for each document
     answers: list[np.ndarray] = field(default_factory=list)  # an array for each conversation or pair
     splits: list[int] = field(default_factory=list)  # tokens of the first answer of each pair, with its prompt
@@ -79,14 +81,14 @@ class Part:
         lengths = np.array([len(document) for document in self.tokens], np.int64)
         starts = np.cumsum(lengths) - lengths
         tokens = np.concatenate([np.zeros(0, dtype), *self.tokens])
+        others = {
+            "answers": lambda: np.concatenate([np.zeros(0, bool), *self.answers]),
+            "splits": lambda: np.array(self.splits, np.int64),
+            "rows": lambda: np.frombuffer(b"".join(self.rows), np.uint8),
+            "row_ends": lambda: np.cumsum([len(row) for row in self.rows], dtype=np.int64),
+        }
         arrays = {"tokens": tokens, "starts": starts}
-        if self.documents in ("conversation", "pair"):
-            arrays["answers"] = np.concatenate([np.zeros(0, bool), *self.answers])
-        if self.documents == "pair":
-            arrays["splits"] = np.array(self.splits, np.int64)
-        if self.documents == "prompt":
-            arrays["rows"] = np.frombuffer(b"".join(self.rows), np.uint8)
-            arrays["row_ends"] = np.cumsum([len(row) for row in self.rows], dtype=np.int64)
+        arrays |= {name: others[name]() for name in DOCUMENTS[self.documents].arrays}
         for name, array in arrays.items():
             np.save(folder / f"{split}.{name}.npy", array)
         return {"tokens": len(tokens), "documents": len(starts), "bytes": self.bytes, "digest": digest_arrays(arrays)}
@@ -117,7 +119,7 @@ def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[di
     for documents in _read_batches(plan, left_out, examples):
         hashes = [document_hash(document.name) for document in documents]
         smallest = min([smallest, *hashes])
-        encode = ENCODE[plan.task.documents]
+        encode = import_object(DOCUMENTS[plan.task.documents].encode)
         for number, encoded in zip(hashes, encode(vocabulary, documents) if documents else (), strict=True):
             parts["held_out" if number < plan.held_out_below else "train"].add(encoded, dtype)
     facts = {split: part.save(folder, split, dtype) for split, part in parts.items()}

@@ -24,12 +24,12 @@ import numpy as np
 
 from tunix.base.disk import read_json
 from tunix.base.errors import UserError
+from tunix.config.document_kinds import DOCUMENTS
 
 BLOCK = 1 << 24  # elements of an array that are read at one time
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
 FORMAT = "2"  # version of the files; part of the hash that names their folder
 SPLITS = ("train", "held_out")
-PAIR_ARRAYS = ("answers", "splits")
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,11 @@ class Prepared:
 
     @property
     def documents(self) -> str:
-        """Kind of the documents: text, conversation, prompt or pair."""
-        for kind, word in (("prompt", "prompts"), ("pair", "pairs")):
-            if self.index.get(word):  # an index of version 0.1.0 does not have these words
+        """Kind of the documents, a key of `DOCUMENTS`."""
+        if "kind" in self.index:
+            return self.index["kind"]
+        for kind, word in (("prompt", "prompts"), ("pair", "pairs")):  # words of earlier versions; 0.1.0 lacks them
+            if self.index.get(word):
                 return kind
         return "conversation" if self.index["answers"] else "text"
 
@@ -93,9 +95,7 @@ class Prepared:
         place = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
         tokens = map_tokens(**place) if place else _map_array(folder / f"{split}.tokens.npy")
         starts = _map_array(folder / f"{split}.starts.npy")
-        names = {"text": (), "conversation": ("answers",), "prompt": ("rows", "row_ends"), "pair": PAIR_ARRAYS}[
-            self.documents
-        ]
+        names = DOCUMENTS[self.documents].arrays
         return Arrays(tokens, starts, **{name: _map_array(folder / f"{split}.{name}.npy") for name in names})
 
 

@@ -22,6 +22,7 @@ from tunix.base.digests import FILE, is_verified, list_files, note_verified, ref
 from tunix.base.disk import make_once
 from tunix.base.errors import UserError
 from tunix.config import Loading, Task, Tokenizer
+from tunix.config.document_kinds import DOCUMENTS
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
 from tunix.data.shard_workers import make_shards
@@ -32,8 +33,6 @@ from tunix.sources.files import Unit
 from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read_vocabulary, train_vocabulary
 
 log = logging.getLogger(__name__)
-# Names of the kinds of documents in the hashes of caches: those of the tasks that first used them.
-IN_KEYS = {"text": "pretrain", "conversation": "sft", "prompt": "prompt", "pair": "pair"}
 PLACE_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
 
 
@@ -58,7 +57,7 @@ def find_vocabulary(
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
     settings = tokenizer.model_dump_json(exclude={"path", "train"})
-    key = _hash(FORMAT, settings, IN_KEYS[task.documents], *(_hash_source(*source) for source in sources))
+    key = _hash(FORMAT, settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources))
 
     trained = cache_dir / "tokenizers" / key / "tokenizer.json"
     path = None if tokenizer.path is None else Path(tokenizer.path).expanduser()
@@ -98,7 +97,7 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
             plans = [replace(plan, held_out_below=max(limit, plan.held_out_below)) for plan in plans]
             redo = {fact["name"] for fact in facts if fact["smallest_hash"] < limit}
             facts = make_shards(plans, folder, loading, redo)
-        index = _make_index(source, facts, folder, vocabulary)
+        index = _make_index(source, task, facts, folder, vocabulary)
         # Written last: a folder with an index has all of its shards. A second process that is here at the same time has
         # made the same bytes.
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
@@ -127,7 +126,7 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocabulary: Vocab
     # What is not in the hash does not change the tokens: where the files are, how many processes read them.
     template = "" if task.documents == "text" else str(vocabulary.chat_template)
     system = [str(task.system)] if isinstance(task, Prompted) else []
-    kind, shard_size = IN_KEYS[task.documents], str(loading.shard_bytes)
+    kind, shard_size = DOCUMENTS[task.documents].in_hashes, str(loading.shard_bytes)
     key = _hash(FORMAT, _hash_source(source, units), kind, template, vocabulary.digest, shard_size, *system)
     return Path(loading.cache_dir).expanduser() / "tokens" / key
 
@@ -173,7 +172,7 @@ def _group_units(units: list[Unit], size: int) -> Iterator[list[Unit]]:
         yield group
 
 
-def _make_index(source: Source, facts: list[dict], folder: Path, vocabulary: Vocabulary) -> dict:
+def _make_index(source: Source, task: Task, facts: list[dict], folder: Path, vocabulary: Vocabulary) -> dict:
     """Sum up the facts of all shards, and return what index.json says of the corpus.
 
     Raises:
@@ -218,9 +217,7 @@ def _make_index(source: Source, facts: list[dict], folder: Path, vocabulary: Voc
         "unigram_bits_per_byte": entropy_bits * float(counts.sum()) / max(1, size),
         "left_out": left_out,
         "left_out_names": [name for fact in facts for name in fact["left_out_names"]][:5],
-        "answers": (folder / facts[0]["name"] / "train.answers.npy").exists(),
-        "prompts": (folder / facts[0]["name"] / "train.rows.npy").exists(),
-        "pairs": (folder / facts[0]["name"] / "train.splits.npy").exists(),
+        "kind": "text" if isinstance(source, Tokens) else task.documents,
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in facts],
     }
 

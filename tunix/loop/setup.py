@@ -14,7 +14,7 @@ from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
-from tunix.rl.feeds import FEEDS, Feed
+from tunix.rl.feeds import Feed, load_data, make_feed
 from tunix.run.compiler import Compiler
 from tunix.run.start_clock import StartClock
 from tunix.run.start_report import start_report
@@ -47,7 +47,8 @@ class Setup:
 
     def make_feed(self, watchdog: Watchdog) -> Feed:
         """Return what the loop takes its batches from; entering it starts its processes."""
-        return FEEDS[self.cfg.task.documents].make(self.cfg, self.corpus, self.program, self.mesh, watchdog)
+        assert self.corpus is not None, "a dry run takes no batches"
+        return make_feed(self.cfg, self.corpus, self.program, self.mesh, watchdog)
 
 
 def try_out(cfg: Config) -> None:
@@ -79,9 +80,8 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: C
         compiler.begin_run(programs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
     clock.end("program")
 
-    load = FEEDS[cfg.task.documents].load
     with watchdog.phase("preparing the data", math.inf):
-        corpus = None if cfg.dry_run else peers.main_first(lambda: load(cfg), "preparing the data")
+        corpus = None if cfg.dry_run else peers.main_first(lambda: load_data(cfg), "preparing the data")
     clock.end("data")
 
     sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples if corpus else None, BEGINNING)

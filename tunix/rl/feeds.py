@@ -1,19 +1,21 @@
-"""Feeds: what each kind of documents gives to the training loop. A new one is an entry of `FEEDS`."""
+"""Feeds: what each kind of documents (`DOCUMENTS` of config/document_kinds.py) gives to the training loop."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 from jax.sharding import Mesh
 
+from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.config.document_kinds import DOCUMENTS
 from tunix.config.task import Cycle, Grpo
 from tunix.data.batches import BatchSource, ReadAhead, TrainBatches
-from tunix.data.corpus import Corpus, load_corpus
+from tunix.data.corpus import Corpus
 from tunix.data.course import Course
 from tunix.data.position import BEGINNING, Position
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
@@ -77,13 +79,6 @@ class Feed(Protocol):
         """Log what the last evaluation of a run means."""
 
 
-class FeedKind(NamedTuple):
-    """A row of the table of feeds."""
-
-    load: Callable[[Config], AnyCorpus]  # read the data
-    make: Callable[..., Feed]  # (cfg, corpus, program, mesh, watchdog)
-
-
 class CorpusFeed:
     """Sequences of a corpus, which next-token losses learn from."""
 
@@ -137,7 +132,7 @@ class PairFeed(CorpusFeed):
         super().__init__(cfg, corpus, program, mesh, watchdog)
 
 
-def _load_prompts(cfg: Config) -> PromptCorpus:
+def load_task_prompts(cfg: Config) -> PromptCorpus:
     return load_prompts(cfg, cfg.training.seq_len - cfg.sampling.max_new_tokens)
 
 
@@ -189,9 +184,11 @@ class PromptFeed:
         log.info("held out, %d prompts: %s", evaluation["prompts"], self.held_out.describe(evaluation))
 
 
-FEEDS: dict[str, FeedKind] = {
-    "text": FeedKind(load_corpus, CorpusFeed),
-    "conversation": FeedKind(load_corpus, CorpusFeed),
-    "prompt": FeedKind(_load_prompts, PromptFeed),
-    "pair": FeedKind(load_corpus, PairFeed),
-}
+def load_data(cfg: Config) -> AnyCorpus:
+    """Return the data of a run, of the kind of documents of its task."""
+    return import_object(DOCUMENTS[cfg.task.documents].load)(cfg)
+
+
+def make_feed(cfg: Config, corpus: AnyCorpus, program: Program, mesh: Mesh, watchdog: Watchdog) -> Feed:
+    """Return the feed of a run, of the kind of documents of its task."""
+    return import_object(DOCUMENTS[cfg.task.documents].feed)(cfg, corpus, program, mesh, watchdog)
