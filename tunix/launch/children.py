@@ -31,6 +31,8 @@ class Copier(threading.Thread):
 
     def run(self) -> None:
         with self.log.open("ab", buffering=0) as file:
+            # With labels, whole lines, so that lines of two processes do not mix. Else whatever is there, so that a
+            # progress bar, which ends no line, is seen as it moves.
             while data := self.source.readline() if self.label else os.read(self.source.fileno(), 65536):
                 self.num_read, self.is_writing = self.num_read + 1, True
                 file.write(data)
@@ -46,6 +48,7 @@ class Copier(threading.Thread):
 
         A program that the process has left behind may keep the output open. It is not waited for.
         """
+        # A second in which nothing was read means that the process has written all it had to write.
         num_read = -1
         while self.is_alive() and not received and (self.is_writing or self.num_read != num_read):
             num_read = self.num_read

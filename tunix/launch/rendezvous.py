@@ -1,6 +1,11 @@
 """Rendezvous: nodes that all run the same command meet at one address, and are numbered in the order they come.
 
-The node that has the address becomes node 0 and listens. Each other node sends one line of JSON and gets one back.
+The node that has the address becomes node 0 and listens. Each other node sends one line of JSON and gets one back:
+
+    node k -> 0    {"rdzv_id": ..., "nnodes": 4, "nprocs": 8}
+    node 0 -> k    {"rank": 2}   or {"error": ...}
+
+Node 0 answers when all have come, so no node starts its processes while another is missing.
 """
 
 import errno
@@ -36,6 +41,7 @@ def meet(host: str, port: int, num_nodes: int, run: dict[str, Any], timeout_s: f
         with socket.create_server(("", port)) as server:
             return _welcome(server, num_nodes, run, deadline)
     except OSError as error:
+        # Not our address, or another node of this host is node 0 already: join.
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             raise
     return _join(address, run, deadline)

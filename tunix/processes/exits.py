@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
 
-# Anything else but 0 is a bug.
+# Schedulers act on these codes: start again after STOPPED and PEER, and not after the others. Any other is a bug.
 USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.code, Diverged.code
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
 
 def report_errors(work: Callable[[], int | None]) -> int:
-    """Exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr."""
+    """Return the exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr."""
     try:
         return work() or 0
     except Ending as ending:
@@ -24,10 +24,10 @@ def report_errors(work: Callable[[], int | None]) -> int:
 
 
 def exit_code(status: int) -> int:
-    """Exit code for the `Popen.returncode` of a child; the JAX runtime aborts a process that has lost its peers."""
+    """Return the exit code for the `Popen.returncode` of a child; JAX's runtime aborts one that has lost its peers."""
     if status == -signal.SIGABRT:
         return PEER
-    return status if status >= 0 else 128 - status
+    return status if status >= 0 else 128 - status  # as a shell reports a signal: 137 for SIGKILL
 
 
 def stop_before_it_began() -> None:

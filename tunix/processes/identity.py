@@ -53,6 +53,7 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
     else:
         if distributed.coordinator_address:
             environment = {**environment, "JAX_COORDINATOR_ADDRESS": distributed.coordinator_address}
+        # torchrun first: under Slurm it is often started by srun, and then knows more than srun about its processes.
         sources = (_read_torchrun, _read_slurm, _read_open_mpi, _ask_jax)
         found = next(filter(None, (source(environment) for source in sources)), None)
         if found is None and given.keys() - {"local_device_ids"}:
@@ -128,7 +129,8 @@ def _read_slurm(env: Environment) -> Identity | None:
     size = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
     if size == 1:
         return ALONE
-    port = _job_port(_number(env, "SLURM_JOB_ID"))  # jobs may share a node: each has a port of its own
+    # Nothing tells the tasks a port. They compute one from the job's number, so that jobs that share a node differ.
+    port = _job_port(_number(env, "SLURM_JOB_ID"))
     coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
     num_local = _count_tasks_here(env)
     local = _local_devices(env, _number(env, "SLURM_LOCALID"), num_local)

@@ -21,7 +21,7 @@ def supervise(distributed: Distributed) -> int | None:
 
 
 def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
-    """Return the exit code that `work()` returns, 0 for None; where it fails, the other processes are told why."""
+    """Return the exit code that `work()` returns, 0 for None; where it fails, tell the other processes why."""
     from tunix.processes import peers  # jax starts here, after the config has passed
 
     try:

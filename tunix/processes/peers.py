@@ -1,4 +1,11 @@
-"""The other processes of a run: agree with them, wait for them, and leave them so that none waits in vain."""
+"""The other processes of a run: agree with them, wait for them, and leave them so that none waits in vain.
+
+Everything here goes through the key-value store of JAX's runtime, which process 0 keeps, and not through collectives of
+the devices. So it works while the devices compute, in any thread, and before the first program is compiled.
+
+    gather     every process sets tunix/gather/N/RANK, waits at a barrier, and reads all of tunix/gather/N/
+    publish    one process sets tunix/KEY; the others read it whenever they like, and wait for nothing
+"""
 
 import json
 import logging
@@ -42,6 +49,8 @@ def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
     """Return the texts of all processes, in their order; `name` stands in the error of one that waits in vain."""
     if jax.process_count() == 1:
         return [text]
+    # The number is the same on all processes, because they call gathers in the same order. Six digits of the rank, so
+    # that the order of texts is that of numbers.
     key = f"tunix/gather/{next(_gathers)}"
     _store().key_value_set(f"{key}/{jax.process_index():06}", text)
     barrier(f"{name}, {key}", timeout_s)
@@ -67,6 +76,7 @@ def first_of_host() -> bool:
 def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
     """Call `work()` on every process at once; a `UserError` on one process is raised on all."""
     result, mistake = None, ""
+    # An error that one process raised alone would leave the others waiting at the next barrier.
     try:
         result = work()
     except UserError as error:
@@ -95,6 +105,7 @@ def main_first(work: Callable[[], T], name: str) -> T:
     A `UserError` on one process is raised on all.
     """
     first = first_of_host()
+    # Every process takes part in all three turns, and works in its own.
     turn = 0 if is_main() else 1 if first else 2
     result: T | None = None
     for now in range(3 if jax.process_count() > 1 else 1):
@@ -125,16 +136,17 @@ def published(folder: str) -> dict[str, str]:
     if jax.process_count() == 1:
         return {}
     try:
-        found = _store().key_value_dir_get(f"tunix/{folder}/")
+        entries = _store().key_value_dir_get(f"tunix/{folder}/")
     except RuntimeError:
         return {}
-    return {key.rsplit("/", 1)[1]: value for key, value in found}
+    return {key.rsplit("/", 1)[1]: value for key, value in entries}
 
 
 @contextmanager
 def deadline(seconds: float, what: str) -> Iterator[None]:
     """End this process with exit code 76 if the block takes longer; `what` says what did not happen in time."""
 
+    # An exception in this thread would not end the main thread, which waits inside the runtime.
     def end() -> None:
         print(f"error: {what} within {seconds:g} s", file=sys.stderr, flush=True)
         os._exit(exits.PEER)
@@ -150,7 +162,7 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
 
 
 def blame(error: Exception) -> tuple[int, str]:
-    """Exit code and reason of an unexpected error in a run of several processes.
+    """Return exit code and reason of an unexpected error in a run of several processes.
 
     The cause is a lost peer, or a bug here: then its traceback is printed and the code is 1.
     """
@@ -173,9 +185,8 @@ def leave(code: int, why: str) -> None:
         logging.shutdown()
         publish(f"failed/{jax.process_index()}", json.dumps({"code": code, "why": why, "host": socket.gethostname()}))
         if is_main():
-            time.sleep(
-                3
-            )  # the coordinator ends with this process; then the runtime aborts those that have not read why
+            # The coordinator ends with this process; then the runtime aborts those that have not read why.
+            time.sleep(3)
         os._exit(code)
 
 

@@ -85,11 +85,13 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
             break
         peer.settimeout(5)
         other = read(peer)
+        # The port is open to everybody: what is no report is closed and not counted.
         if other is None or not is_report(other):
             peer.close()
             continue
         peers.append(peer)
         other["ahead_s"] = other.pop("time") - time.time()
+        # The first mistake decides. Processes that come a little later hear of it too, and do not wait for nobody.
         if not mistake and (mistake := _find_mistake(present, other)):
             deadline = min(deadline, time.monotonic() + LATE_S)
         present.setdefault(other["process"], other)
@@ -146,6 +148,7 @@ def _report(host: str, port: int, about: dict[str, Any], deadline: float) -> dic
         try:
             with socket.create_connection((host, port), timeout=5) as zero:
                 write(zero, about | {"time": time.time()})
+                # Process 0 answers when all have come, or names the missing ones when its own time is over.
                 zero.settimeout(max(0.01, deadline + 2 * LATE_S - time.monotonic()))
                 if answer := read(zero):
                     return answer

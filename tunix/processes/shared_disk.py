@@ -17,6 +17,7 @@ def find_blind(folder: Path) -> list[int]:
     Raises:
         UserError: process 0 cannot write there.
     """
+    # A name that no earlier run has used: a file that is left over would be seen on another disk too.
     probe = folder / peers.agree(f".probe-{time.time_ns()}", "name of the probe file")
 
     def make_probe() -> None:

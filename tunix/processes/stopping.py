@@ -1,4 +1,9 @@
-"""Stopping early: signals and time limits, after the same step on every process."""
+"""Stopping early: signals and time limits, after the same step on every process.
+
+A signal reaches processes at different moments, and perhaps one of them alone. A process that stopped at once would
+leave the others inside the next step. So a signal is only noted; after each step all processes ask whether one of them
+has noted one, and JAX's runtime gives all of them the same answer.
+"""
 
 import os
 import signal
@@ -34,6 +39,7 @@ def listening() -> Iterator[None]:
 
 def request_stop(reason: str) -> None:
     """Ask all processes to save and stop; safe in a signal handler."""
+    # JAX's own handler of SIGTERM starts the agreement with the other processes.
     if not _stop_signals and jax.process_count() > 1:
         os.kill(os.getpid(), signal.SIGTERM)
     _stop_signals.append(reason)

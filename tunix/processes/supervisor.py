@@ -63,6 +63,8 @@ def supervise(identity: Identity, patience_s: float) -> int:
 
 def _wait(child: subprocess.Popen, patience_s: float) -> int | None:
     """Wait for the end of the child and return its status; None if it was stopped for too long and had to be killed."""
+    # A process that is stopped (SIGSTOP, a debugger) does not end and sends no heartbeat. Going on much later, it would
+    # write into a run that others have resumed.
     last_running = time.monotonic()
     while time.monotonic() < last_running + patience_s:
         try:

@@ -21,12 +21,12 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
-    found = {"python": platform.python_version(), "code of tunix": _code_hash()}
+    """Return versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
+    by_name = {"python": platform.python_version(), "code of tunix": _code_hash()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            by_name[package] = metadata.version(package)
+    return by_name
 
 
 def _code_hash() -> str:

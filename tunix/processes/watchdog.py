@@ -1,4 +1,11 @@
-"""The watchdog: a thread that ends the process when a peer has failed, or when a deadline has passed."""
+"""The watchdog: a thread that ends the process when a peer has failed, or when a deadline has passed.
+
+The main thread may wait for ever: a collective whose peer has died does not return, and no exception reaches it. So a
+second thread looks at the clock, and at what the other processes have published:
+
+    progress/RANK    step, phase and its seconds, every 5 s      who is late, where a deadline has passed
+    failed/RANK      exit code and reason, once                  the others end with them, instead of waiting
+"""
 
 import faulthandler
 import json
@@ -21,8 +28,8 @@ from tunix.processes import exits, peers
 from tunix.processes.pace import Pace
 
 log = logging.getLogger(__name__)
-POLL_S = 1.0
-PUBLISH_S = 5.0
+POLL_S = 1.0  # seconds between two looks at the deadline and at the peers
+PUBLISH_S = 5.0  # seconds between two reports of this process
 JOIN_S = 10.0  # the thread may be waiting for a coordinator that has stopped
 OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.DIVERGED)  # codes of a peer that this process ends with too
 
@@ -60,7 +67,7 @@ class Watchdog:
         median = statistics.median(self.steps) if self.steps else float("inf")  # the first may load libraries
         limit = max(self.cfg.step_deadline_s, self.cfg.step_deadline_factor * median)
         self.doing, self.number, self.begun, self.since = "a step", number, now, now
-        self.limit = min(limit, self.cfg.phase_deadline_s)
+        self.limit = min(limit, self.cfg.phase_deadline_s)  # also the limit of the first step, which has no median
 
     def start_over(self) -> None:
         """Forget how long steps took: those that follow have another batch. The next one has a phase's deadline."""
@@ -70,6 +77,7 @@ class Watchdog:
     @contextmanager
     def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
         """Name the work of the block, which may take `limit_s`, or `phase_deadline_s` where that is None."""
+        # Phases may lie within one another. After one, the work around it has its full time again.
         before = self.doing, self.limit
         limit = self.cfg.phase_deadline_s if limit_s is None else limit_s
         self.doing, self.since, self.limit = name, time.monotonic(), limit
@@ -100,7 +108,8 @@ class Watchdog:
 
     def _follow(self, rank: int, failure: dict[str, Any]) -> None:
         """End after a peer that has failed."""
-        if self.ended.wait(POLL_S):  # where every process has found the same mistake, each ends by itself
+        # An error that all processes find at the same time ends each by itself, with its own message.
+        if self.ended.wait(POLL_S):
             return
         self._dump_stacks()
         code = failure["code"] if failure["code"] in OWN_CODES else exits.PEER
@@ -112,6 +121,7 @@ class Watchdog:
         self._publish()
         if self.ended.wait(2 * POLL_S):  # until the others have published their state too
             return
+        # The work may have ended meanwhile: late, and not for ever.
         if self.since != since:
             log.warning("step %d took %.0f s, more than its deadline of %.0f s", self.number, waited_s, self.limit)
             return
@@ -122,6 +132,8 @@ class Watchdog:
         ]
         log.error("\n".join(["where each process is:", *lines]))
         self._dump_stacks()
+        # The process in the earliest step is the late one; of several there, one that is not inside the step, because
+        # those inside wait for it.
         late = min(states, key=lambda rank: (states[rank]["step"], states[rank]["doing"] == "a step"), default=0)
         who = f"process {late} is late; " if len(states) > 1 else ""
         self._end(
@@ -139,7 +151,7 @@ class Watchdog:
     def _end(self, code: int, why: str) -> None:
         print(f"error: {why}", file=sys.stderr, flush=True)
         peers.leave(code, why)
-        os._exit(code)
+        os._exit(code)  # sys.exit would end this thread alone
 
 
 def _read_states() -> dict[int, dict[str, Any]]:
