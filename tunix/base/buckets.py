@@ -156,6 +156,7 @@ def mirror(address: str, patterns: tuple[str, ...], key: str) -> Path:
         if before.get(name) == version and version[1] and target.is_file():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Fetched beside its place and renamed: several processes of a host may mirror the same address at once.
         part = target.with_name(f".{target.name}.{os.getpid()}")
         with explaining(join(address, name), key):
             files.get_file(join(address, name), str(part))

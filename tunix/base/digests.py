@@ -68,6 +68,7 @@ def check_files(files: Iterable[Path], share: int = 0, num_shares: int = 1) -> i
     Raises:
         Damaged: a file is missing, has another size, or other bytes.
     """
+    # First all names and sizes, then the bytes: a missing file is found before gigabytes are read.
     blocks, waiting = [], list(files)
     while waiting:
         file = waiting.pop()
@@ -76,6 +77,7 @@ def check_files(files: Iterable[Path], share: int = 0, num_shares: int = 1) -> i
             blocks += _list_blocks(path, digest)
             waiting += [path] if path.match("digests*.json") else []
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        # Every n-th block and not every n-th file: one file may be most of a checkpoint.
         return sum(pool.map(lambda block: _check_block(*block), blocks[share::num_shares]))
 
 

@@ -1,4 +1,9 @@
-"""Architectures out of config.json files."""
+"""Architectures of models that exist already: a folder of Hugging Face's, an adapter, a run of tunix.
+
+config.json -> keys that it decides          (hf/config_json.py)
+conf/model/family/NAME.yaml -> all others    (or the file of values of a family of one's own)
+what the user gives -> must be the same, or is an error: nothing is changed in silence
+"""
 
 import re
 from pathlib import Path
@@ -95,11 +100,12 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
 
 
 def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
+    """Set the keys of the model to those read from a config.json, on top of the values of its family."""
     name = read["family"]
     family: Any = OmegaConf.to_container(_read_parts(find_family(name).values or _file_of_values(name)))
     mlp = {**family["mlp"], **read.get("mlp", {})}
-    found: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
-    _fill(model, {key: found[key] for key in found.keys() - COMMON - {"defaults"}}, where)
+    values: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
+    _fill(model, {key: values[key] for key in values.keys() - COMMON - {"defaults"}}, where)
 
 
 def _file_of_values(family: str) -> Path:
@@ -123,29 +129,31 @@ def _read_parts(path: Path) -> Any:
         raise UserError(f"model.family: the file of values {path} cannot be read: {error}") from None
 
 
-def _fill(model: dict[Any, Any], found: dict[str, Any], where: str) -> None:
-    """Set keys of the model to what was found; those that say how experts are trained may be given.
+def _fill(model: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
+    """Set keys of the model to what `where` decides; those that say how experts are trained may be given.
 
     Raises:
-        UserError: a key that is given and contradicts what was found.
+        UserError: a key that is given and contradicts what is decided.
     """
-    for key in sorted(found):
+    for key in sorted(decided):
         given = model.get(key)
         if key == "mlp" and given is not None:
             values = dict(given)
-            found["mlp"] |= {name: values.pop(name) for name in TRAINING_KEYS if name in values}
-            if values.get("bias_rate") is not None and found["mlp"].get("bias_rate") is not None:
-                found["mlp"]["bias_rate"] = values.pop("bias_rate")
-            _fill_mlp(values, found["mlp"], where)
-        elif given is not None and given != found[key]:
-            raise UserError(f"model.{key}={given}, but {where} says {found[key]}; leave it out")
-        model[key] = found[key]
+            decided["mlp"] |= {name: values.pop(name) for name in TRAINING_KEYS if name in values}
+            # A rate may be changed where experts have biases; whether they have any is decided.
+            if values.get("bias_rate") is not None and decided["mlp"].get("bias_rate") is not None:
+                decided["mlp"]["bias_rate"] = values.pop("bias_rate")
+            _check_mlp(values, decided["mlp"], where)
+        elif given is not None and given != decided[key]:
+            raise UserError(f"model.{key}={given}, but {where} says {decided[key]}; leave it out")
+        model[key] = decided[key]
 
 
-def _fill_mlp(given: dict[Any, Any], found: dict[str, Any], where: str) -> None:
+def _check_mlp(given: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
+    """Raise `UserError` for a key of the MLP that is given and contradicts what is decided."""
     for name, value in given.items():
-        if value != found.get(name):
-            raise UserError(f"model.mlp.{name}={value}, but {where} says {found.get(name)}; leave it out")
+        if value != decided.get(name):
+            raise UserError(f"model.mlp.{name}={value}, but {where} says {decided.get(name)}; leave it out")
 
 
 def fill_from_adapter(model: dict[Any, Any]) -> None:
@@ -200,18 +208,18 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
 
 
 def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> Model:
-    """The model of a run's folder, or of one of Hugging Face's, on another mesh.
+    """Return the model of a run's folder, or of one of Hugging Face's, on another mesh.
 
     `family` is the dotted path of a family that tunix does not have, of a folder of Hugging Face's.
     """
     if not (folder / "config.yaml").is_file():
-        return _described(config_json.read_config(folder, family), f"{folder}/config.json", mesh_shape)
+        return _describe_model(config_json.read_config(folder, family), f"{folder}/config.json", mesh_shape)
     values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     return validate(Model, upgrade(values)["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
-def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
-    """The model that a config.json describes."""
+def _describe_model(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
+    """Return the model that a config.json describes."""
     files = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
     values: Any = OmegaConf.to_container(OmegaConf.merge(*files))
     del values["defaults"]
@@ -221,10 +229,11 @@ def _described(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
 
 def unlike_its_family(cfg: Model) -> str:
     """Return in words which keys of the model its family's config.json cannot express; empty if there are none."""
+    # Written and read again: what comes back otherwise cannot be said in the family's keys.
     try:
         where = "its config.json"
         read = config_json.translate_config(config_json.write_config(cfg), where, cfg.family)
-        expressed = _described(read, where, cfg.mesh_shape)
+        expressed = _describe_model(read, where, cfg.mesh_shape)
     except UserError as error:
         return str(error)
     other = [

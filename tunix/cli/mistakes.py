@@ -32,6 +32,7 @@ def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
     try:
         return section.model_validate(values)
     except ValidationError as errors:
+        # A value that may be of several types gives an error for each of them: one line for all errors of a place.
         by_place: dict[str, list[_Mistake]] = {}
         for error in errors.errors():
             mistake = _explain({**error, "loc": (*above, *error["loc"])})
@@ -66,6 +67,7 @@ def explain_errors(root: type[Section] = Config) -> Iterator[None]:
         description = descriptions[known]
         raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
     except (HydraException, OmegaConfBaseException) as error:
+        # Hydra raises one type for all of this; what is wrong stands in its text, or in OmegaConf's error behind it.
         cause: Any = error.__cause__
         unknown = getattr(cause, "full_key", None) if "not in struct" in str(cause) else None
         first = str(error).splitlines()[0] if str(error) else repr(cause)
@@ -164,10 +166,13 @@ def unknown_key(key: str, variant: type[Section] | None = None, root: type[Secti
         return f"unknown key {key}: {head}={tag(variant)} has none; its keys are {', '.join(variant.model_fields)}"
     if head.startswith("optimizer.groups."):
         legal = [f"{head}.{name}" for name in ParameterGroup.model_fields]
+    # `leaves` has one key for each last part, whatever its section; `here` has those of the section that was typed.
     leaves = {name.rpartition(".")[2]: name for name in legal}
     here = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == head}
     full = {name: name for name in [*legal, *root.model_fields]}
-    # What to compare, with which keys, and how similar they must be (0 to 1). The first match wins.
+    # What to compare, with which keys, and how similar they must be (0 to 1, as difflib counts). The first match wins:
+    # the surest guesses come first, so that a right name in a wrong section is not answered with a similar one here.
+    # The less a guess has to go on, the more similar its words must be.
     guesses = [
         (leaf, leaves, 1.0),  # the right name in another section
         (leaf, here, 0.7),  # a typo in the name

@@ -1,4 +1,8 @@
-"""Keys that older code had: what is new since, and what has another form. Saved configs are brought to today's form."""
+"""Keys that older code had: what is new since, and what has another form. Saved configs are brought to today's form.
+
+The value of a new key here is not its default in conf/. It is the value with which a run that is older than the key
+computes what it computed then. So a resumed run goes on with the same digits when a default changes.
+"""
 
 from typing import Any
 
@@ -172,6 +176,7 @@ def _gather_tokens_of_experts(values: dict[Any, Any]) -> None:
         values["model"].setdefault("expert_exchange", "gather" if has_experts else "auto")
 
 
+# In this order: `_split_mlp` makes a mapping of a word, and the changes behind it read that mapping.
 CHANGES = (
     _add_moments,
     _round_borders,

@@ -55,6 +55,7 @@ def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: A
         weight_map = {tensor: file for file, part in zip(names, files, strict=True) for tensor, _, _ in part}
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         peers.on_main(lambda: (folder / INDEX).write_text(json.dumps(index, indent=2)), "writing the index")
+    # Processes that do not see the folder help to gather tensors, and write nothing.
     blind = find_blind(folder.parent) if jax.process_count() > 1 else []
     writers = [rank for rank in range(jax.process_count()) if rank not in blind]
     for start in range(0, len(files), len(writers)):
@@ -100,6 +101,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
             place = (layers.index(numbers[0]), *numbers[1:]) if numbers else ()
             pieces_of.setdefault(name.tensor.format(*numbers), []).append((numbers, place, name, leaves[path], weight))
 
+    # A function for each tensor, because all tensors at once would not fit into the memory of a host.
     def maker(parts):
         def make(dtype, is_own):
             values = [replicate_part(leaf, *place) if place else replicate(leaf) for _, place, _, leaf, _ in parts]

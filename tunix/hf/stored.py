@@ -106,6 +106,7 @@ class Fp8:
 
     def read(self, index: Index) -> np.ndarray:
         """Read a slice as float32."""
+        # The scales of the blocks that the slice touches, then one for each of its rows and columns.
         places = [np.arange(size)[part] for size, part in zip(self.shape, index, strict=True)]
         rows, columns = (place // size for place, size in zip(places, self.sizes, strict=True))
         if not len(rows) or not len(columns):
@@ -133,6 +134,7 @@ class Mxfp4:
         first, last = inner.start // PER_SCALE, -(-inner.stop // PER_SCALE)  # blocks that the slice lies in
         blocks = self.blocks.read((experts, rows, slice(first, last), slice(None)))
         exponents = self.scales.read((experts, rows, slice(first, last))).astype(np.int32) - BIAS
+        # Whole blocks are read, made numbers, and cut to the slice at the end.
         pairs = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], -1)  # the low half of a byte comes first
         numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], PER_SCALE), exponents[..., None])
         numbers = numbers.reshape(*blocks.shape[:2], -1)

@@ -195,6 +195,8 @@ def load_parameter(
         stacked = np.stack(views).reshape(*map(len, wanted), *views[0].shape)
         return np.moveaxis(stacked, range(len(wanted)), new_dims)
 
+    # Pieces are small, so that the numbers on the host at one time are, whatever the size of a tensor; and they are
+    # slices along the first dimension of the file, so that a piece is read from one place of the disk.
     local = dict(zip(ours, sharding.shard_shape(shape), strict=True))
     room = PIECE // len(sharding.addressable_devices)
     if math.prod(local.values()) <= room:

@@ -39,7 +39,7 @@ def read_number(text: str) -> Fraction | None:
     number = None
     for match in NUMBER.finditer(text):
         below = int(match["below"] or 1)
-        if below == 0:
+        if below == 0:  # 1/0 is no number
             continue
         digits = match["whole"].replace(",", "") + match["rest"]
         negative = match["sign"] == "-" or match["late_sign"] == "-"

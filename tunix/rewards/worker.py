@@ -72,6 +72,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _end_with(parent: int) -> None:
+    """End this process when its parent has ended: a process whose parent is gone gets another one."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

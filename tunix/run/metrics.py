@@ -96,7 +96,14 @@ class StartedStep:
 
 
 class StepLog:
-    """Writes the line of each step while the next one runs: no step waits for its own numbers."""
+    """Writes the line of each step while the next one runs: no step waits for its own numbers.
+
+        the loop      start step 1 | start step 2, write line 1 | start step 3, write line 2
+        devices       . step 1 ......... | step 2 ............. | step 3 .............
+
+    The time of a step is that from one line to the next. So the lines have the pace of the devices, although the loop
+    runs ahead of them.
+    """
 
     def __init__(
         self,
@@ -123,6 +130,7 @@ class StepLog:
 
     def started(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
         """Note that `step` runs on the devices; write the step before. The arguments are those of `StartedStep`."""
+        # The copies begin when the step has ended, and are there when the next step's line is due.
         for value in jax.tree.leaves(scalars):
             value.copy_to_host_async()
         before, self.pending = self.pending, StartedStep(step, scalars, numbers)
@@ -165,7 +173,7 @@ def _named_numbers(scalars: dict[str, jax.Array]) -> dict[str, float]:
 def step_record(
     started: StartedStep, values: dict[str, float], step_time_s: float, sizes: Sizes, peak_tflops: float | None
 ) -> dict[str, Any]:
-    """The line of metrics.jsonl for a step; a number that is not finite is None."""
+    """Return the line of metrics.jsonl for a step; a number that is not finite is None."""
     batch = sizes.schedule.at(started.step).shape
     speed = batch.num_tokens / step_time_s
     tflops = speed * sizes.flops_by_length[batch.seq_len] / sizes.num_devices / 1e12
@@ -196,7 +204,7 @@ def remark_on_skipped(record: dict[str, Any], samples: range) -> str:
 
 
 def peak_memory_gib() -> float | None:
-    """Most memory that one of this process's devices has held; None where the backend does not count (CPU)."""
+    """Return the most memory that one device of this process has used; None where the backend does not count (CPU)."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     known = [peak for peak in peaks if peak is not None]
     return max(known) / 2**30 if known else None

@@ -67,6 +67,7 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
         if not shared:
             peers.together(make_on_host, "every host's folder")
     except UserError:
+        # The run does not begin: give back the folder that was claimed above.
         if peers.is_main() and not job.goes_on_in_folder:
             (folder / "config.yaml").unlink()
             with suppress(OSError):  # other files were there before
@@ -126,6 +127,7 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
     name = "train.log" if peers.is_main() else f"train.{jax.process_index()}.log"
     file = logging.FileHandler(folder / name)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    # What was logged before there was a folder waits in memory until now.
     waiting.setTarget(file)
     waiting.flush()
     root = logging.getLogger()
@@ -163,6 +165,7 @@ def _claim(job: compose.Job, folder: Path) -> Path:
     """Create a folder. The run that creates config.yaml in it owns it; two runs never share one."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        # "x" makes the file or fails, as one operation of the file system: of two runs that try, one gets the folder.
         with (folder / "config.yaml").open("x") as file:
             file.write(_config_text(job))
     except FileExistsError:
@@ -204,6 +207,7 @@ def _link_latest(folder: Path, link: Path) -> None:
     temporary = link.with_name(f".latest-{os.getpid()}")
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
+        # Made beside and renamed, because a link cannot be changed in place; relative, so that outputs/ can be moved.
         temporary.symlink_to(os.path.relpath(folder, link.parent))
         os.replace(temporary, link)
     except OSError as error:

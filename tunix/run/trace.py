@@ -81,6 +81,7 @@ class CommunicationTrace:
 
     def at(self, step: int, state: State, program: Any) -> None:
         """Begin or end the trace; `state` is the one after `step` and is waited for, `program` is the compiled step."""
+        # Steps are given to the devices ahead of time. Without this, the trace would begin within an earlier step.
         jax.block_until_ready(state)
         if step == self.edges[0]:
             self.begun = True
@@ -101,16 +102,17 @@ class CommunicationTrace:
         return self.folder / f"unfinished.{jax.process_index()}"
 
     def _report(self, step: int, hlo: str) -> None:
-        found = read_collectives(hlo)
+        collectives = read_collectives(hlo)
         own_timelines: dict[str, Timeline] = {}
         if self.traces:
             trace = ProfileData.from_file(str(self._keep_trace()))
             module = re.match(r"HloModule ([\w.\-]+)", hlo)
             assert module
-            names = {each.name for each in found}
+            names = {each.name for each in collectives}
             own_timelines = measure_devices(
                 read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
             )
+        # A process sees the timelines of its own devices alone; process 0 writes the report of all.
         message = json.dumps({device: asdict(timeline) for device, timeline in own_timelines.items()})
         of_processes = [json.loads(text) for text in peers.gather(message, "communication report")]
         per_host = max(Counter(peers.hosts()).values()) * jax.local_device_count()
@@ -128,7 +130,7 @@ class CommunicationTrace:
         device = self.mesh.devices.flat[0]
         kind, costs = find_kind(device.device_kind), derive(self.cfg, sizes, device.platform)
         predicted = predict(costs.transfers, sizes, kind, per_host)
-        communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, found, sizes, predicted)
+        communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, collectives, sizes, predicted)
         text, png = communication_report.format_text(communication), draw_communication(communication)
         for name, content in (("txt", text), ("csv", communication_report.to_csv(communication))):
             (self.folder / f"communication.{name}").write_text(content)

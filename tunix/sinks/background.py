@@ -24,6 +24,7 @@ class Background:
 
     def __init__(self, name: str, make: Callable[[Start], Sink], start: Start):
         self.name, self.make, self.start = name, make, start
+        # A queue without a limit of its own: `put` never waits, so the loop never waits for a server.
         self.calls: queue.SimpleQueue[tuple[str, tuple]] = queue.SimpleQueue()
         self.failures = self.dropped = 0
         self.deadline: float | None = None  # by time.monotonic(), once the run ends
@@ -52,6 +53,7 @@ class Background:
         self.deadline = deadline
         self.ends.set()
         self.thread.join(max(0.0, deadline - time.monotonic()))
+        # The call that is at work when the time is over counts as lost too: the thread ends with the process.
         lost = self.dropped + self.calls.qsize() + self.thread.is_alive()
         if self.failures or lost:
             log.warning("logging.sinks=%s: %d failures; %d calls are lost", self.name, self.failures, lost)
@@ -64,6 +66,7 @@ class Background:
 
     def _work(self) -> None:
         """Make the sink, and hand it the calls until `close` is done or the deadline has passed."""
+        # Making the sink logs in at a server, which may be away for longer than all delays: it is tried until the end.
         sink = None
         while sink is None:
             sink = self._try(lambda: self.make(self.start))
@@ -77,7 +80,7 @@ class Background:
                 return
 
     def _try(self, work: Callable[[], Any]) -> Any:
-        """Result of `work()`, which may fail a few times; None where it fails every time."""
+        """Return the result of `work()`, which may fail a few times; None where it fails every time."""
         for delay_s in (*DELAYS_S, None):
             try:
                 return work()

@@ -54,6 +54,7 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
 
 
 def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
+    """Read the tokenizer of these files; `path` is for messages."""
     if "tokenizer.json" in files:
         try:
             return Backend.from_file(str(files["tokenizer.json"]))

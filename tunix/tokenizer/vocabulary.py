@@ -145,6 +145,7 @@ def train_vocabulary(tokenizer: Tokenizer, texts: Iterable[str]) -> Vocabulary:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    # All 256 bytes are tokens from the start (`initial_alphabet`), so every text can be encoded, in any language.
     backend.train_from_iterator(texts, trainer)
     return Vocabulary(backend, bos, eos, PLAIN)
 
