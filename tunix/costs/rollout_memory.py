@@ -154,6 +154,7 @@ def derive_rollout_costs(
     prompts, rows = count * copies // shards, count * answers_per_prompt // shards
     length = pad_prompt(longest_prompt)
     stretches = _list_stretches(length, max_new_tokens)
+    # A stretch reads the cache of its length: it is larger for later tokens.
     caches = [_count_cache_bytes(program, mesh, slots) * rows for _, slots in stretches]
     sizes = sorted(set(caches))
     vocabulary = program.cfg.model.vocab_size

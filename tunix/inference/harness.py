@@ -64,6 +64,7 @@ class TokenScorer:
     def __call__(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return log-probabilities and likeliest-flags of rows of tokens, each without the first token."""
         scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # Longest first: rows of a batch are about equally long, and too little memory shows in the first batch.
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         with jax.set_mesh(self.model.mesh):
             for start in range(0, len(order), batch_size):
@@ -133,7 +134,7 @@ class Respondent:
         stops: list[list[str]] = []
         for number, (prompt, keys) in enumerate(requests):
             how, until = _read_keys(keys, self.eos), keys.get("until") or []
-            room = self.longest - how.max_new_tokens
+            room = self.longest - how.max_new_tokens  # tokens of the prompt that stay, its last ones
             if room < 1:
                 raise UserError(
                     f"metric=lm_eval: a task wants answers of {how.max_new_tokens} tokens, and the context of the "
@@ -143,6 +144,7 @@ class Respondent:
             prompts.append(self.encode(prompt)[-room:])
             stops.append([until] if isinstance(until, str) else list(until))
         answers = [""] * len(prompts)
+        # Requests with the same choice of tokens are one rollout, whatever their order is.
         for how, numbers in groups.items():
             drawn = self.model.sample([prompts[n] for n in numbers], how, prompts_at_once=self.batch_size)
             for n, answer in zip(numbers, drawn, strict=True):

@@ -191,6 +191,7 @@ class Sampler:
             shard 0     0  1  2  3      1 and 2 go on        1  2
             shard 1     4  5  6  7      6 goes on            6 -1      -1: a row that has ended, and fills up
         """
+        # Halves, because each number of rows is a program: 64, 32, 16, 8 rows of a shard are four.
         by_shard = numbers.reshape(data_shards(self.mesh.shape), -1)
         going_on = np.array([[number >= 0 and not drafts[number].stopped for number in shard] for shard in by_shard])
         size = by_shard.shape[1]

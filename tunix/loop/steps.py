@@ -67,6 +67,8 @@ class Loop:
                 train_step = self.compiled.change_to(step)
                 self.step_log.restart_clock()
             self.watchdog.step(step)
+            # The call returns when the devices have got the step. While it runs, the numbers of the step before are
+            # written, and the next batch is put on its way.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 progress.state, scalars = train_step(progress.state, batch)
             self.step_log.started(step, scalars, numbers)
@@ -108,7 +110,7 @@ class Loop:
         save_now = due(cfg.checkpoint.save_every_steps, step, progress.last) or step in cfg.checkpoint.save_at_steps
         evaluate_now = due(cfg.evaluation.every_steps, step, progress.last)
         if save_now or evaluate_now:
-            self.step_log.finish()
+            self.step_log.finish()  # their time is not that of a step
         elapsed_s = time.monotonic() - self.begun
         now = Moment(cfg, self.folder, step, self.step_log.last, progress.improvement, elapsed_s, self.source)
         ending = find_ending(now, REASONS)

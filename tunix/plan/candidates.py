@@ -169,6 +169,7 @@ def make_candidate(
     costs, rollout = derive_costs(program, with_activations), None
     if isinstance(cfg.task, Grpo):
         rollout = plan_rollout(program, round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share))
+    # Each other shape of the batch is a candidate of its own: a stage with longer sequences may need the most memory.
     stages = {}
     for period in program.cfg.training.batch_schedule(sizes).periods[:-1]:
         with_batch = program.cfg.model_copy(update={"training": period.training})

@@ -98,6 +98,7 @@ def _predict_beyond_mean_s(place: "Place", flops_per_s: float) -> float:
     for window, num_layers in place.windows.items():
         slowest = float(np.sum(_count_pairs(place, window)))
         mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
+        # What the ring's slowest device computes, less what `Costs.flops` has counted for the mean device already.
         seconds_of_pair = (1 + place.again) * times.forward + times.backward
         total += num_layers * (slowest * seconds_of_pair - mean * (3 + place.again) * flops / flops_per_s)
     return place.microbatches * heads.rows * heads.queries * total

@@ -22,6 +22,7 @@ def find_open_key(cfg: Config) -> str | None:
 
 def replace_mesh(cfg: Config, sizes: dict[str, int], choice: Any = None) -> Config:
     """Return the config with this mesh and, if given, this value of its open key."""
+    # Built anew from plain values: checks that depend on the mesh run again.
     values: dict[str, Any] = cfg.model_dump(mode="json", by_alias=True)
     values["model"]["mesh_shape"] = [list(sizes.values()), list(sizes)]
     if choice is not None:

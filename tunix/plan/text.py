@@ -63,6 +63,7 @@ def _list_refused(refused: dict[str, str]) -> list[str]:
     """Return a line for each mesh that is refused; of many, a line for each key that does not fit."""
     if len(refused) <= MANY:
         return [f"refused {mesh}: {reason}" for mesh, reason in refused.items()]
+    # Many meshes are refused for the same key, which a reason names before its first `=`.
     examples: dict[str, list[str]] = {}
     for mesh, reason in refused.items():
         examples.setdefault(reason.split(" is not divisible")[0].split("=")[0], []).append(f"{mesh}: {reason}")

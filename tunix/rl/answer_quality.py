@@ -53,6 +53,7 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
         scorer.try_out(prompts[0].text, prompts[0].columns)
         samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
         for checkpoint in checkpoints:
+            # The model of the first checkpoint is loaded with its tokenizer; of the others only parameters are read.
             params = model.params
             if checkpoint != checkpoints[0]:
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)

@@ -149,6 +149,7 @@ class PromptFeed:
                 f"the training data have {corpus.num_samples} prompts, one rollout needs {cycle.samples}; add data, or "
                 "make training.global_batch_size, task.oversample or task.steps_per_rollout smaller"
             )
+        # The place in the data is counted in prompts, and a rollout takes those of all its steps at once.
         per_step = max(1, cycle.samples // cycle.steps)
         course = Course(BEGINNING, Cycle(per_step, 1), ())
         self.samples = Samples(corpus.train, cfg, course, shape.num_tokens // per_step)

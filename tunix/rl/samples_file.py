@@ -48,6 +48,7 @@ class SamplesFile:
                     "log_probabilities": answer.drawn_log_probabilities,
                 }
             )
+        # One line an answer: a file that a kill cuts short loses its last line and no more.
         for record in records:
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.metrics.table("samples", records, "\n".join(map(_shorten, records[:SHOWN])), step)

@@ -143,6 +143,7 @@ class Scorer:
             texts = list(prompts[share]), list(completions[share])
             return [worker.ask((term.function, *texts, own, group_size), self.timeout_s) for term in self.rewards]
 
+        # A thread waits for each worker: the workers compute side by side, and this process does nothing meanwhile.
         parts = list(self.threads.map(score_share, self.workers, shares))
         values: dict[str, list[float]] = {}
         errors: dict[str, int] = {}

@@ -105,6 +105,7 @@ class ScoringProcess:
 
     def _exchange(self, request: tuple, timeout_s: float) -> list[float | str]:
         """Send a request and return the answer to it; after `timeout_s` the process is killed."""
+        # A reward that hangs cannot be interrupted from within: a timer kills its process, and the read below ends.
         late = threading.Event()
 
         def end() -> None:

@@ -93,6 +93,7 @@ class Equation:
 
     def low_rank(self) -> tuple["Equation", "Equation"]:
         """Return the two products of a low-rank update, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""
+        # x,A->between and between,B->y: A has the fan-in of w and r, B has r and the fan-out.
         between = "".join(letter for letter in self.x if letter not in self.summed) + "r"
         if self.leaves_branch:  # with the narrow result of the first product
             between = between.replace(TOKENS, STREAM_TOKENS)

@@ -199,6 +199,7 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
 
 def _suggest_meshes(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:
     """Return in words the three legal shapes nearest to the one asked for, of its axes and of those for everybody."""
+    # A message proposes the axes that the user named, and those that help every model; the others need a reason.
     axes = [*named, *(axis for axis in suggested_axes() if axis not in named)]
     wanted = {axis: max(1, named.get(axis, 1)) for axis in axes}
 

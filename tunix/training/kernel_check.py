@@ -94,6 +94,7 @@ def _compare(
     length = -(-LENGTH // num_parts) * num_parts
 
     def numbers(seed: int, letters: str, heads: int) -> jax.Array:
+        # One row, the same on every data shard: then the numbers do not depend on the mesh.
         row = jax.random.normal(jax.random.key(seed), (1, length, heads, sizes.dim), layout.compute)
         return spread(row, letters)
 
@@ -115,6 +116,7 @@ def _compare(
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))
         return [out, *pull_back(d_out.astype(dtype))]
 
+    # The plain kernel computes in float32, so the difference is the error of the kernel and of its dtype alone.
     labels = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
     pairs = zip(labels, results(name, layout.compute), results("xla", "float32"), strict=True)
     return {label: _measure_difference(x, y) for label, x, y in pairs}

@@ -112,7 +112,7 @@ LOSSES = {
 
 def loss_kind(cfg: Config) -> LossKind:
     """Return the row of the table that `task.loss` or else the task names, or a row made of the user's own loss."""
-    name = cfg.task.loss or cfg.task.default_loss
+    name = cfg.task.loss or cfg.task.default_loss  # a task has a loss of its own, which task.loss replaces
     if is_dotted(name):
         return LossKind(lambda cfg: import_object(name), _measure_text)
     if name not in LOSSES:

@@ -49,8 +49,10 @@ def preference_loss(
                 Sides(*(side / jnp.maximum(count, 1) for side, count in zip(sides, num_tokens, strict=True)))
                 for sides in (log_probs, reference)
             )
+        # How much likelier each answer has become since step 0. The reference has no gradient: it is data of the batch.
         gains = Sides(*(now - before for now, before in zip(log_probs, reference, strict=True)))
         margin = gains.chosen - gains.rejected
+        # A row has room for T / 2 pairs and has fewer; a pair of which one answer has no tokens left is none.
         is_pair = ((num_tokens.chosen > 0) & (num_tokens.rejected > 0)).astype(jnp.float32)
 
         def total(per_pair):

@@ -66,6 +66,7 @@ class Parts:
 
     def __init__(self, model: Transformer, lanes: Lanes, batch: Batch, seeds: jax.Array, layout: Layout):
         """`seeds` [A] are those of the microbatches, `layout` is that of one part outside of the stages."""
+        # Fields are laid out by parts once, before the first tick: the ticks then take one by its number.
         self.lanes, self.seeds = lanes, seeds
         self.fields = {name: lanes.list_parts(x, model.parts_per_stage, layout) for name, x in batch.items()}
         self.entering = list_entering(model, lanes, batch, seeds[0], layout)
@@ -164,6 +165,7 @@ class StagedModel:
         Returns:
             The stream [S, rows, T, D], and the routing of the experts, in which bubbles do not count.
         """
+        # Trained weights come as an argument, because they are differentiated by; frozen ones are taken from the step.
         frozen, values = (self.chunks.take(tree, turn.chunk) for tree in (self.block_weights, self.values))
         weights = self.arch.merge(chunk, frozen)
         layers = {name: (weights[name], values[name]) for name in self.names}
