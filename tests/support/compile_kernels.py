@@ -75,7 +75,7 @@ def compile_experts(mesh: Mesh, kind: str, num_tokens: int = 4096) -> dict[str, 
     counts = Counter(re.findall(r'name = "(grouped_\w+)"', text))
     return {
         "kernels": dict(sorted(counts.items())),
-        "flops": walk(text, [], WITHOUT_TIME, derive_kernel_data(cfg, kind)).flops,
+        "flops": walk(text, [], WITHOUT_TIME, derive_kernel_data(cfg, kind, dict(mesh.shape))).flops,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 

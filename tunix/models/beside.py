@@ -22,6 +22,7 @@ class ExpertsBesideMlp(nnx.Module):
     """An MLP and experts, whose results are added: [B, t, D] of the residual stream -> [B, t, D]."""
 
     def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+        # Both parts have norms of their own, so the block has none before them.
         def norm() -> Any:
             return NORMS[cfg.norm]("BtD", cfg, layout)
 

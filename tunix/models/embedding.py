@@ -27,6 +27,7 @@ class Embedding(nnx.Module):
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return the vectors [B, t, D] of tokens [B, T] int32, times sqrt(D) if the family scales them."""
+        # A lookup, not a product with one-hot vectors [B, T, V]: these are as large as the logits.
         rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTD")))
         return rows * jnp.asarray(self.scale, table.dtype)
 

@@ -53,7 +53,8 @@ def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Cho
     axes = DIMS["n"].activation_axes
     num_devices, together = count_devices(sizes, axes), " x ".join(axes)
     if model.num_heads % num_devices == 0:
-        # A ring waits for the device with the last tokens, which computes almost twice the mean; heads are alike.
+        # Keys that come before a query are computed, later ones are skipped. So in a ring all devices wait for the one
+        # with the last tokens, which computes almost twice the mean. Heads all have the same work.
         return Choice("ulysses", f"{together}={num_devices} divides the {model.num_heads} query heads")
     if model.attention not in RING_KERNELS:
         raise UserError(
@@ -106,6 +107,11 @@ def swap_tokens_for_heads(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array,
         swapped = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
         return checkpoint_name(swapped, "exchange")
 
+    # Device d gets a run of query heads. Repeated, the key/value heads that these share are run d too:
+    #
+    #     devices               0   1   2   3
+    #     query heads           01  23  45  67
+    #     key/value heads 0 1   0   0   1   1
     k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
     out = find_kernel(kernel)(*map(gather_tokens, (q, k, v)), seen, **options)
     back = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)

@@ -90,7 +90,7 @@ class Experts(nnx.Module):
             routes, sums = self.router(x if routed is None else routed)
         with jax.named_scope("experts"):
             y, dropped = self._compute(x, routes)
-        if self.room is not None:
+        if self.room is not None:  # a bounded buffer: some choices may have found no room
             assert sums.routing is not None
             sums = sums._replace(routing=sums.routing._replace(dropped=dropped))
         if self.shared is not None:
@@ -152,6 +152,8 @@ class Experts(nnx.Module):
         """
         (gate, up, down), biases = weights[:3], weights[3:]
         num_experts = len(gate)
+        # One sort brings the rows of each expert together: a grouped product then reads an expert's weights once for
+        # all of its rows.
         order = jnp.argsort(group)
         sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
         # Rows of no expert come last. Products leave their results undefined, which may be no numbers at all.

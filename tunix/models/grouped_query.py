@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         q = self.q(x, noise)
         if self.k is not None:
             k = self.k(x, noise)
-            v = k if self.v is None else self.v(x, noise)
+            v = k if self.v is None else self.v(x, noise)  # before the norm and the rotation of k
             v = divide_by_rms(v, self.cfg.norm_eps) if self.cfg.value_norm else v
             q, k = self._place(self.q_norm(q), positions, rope), self._place(self.k_norm(k), positions, rope)
             kv = k, v
@@ -67,6 +67,7 @@ class Attention(nnx.Module):
             q = self._place(self.q_norm(q), positions, rope)
         if self.cfg.query_growth is not None:
             q = grow_queries(q, positions, rope, self.cfg.query_growth)
+        # The mix knows which keys there are: in training those of the row, in generation those of a cache.
         out, cache = mix.attend(q * self.scale, kv, Heads(_pass_on, self._look_back, self.kv_letter))
         out = out if self.sinks is None else self._add_sinks(*out)
         if self.gate is not None:
@@ -78,6 +79,7 @@ class Attention(nnx.Module):
         if self.cfg.positions == "rope":
             x = apply_rope(x, positions, rope, self.cfg.rotated_pairs)
         if self.cfg.qk_norm == "after_rotation":
+            # Which layers rotate is data: layers with and without positions are one program.
             x = jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x)
         return x
 
@@ -92,6 +94,7 @@ class Attention(nnx.Module):
         So the kernels need not know of sinks: they return the log of their sum.
         """
         assert self.sinks is not None
+        # `sinks` is a bias, which adds: log_sums - sinks = -(sinks - log_sums).
         share = jax.nn.sigmoid(-self.sinks(-log_sums))
         return out * share[..., None].astype(out.dtype)
 

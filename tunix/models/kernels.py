@@ -14,7 +14,9 @@ from tunix.models import grouped_blocks
 from tunix.models.chips import row_of_chip
 from tunix.models.flash_blocks import BLOCKS
 
-DTYPES = ("bfloat16", "float16")  # of the products of flash and cuDNN; float32 would be rounded to fewer bits
+# Dtypes that flash and cuDNN multiply. The tensor cores of a GPU round float32 to fewer bits: such a kernel would be
+# fast and not exact, so float32 takes XLA's operations.
+DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 # The keys of the model that need an option of kernels, by option, for messages.
 NEEDED_FOR = {"cap": "cap of scores (model.attention_cap)", "with_sums": "sums for model.attention_sinks"}
@@ -51,11 +53,13 @@ def choose_kernel(name: str, head_dim: int, dtype: str, options: Iterable[str] =
     device = mesh_device()
     if name == "auto":
         problem = _check_flash(device, head_dim, dtype)
+        # cuDNN is not among the choices: it takes the rule as a mask [T, S], and skips nothing.
         return Choice("xla", problem) if problem else Choice("flash", "exact here, and skips keys that no query sees")
     if device is not None and name in CHECKS and (problem := CHECKS[name](device, head_dim, dtype)):
         raise UserError(
             f"model.attention={name}: {problem}; model.attention=auto takes the fastest kernel that is exact"
         )
+    # A kernel says by its parameters which options it has: so one of a user's own needs no table.
     parameters = inspect.signature(find_kernel(name)).parameters
     if missing := [NEEDED_FOR[option] for option in options if option not in parameters]:
         raise UserError(f"model.attention={name} has no {missing[0]}, which the model needs; set model.attention=auto")

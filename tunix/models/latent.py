@@ -93,6 +93,8 @@ class LatentAttention(nnx.Module):
         if self.kv_up.lora is not None:  # its update is a product of its own
             return attend(q, *self._expand(latent, shared), self.layout)
         letters, w = PRODUCTS[self.kv_up.product].order(self.kv_up.equation).w, self.kv_up.gathered()
+        # One key for all heads, with C + R numbers: scores are the same when kv_up multiplies the query in place of the
+        # key. Results are sums of latents, out of which kv_up makes sums of values.
         w_keys, w_values = jnp.split(w, [self.num_plain], letters.index("O"))
         spec = self.layout.activation("BTNC")
         latent_q = jnp.einsum(f"BTNO,{letters}->BTNC", q[..., : self.num_plain], w_keys, out_sharding=spec)

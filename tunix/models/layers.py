@@ -50,6 +50,7 @@ class Xielu(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         above = jnp.where(x > 0, x * x, 0)
+        # The minimum keeps exp of large x, which `where` drops, from being infinite: its gradient would be no number.
         below = jnp.where(x > 0, 0, jnp.expm1(jnp.minimum(x, self.EPS)) - x)
         return self._times(above, self.positive, 0) + self._times(below, self.negative, self.BETA) + self.BETA * x
 

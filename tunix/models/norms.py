@@ -23,7 +23,8 @@ def divide_by_rms(x: jax.Array, eps: float, axes: tuple[int, ...] = (-1,)) -> ja
 class RMSNorm(nnx.Module):
     """x / rms(x) * (offset + scale) in float32 (Zhang & Sennrich 2019).
 
-    The mean is taken over the last dimension, or over the last two with `dims="NH"`; Gemma's offset is 1.
+    The mean is taken over the last dimension, or over the last two with `dims="NH"`. Gemma's offset is 1, and its
+    scales are 0 at first.
     """
 
     def __init__(self, letters: str, cfg: Model, layout: Layout, dims: str | None = None, offset: float = 0.0):
@@ -52,6 +53,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
+        # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
         centred = x32 - jnp.mean(x32, -1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
         scale = self.offset + self.layout.gather(self.scale[...], self.equation)

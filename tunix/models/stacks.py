@@ -111,6 +111,7 @@ class Stacks:
         `params` has, by the name of a stack, the parameters of each of its layers as a tree of their own. A layer's
         number and window are Python's.
         """
+        # No scan: its carry has one shape for all layers, and caches of local and of global layers have two.
         windows, caches = self.cfg.windows(forward.length), []
         ropes = {stack.name: forward.rope(self.cfg, stack.layers) for stack in self}
         for number in range(self.cfg.num_layers):
@@ -159,7 +160,7 @@ class Stacks:
             rows, sums, _ = self._scan(run.pattern, layers, rows, forward._replace(seed=seed))
             return rows, sums
 
-        if self.prefetch:  # the scan has the stages inside of it
+        if self.prefetch:  # the scan has the stages inside of it (prefetch.py)
             rows, (penalties, routing) = run_stage(layers, rows, forward.seed)
             routing = jax.tree.map(lambda x: x.swapaxes(0, 1), routing)
         else:
@@ -231,7 +232,10 @@ class Stacks:
         params, layer = params_and_layer
         noise = None
         if forward.seed is not None:
+            # Seed and number of the layer name its random choices: the same on every mesh, and in the second forward
+            # pass of a block that is computed again.
             noise = Noise(jax.random.fold_in(jax.random.key(forward.seed), layer.number), rows.numbers)
+        # Layers of a stack are alike in this, so any of them tells: `layer.number` may be traced.
         first = self.stacks[name].layers[0]
         if self.cfg.is_shared(first):
             letters = self.cfg.heads_of(first).letters

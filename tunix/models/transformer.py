@@ -41,9 +41,10 @@ class Transformer(nnx.Module):
     ):
         self.cfg, self.layout, self.remat, self.parts_per_stage = cfg, layout, remat, parts_per_stage
         self.prefetch = prefetch
-        self.block_layout = layout.inside_stage()
+        self.block_layout = layout.inside_stage()  # of one stage's arrays; without stages it is `layout`
         self.embedding = Embedding(cfg, layout, rngs)
         self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
+        # Names of attributes are names of parameters, in checkpoints too.
         for stack in list_stacks(cfg):
             setattr(self, stack.name, stack.make(cfg, self.block_layout, rngs))
         self.final_norm = NORMS[cfg.norm]("BtD", cfg, layout)
@@ -62,7 +63,7 @@ class Transformer(nnx.Module):
         return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids)[0])
 
     def tables(self) -> tuple[jax.Array, jax.Array]:
-        """The tables of both ends, gathered: [V, D] to look tokens up in and [V, D] to take logits with."""
+        """Return the tables of both ends, gathered: [V, D] to look tokens up in and [V, D] to take logits with."""
         table = self.embedding.gathered()
         return table, table if self.head is None else self.head.gathered()
 
@@ -75,8 +76,10 @@ class Transformer(nnx.Module):
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
         if segment_ids is None:
             segment_ids = jnp.zeros_like(tokens)
+        # A token needs its own position alone, but the segments of all keys of its sequence: these are small, so every
+        # device gets those of its sequences.
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
-        segment_ids = reshard(segment_ids, self.layout.activation("BS"))  # of whole sequences: once, not in each layer
+        segment_ids = reshard(segment_ids, self.layout.activation("BS"))
         rows = Rows(self.embed(tables, tokens, positions), positions, segment_ids)
         forward = Forward(self.mix_of_row, tokens.shape[1], seed, inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
