@@ -9,10 +9,8 @@ from support.devices import xla_flags
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The workers, their next session and the processes that they start share the compiled code of tunix and of the tests:
-# without it each one compiles all files again, and pytest takes 5 s to rewrite the asserts.
+# The processes that tests start share the compiled code of tunix: without it each one compiles all files again.
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # empty: not set
-sys.dont_write_bytecode = False
 
 import random
 from pathlib import Path
@@ -22,6 +20,7 @@ import pytest
 from support import composing
 
 composing.remember()
+sys.dont_write_bytecode = False  # and the next session shares that of the tests: pytest takes 3 s to rewrite the asserts
 # A machine with other work is slow at making input: no fault of a test.
 hypothesis.settings.register_profile("tests", suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
