@@ -20,7 +20,8 @@ import pytest
 from support import composing
 
 composing.remember()
-sys.dont_write_bytecode = False  # and the next session shares that of the tests: pytest takes 3 s to rewrite the asserts
+# And the next session shares that of the tests: pytest takes 3 s to rewrite the asserts.
+sys.dont_write_bytecode = False
 # A machine with other work is slow at making input: no fault of a test.
 hypothesis.settings.register_profile("tests", suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("tests")
