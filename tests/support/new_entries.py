@@ -68,10 +68,10 @@ OPTIMIZERS = (Signs, """,
     ),
     "a loss": entry(
         "tunix/training/losses.py",
-        "LOSSES = {",
+        "def loss_kind(",
         """\
 def _make_twice(cfg):
-    once = _make_next_token(cfg)
+    once = LOSSES["next_token"].make(cfg)
 
     def twice(model, batch, seed):
         loss = once(model, batch, seed)
@@ -80,17 +80,18 @@ def _make_twice(cfg):
     return twice
 
 
-LOSSES = {
-    "twice": LossKind(_make_twice, _text_quality),""",
+LOSSES["twice"] = LOSSES["next_token"]._replace(make=_make_twice)
+
+
+def loss_kind(""",
     ),
     "a field of a batch": entry(
         "tunix/training/losses.py",
-        '"twice": LossKind(_make_twice, _text_quality)',
-        """"twice": LossKind(
-        _make_twice,
-        _text_quality,
-        FIELDS | {"is_even": Field("ABT", "float32", lambda batch: batch["tokens"] % 2 == 0)},
-    )""",
+        "_replace(make=_make_twice)",
+        """_replace(
+    make=_make_twice,
+    fields=FIELDS | {"is_even": Field("ABT", "float32", lambda batch: batch["tokens"] % 2 == 0)},
+)""",
     ),
     "a kind of task": entry(
         "tunix/config/task.py",
