@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 from support import composing
 
+sys.dont_write_bytecode = False  # the same for this process
 composing.remember()
 # And the next session shares that of the tests: pytest takes 3 s to rewrite the asserts.
 sys.dont_write_bytecode = False
