@@ -13,7 +13,6 @@ import pytest
 from conftest import write_corpus
 
 import tunix
-from tunix import verify
 from tunix.base import digests
 from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
@@ -24,6 +23,7 @@ from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.record import Record
 from tunix.run.sealed import ITEMS, check_checkpoint
 from tunix.run.shared_store import SharedStore
+from tunix.verify import __main__ as command
 
 ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
 
@@ -160,7 +160,7 @@ def test_when_a_checkpoint_is_checked(saved, tmp_path, caplog):
 
 def verify_command(monkeypatch, capsys, *words: str) -> tuple[int, str]:
     monkeypatch.setattr(sys, "argv", ["tunix.verify", *words])
-    code = verify.main()
+    code = command.main()
     out = capsys.readouterr()
     return code, out.out + out.err
 

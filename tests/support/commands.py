@@ -5,7 +5,7 @@ Words that begin with distributed. go to every command.
 
 import sys
 
-from tunix import prepare, verify
+from tunix import prepare
 from tunix.cli.command import run_command
 from tunix.cli.compose import compose
 from tunix.config import Evaluate, Export, Generate
@@ -13,6 +13,7 @@ from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import generate
 from tunix.processes import member
+from tunix.verify import __main__ as verify
 
 COMMANDS = {
     "evaluate": lambda: run_command(Evaluate, evaluate),

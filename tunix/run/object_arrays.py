@@ -30,7 +30,7 @@ CHUNK = 1 << 26  # bytes of a chunk at most: S3 takes 5 GB in one request
 
 @dataclass
 class Part:
-    """What one process writes of a checkpoint: copies of shards in the memory of the host, and texts."""
+    """Share of a checkpoint that one process writes: copies of shards in the memory of the host, and texts."""
 
     chunks: list[tuple[str, np.ndarray]] = field(default_factory=list)  # name of the object, its numbers
     texts: dict[str, str] = field(default_factory=dict)

@@ -1,49 +1,28 @@
-"""Train a few steps on several meshes and compare: `python -m tunix.verify [group=option] [key=value]`.
+"""Trials: a few steps of one config on several meshes, from the same weights and with the same global batches."""
 
-`python -m tunix.verify checkpoint=RUN_DIR` does something else: it compares the files of a run's checkpoints (or of
-RUN_DIR/checkpoints/STEP, of an export, of a prepared corpus) with their digests. Exit code 1 if one is damaged.
-
-Every mesh starts from the same weights and takes the same global batches of the config's data, those behind all
-training.batch_stages, in float32 unless training.mixed_precision is given. Exit code 1 if loss or gradient norm differ
-by more than the tolerance. Without other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose
-another number).
-
-The processes of a launcher join as they do for training. A mesh that is no larger than the devices of process 0
-is trained on there alone, while the others wait; so one device is compared with a cluster.
-"""
-
-import argparse
 import json
-import logging
 import math
-import os
-import sys
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import yaml
-from rich.table import Table
 
 from tunix.base.errors import UserError
-from tunix.base.tables import print_table
-from tunix.cli import command, compose
-from tunix.cli.hydra_words import add_search_path
+from tunix.cli import compose
 from tunix.cli.runs import find_run
 from tunix.config import Config
 from tunix.config.document_kinds import DOCUMENTS
-from tunix.config.values import CONF
 from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.data.position import Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
 from tunix.models.exchanges import choose_exchange
-from tunix.processes import exits, peers
+from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import load_data, make_feed
 from tunix.run.compile_step import compile_step
-from tunix.run.integrity import check_everything
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import check_divides, explicit_sizes, format_mesh_shape, meshes, resolve
 from tunix.training.mesh_choices import build_mesh
@@ -52,8 +31,7 @@ from tunix.training.program import assemble
 from tunix.training.sizes import derive_sizes
 
 COMPARED = ("loss", "grad_norm")
-FAKE_DEVICES = 8
-EVERY = "all"  # what --meshes says for every mesh
+ASK_PEERS = ("prompt", "pair")  # documents whose feeds split work over all processes: rewards, scores of a reference
 
 
 @dataclass(frozen=True)
@@ -117,6 +95,7 @@ def choose_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict
     left out where several processes are needed.
     """
     num_devices = jax.device_count()
+    # An axis that is wrong by itself shows alone; one that is wrong beside another needs the mixed mesh.
     legal = [sizes for sizes in meshes(num_devices) if _is_legal(cfg, sizes, sequences)]
     alone = [sizes for sizes in legal if max(sizes.values()) == num_devices]
     mixed = sorted(legal, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
@@ -142,7 +121,7 @@ def _global_batch(cfg: Config) -> int:
 
 
 def _in_sequences(count: int) -> dict[str, Any]:
-    """The keys of `training` that ask for a global batch of so many sequences, without stages of other batches."""
+    """Return the keys of `training` that ask for a global batch of so many sequences, without stages."""
     keys = {"gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": count}
     return keys | {"batch_stages": ()}
 
@@ -160,13 +139,15 @@ def _train_together(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num
     """Return the trial of a mesh on every process; where the mesh has devices of process 0 alone, it trains alone."""
     if jax.process_count() == len({device.process_index for device in mesh.devices.flat}):
         return _train(cfg, mesh, corpus, num_steps)
-    peers.hosts()  # asks all processes; from here on process 0 asks nobody
+    # Process 0 works alone in what follows, and must not wait for the others. `hosts` asks now, and keeps the answer.
+    peers.hosts()
     trial = peers.on_main(lambda: _train(cfg, mesh, corpus, num_steps), f"training on {cfg.model.mesh_shape}")
-    known = peers.agree(json.dumps(asdict(trial)) if trial else "", "the numbers of process 0")
-    return Trial(**json.loads(known))
+    text = peers.agree(json.dumps(asdict(trial)) if trial else "", "the numbers of process 0")
+    return Trial(**json.loads(text))
 
 
 def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:
+    """Return the trial of a mesh: train for `num_steps` steps from new weights."""
     # Some GPUs compute float32 products with fewer bits (TF32) by default.
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         program = assemble(cfg, mesh)
@@ -190,109 +171,3 @@ def _relative(ours: float, theirs: float) -> float:
     if not math.isfinite(ours) or not math.isfinite(theirs):
         return math.inf
     return 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs or ours)
-
-
-def report(trials: list[Trial], tolerance: float) -> tuple[Table, float]:
-    """Return a table with a row for each mesh, and the largest difference from the first mesh."""
-    num_steps = len(trials[0].metrics[COMPARED[0]])
-    table = Table(title=f"after {num_steps} steps on {jax.devices()[0].device_kind}", title_justify="left")
-    for name in ("mesh", "microbatches", "loss", "gradient norm", "loss differs by", "norm differs by"):
-        table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
-    largest = 0.0
-    for trial in trials:
-        differences = trial.differences(trials[0])
-        largest = max(largest, *differences.values())
-        table.add_row(
-            trial.mesh,
-            str(trial.num_microbatches),
-            *(f"{trial.metrics[name][-1]:.8g}" for name in COMPARED),
-            *(f"{value:.1e}{' !' if value > tolerance else ''}" for value in differences.values()),
-        )
-    return table, largest
-
-
-def _read_meshes(text: str) -> list[Any]:
-    try:
-        shapes = yaml.safe_load(text)
-    except yaml.YAMLError:
-        shapes = None
-    if not isinstance(shapes, list) or not shapes or not all(isinstance(shape, list) for shape in shapes):
-        raise UserError(
-            f'--meshes {text}: expected all, or a list of meshes like [[[8],["fsdp"]],[[4,2],["fsdp","tp"]]]'
-        )
-    return shapes
-
-
-def _arguments() -> argparse.Namespace:
-    parser = command.command_parser("verify", __doc__)
-    parser.add_argument(
-        "--meshes",
-        help='list of them, the first is the reference: [[[8],["fsdp"]],[[2,4],["dp","tp"]]]; or all: every mesh that '
-        "divides the model and the batch",
-    )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps on each mesh")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
-    return parser.parse_intermixed_args()
-
-
-def _config(args: argparse.Namespace) -> Config:
-    given = [word.lstrip("+").split("=")[0] for word in args.overrides]
-    if "resume" in given:
-        raise UserError("resume: tunix.verify starts from new weights; leave it out, or set model.init_from")
-    if args.steps < 1:
-        raise UserError(f"--steps {args.steps} must be 1 or more")
-    if not args.tolerance >= 0:
-        raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
-    precision = [] if "training.mixed_precision" in given else ["training.mixed_precision=fp32"]
-    return compose.compose(add_search_path([*precision, *args.overrides], args.config_dir)).config
-
-
-def _checked_folder(words: list[str]) -> str | None:
-    """Return the FOLDER of checkpoint=FOLDER; None without it, or where it names a file of conf/checkpoint."""
-    choices = {f"checkpoint={path.stem}" for path in (CONF / "checkpoint").glob("*.yaml")}
-    given = [word for word in words if word.startswith("checkpoint=") and word not in choices]
-    if given and len(words) > 1:
-        others = " ".join(word for word in words if word != given[0])
-        raise UserError(f"{given[0]} compares files with their digests and takes no other words: {others}")
-    return given[0].partition("=")[2] if given else None
-
-
-def main() -> int:
-    """Run the command line and return its exit code."""
-    args = _arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-
-    def work() -> int:
-        if folder := _checked_folder(args.overrides):
-            lines, is_whole = check_everything(folder)
-            print("\n".join(lines))
-            return int(not is_whole)
-        cfg = _config(args)
-        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
-            jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
-        ):
-            jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
-        every = args.meshes == EVERY
-        mesh_shapes = _read_meshes(args.meshes) if args.meshes and not every else None
-        facts = compose.list_facts(cfg) | {"--meshes": args.meshes, "--steps": args.steps}
-
-        def compare() -> int:
-            return _report(verify(cfg, mesh_shapes, args.steps, every), args.tolerance)
-
-        return command.run_joined("verify", cfg.distributed, facts, compare)
-
-    return exits.report_errors(work)
-
-
-def _report(trials: list[Trial], tolerance: float) -> int:
-    """Print the table on process 0; return the exit code, the same on every process."""
-    table, largest = report(trials, tolerance)
-    if peers.is_main():
-        print_table(table)
-        verdict = "within" if largest <= tolerance else "past"
-        print(f"largest relative difference {largest:.2e}, {verdict} the tolerance of {tolerance:g}")
-    return int(largest > tolerance)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The command `tunix verify`: the same numbers on every mesh, and files that are what was written."""
