@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class DocumentKind(NamedTuple):
-    """What the data of a task are, from a row of a source to the batches of a step."""
+    """A kind of the data of a task, from a row of a source to the batches of a step."""
 
     read: str  # place of what makes a document of a row: it takes and gives what `read_text` of data/documents.py does
     encode: str  # place of what makes tokens of documents: as `encode_texts` of data/encoding.py
