@@ -1,11 +1,13 @@
 """The wheel, installed outside the repository: it holds every module and every config, and its commands run."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,29 @@ def installed(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     pip("install", "--no-deps", "--target", folder, wheel)
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(installed, tmp_path_factory) -> Iterator[Callable[[list[str], Path], tuple[int, str, str]]]:
+    """Runs the installed `tunix` with words in a folder: exit code, output, errors.
+
+    One process imports the installed package, and each command is a fork of it: to import everything takes 4 s.
+    """
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "support" / "installed_commands.py")], cwd=tmp_path_factory.mktemp("server"),
+        env={**os.environ, "PYTHONPATH": str(installed)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdin
+        assert server.stdout
+        assert Path(json.loads(server.stdout.readline())).is_relative_to(installed)
+
+        def run(words: list[str], folder: Path) -> tuple[int, str, str]:
+            out, err = (tmp_path_factory.mktemp("output") / name for name in ("stdout", "stderr"))
+            print(json.dumps([words, *map(str, (folder, out, err))]), file=server.stdin, flush=True)
+            return json.loads(server.stdout.readline()), out.read_text(), err.read_text()
+
+        yield run
+        server.stdin.close()
 
 
 def pip(*words: object) -> None:
@@ -72,12 +97,26 @@ SMALL = ["dry_run=true", "model=tiny", "data=synthetic"]
     ],
     ids=lambda value: re.sub(r"\W+", " ", " ".join(value[-2:])) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_its_commands(command, code, said, installed, tmp_path):
+def test_its_commands(command, code, said, installed, run, tmp_path):
+    folder = tmp_path / "here"
+    folder.mkdir()
     if command[:1] == TUNIX:
-        command = [str(installed / command[0]), *command[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert said in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+        found = run([str(installed / command[0]), *command[1:]], folder)
+    else:
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        found = done.returncode, done.stdout, done.stderr
+    assert found[0] == code, found[1] + found[2]
+    assert said in found[1] + found[2]
+    assert "Traceback" not in found[2]
+    assert list(folder.iterdir()) == []
+
+
+def test_the_script_as_users_start_it(installed, tmp_path):
+    done = subprocess.run(
+        [str(installed / "bin" / "tunix"), "verify", "--steps=many"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(installed)}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "--steps" in done.stderr) == (2, True)
