@@ -133,7 +133,7 @@ def test_what_is_kept_and_where_leaves_the_result_unchanged(words, reference):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_scores_of_long_sequences_are_not_kept(remat, reference, monkeypatch):
     """Of more tokens than a block of queries; the result is the same."""
-    monkeypatch.setattr("tunix.models.attention.QUERY_BLOCK", 4)
+    monkeypatch.setattr("tunix.models.attention.query_block", lambda length: 4)
     blocked = program(*ONE, f"training.remat={remat}")
     assert_same(blocked.run(batch(), steps=3), reference)
     loss, rows = loss_kind(blocked.cfg).make(blocked.cfg), {name: leaf[0] for name, leaf in batch().items()}

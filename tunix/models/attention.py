@@ -23,7 +23,7 @@ from tunix.models.soft_cap import soft_cap
 from tunix.sharding.layout import Layout
 from tunix.sharding.stages import stage_shard_map
 
-QUERY_BLOCK = 512  # the plain kernel has the scores of at most this many queries at one time
+FEWEST_QUERIES, MOST_QUERIES = 128, 512  # of a block of the plain kernel, which has the scores of one block at a time
 SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys before them: those of Gemma 3
 NEAR_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
 
@@ -68,6 +68,15 @@ def attend(
 # without a name is computed again.
 
 
+def query_block(length: int) -> int:
+    """Return the number of queries in a block of the plain kernel: an eighth of the sequence, within bounds.
+
+    A smaller block has fewer keys that none of its queries sees, and more blocks make a longer program.
+    """
+    eighth = -(-length // (8 * FEWEST_QUERIES)) * FEWEST_QUERIES
+    return min(eighth, MOST_QUERIES)
+
+
 def plain(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, cap: float | None = None, with_sums: bool = False
 ) -> Any:
@@ -82,13 +91,14 @@ def plain(
               2   #     #     #
               3   #     #     #     #
 
-    Each block is a piece of the program, as its number of keys is its own: eight of them for 4,096 tokens.
+    Each block is a piece of the program, as its number of keys is its own: at most eight of them for
+    4,096 tokens and fewer.
 
     Where a branch is cheap, a layer whose window is small goes another way (`_near`), which skips the keys before the
     window too. The window is data, so that a scan over layers is one program: it has both ways once, at any depth.
     """
     length = q.shape[1]
-    if length <= QUERY_BLOCK:
+    if length <= query_block(length):
         out = _weigh_values(q, k, v, seen.mask(), cap, with_sums)
         return checkpoint_name(out, "attention")
     assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
@@ -107,16 +117,16 @@ def _triangle(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, cap: float | None = None, with_sums: bool = False
 ) -> Any:
     """Let each block of queries attend to all keys up to its own end; see `plain`."""
-    length = q.shape[1]
+    length, size = q.shape[1], query_block(q.shape[1])
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
     def one_block(start, q, k, v, seen):
-        end = min(start + QUERY_BLOCK, length)
+        end = min(start + size, length)
         rule = seen.queries(start, end - start)
         rule = rule._replace(k_places=seen.k_places[:end], k_segments=seen.k_segments[:, :end])
         return _weigh_values(q[:, start:end], k[:, :end], v[:, :end], rule.mask(), cap, with_sums)
 
-    blocks = [one_block(start, q, k, v, seen) for start in range(0, length, QUERY_BLOCK)]
+    blocks = [one_block(start, q, k, v, seen) for start in range(0, length, size)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
 
 
@@ -190,20 +200,24 @@ def _near(
 
 
 def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: float | None, with_sums: bool) -> Any:
-    """Return the sum of values, weighed by the softmax of the scores, for a mask [B, 1, T, S]; see `plain`."""
-    # JAX's own function has no cap and no sums, and wants values as wide as keys.
-    if cap is None and not with_sums and q.shape[3] == v.shape[3]:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
+    """Return the sum of values, weighed by the softmax of the scores, for a mask [B, 1, T, S]; see `plain`.
+
+    Scores stand as the product of matrices gives them: for each key/value head, the queries of a token that share it
+    beside one another, [B, K, T, G, S]. With one such head, as in Gemma 3 1B, no array is copied into another order.
+    """
     batch, length, num_heads, dim = q.shape
+    # JAX's own function has no cap and no sums, and wants values as wide as keys.
+    if length < FEWEST_QUERIES and cap is None and not with_sums and dim == v.shape[3]:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
     grouped = q.reshape(batch, length, k.shape[2], -1, dim)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
+    scores = jnp.einsum("btkgh,bskh->bktgs", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, :, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, length, num_heads, -1)
+    out = jnp.einsum("bktgs,bskh->btkgh", weights, v).reshape(batch, length, num_heads, -1)
     if not with_sums:
         return out
     sums = jax.nn.logsumexp(scores, axis=-1)
-    return out, jnp.moveaxis(sums, -1, 1).reshape(batch, length, num_heads)
+    return out, jnp.moveaxis(sums, 1, 2).reshape(batch, length, num_heads)
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:

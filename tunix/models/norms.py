@@ -37,7 +37,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         normed = divide_by_rms(x.astype(jnp.float32), self.eps, self.axes)
         scale = self.offset + self.layout.gather(self.scale[...], self.equation)
-        scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
+        scaled = normed * _spread(scale, self.equation, self.layout, normed.shape)
         return checkpoint_name(scaled.astype(x.dtype), "norm")
 
 
@@ -57,8 +57,18 @@ class LayerNorm(nnx.Module):
         centred = x32 - jnp.mean(x32, -1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
         scale = self.offset + self.layout.gather(self.scale[...], self.equation)
-        scaled = jnp.einsum(self.equation.text, normed, scale, out_sharding=self.layout.activation(self.equation.y))
+        scaled = normed * _spread(scale, self.equation, self.layout, normed.shape)
         return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
+
+
+def _spread(vector: jax.Array, equation: Equation, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
+    """Repeat a gathered vector, the weight of the equation, for every token: [D] -> [B, t, D].
+
+    Its gradient is a sum over tokens. The gradient of a product "BtD,D->BtD" is the same sum, but as a product of
+    matrices, before which XLA's CPU backend copies both factors into another order.
+    """
+    dims = [equation.y.index(letter) for letter in equation.w]
+    return jax.lax.broadcast_in_dim(vector, shape, dims, out_sharding=layout.activation(equation.y))
 
 
 NORMS: dict[str, Any] = {

@@ -27,7 +27,7 @@ from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.kernel_tables import RING_KERNELS
 from tunix.config.mixers import HeadSizes
 from tunix.costs.transfers import LocalHeads, Transfer, measure_heads, seconds, swap_heads
-from tunix.models.attention import QUERY_BLOCK
+from tunix.models.attention import query_block
 from tunix.models.chips import row_of_chip
 from tunix.models.exchanges import choose_exchange, is_in_blocks
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
@@ -150,7 +150,7 @@ def time_of_ulysses(place: Place, window: int) -> float:
     if place.kernel == "flash" and blocks is not None:
         pairs = computed_pairs(length, [window], blocks_for(blocks, place.kind.dim).forward)
     else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
-        pairs = (length + min(length, QUERY_BLOCK)) * length / 2
+        pairs = (length + min(length, query_block(length))) * length / 2
     times, count = _predict_pair_times(place, place.kernel), pairs * heads.rows * heads.queries / heads.num_devices
     computing_s = count * ((1 + place.again) * times.forward + times.backward)
     return computing_s + seconds(swap, place.sizes, kind, place.cluster.per_node)
