@@ -25,9 +25,9 @@ def weights():
         return describe(cfg.model, build_layout(cfg, mesh)).weights
 
 
-def random_tree(weights, seed: int):
+def random_tree(weights, seed: int, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda weight: jnp.asarray(rng.normal(size=weight.shape), jnp.float32), weights)
+    return jax.tree.map(lambda weight: jnp.asarray(rng.normal(size=weight.shape), dtype), weights)
 
 
 def moved(weights, *words: str, steps: int = 2):
@@ -100,7 +100,10 @@ def test_smaller_moments_are_the_same_on_every_mesh(moments):
 
 
 def test_muon_is_optaxs(weights):
-    """Its state too, so that checkpoints that were written with optax's own rule fit."""
+    """Its state too, so that checkpoints that were written with optax's own rule fit.
+
+    In 64 bits, as the iterations of Muon enlarge the rounding of 32, in which CPUs add up in different orders.
+    """
 
     def dims(weight):
         equation = weight.equation
@@ -114,14 +117,15 @@ def test_muon_is_optaxs(weights):
     reference = optax.contrib.muon(
         1.0, beta=0.95, adam_b1=0.9, adam_b2=0.95, muon_weight_dimension_numbers=places, consistent_rms=0.2
     )
-    params = random_tree(weights, 0)
-    state, expected = ours.init(params), reference.init(params)
-    assert jax.tree.structure(state) == jax.tree.structure((expected, optax.EmptyState()))
-    for step in range(2):
-        gradients = random_tree(weights, step + 1)
-        direction, state = ours.update(gradients, state, params)
-        updates, expected = reference.update(gradients, expected, params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(-a, b, rtol=1e-6, atol=1e-6), direction, updates)
+    with jax.enable_x64(True):
+        params = random_tree(weights, 0, jnp.float64)
+        state, expected = ours.init(params), reference.init(params)
+        assert jax.tree.structure(state) == jax.tree.structure((expected, optax.EmptyState()))
+        for step in range(2):
+            gradients = random_tree(weights, step + 1, jnp.float64)
+            direction, state = ours.update(gradients, state, params)
+            updates, expected = reference.update(gradients, expected, params)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(-a, b, rtol=1e-6, atol=1e-6), direction, updates)
 
 
 def test_muon_moves_matrices_along_orthogonal_directions(weights):

@@ -218,7 +218,7 @@ class Training(Section):
         microbatches = self.batch_shape(mesh_sizes).num_microbatches
         parts = count_parts(self, mesh_sizes)
         schedule = choose_schedule(self, mesh_sizes)
-        chunks = self.pipeline_chunks if PIPELINE_SCHEDULES[schedule].has_chunks else 1
+        chunks = {True: self.pipeline_chunks, False: 1}[PIPELINE_SCHEDULES[schedule].has_chunks]
         return PipelineShape(schedule, num_stages(mesh_sizes), parts, microbatches, chunks)
 
     def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
