@@ -169,6 +169,8 @@ def unknown_key(key: str, variant: type[Section] | None = None, root: type[Secti
     # `leaves` has one key for each last part, whatever its section; `here` has those of the section that was typed.
     leaves = {name.rpartition(".")[2]: name for name in legal}
     here = {name.rpartition(".")[2]: name for name in legal if name.rpartition(".")[0] == head}
+    if not head:
+        here |= {name: name for name in root.model_fields}  # `legal` has the keys of sections, and not their names
     full = {name: name for name in [*legal, *root.model_fields]}
     # What to compare, with which keys, and how similar they must be (0 to 1, as difflib counts). The first match wins:
     # the surest guesses come first, so that a right name in a wrong section is not answered with a similar one here.
