@@ -20,11 +20,17 @@ from tunix.training.state import abstract_params, describe
 ROWS, LENGTH = 2, 24
 
 
+def is_repeated_vector(equation) -> bool:
+    vector, result = equation.invars[0].aval, equation.outvars[0].aval
+    for_tokens = result.ndim > 2 and result.shape[:2] == (ROWS, LENGTH)
+    return for_tokens and vector.size > 1 and not {0, 1} & set(equation.params["broadcast_dimensions"])
+
+
 def products(jaxpr) -> Iterator[float]:
     """Yield the FLOPs of each product of a program, those in a loop as often as it runs.
 
-    A product that sums over nothing is a vector at work, which the derived FLOPs have. A single number that
-    scales an activation (xIELU) is none.
+    A vector at work is a product that sums over nothing (a bias), or a vector that is repeated for every token (the
+    scale of a norm). The derived FLOPs have both. A single number that scales an activation (xIELU) is none.
     """
     for each in jaxpr.eqns:
         if each.primitive.name == "dot_general":
@@ -33,6 +39,8 @@ def products(jaxpr) -> Iterator[float]:
             num_summed = math.prod(left[dim] for dim in summed)
             scales = 1 in (math.prod(left), math.prod(right))
             yield 0.0 if scales else 2.0 * math.prod(each.outvars[0].aval.shape) * num_summed
+        elif each.primitive.name == "broadcast_in_dim" and is_repeated_vector(each):
+            yield 2.0 * math.prod(each.outvars[0].aval.shape)
         elif each.primitive.name.startswith("ragged_dot"):  # a row meets the weights of one expert
             yield 2.0 * math.prod(each.outvars[0].aval.shape) * each.invars[0].aval.shape[-1]
         elif each.primitive.name == "triangular_solve":  # half of the matrix is zero
