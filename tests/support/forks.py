@@ -15,21 +15,20 @@ What a fork cannot take is started by exec, as users start it (`can_fork`). Seve
 and of Slurm do so always.
 """
 
-import atexit
 import multiprocessing
 import os
 import pickle
 import runpy
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from support.as_main import run_to_the_end
 
 ROOT = Path(__file__).parents[2]
 # Read when Python starts or when jax is imported: a fork would keep those of the server.
@@ -184,25 +183,12 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
         sys.stdout.reconfigure(write_through=True)
     more = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
     site = [path for path in sys.path if path and not Path(path).is_relative_to(ROOT / "tests") and Path(path) != ROOT]
-    code: object = 0
-    try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            sys.path[:] = [os.getcwd(), *more, *site]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words[:]
-            sys.path[:] = [str(Path(words[0]).parent), *more, *site]
-            runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    threading._shutdown()  # waits for threads that are not daemons, as Python does before the functions of atexit
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[:] = [os.getcwd(), *more, *site]
+        program = partial(runpy.run_module, words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words[:]
+        sys.path[:] = [str(Path(words[0]).parent), *more, *site]
+        program = partial(runpy.run_path, words[0], run_name="__main__")
+    run_to_the_end(program)

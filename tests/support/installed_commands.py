@@ -8,8 +8,9 @@ import json
 import os
 import runpy
 import sys
-import threading
-import traceback
+from functools import partial
+
+from as_main import run_to_the_end  # the folder of this script is on the path, and `tests` is not
 
 import tunix.__main__
 import tunix.train_command
@@ -25,20 +26,7 @@ def become(words: list[str], folder: str, out: str, err: str) -> None:
         os.close(file)
     sys.argv = words
     sys.path[0] = os.path.dirname(words[0])
-    code: object = 0
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    threading._shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    run_to_the_end(partial(runpy.run_path, words[0], run_name="__main__"))
 
 
 if __name__ == "__main__":
