@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import ROOT, SMALL, batch, program
+from support.harness import ROOT, SMALL, Program, batch, program
 from support.installs import cuda_plugin, one_at_a_time
 
 from tunix.base.errors import UserError
@@ -18,6 +18,7 @@ from tunix.costs.devices import device_kinds, peak_tflops
 from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.products import product
 from tunix.models.remat import Remat, keep_policy
+from tunix.sharding.arrays import to_global
 from tunix.sharding.dims import axis_names
 from tunix.sharding.equations import Equation
 from tunix.training.mesh_choices import build_layout, build_mesh
@@ -69,17 +70,28 @@ def test_small_integers_are_multiplied_exactly():
 
 
 @pytest.fixture(scope="module")
-def on_one_device() -> list[dict[str, float]]:
-    return steps("[[1],[fsdp]]", 16)
+def on_one_device() -> dict[str, np.ndarray]:
+    return first_steps("[[1],[fsdp]]", 16)
 
 
-def steps(mesh: str, num_rows: int, *words: str, dtype: str = "fp8") -> list[dict[str, float]]:
-    """Return the metrics of two steps on the same 32 sequences; a device has `num_rows` of a microbatch."""
-    small = program(
+def first_steps(mesh: str, num_rows: int, *words: str) -> dict[str, np.ndarray]:
+    """Return the metrics of the first step on each of nine batches of 32 sequences."""
+    small = build(mesh, num_rows, *words)
+    at_start, shardings = jax.tree.map(np.asarray, small.state), jax.tree.map(lambda leaf: leaf.sharding, small.state)
+    step, metrics = small.compile(batch(32, 2)), []
+    for seed in range(9):
+        with jax.set_mesh(small.mesh):
+            state = jax.device_put(at_start, shardings)
+            metrics.append(step(state, to_global(batch(32, 2, seed=seed), small.mesh))[1])
+    return {name: np.array([float(each[name]) for each in metrics]) for name in ("loss", "grad_norm")}
+
+
+def build(mesh: str, num_rows: int, *words: str, dtype: str = "fp8") -> Program:
+    """Return a step on 32 sequences; a device has `num_rows` of a microbatch."""
+    return program(
         f"training.matmul_dtype={dtype}", "model.num_layers=2", "model.global_every=1", "model.sliding_window=null", "training.global_batch_size=32",
         f"training.micro_batch_size={num_rows}", f"model.mesh_shape={mesh}", "distributed.allow_idle_devices=true", *words,
     )  # fmt: skip
-    return small.run(batch(32, 2), 2)
 
 
 MESHES: dict[str, tuple[int, tuple[str, ...]]] = {  # sequences of a device in a microbatch, and other words
@@ -93,19 +105,26 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {  # sequences of a device in a
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES)
 def test_same_loss_on_every_mesh(mesh, on_one_device):
-    """The scales are those of all devices. Each part of a batch on stages has its own, so there it is within rounding."""
-    tolerance = ROUNDING / 4 if "pp" in mesh else 1e-3
+    """The scales are those of all devices. Each part of a batch on stages has its own, so there it is within rounding.
+
+    A mesh changes the order of sums, so the last bit of a float32. In about one batch of ten, this bit decides to which
+    of two 8-bit numbers a number is rounded, and the gradient of a sequence changes by up to this rounding. So most
+    batches agree much better than all do.
+    """
     num_rows, words = MESHES[mesh]
-    for here, there in zip(steps(mesh, num_rows, *words), on_one_device, strict=True):
-        for name in ("loss", "grad_norm"):
-            np.testing.assert_allclose(here[name], there[name], rtol=tolerance)
+    here = first_steps(mesh, num_rows, *words)
+    for name, there in on_one_device.items():
+        differences = np.abs(here[name] / there - 1)
+        assert differences.max() < ROUNDING / 4, name
+        assert "pp" in mesh or np.median(differences) < 1e-5, (name, differences)
 
 
 @pytest.mark.nightly
 def test_a_frozen_base_in_4_bits_is_rounded_again():
     """Low-rank updates keep the compute dtype; the base's products have the gradient of x alone."""
     words = "model.embed_dim=64", "model.lora.rank=2", "model.lora.quantize_base=nf4"
-    losses = [[step["loss"] for step in steps("[[1],[fsdp]]", 16, *words, dtype=dtype)] for dtype in ("null", "fp8")]
+    programs = [build("[[1],[fsdp]]", 16, *words, dtype=dtype) for dtype in ("null", "fp8")]
+    losses = [[step["loss"] for step in each.run(batch(32, 2), 2)] for each in programs]
     np.testing.assert_allclose(*losses, rtol=0.01)
     assert losses[0] != losses[1]
 
