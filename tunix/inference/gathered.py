@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import reshard
 
 from tunix.models.embedding import Embedding
 from tunix.models.layers import Einsum
 from tunix.models.products import PRODUCTS, product_of_few_rows
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer
+from tunix.sharding.arrays import bring_to
 from tunix.sharding.layout import Layout
 from tunix.training.state import Architecture, Weight
 
@@ -48,8 +48,8 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
     def gather_one(parameter: jax.Array, weight: Weight) -> jax.Array:
         spec = model.layout.at_rest(weight.equation)
         # Generation has another layout than training where stages split the layers: all layers come to each device.
-        laid_out = parameter if jax.typeof(parameter).sharding.spec == spec else reshard(parameter, spec)
-        return model.layout.gather(laid_out, weight.equation)
+        # Generation has another layout than training where stages split the layers: all layers come to each device.
+        return model.layout.gather(bring_to(parameter, spec), weight.equation)
 
     with jax.named_scope("gather"):
         gathered = jax.tree.map(gather_one, params, arch.weights)

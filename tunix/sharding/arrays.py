@@ -103,6 +103,11 @@ def lay_out(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(move, tree)
 
 
+def bring_to(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Return an array laid out as `spec`. An array that lies so already adds no operation to the program."""
+    return array if jax.typeof(array).sharding.spec == spec else reshard(array, spec)
+
+
 def bytes_per_device(tree: object) -> int:
     """Return the bytes that one device has of a tree of arrays or shapes; of a leaf without a sharding, all.
 

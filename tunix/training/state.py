@@ -17,7 +17,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.models.paths import parameter_name
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
-from tunix.sharding.arrays import to_host_memory
+from tunix.sharding.arrays import bring_to, to_host_memory
 from tunix.sharding.dims import EXPERTS
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
@@ -190,7 +190,7 @@ def start_state(
 def lay_out_for_optimizer(tree: dict[str, Any], arch: Architecture) -> dict[str, Any]:
     """Return trained parameters or gradients laid out as the optimizer works on them."""
     at_rest, sharded = arch.layout.at_rest, arch.layout.strategy.optimizer
-    return jax.tree.map(lambda x, weight: reshard(x, at_rest(weight.equation, sharded)), tree, arch.trained_weights)
+    return jax.tree.map(lambda x, weight: bring_to(x, at_rest(weight.equation, sharded)), tree, arch.trained_weights)
 
 
 def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh) -> dict[str, Any]:

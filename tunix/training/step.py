@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.data.batch import Batch
-from tunix.sharding.arrays import to_device_memory, to_host_memory
+from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
 from tunix.training.balance import move_biases
 from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
 from tunix.training.layer_norms import NORMS, norms_if_due
@@ -99,7 +99,8 @@ def make_train_step(
             # Back from the layout of the optimizer to that of the state, which is where updated weights are gathered.
             new = {"params": params, "opt_state": opt_state, **copies}
             old = {"params": trained, "opt_state": moments} | ({"copies": old_copies} if old_copies else {})
-            kept = jax.tree.map(lambda n, o: jnp.where(is_good, reshard(n, jax.typeof(o).sharding.spec), o), new, old)
+            new = jax.tree.map(lambda n, o: bring_to(n, jax.typeof(o).sharding.spec), new, old)
+            kept = jax.tree.map(lambda n, o: jax.lax.select(is_good, n, o), new, old)
             reported |= update.report_norms(state["step"], arch, grads, trained, kept["params"])
             if on_host:
                 kept["opt_state"] = to_host_memory(kept["opt_state"])
