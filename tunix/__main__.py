@@ -41,7 +41,7 @@ def main() -> int:
         del sys.argv[1]
     elif name.isidentifier():  # an override has a =, a flag has a -
         return exits.report_errors(lambda: refuse_command(name))
-    exits.stop_before_it_began()
+    exits.exit_on_stop_signals()
     from tunix.train_command import train_command
 
     return train_command()

@@ -132,7 +132,7 @@ def train(job: compose.Job) -> int:
     distributed = job.config.distributed
     if (code := member.supervise(distributed)) is not None:
         return code
-    exits.stop_before_it_began()  # also in a point of a sweep, and where Python calls `train_command` by itself
+    exits.exit_on_stop_signals()  # also in a point of a sweep, and where Python calls `train_command` by itself
 
     def work() -> None:
         from tunix.trainer import run  # imports jax: a wrong config is refused before
@@ -144,7 +144,7 @@ def train(job: compose.Job) -> int:
 
 def launch_elsewhere(job: compose.Job) -> int:
     """Hand the run to the launcher of the config, a file of tunix/launch; returns the exit code."""
-    exits.end_on_stop_signals()  # the run is elsewhere: 75 would say that it can be resumed
+    exits.restore_stop_signals()  # the run is elsewhere: 75 would say that it can be resumed
     return import_module(f"tunix.launch.{job.config.launcher.name}").launch(job)
 
 

@@ -17,7 +17,7 @@ from tunix.loop.setup import check_before_writing, set_up, try_out
 from tunix.loop.steps import open_loop
 from tunix.plan.choice import resolve_auto
 from tunix.processes import joining, stopping
-from tunix.processes.versions import versions
+from tunix.processes.versions import list_versions
 from tunix.processes.watchdog import Watchdog
 from tunix.run import logs, run_folder
 from tunix.run.checkpoint import Checkpoints
@@ -54,7 +54,7 @@ def run(job: compose.Job) -> Result:
     # Join the other processes first: jax must know all devices before it is asked for one. The roll call compares
     # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
     # the devices known.
-    remarks = joining.start(job.config.distributed, versions() | compose.list_facts(job.config))
+    remarks = joining.start(job.config.distributed, list_versions() | compose.list_facts(job.config))
     keep_programs(job.config)
     waiting_log = logs.start_logging(remarks, job.config.logging)
     cfg, chosen = resolve_auto(job.config)

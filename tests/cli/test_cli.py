@@ -317,7 +317,7 @@ def test_a_disk_that_fills_up_keeps_the_last_whole_checkpoint(words, small_disk)
 def test_a_stop_signal_before_the_run_began_ends_it_wherever_it_is():
     """Also in a callback whose exceptions Python ignores, as JAX has one in the garbage collector."""
     code = (
-        "import gc, os, signal; from tunix.processes import exits; exits.stop_before_it_began(); "
+        "import gc, os, signal; from tunix.processes import exits; exits.exit_on_stop_signals(); "
         "gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGTERM)); gc.collect(); print('went on')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -75,6 +75,8 @@ def test_open_mpi():
     host, port = found.coordinator_address.split(":")
     assert host == "10.96.0.1"
     assert 61440 <= int(port) < 65536
+    uri = "1531580416.0;tcp://10.96.0.1,10.148.0.1:34911"  # mpirun's number of the next job is larger by 4096
+    assert identity(MPI | {"OMPI_MCA_orte_hnp_uri": uri}).coordinator_address != found.coordinator_address
 
 
 def test_keys_win_over_the_environment():

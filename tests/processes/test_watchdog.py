@@ -56,7 +56,7 @@ def test_the_slow_process_is_named(monkeypatch, caplog):
         for step_time_s in (0.5, 1.5):
             each.note(step_time_s, step_time_s - host_s, host_s / 2)
     for rank, each in enumerate(others, 1):
-        board[f"progress/{rank}"] = json.dumps({"host": f"node-{rank}", **each.own()})
+        board[f"progress/{rank}"] = json.dumps({"host": f"node-{rank}", **each.average()})
     with watchdog.Watchdog(compose([]).config.distributed) as dog:
         dog.pace.note(1.0, 0.99, 0.0)
         while len(board) < 3 or not dog.pace.slowest:

@@ -23,7 +23,7 @@ from tunix.cli.mistakes import explain_errors, validate
 from tunix.config import Distributed, Section
 from tunix.config.values import CONF
 from tunix.processes import exits, member
-from tunix.processes.versions import versions
+from tunix.processes.versions import list_versions
 
 S = TypeVar("S", bound=Section)
 JOINING = "distributed."  # begins the words that say which process of several this is
@@ -70,7 +70,7 @@ def run_joined(name: str, distributed: Distributed, facts: dict[str, Any], work:
     def join_and_work() -> int | None:
         from tunix.processes import joining, watchdog  # jax starts here, after the config has passed
 
-        joining.start(distributed, versions() | facts)
+        joining.start(distributed, list_versions() | facts)
         with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
             return work()
 

@@ -70,7 +70,7 @@ class Child:
         """Return whether the process has ended. The processes that it started are killed then."""
         if self.code is None and (status := self.process.poll()) is not None:
             self._kill_group()
-            self.code = exits.exit_code(status)
+            self.code = exits.find_exit_code(status)
         return self.code is not None
 
     def send(self, number: int) -> None:

@@ -67,7 +67,7 @@ class RayNode:
                         open_streams.unregister(key.fileobj)
         status = self.process.wait()
         # A signal that came before the launcher handled signals: there was nothing to save.
-        yield exits.STOPPED if -status in self.sent else exits.exit_code(status)
+        yield exits.STOPPED if -status in self.sent else exits.find_exit_code(status)
 
     def send(self, number: int) -> None:
         """Send a signal to the command, which passes it on to its processes."""

@@ -11,6 +11,7 @@ from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
 # Schedulers act on these codes: start again after STOPPED and PEER, and not after the others. Any other is a bug.
 USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.code, Diverged.code
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Loaded here and not in the child: between fork and exec a child must not wait for locks of its parent's threads.
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
 
@@ -23,44 +24,49 @@ def report_errors(work: Callable[[], int | None]) -> int:
         return ending.code
 
 
-def exit_code(status: int) -> int:
-    """Return the exit code for the `Popen.returncode` of a child; JAX's runtime aborts one that has lost its peers."""
-    if status == -signal.SIGABRT:
+def find_exit_code(status: int) -> int:
+    """Return the exit code for the `Popen.returncode` of a child: a negative number is the signal that ended it."""
+    if status == -signal.SIGABRT:  # JAX's runtime aborts a process that has lost its peers
         return PEER
     return status if status >= 0 else 128 - status  # as a shell reports a signal: 137 for SIGKILL
 
 
-def stop_before_it_began() -> None:
-    """Let stop signals end this process with 75 until the run handles them itself: there is nothing to save yet."""
+def exit_on_stop_signals() -> None:
+    """Make stop signals end this process with exit code 75, until the run handles them: nothing is there to save."""
 
     def stop(number: int, _frame: object) -> None:
         print(f"{signal.Signals(number).name} before the run began: nothing to save", flush=True)
-        os._exit(STOPPED)  # an exception would be lost where a library ignores those of its callbacks
+        # No exception (`sys.exit`): the signal may come inside a callback of a library, where exceptions are ignored.
+        os._exit(STOPPED)
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
 
 
-def end_on_stop_signals() -> None:
-    """Give stop signals their default effect again: they end this process, with 143 or 138."""
+def restore_stop_signals() -> None:
+    """Give stop signals their default effect again: they end this process, with 143 (SIGTERM) or 138 (SIGUSR1)."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals from now on: this process is ending, and one that comes now must not change its exit code."""
+    """Ignore stop signals: this process is ending, and a signal that comes now must not change its exit code."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` for `Popen`: the child is killed when this process ends (Linux)."""
+    """Return a `preexec_fn` for `Popen`: the child is killed when this process ends, by kill -9 too (Linux).
+
+    More exactly, when the thread ends that starts the child. So a thread that calls `Popen` must outlive the child.
+    """
     parent = os.getpid()
 
     def ask_kernel() -> None:
         if sys.platform == "linux":
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # the parent died in between
+            # A parent that died before the kernel was asked sends no signal any more. Its child has another parent now.
+            if os.getppid() != parent:
                 os._exit(1)
 
     return ask_kernel

@@ -53,20 +53,21 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
     else:
         if distributed.coordinator_address:
             environment = {**environment, "JAX_COORDINATOR_ADDRESS": distributed.coordinator_address}
-        # torchrun first: under Slurm it is often started by srun, and then knows more than srun about its processes.
+        # torchrun first: under Slurm, srun often starts one torchrun a node. Then srun's variables count the torchruns,
+        # and torchrun's count the processes.
         sources = (_read_torchrun, _read_slurm, _read_open_mpi, _ask_jax)
-        found = next(filter(None, (source(environment) for source in sources)), None)
-        if found is None and given.keys() - {"local_device_ids"}:
+        read = next(filter(None, (source(environment) for source in sources)), None)
+        if read is None and given.keys() - {"local_device_ids"}:
             missing = [f"distributed.{key}" for key in keys[:3] if key not in given]
             raise UserError(f"distributed.{next(iter(given))} is set; {' and '.join(missing)} must be set too")
-        if "local_device_ids" in given and (found is None or found.num_processes == 1):
+        if "local_device_ids" in given and (read is None or read.num_processes == 1):
             raise UserError(
                 "distributed.local_device_ids chooses the devices of one process of several, but this run has one "
                 "process; use CUDA_VISIBLE_DEVICES instead"
             )
-        if found is None:
+        if read is None:
             return None
-        identity = replace(found, **given)
+        identity = replace(read, **given)
     return _check(identity) if identity.num_processes > 1 else None
 
 
@@ -105,7 +106,7 @@ def _read_torchrun(env: Environment) -> Identity | None:
     """
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    size, rank = _number(env, "WORLD_SIZE"), _number(env, "RANK")
+    size, rank = _read_number(env, "WORLD_SIZE"), _read_number(env, "RANK")
     if size == 1:
         return ALONE
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
@@ -113,12 +114,12 @@ def _read_torchrun(env: Environment) -> Identity | None:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         if missing:
             raise UserError(f"RANK={rank} and WORLD_SIZE={size} are set, {' and '.join(missing)} must be set too")
-        port = _number(env, "MASTER_PORT") + 1  # the launcher itself listens on MASTER_PORT
+        port = _read_number(env, "MASTER_PORT") + 1  # the launcher itself listens on MASTER_PORT
         if port > 65535:
             raise UserError(f"MASTER_PORT={port - 1}: tunix listens on the port after it; choose a lower one")
         coordinator = f"{env['MASTER_ADDR']}:{port}"
-    num_local = _number(env, "LOCAL_WORLD_SIZE", 1)
-    local = _local_devices(env, _number(env, "LOCAL_RANK", 0), num_local)
+    num_local = _read_number(env, "LOCAL_WORLD_SIZE", 1)
+    local = _choose_devices(env, _read_number(env, "LOCAL_RANK", 0), num_local)
     return Identity("RANK and WORLD_SIZE", coordinator, size, rank, local, num_local)
 
 
@@ -126,34 +127,37 @@ def _read_slurm(env: Environment) -> Identity | None:
     """Read the variables of a task of `srun`. The batch script itself is no task, and is a single process."""
     if "SLURM_STEP_NODELIST" not in env or "SLURM_PROCID" not in env:
         return None
-    size = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+    size = _read_number(env, "SLURM_STEP_NUM_TASKS", _read_number(env, "SLURM_NTASKS", 1))
     if size == 1:
         return ALONE
     # Nothing tells the tasks a port. They compute one from the job's number, so that jobs that share a node differ.
-    port = _job_port(_number(env, "SLURM_JOB_ID"))
-    coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
+    port = _choose_port(_read_number(env, "SLURM_JOB_ID"))
+    coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_find_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
     num_local = _count_tasks_here(env)
-    local = _local_devices(env, _number(env, "SLURM_LOCALID"), num_local)
-    return Identity("Slurm", coordinator, size, _number(env, "SLURM_PROCID"), local, num_local)
+    local = _choose_devices(env, _read_number(env, "SLURM_LOCALID"), num_local)
+    return Identity("Slurm", coordinator, size, _read_number(env, "SLURM_PROCID"), local, num_local)
 
 
 def _read_open_mpi(env: Environment) -> Identity | None:
     """Read the variables of a process that `mpirun` of Open MPI has started."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
-    size, rank = _number(env, "OMPI_COMM_WORLD_SIZE"), _number(env, "OMPI_COMM_WORLD_RANK")
+    size, rank = _read_number(env, "OMPI_COMM_WORLD_SIZE"), _read_number(env, "OMPI_COMM_WORLD_RANK")
     if size == 1:
         return ALONE
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
     if coordinator is None:
         uri = env.get("OMPI_MCA_orte_hnp_uri") or env.get("PMIX_SERVER_URI41") or ""
+        # The job and the addresses of its first node: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911
         job, _, address = uri.partition(";tcp://")
         if not address:
             raise UserError("Open MPI does not tell where process 0 is; set distributed.coordinator_address=HOST:PORT")
-        port = _job_port(int("".join(filter(str.isdigit, job.split(".")[0])) or 0))
+        number = int("".join(filter(str.isdigit, job.split(".")[0])) or 0)
+        # mpirun counts jobs in the bits from the 12th on, so the rest of a division by `NUM_PORTS` is 0 for every job.
+        port = _choose_port(number >> 12 if number % (1 << 12) == 0 else number)
         coordinator = f"{address.split(',')[0].split(':')[0]}:{port}"
-    local_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
-    local = _local_devices(env, _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
+    local_size = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+    local = _choose_devices(env, _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
     return Identity("Open MPI", coordinator, size, rank, local, local_size)
 
 
@@ -180,7 +184,7 @@ def _ask_jax(env: Environment) -> Identity | None:
     return Identity(f"JAX's detector {found.name}", coordinator, size, rank, None if local is None else (local,))
 
 
-def _local_devices(env: Environment, local_rank: int, local_size: int) -> tuple[int, ...] | None:
+def _choose_devices(env: Environment, local_rank: int, local_size: int) -> tuple[int, ...] | None:
     """Return the devices of this process; None means every device that it sees.
 
     The only process of a host takes every device. One of several takes the device with its local rank, unless its
@@ -191,23 +195,24 @@ def _local_devices(env: Environment, local_rank: int, local_size: int) -> tuple[
     return None if local_size == 1 or hidden else (local_rank,)
 
 
-def _job_port(job: int) -> int:
+def _choose_port(job: int) -> int:
+    """Return the port of a job: one on all of its processes, and another one for most other jobs on the same node."""
     return FIRST_PORT + job % NUM_PORTS
 
 
 def _count_tasks_here(env: Environment) -> int:
     """Return the number of tasks on this node.
 
-    `SLURM_STEP_TASKS_PER_NODE` is a list like 4(x2),3, which means 4, 4 and 3; SLURM_NODEID is this node's place in it.
+    SLURM_STEP_TASKS_PER_NODE is a list like 4(x2),3, which means 4, 4 and 3; SLURM_NODEID is this node's place in it.
     """
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         count, _, times = part.rstrip(")").partition("(x")
         counts += [int(count)] * int(times or 1)
-    return counts[min(_number(env, "SLURM_NODEID", 0), len(counts) - 1)]
+    return counts[min(_read_number(env, "SLURM_NODEID", 0), len(counts) - 1)]
 
 
-def _first_node(nodes: str) -> str:
+def _find_first_node(nodes: str) -> str:
     """Return the address of the first node of a list like node[3-5,7].
 
     Slurm is asked for the address, since the name that Slurm gives a node need not be known to DNS.
@@ -237,7 +242,7 @@ def _check(identity: Identity) -> Identity:
     return identity
 
 
-def _number(env: Environment, name: str, default: int | None = None) -> int:
+def _read_number(env: Environment, name: str, default: int | None = None) -> int:
     value = env.get(name)
     if value is None and default is not None:
         return default

@@ -27,7 +27,7 @@ def start(cfg: Distributed, facts: dict[str, Any]) -> list[str]:
     if identity is None or jax.distributed.is_initialized():
         return []
     refuse_idle_gpus(identity, cfg)
-    # First our own roll call, whose messages name who is missing or different; then the runtime's, which would abort.
+    # Our own roll call comes first: its messages name who is missing or different. The runtime would abort instead.
     remarks = roll_call(identity, facts, cfg.init_timeout_s)
     try:
         with deadline(cfg.init_timeout_s, f"the {identity.num_processes} processes could not join"):

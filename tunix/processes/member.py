@@ -1,4 +1,8 @@
-"""A process of a run: a parent that watches over its child, and a child that works. Every end has an exit code.
+"""A process of a run is two processes: a parent that watches over its child, and the child, which trains.
+
+    launcher ── parent (`supervise`: waits, passes signals on) ── child (`run_member`: jax, training)
+
+The child may be aborted or killed at any moment; the parent then still reports the end with an exit code of ours.
 
 Imports jax only where the work begins.
 """
@@ -34,7 +38,7 @@ def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
             return code
     except Exception as error:
         if not find_identity(distributed):
-            raise  # a bug: with its traceback
+            raise  # a bug in a run of one process: Python prints its traceback
         code, why = peers.blame(error)
     print(f"error: {why}", file=sys.stderr)
     peers.leave(code, why)

@@ -4,7 +4,7 @@ All devices take a step together, so every process measures the time of the slow
 own is the time that it spends beside its devices: reading data, writing, waiting for a core.
 
     process 0   |host|  waits for the devices                  |
-    process 1   |host . . . . . . . . . . . . . . .|  waits    |      process 1 is the one that the others wait for
+    process 1   |host . . . . . . . . . . . . . . .|  waits    |      process 0 waits for process 1
 """
 
 import logging
@@ -22,7 +22,10 @@ AGAIN_S = 600.0  # before a process is named again
 
 
 class Pace:
-    """Pace of this process, as its loop notes it; on process 0 also that of the slowest one, as all publish it."""
+    """Pace of this process, which its loop notes; on process 0 also the pace of the slowest process.
+
+    The watchdog publishes what `average` returns. On process 0 it gives `compare` what all processes have published.
+    """
 
     def __init__(self) -> None:
         self.steps = deque[tuple[float, float, float]](maxlen=NUM_STEPS)
@@ -33,8 +36,9 @@ class Pace:
         """Note the seconds of a step, those in which this process waited for devices, and those for data."""
         self.steps.append((step_time_s, step_time_s - device_wait_s, data_wait_s))
 
-    def own(self) -> dict[str, float]:
+    def average(self) -> dict[str, float]:
         """Return the means of this process over the newest steps; empty before the first one."""
+        # A list first: the watchdog calls this from its thread while the loop adds a step.
         if not (steps := list(self.steps)):
             return {}
         names = ("step_time_s", "host_s", "data_wait_s")
@@ -43,7 +47,7 @@ class Pace:
     def compare(self, states: Mapping[int, dict[str, Any]]) -> None:
         """Find the slowest of the processes, and name it in the log if the others wait for it.
 
-        `states` are what each process has published: its `host` and the numbers of `own`.
+        `states` has what each process has published, by rank: its `host` and the numbers of `average`.
         """
         known = {rank: state for rank, state in states.items() if "host_s" in state}
         if len(known) < 2:
@@ -55,6 +59,7 @@ class Pace:
             "slowest_host_s": state["host_s"],
             "slowest_data_wait_s": state["data_wait_s"],
         }
+        # The median and not the mean: one more slow process among the others must not hide this one.
         others_s = statistics.median(other["host_s"] for each, other in known.items() if each != rank)
         is_slow = state["host_s"] > max(MOST_OF * state["step_time_s"], TIMES_OTHERS * others_s)
         now = time.monotonic()

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # Words in the runtime's errors that mean a lost peer.
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
 NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; the heartbeat detects a process that dies
-_gathers = count()  # gives each gather a number; all processes call gathers in the same order
+_gathers = count()  # gives each gather a number
 
 
 def is_main() -> bool:
@@ -49,12 +49,13 @@ def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
     """Return the texts of all processes, in their order; `name` stands in the error of one that waits in vain."""
     if jax.process_count() == 1:
         return [text]
-    # The number is the same on all processes, because they call gathers in the same order. Six digits of the rank, so
-    # that the order of texts is that of numbers.
+    # A new number for each gather, because the store keeps what was set. It is the same on all processes, because they
+    # call gathers in the same order: only the main thread may call them. Six digits of the rank, so that the
+    # alphabetical order of the keys is the order of ranks.
     key = f"tunix/gather/{next(_gathers)}"
-    _store().key_value_set(f"{key}/{jax.process_index():06}", text)
+    _find_store().key_value_set(f"{key}/{jax.process_index():06}", text)
     barrier(f"{name}, {key}", timeout_s)
-    return [value for _, value in sorted(_store().key_value_dir_get(f"{key}/"))]
+    return [value for _, value in sorted(_find_store().key_value_dir_get(f"{key}/"))]
 
 
 @cache
@@ -76,7 +77,7 @@ def first_of_host() -> bool:
 def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
     """Call `work()` on every process at once; a `UserError` on one process is raised on all."""
     result, mistake = None, ""
-    # An error that one process raised alone would leave the others waiting at the next barrier.
+    # If one process alone raised its error, the others would wait for it at the next barrier.
     try:
         result = work()
     except UserError as error:
@@ -119,14 +120,14 @@ def main_first(work: Callable[[], T], name: str) -> T:
 def barrier(name: str, timeout_s: float = 600) -> None:
     """Wait for every process to come here; RuntimeError naming the barrier after `timeout_s`."""
     if jax.process_count() > 1:
-        _store().wait_at_barrier(f"tunix: {name}", round(1000 * timeout_s))
+        _find_store().wait_at_barrier(f"tunix: {name}", round(1000 * timeout_s))
 
 
 def publish(key: str, value: str) -> None:
     """Set a value that the other processes read with `published`. Does nothing once the coordinator is gone."""
     if jax.process_count() > 1:
         try:
-            _store().key_value_set(f"tunix/{key}", value, allow_overwrite=True)
+            _find_store().key_value_set(f"tunix/{key}", value, allow_overwrite=True)
         except RuntimeError:
             log.warning("the coordinator does not answer")
 
@@ -136,7 +137,7 @@ def published(folder: str) -> dict[str, str]:
     if jax.process_count() == 1:
         return {}
     try:
-        entries = _store().key_value_dir_get(f"tunix/{folder}/")
+        entries = _find_store().key_value_dir_get(f"tunix/{folder}/")
     except RuntimeError:
         return {}
     return {key.rsplit("/", 1)[1]: value for key, value in entries}
@@ -166,7 +167,9 @@ def blame(error: Exception) -> tuple[int, str]:
 
     The cause is a lost peer, or a bug here: then its traceback is printed and the code is 1.
     """
-    time.sleep(2)  # a peer that failed has published it by then
+    # The cause may be on another process: then the error here is only that its connection broke. Give it the time to
+    # publish its reason.
+    time.sleep(2)
     for rank, text in published("failed").items():
         failure = json.loads(text)
         return exits.PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
@@ -185,11 +188,13 @@ def leave(code: int, why: str) -> None:
         logging.shutdown()
         publish(f"failed/{jax.process_index()}", json.dumps({"code": code, "why": why, "host": socket.gethostname()}))
         if is_main():
-            # The coordinator ends with this process; then the runtime aborts those that have not read why.
+            # The store ends with this process, and then the runtime aborts the others. So give their watchdogs the time
+            # to read why: they look every `watchdog.POLL_S`.
             time.sleep(3)
+        # Not sys.exit: at its end Python would call the shutdown of JAX's runtime, which waits for all processes.
         os._exit(code)
 
 
-def _store() -> Any:
-    """Return the store of small texts that all processes share; process 0 keeps it."""
+def _find_store() -> Any:
+    """Return JAX's client of the store of small texts, which runs on process 0; None for a run of one process."""
     return runtime.global_state.client

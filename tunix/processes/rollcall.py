@@ -20,7 +20,7 @@ from tunix.base.errors import PeerLost, UserError
 from tunix.processes.identity import Identity
 
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
-LATE_S = 5.0  # after an error, seconds that process 0 waits for processes that are still to come, to tell them too
+LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
 REPORT: dict[str, type | tuple[type, ...]] = {"process": int, "host": str, "facts": dict, "time": (int, float)}
 
 
@@ -85,13 +85,14 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
             break
         peer.settimeout(5)
         other = read(peer)
-        # The port is open to everybody: what is no report is closed and not counted.
+        # Everybody can connect to the port. Whoever sends something else than a report is not counted.
         if other is None or not is_report(other):
             peer.close()
             continue
         peers.append(peer)
         other["ahead_s"] = other.pop("time") - time.time()
-        # The first mistake decides. Processes that come a little later hear of it too, and do not wait for nobody.
+        # The first mistake ends the run. Wait a little for processes that come later: they should hear of it too, and
+        # not try for minutes to reach a process 0 that has ended.
         if not mistake and (mistake := _find_mistake(present, other)):
             deadline = min(deadline, time.monotonic() + LATE_S)
         present.setdefault(other["process"], other)
@@ -148,7 +149,8 @@ def _report(host: str, port: int, about: dict[str, Any], deadline: float) -> dic
         try:
             with socket.create_connection((host, port), timeout=5) as zero:
                 write(zero, about | {"time": time.time()})
-                # Process 0 answers when all have come, or names the missing ones when its own time is over.
+                # Process 0 answers when all have come, or when its own time is over. Its time began later than ours if
+                # it started later, so give it some seconds more: its answer names who is missing.
                 zero.settimeout(max(0.01, deadline + 2 * LATE_S - time.monotonic()))
                 if answer := read(zero):
                     return answer

@@ -1,8 +1,11 @@
 """Stopping early: signals and time limits, after the same step on every process.
 
-A signal reaches processes at different moments, and perhaps one of them alone. A process that stopped at once would
-leave the others inside the next step. So a signal is only noted; after each step all processes ask whether one of them
-has noted one, and JAX's runtime gives all of them the same answer.
+A signal reaches processes at different moments, and perhaps only one of them. A process that stopped at once would
+leave the others inside the next step. So a process only notes a signal. After each step all processes ask whether one
+of them has noted one, and JAX's runtime gives all of them the same answer:
+
+    process 0   step 7 | ask: no | step 8        | ask: no | step 9 | ask: yes -> save, stop
+    process 1   step 7 | ask: no | step 8 SIGTERM| ask: no | step 9 | ask: yes -> save, stop
 """
 
 import os
@@ -25,10 +28,10 @@ def listening() -> Iterator[None]:
     """Let SIGTERM and SIGUSR1 ask the run to save and stop; after `joining.start`, which replaces the handlers."""
     _stop_signals.clear()
     _agreed.clear()
-    # With several processes SIGTERM stays with JAX: it makes all of them stop after the same step.
+    # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
     numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
     if threading.current_thread() is not threading.main_thread():
-        numbers = []  # only the main thread may
+        numbers = []  # Python allows handlers of signals in the main thread alone
     before = {n: signal.signal(n, lambda n, _: request_stop(signal.Signals(n).name)) for n in numbers}
     try:
         yield
@@ -58,7 +61,9 @@ def stop_requested() -> str | None:
     """
     if jax.process_count() == 1:
         return _stop_signals[0] if _stop_signals else None
-    # JAX stops at a number that has not been asked for yet: a signal before the first step names 1, whatever the step.
+    # JAX answers yes for one number: the largest that any process has asked for when the signal comes, plus 1. So the
+    # numbers count the calls, from 1. Numbers of steps would not do: in a run that is resumed at step 1000, a signal
+    # before the first call would choose the number 1, which nobody asks for.
     if not _agreed and multihost_utils.reached_preemption_sync_point(next(_polls)):
         _agreed.append(_stop_signals[0] if _stop_signals else "SIGTERM")
     return _agreed[0] if _agreed else None

@@ -21,7 +21,7 @@ def is_child() -> bool:
     return CHILD in os.environ
 
 
-def this_command() -> list[str]:
+def rebuild_command() -> list[str]:
     """Return the words that start this program again with its arguments: a script, or `python -m NAME`."""
     spec = sys.modules["__main__"].__spec__
     if spec is None:
@@ -36,7 +36,7 @@ def supervise(identity: Identity, patience_s: float) -> int:
     for it.
     """
     environment = {**os.environ, CHILD: "1", "PYTHONUNBUFFERED": "1"}
-    child = subprocess.Popen(this_command(), env=environment, preexec_fn=exits.end_with_parent())
+    child = subprocess.Popen(rebuild_command(), env=environment, preexec_fn=exits.end_with_parent())
     signals_sent: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
@@ -45,7 +45,8 @@ def supervise(identity: Identity, patience_s: float) -> int:
 
     for number in exits.STOP_SIGNALS:
         signal.signal(number, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child too
+    # A terminal sends Ctrl-C to the child too. The parent must live on: its death would kill the child at once.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = _wait(child, patience_s)
     exits.ignore_stop_signals()
     who = f"process {identity.process_id} of {identity.num_processes}"
@@ -58,13 +59,13 @@ def supervise(identity: Identity, patience_s: float) -> int:
         print(f"error: {who} has lost the others: one of them died, hangs, or cannot be reached", file=sys.stderr)
     elif status < 0:
         print(f"error: {who} was ended by {signal.Signals(-status).name}", file=sys.stderr)
-    return exits.exit_code(status)
+    return exits.find_exit_code(status)
 
 
 def _wait(child: subprocess.Popen, patience_s: float) -> int | None:
     """Wait for the end of the child and return its status; None if it was stopped for too long and had to be killed."""
-    # A process that is stopped (SIGSTOP, a debugger) does not end and sends no heartbeat. Going on much later, it would
-    # write into a run that others have resumed.
+    # A process that is stopped (SIGSTOP, a debugger) sends no heartbeat, so the others end without it. If it went on
+    # hours later, it would write into a run that somebody has resumed since.
     last_running = time.monotonic()
     while time.monotonic() < last_running + patience_s:
         try:
@@ -80,6 +81,7 @@ def _wait(child: subprocess.Popen, patience_s: float) -> int | None:
 def _is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped the process. Only Linux shows it; elsewhere this is False."""
     try:
+        # "4711 (name) T ...": the state stands behind the name, and the name may contain spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False

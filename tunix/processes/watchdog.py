@@ -44,7 +44,9 @@ class Watchdog:
 
     def __init__(self, cfg: Distributed):
         self.cfg, self.steps = cfg, deque[float](maxlen=50)
+        # What the main thread does, in which step, since when (by time.monotonic()), and how many seconds it may take.
         self.doing, self.number, self.since, self.limit = "starting", 0, time.monotonic(), float(cfg.phase_deadline_s)
+        # When the step began. A phase within the step changes `since`, and not this.
         self.begun = self.since
         self.pace = Pace()
         self.ended = threading.Event()
@@ -64,10 +66,11 @@ class Watchdog:
         now = time.monotonic()
         if self.doing == "a step":
             self.steps.append(now - self.begun)
-        median = statistics.median(self.steps) if self.steps else float("inf")  # the first may load libraries
+        # The first step has no limit of its own: it may load libraries, and takes longer than all others.
+        median = statistics.median(self.steps) if self.steps else float("inf")
         limit = max(self.cfg.step_deadline_s, self.cfg.step_deadline_factor * median)
         self.doing, self.number, self.begun, self.since = "a step", number, now, now
-        self.limit = min(limit, self.cfg.phase_deadline_s)  # also the limit of the first step, which has no median
+        self.limit = min(limit, self.cfg.phase_deadline_s)
 
     def start_over(self) -> None:
         """Forget how long steps took: those that follow have another batch. The next one has a phase's deadline."""
@@ -96,6 +99,8 @@ class Watchdog:
                 self._publish()
                 if jax.process_index() == 0:
                     self.pace.compare(_read_states())
+            # A process that fails says so before it ends. The others read it here, and end at once with its reason; by
+            # heartbeats alone they would learn of the end after `heartbeat_timeout_s`, without the reason.
             for rank, failure in peers.published("failed").items():
                 if int(rank) != jax.process_index():
                     self._follow(int(rank), json.loads(failure))
@@ -103,7 +108,7 @@ class Watchdog:
                 self._expire(now - self.since)
 
     def _publish(self) -> None:
-        state = {"step": self.number, "doing": self.doing, "host": socket.gethostname(), **self.pace.own()}
+        state = {"step": self.number, "doing": self.doing, "host": socket.gethostname(), **self.pace.average()}
         peers.publish(f"progress/{jax.process_index()}", json.dumps({**state, "for_s": time.monotonic() - self.since}))
 
     def _follow(self, rank: int, failure: dict[str, Any]) -> None:
@@ -132,8 +137,9 @@ class Watchdog:
         ]
         log.error("\n".join(["where each process is:", *lines]))
         self._dump_stacks()
-        # The process in the earliest step is the late one; of several there, one that is not inside the step, because
-        # those inside wait for it.
+        # The late process is in the earliest step. Of several in that step, it is one that does something else than the
+        # step: those inside the step wait for it.
+        #     process 0: step 7, a step         process 1: step 7, reading data   <- late      process 2: step 7, a step
         late = min(states, key=lambda rank: (states[rank]["step"], states[rank]["doing"] == "a step"), default=0)
         who = f"process {late} is late; " if len(states) > 1 else ""
         self._end(

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tunix.processes.versions import versions
+from tunix.processes.versions import list_versions
 
 MAX_DIFF = 1 << 20  # characters of the difference to the commit that are kept
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNORECASE)  # in names of variables
@@ -44,7 +44,7 @@ def describe_environment() -> dict[str, Any]:
         "command": [sys.executable, *sys.argv],
         "folder": os.getcwd(),
         "host": platform.node(),
-        "versions": versions(),
+        "versions": list_versions(),
         "git_commit": git("rev-parse", "HEAD"),
         "git_changes": (git("status", "--porcelain") or "").splitlines(),
         "git_diff": (git("diff", "HEAD") or "")[:MAX_DIFF],
