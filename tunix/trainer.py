@@ -22,7 +22,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.run import logs, run_folder
 from tunix.run.checkpoint import Checkpoints
 from tunix.run.compile_cache import keep_programs
-from tunix.run.compile_step import memory_report
+from tunix.run.compile_step import describe_memory
 from tunix.run.compiler import Compiler
 from tunix.run.home import check_home, find_home, write_home
 from tunix.run.lock import hold_lock
@@ -103,7 +103,7 @@ def run(job: compose.Job) -> Result:
                 loop.evaluations.make_up(last)
                 with watchdog.phase("closing"):
                     checkpoints.finish()
-                    log.info("%s", memory_report(loop.compiled.at(last), peak_memory_gib()))
+                    log.info("%s", describe_memory(loop.compiled.at(last), peak_memory_gib()))
                     if loop.evaluations.newest:
                         feed.sum_up(progress.state, loop.evaluations.newest, loop.metrics)
         log.info("done: %s", folder)

@@ -17,7 +17,7 @@ from support.harness import ROOT
 from tunix.base.errors import UserError
 from tunix.launch import accelerate, children
 from tunix.launch.__main__ import main, parser
-from tunix.launch.nodes import NodeFlags, find_node, free_port
+from tunix.launch.nodes import NodeFlags, find_free_port, find_node
 from tunix.launch.rendezvous import meet
 
 LAUNCHED = str(ROOT / "tests" / "support" / "launched.py")
@@ -131,7 +131,7 @@ def test_what_does_not_fit_together(flags, environment, message):
 
 def test_nodes_meet():
     """Three nodes run the same command; each gets a number, and node 0 is at the address."""
-    port, found = free_port(), []
+    port, found = find_free_port(), []
     run = {"rdzv_id": "job", "nnodes": 3, "nprocs": 2}
     threads = [threading.Thread(target=lambda: found.append(meet("127.0.0.1", port, 3, run, 10))) for _ in range(3)]
     threads[0].start()
@@ -149,7 +149,7 @@ def test_nodes_meet():
 
 
 def test_nodes_that_do_not_belong_together():
-    port, said = free_port(), []
+    port, said = find_free_port(), []
 
     def come(nprocs: int, timeout_s: float) -> None:
         with pytest.raises(UserError) as error:

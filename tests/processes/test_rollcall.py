@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tunix.base.errors import PeerLost, UserError
-from tunix.launch.nodes import free_port
+from tunix.launch.nodes import find_free_port
 from tunix.processes import rollcall
 from tunix.processes.identity import Identity
 from tunix.processes.rollcall import roll_call
@@ -15,7 +15,7 @@ from tunix.processes.rollcall import roll_call
 
 def called(*who: tuple[int, int, dict], timeout_s: float = 5) -> list[object]:
     """What each of these processes (number, of how many, its facts) hears."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{find_free_port()}"
 
     def come(process: int, count: int, facts: dict) -> object:
         try:
@@ -91,7 +91,7 @@ def test_clocks_that_are_apart(monkeypatch):
 
 
 def test_a_stranger_on_the_port():
-    port = free_port()
+    port = find_free_port()
     with ThreadPoolExecutor(1) as threads:
         zero = threads.submit(roll_call, Identity("torchrun", f"127.0.0.1:{port}", 2, 0), {}, 5)
         for _ in range(50):
@@ -123,4 +123,4 @@ def test_a_port_in_use_is_named():
 def test_process_0_never_comes():
     """Its host may have died while it started: a job is queued again (76), and its config is not to blame."""
     with pytest.raises(PeerLost, match=r"no answer of process 0 within distributed.init_timeout_s=1 \(.*is it running"):
-        roll_call(Identity("torchrun", f"localhost:{free_port()}", 2, 1), {}, 1)
+        roll_call(Identity("torchrun", f"localhost:{find_free_port()}", 2, 1), {}, 1)

@@ -11,7 +11,11 @@ from tunix.launch.nodes import NodeFlags
 
 
 class Settings(BaseModel):
-    """Keys that have a meaning here, with accelerate's defaults, and keys that are accepted with one value only."""
+    """Keys of accelerate's config file, with its defaults.
+
+    The first keys say how many processes run where. From `distributed_type` on, a key asks for something that is chosen
+    elsewhere in tunix, or not needed: it is accepted only with a value that asks for nothing.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,7 +27,7 @@ class Settings(BaseModel):
     main_process_port: int | None = None
     rdzv_backend: Literal["static", "c10d"] = "static"
     gpu_ids: str | int | None = None
-    """all, or numbers separated by commas."""
+    """`all`, or numbers separated by commas."""
     use_cpu: bool = False
     distributed_type: Literal["MULTI_GPU", "MULTI_CPU", "NO"] = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"

@@ -31,8 +31,8 @@ class Copier(threading.Thread):
 
     def run(self) -> None:
         with self.log.open("ab", buffering=0) as file:
-            # With labels, whole lines, so that lines of two processes do not mix. Else whatever is there, so that a
-            # progress bar, which ends no line, is seen as it moves.
+            # With labels it copies whole lines, so that lines of two processes do not mix. Without, it copies what is
+            # there: a progress bar ends no line, and should be seen as it moves.
             while data := self.source.readline() if self.label else os.read(self.source.fileno(), 65536):
                 self.num_read, self.is_writing = self.num_read + 1, True
                 file.write(data)
@@ -48,7 +48,8 @@ class Copier(threading.Thread):
 
         A program that the process has left behind may keep the output open. It is not waited for.
         """
-        # A second in which nothing was read means that the process has written all it had to write.
+        # The process has ended, so its last output is in the pipe. Nothing more came for a second: all of it is copied.
+        # The end of the pipe would say so exactly, but comes only when every process that inherited the pipe has ended.
         num_read = -1
         while self.is_alive() and not received and (self.is_writing or self.num_read != num_read):
             num_read = self.num_read
@@ -67,7 +68,7 @@ class Child:
     was_ended: bool = False  # the launcher has sent SIGTERM to it, because another process died
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended. The processes that it started are killed then."""
+        """Return whether the process has ended. Then the processes that it has started and left behind are killed."""
         if self.code is None and (status := self.process.poll()) is not None:
             self._kill_group()
             self.code = exits.find_exit_code(status)
@@ -81,6 +82,8 @@ class Child:
             self.process.send_signal(number)
 
     def _kill_group(self) -> None:
+        # The process has a session of its own (`_start`), so its process id is also the id of its group: the processes
+        # that it has started, for example workers that read data.
         with suppress(ProcessLookupError, PermissionError):  # the group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -129,7 +132,9 @@ def run(
             for local_rank in range(node.num_processes):
                 own_environment = {"PYTHONUNBUFFERED": "1", **environment, **node.environment(local_rank)}
                 children.append(_start(words, own_environment, log_dir, label))
-            for child in children:  # this starts threads, which must not exist when a process is forked
+            # Only now, because this starts threads: a process that is forked while another thread holds a lock (of the
+            # memory allocator, for example) may wait for that lock for ever.
+            for child in children:
                 child.copy_output(f"{child.rank}: ".encode() if label else b"")
             watch.say(f"{len(children)} of {node.world_size} processes; output of each in {log_dir}/train.RANK.log")
             watch.wait_for_all(children, received, grace_s)
@@ -155,7 +160,7 @@ def _start(words: list[str], environment: Mapping[str, str], log_dir: Path, labe
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # a Ctrl-C on the terminal goes to the launcher only, which passes it on
+            start_new_session=True,  # so a terminal sends Ctrl-C to the launcher alone, which passes it on once
             preexec_fn=exits.end_with_parent(),
         )
     return Child(rank, process, log)

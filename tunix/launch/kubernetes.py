@@ -59,6 +59,8 @@ def make_manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[di
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
             "coordinator": {"replicatedJob": JOB, "jobIndex": 0, "podIndex": 0},
+            # JobSet takes the first rule that fits a failure. A Job that ends by its own rule (`_job`: an exit code of
+            # `FOR_GOOD`) has the reason `PodFailurePolicy`. After every other failure all pods start again.
             "failurePolicy": {
                 "maxRestarts": kubernetes.max_restarts,
                 "rules": [
@@ -78,7 +80,7 @@ def _job(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
         "parallelism": kubernetes.nodes,
         "completions": kubernetes.nodes,
         "completionMode": "Indexed",
-        "backoffLimit": 0,
+        "backoffLimit": 0,  # the Job starts no pod again: the other pods could not take it back into their run
         "podFailurePolicy": {
             "rules": [
                 {
@@ -98,7 +100,7 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
     new = f"{folder}/config.$HOSTNAME"
     copy = f"mkdir -p {folder} && cp /etc/tunix/config.yaml {new} && mv {new} {folder}/config.yaml"
     pod = {
-        "restartPolicy": "Never",  # a single pod cannot rejoin a run: all pods start again
+        "restartPolicy": "Never",  # as above
         "terminationGracePeriodSeconds": kubernetes.grace_period_s,
         "serviceAccountName": kubernetes.service_account,
         "nodeSelector": _pairs(kubernetes.node_selector) or None,

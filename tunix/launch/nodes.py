@@ -88,12 +88,12 @@ def find_node(flags: NodeFlags, environment: Environment = os.environ) -> Node:
     rank = _find_node_rank(flags, env, nodes, here)
     meeting_host, _, meeting_port = (flags.rdzv_endpoint or "").partition(":")
     addr = flags.master_addr or meeting_host or env.get("MASTER_ADDR")
-    port = flags.master_port or _number({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
-    port = port or _number(env, "MASTER_PORT")
+    port = flags.master_port or _read_number({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
+    port = port or _read_number(env, "MASTER_PORT")
     if port is not None and not 0 < port < 65535:
         raise UserError(f"port {port} of node 0: must be from 1 to 65534, and the port after it is used too")
     if nodes == 1:
-        return Node(0, 1, here, addr or "127.0.0.1", port or free_port())
+        return Node(0, 1, here, addr or "127.0.0.1", port or find_free_port())
     if not addr:
         raise UserError(f"a run of {nodes} nodes needs the address of node 0: set --master_addr or MASTER_ADDR")
     if rank is None and flags.rdzv_endpoint:
@@ -104,8 +104,11 @@ def find_node(flags: NodeFlags, environment: Environment = os.environ) -> Node:
     return Node(rank, nodes, here, addr, port or STATIC_PORT)
 
 
-def free_port() -> int:
-    """Find a port that is free, and whose next port is free too."""
+def find_free_port() -> int:
+    """Return a port that is free, and whose next port is free too.
+
+    Another program may take a port before process 0 listens there; then process 0 says so and ends.
+    """
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("", 0))
@@ -124,7 +127,7 @@ def _count_processes(nprocs: str, environment: Environment) -> int:
         "cpu": lambda: os.cpu_count() or 1,
         "auto": lambda: count_gpus(environment) or os.cpu_count() or 1,
     }
-    count = counts[nprocs]() if nprocs in counts else _number({"--nprocs": nprocs}, "--nprocs")
+    count = counts[nprocs]() if nprocs in counts else _read_number({"--nprocs": nprocs}, "--nprocs")
     if not count:
         raise UserError(f"--nprocs={nprocs}: " + ("no NVIDIA GPU here" if nprocs == "gpu" else "must be at least 1"))
     return count
@@ -132,7 +135,7 @@ def _count_processes(nprocs: str, environment: Environment) -> int:
 
 def _count_nodes(flags: NodeFlags, env: Environment, here: int) -> int:
     """Return the number of nodes, by --nnodes or WORLD_SIZE; `here` is the number of processes on each node."""
-    world = _number(env, "WORLD_SIZE")
+    world = _read_number(env, "WORLD_SIZE")
     if world is None:
         if "RANK" in env and flags.nnodes is None:
             raise UserError(f"RANK={env['RANK']} is set; WORLD_SIZE or --nnodes must be set too, or --standalone")
@@ -150,8 +153,8 @@ def _find_node_rank(flags: NodeFlags, env: Environment, nodes: int, here: int) -
     Users export RANK with two meanings: the first global rank of the node, and the number of the node. With 2 nodes of
     4 processes RANK=4 can only be the former, RANK=1 only the latter. RANK=2 on 4 nodes of 2 can be both: an error.
     """
-    node = flags.node_rank if flags.node_rank is not None else _number(env, "NODE_RANK")
-    rank = _number(env, "RANK")
+    node = flags.node_rank if flags.node_rank is not None else _read_number(env, "NODE_RANK")
+    rank = _read_number(env, "RANK")
     if node is not None:
         if not 0 <= node < nodes:
             raise UserError(f"--node_rank={node}: the {nodes} nodes count from 0")
@@ -176,7 +179,7 @@ def _find_node_rank(flags: NodeFlags, env: Environment, nodes: int, here: int) -
     )
 
 
-def _number(values: Environment, name: str) -> int | None:
+def _read_number(values: Environment, name: str) -> int | None:
     value = values.get(name)
     if not value:
         return None

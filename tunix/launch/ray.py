@@ -68,10 +68,10 @@ def launch(job: compose.Job) -> int:
                 watch.say(f"exit code {code}; launcher.max_restarts={restart} are used up")
                 break
             watch.say(f"exit code {code}: starts again, {restart} of {launcher.max_restarts} times so far")
-            start_at = None  # now from the newest checkpoint
+            start_at = None  # from the newest checkpoint: only the first start has a step that the user named
             try:
                 nodes = take_nodes()
-            except Ending as ending:
+            except Ending as ending:  # no nodes, or a signal: the run ends with the exit code that it has
                 watch.say(str(ending))
                 break
         return code
@@ -117,8 +117,9 @@ def list_sizes(config: Config, launcher: Ray) -> list[int]:
     for number in range(launcher.nodes - 1, least - 1, -1):
         values["launcher"] |= {"nodes": number, "min_nodes": None}
         try:
-            compose.build(values)
+            compose.build(values)  # the checks of the config know which meshes and batches this many devices can have
         except UserError as error:
+            # A number in between that does not fit is left out: 4 and 2 nodes may fit, and 3 not.
             if number == least:
                 raise UserError(f"launcher.min_nodes={least}: the run does not fit: {error}") from None
         else:
@@ -154,10 +155,11 @@ def make_words(
 def make_environment(launcher: Ray) -> dict[str, str]:
     """Return the environment variables of the run, beside those that Ray's workers have."""
     pairs = (text.partition("=") for text in launcher.extra_env)
-    cpu = {} if launcher.gpus_per_node else {"JAX_PLATFORMS": "cpu"}  # Ray hides no GPUs from those that ask for none
+    # Ray does not hide the GPUs of a node from a run that asks for none: without this, jax would take all of them.
+    cpu = {} if launcher.gpus_per_node else {"JAX_PLATFORMS": "cpu"}
     return cpu | {name: value for name, _, value in pairs}
 
 
 def _stops_by_itself(config: Config, code: int) -> bool:
-    """Return True for the end that the run's own keys ask for: to start again at once would undo it."""
+    """Return True for an end that the run's own keys ask for; starting again at once would undo it."""
     return code == exits.STOPPED and bool(config.training.time_limit_s or config.training.hard_stop)

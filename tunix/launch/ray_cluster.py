@@ -22,7 +22,7 @@ from tunix.launch.ray_node import STDERR, STDOUT, RayNode
 from tunix.processes import exits
 
 CONNECT_S = 10.0
-FEWER_S = 10.0  # seconds to wait for each smaller number of nodes: those that are there are free at once
+FEWER_S = 10.0  # seconds to wait for each smaller number of nodes; nodes that are there already are free at once
 TERMINALS = {STDOUT: "stdout", STDERR: "stderr"}
 
 
@@ -35,7 +35,7 @@ def connect(address: str) -> Iterator[None]:
     """
     try:
         where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-        if where != "auto":  # Ray would try for minutes
+        if where != "auto":  # try the port first: Ray itself would try for minutes
             host, _, port = where.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
@@ -69,7 +69,8 @@ class Node:
         )
         self.address = "", 0  # host and port, once the actor has sent them
         self.code: int | None = None
-        self.was_ended = self.is_killed = False
+        self.was_ended = False  # as in `watch.Part`
+        self.is_killed = False  # `send` has ended the actor
 
     @property
     def host(self) -> str:
@@ -95,10 +96,10 @@ class Node:
 
     def _follow(self, items: Any) -> None:
         """Copy the output of the node to the terminal, whole lines at a time, until the exit code comes."""
-        rest = dict.fromkeys(TERMINALS, b"")
+        rest = dict.fromkeys(TERMINALS, b"")  # of each stream, the begin of a line whose end has not come yet
         code = None
         try:
-            for item in map(ray.get, items):
+            for item in map(ray.get, items):  # as `RayNode.run` yields them: pieces of output, then the exit code
                 if isinstance(item, int):
                     code = item
                 else:
@@ -129,8 +130,10 @@ def take_nodes(bundle: dict[str, float], sizes: Sequence[int], timeout_s: float,
     """
     for size in sizes:
         deadline = time.monotonic() + (timeout_s if size == sizes[0] else FEWER_S)
+        # Ray may give a node that dies before its actor runs. Then all nodes are given back and asked for again.
         while time.monotonic() < deadline:
             group = placement_group([bundle] * size, strategy="STRICT_SPREAD")
+            # STRICT_SPREAD: no two bundles on one node. One second at a time, so that a signal is noticed.
             while not (is_ready := group.wait(1)) and time.monotonic() < deadline and not received:
                 pass
             if is_ready and (nodes := _start_actors(group, bundle, size)):

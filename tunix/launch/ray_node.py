@@ -10,23 +10,27 @@ from pathlib import Path
 
 import ray
 
-from tunix.launch.nodes import free_port
+from tunix.launch.nodes import find_free_port
 from tunix.processes import exits
 
 STDOUT, STDERR = 1, 2
 
 
 class RayNode:
-    """An actor of Ray. Its processes end with it, also when it is killed. Ray calls its methods in several threads."""
+    """An actor of Ray: an object in a process of its own on a node, whose methods the driver calls from afar.
+
+    Ray calls the methods in several threads: a signal can be sent while `run` is at work. The processes of the node end
+    with the actor, also when it is killed.
+    """
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.has_started = threading.Event()
-        self.sent: set[int] = set()
+        self.sent: set[int] = set()  # signals
 
     def find_address(self) -> tuple[str, int]:
         """Return this node's address, and a port that is free here, as is the next one."""
-        return ray.util.get_node_ip_address(), free_port()
+        return ray.util.get_node_ip_address(), find_free_port()
 
     def run(
         self, words: list[str], environment: Mapping[str, str], here: str, config: Path, text: str
@@ -55,6 +59,7 @@ class RayNode:
             preexec_fn=exits.end_with_parent(),
         )
         self.has_started.set()
+        # Wait for both streams at once: a program that fills the pipe of the one that nobody reads would stop.
         with selectors.DefaultSelector() as open_streams:
             for number, stream in ((STDOUT, self.process.stdout), (STDERR, self.process.stderr)):
                 assert stream is not None
@@ -66,12 +71,12 @@ class RayNode:
                     else:
                         open_streams.unregister(key.fileobj)
         status = self.process.wait()
-        # A signal that came before the launcher handled signals: there was nothing to save.
+        # A signal ended the launcher before it handled signals, so there was nothing to save: 75, and not 143.
         yield exits.STOPPED if -status in self.sent else exits.find_exit_code(status)
 
     def send(self, number: int) -> None:
         """Send a signal to the command, which passes it on to its processes."""
-        self.has_started.wait()
+        self.has_started.wait()  # a signal may come while `run` still starts the command
         assert self.process is not None
         self.sent.add(number)
         self.process.send_signal(number)

@@ -41,7 +41,7 @@ def meet(host: str, port: int, num_nodes: int, run: dict[str, Any], timeout_s: f
         with socket.create_server(("", port)) as server:
             return _welcome(server, num_nodes, run, deadline)
     except OSError as error:
-        # Not our address, or another node of this host is node 0 already: join.
+        # Join: the address is not ours (EADDRNOTAVAIL), or another launcher of this host is node 0 (EADDRINUSE).
         if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             raise
     return _join(address, run, deadline)

@@ -124,6 +124,7 @@ def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int |
         resume = f'"$([ $restarts -gt 0 ] && echo {resume} || echo {first})"'
     python = slurm.python or ("python3" if slurm.container_image else sys.executable)
     training = shlex.join([python, str(Path(slurm.train_script or RUN_TRAINING).absolute())])
+    # Below, {x} is a value of Python's, {{x}} stands for {x} in the script, and \\ for a backslash.
     return f"""#!/bin/bash
 # {config.project_name}: {submission.describe(config, slurm)}.
 # Written by `python run_training.py launcher=slurm`. Submitted again, it goes on with the newest checkpoint.
@@ -139,7 +140,8 @@ export JAX_COORDINATOR_ADDRESS=$address:$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PO
 restarts=${{SLURM_RESTART_COUNT:-0}}
 echo "$(date '+%F %T') job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restarted $restarts times, process 0 on $address"
 
-# srun returns the largest exit code of its tasks. The worst one decides, so each task notes its own code in a file.
+# srun returns the largest exit code of its tasks, and the largest is not the worst: 76 (a process died) hides 2 (wrong
+# input). So each task writes its own code to a file; the shell around it outlives stop signals to do so (trap).
 ends={shlex.quote(str(folder))}/exit_codes.$SLURM_JOB_ID
 rm -rf "$ends" && mkdir "$ends"
 {_srun_command(slurm, folder)} \\

@@ -65,7 +65,7 @@ def describe(config: Config, nodes: Nodes) -> str:
 
 
 def make_resume_word(path: Path) -> str:
-    """Return the override `resume=PATH`, quoted for Hydra."""
+    """Return the override `resume=PATH`, quoted for Hydra's grammar. A shell needs quotes of its own around it."""
     if re.fullmatch(r"[\w/.:+-]+", str(path)):
         return f"resume={path}"
     escaped = str(path).replace("'", "\\'")
@@ -83,7 +83,7 @@ def write_file(path: Path, text: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder, and the folders above it that are empty then."""
+    """Remove the folder, and the folders above it that were made for it: those that are empty then."""
     shutil.rmtree(folder)
     for parent in folder.parents:
         if parent == Path.cwd() or any(parent.iterdir()):

@@ -81,7 +81,7 @@ def wait_for_all(parts: Sequence[Part], received: list[int], grace_s: float) -> 
             for part in running:
                 part.send(number)
         now = time.monotonic()
-        # 0 and 75 are ends that all parts come to; the others may still be saving.
+        # A part with 0 or 75 has not died: the others come to the same end by themselves, and may still be saving.
         if died_at is None and any(part.code not in (None, 0, exits.STOPPED) for part in parts):
             died_at = now
         if died_at and ended_at is None and now > died_at + LAST_WORDS_S:
@@ -92,7 +92,7 @@ def wait_for_all(parts: Sequence[Part], received: list[int], grace_s: float) -> 
         if ended_at and now > ended_at + grace_s:
             for part in running:
                 part.send(signal.SIGKILL)
-        time.sleep(0.02)  # parts are asked, because the launcher waits for signals and several parts at once
+        time.sleep(0.02)  # a loop that asks, because no call waits for signals and for several parts at once
     return stops > 0
 
 

@@ -67,6 +67,7 @@ def _describe_overlap(program: Program) -> str:
 
 
 def _describe_sums(program: Program) -> str:
+    """Return in words how often gradients are summed over devices, and why."""
     text = f"gradients reduced every {program.sync_every} microbatch(es)"
     is_chosen = program.cfg.training.sync_gradients_every == "auto" and program.sync_every > 1
     return f"{text}: once a step, which costs no memory on this mesh" if is_chosen else text

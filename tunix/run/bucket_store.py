@@ -31,7 +31,7 @@ from tunix.run.sealed import check_together
 from tunix.training.state import State
 
 log = logging.getLogger(__name__)
-VERIFIED = "verified"  # an object that says which digests were compared
+VERIFIED = "verified"  # an object with the fingerprint of the digests that were compared last
 POLL_S = 0.2  # seconds between two looks whether the other processes have written
 
 
@@ -44,7 +44,7 @@ class BucketStore:
         self.rules = make_rules(cfg)
         self.thread: threading.Thread | None = None
         self.failure: Exception | None = None
-        self.num_saves = 0
+        self.num_saves = 0  # the same on every process: the name under which they publish that a save is done
         peers.on_main(self._delete_unfinished, "checkpoints that are not whole")
 
     def steps(self) -> list[int]:
@@ -59,7 +59,7 @@ class BucketStore:
     def save(self, step: int, state: State, record: Record) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         self.wait()
-        part = copy_part(state)  # the next step overwrites the memory of the state
+        part = copy_part(state)  # now, because the next step overwrites the memory of the state
         if peers.is_main():
             part.texts |= {"run/metadata": json.dumps(record.about)}
             part.texts["tokenizer/metadata"] = json.dumps(record.tokenizer)
@@ -137,17 +137,21 @@ class BucketStore:
             peers.publish(f"{answers}/{rank}", json.dumps({"digests": own}))
             if peers.is_main():
                 digests = own | self._wait_for_others(answers)
+                # Last, and after all parts of all processes: this object makes the checkpoint whole. A kill before this
+                # line leaves objects that `_delete_unfinished` removes at the next start.
                 record = {"step": step, "time": datetime.now(UTC).isoformat(), "metrics": metrics, "files": digests}
                 objects.write(FILE, json.dumps(record).encode())
                 self._delete_old()
         except Exception as error:
+            # Nobody sees an exception of this thread. So process 0 is told, which would wait for ever, and `wait`
+            # raises it in the main thread.
             peers.publish(f"{answers}/{rank}", json.dumps({"failure": explain(error)}))
             self.failure = error
 
     def _wait_for_others(self, answers: str) -> dict[str, Any]:
         """Return the digests of what the other processes have written, when all have."""
         digests: dict[str, Any] = {}
-        # No limit of time: a process that dies ends the whole run (`processes/watchdog.py`).
+        # Without a time limit: where a process dies, the watchdog ends this one too (`processes/watchdog.py`).
         while len(texts := peers.published(answers)) < jax.process_count() > 1:
             time.sleep(POLL_S)
         for rank, text in texts.items():

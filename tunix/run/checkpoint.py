@@ -64,7 +64,7 @@ class Checkpoints:
     def restore(
         self, step: int | None, abstract: State, config: Config, now: Position
     ) -> tuple[State, Position, Improvement] | None:
-        """State and position at `step`, or at the newest step that can be read; None if nothing was saved yet.
+        """Return state and position at `step`, or at the newest step that can be read; None if nothing was saved yet.
 
         Newer checkpoints are put aside, so that the run can write its own. A copy of the parameters, or a window of
         spikes, that the checkpoint does not have is left out of the state.
@@ -97,6 +97,7 @@ class Checkpoints:
                     ) from error
                 log.error("CHECKPOINT OF STEP %d IS DAMAGED, taking the one before: %s", candidate, reason)
                 continue
+            # Only now: a checkpoint that cannot be read is moved too, but not before an older one could be read.
             move_newer(self.store, [newer for newer in steps if newer > candidate])
             for name in sorted(set(about["parts"]["copies"]) - set(abstract.get("copies", {}))):
                 log.warning("the checkpoint's copy of the parameters %s is not wanted any more: it is dropped", name)

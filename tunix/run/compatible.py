@@ -14,8 +14,9 @@ from tunix.data.position import Position
 
 log = logging.getLogger(__name__)
 
-# A run and the checkpoint that it goes on from have these keys in common. The mesh, the number of processes, the
-# strategy, the batch and the schedule may change.
+# Keys, or sections, that must have the same value in a run and in the checkpoint that it goes on from: they decide the
+# shapes of the state, or which samples come next. The mesh, the number of processes, the strategy, the batch and the
+# schedule may change. `MAY_DIFFER` are keys of these sections that change no shape: how a result is computed.
 SAME = ("model", "optimizer.name", "optimizer.moments", "training.seq_len", "training.param_dtype", "seed")
 MAY_DIFFER = (
     "model.mesh_shape",

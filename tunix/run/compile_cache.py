@@ -17,7 +17,9 @@ SHORTEST_COMPILE_S = 0.5  # a program that compiles faster is not worth a file
 HIT = "/jax/compilation_cache/cache_hits"
 
 
-_hits: list[int] = []  # the thread that has read a program, for each program that this process has read
+# The id of the thread that has read it, for each program that this process has read. JAX tells of a read by an event
+# alone, in the thread that asks for the program; `Compiler` has a thread of its own.
+_hits: list[int] = []
 
 
 def count_reads() -> int:
@@ -40,14 +42,17 @@ def keep_programs(cfg: Config) -> None:
     """
     size_gib = cfg.training.compile_cache_gib
     if size_gib and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        folder = Path(cfg.loading.cache_dir).expanduser() / "programs" / _machine()
+        folder = Path(cfg.loading.cache_dir).expanduser() / "programs" / _name_processor()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
 
 
-def _machine() -> str:
-    """Return a name for this kind of processor: XLA compiles for its instructions, and another kind may lack some."""
+def _name_processor() -> str:
+    """Return a name for this kind of processor: XLA compiles for its instructions, and another kind may lack some.
+
+    A cache on a disk that hosts of several kinds share would else give a program that ends with an illegal instruction.
+    """
     flags = platform.processor()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -33,7 +33,7 @@ def compile_step(program: Program, spans: Spans, mesh: Mesh) -> Any:
     return compiled
 
 
-def memory_report(compiled: Any, peak_gib: float | None) -> str:
+def describe_memory(compiled: Any, peak_gib: float | None) -> str:
     """Return in words the predicted memory of the compiled step, beside the largest that a device has used."""
     memory = compiled.memory_analysis()
     predicted = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30

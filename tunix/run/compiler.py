@@ -41,7 +41,7 @@ class Compiler:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Wait for the thread: Python aborts the process if it ends while a thread is inside jaxlib.
 
-        XLA cannot be interrupted. After an error of the main thread, programs that wait for their turn are left out.
+        XLA cannot be interrupted, so this may take as long as one program. Programs that have not begun are left out.
         """
         if any(future.running() for future in self.begun.values()):
             reason = f": {error}" if error else ""
@@ -79,10 +79,13 @@ class Compiler:
             self.begin_step(program, schedule.spans(last))
 
     def _begin(self, key: Hashable, work: Callable[[], Any]) -> Future:
-        """Call `work()` in the thread, after all that was begun before. It may not talk to other processes."""
+        """Call `work()` in the thread, after all that was begun before.
+
+        It must not talk to other processes: they call gathers and collectives in the order of their main threads.
+        """
 
         def work_on_mesh() -> Any:
-            with jax.set_mesh(self.mesh):  # each thread has a mesh in use of its own
+            with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
                 return work()
 
         if key not in self.begun:

@@ -19,36 +19,38 @@ class Moment:
     cfg: Config
     folder: Path  # of the run
     step: int
-    record: dict[str, Any]  # the newest line of metrics.jsonl from training; a running step has none yet
+    # The newest line of metrics.jsonl from training. It is mostly of the step before `step`, which may still be
+    # running: a reason that looks at numbers may come one step late.
+    record: dict[str, Any]
     improvement: Improvement  # of the held-out loss, up to the newest evaluation
     elapsed_s: float  # since the program began
     source: BatchSource
 
 
-def time_limit(now: Moment) -> Ending | None:
-    """Ask all processes to stop once `training.time_limit_s` is over; `asked_to_stop` then ends them together."""
+def check_time_limit(now: Moment) -> Ending | None:
+    """Ask all processes to stop once `training.time_limit_s` is over; `check_stop_request` then ends them together."""
     limit = now.cfg.training.time_limit_s
     if limit is not None and now.elapsed_s > limit:
         stopping.request_stop(f"training.time_limit_s={limit:g}")
     return None
 
 
-def hard_stop(now: Moment) -> Ending | None:
+def check_hard_stop(now: Moment) -> Ending | None:
     """Stop after the step `training.hard_stop`; a resumed run is past it."""
     if now.step != now.cfg.training.hard_stop:
         return None
     return Stopped(f"training.hard_stop={now.step}: saved; go on with resume={now.folder}")
 
 
-def asked_to_stop(now: Moment) -> Ending | None:
-    """Stop after the same step on every process, when one of them was asked to, and the source can go on from there."""
+def check_stop_request(now: Moment) -> Ending | None:
+    """Stop after the same step on every process, if one was asked to stop and the source can go on after this step."""
     why = stopping.stop_requested()
     if why is None or not now.source.can_stop(now.step):
         return None
     return Stopped(f"{why}: saved after step {now.step}; go on with resume={now.folder}")
 
 
-def not_finite(now: Moment) -> Ending | None:
+def check_skipped_steps(now: Moment) -> Ending | None:
     """Give up after too many skipped steps in a row, and name the samples of the last."""
     skipped, allowed = now.record.get("skipped", 0), now.cfg.training.max_skipped_steps
     if skipped <= allowed:
@@ -62,7 +64,7 @@ def not_finite(now: Moment) -> Ending | None:
     )
 
 
-def spikes(now: Moment) -> Ending | None:
+def check_spikes(now: Moment) -> Ending | None:
     """Give up after too many spikes in a row, and say how to go on without their data."""
     row, allowed = now.record.get("spikes", 0), now.cfg.training.max_spikes
     if row <= allowed:
@@ -75,7 +77,7 @@ def spikes(now: Moment) -> Ending | None:
     )
 
 
-def no_improvement(now: Moment) -> Ending | None:
+def check_patience(now: Moment) -> Ending | None:
     """End the run when the held-out loss has not become lower for `evaluation.patience` evaluations.
 
     Within a rollout it goes on: the answers that are under way are not saved.
@@ -89,13 +91,20 @@ def no_improvement(now: Moment) -> Ending | None:
     )
 
 
-# Every process asks every reason, in this order, and must get the same answer as the others: after every step the
-# first ones, after every evaluation the second ones.
-REASONS: list[Callable[[Moment], Ending | None]] = [time_limit, hard_stop, asked_to_stop, not_finite, spikes]
-REASONS_OF_EVALUATIONS: list[Callable[[Moment], Ending | None]] = [no_improvement]
+# All processes ask all reasons, in this order, and every process must get the same answer: one that ended alone would
+# leave the others waiting in the next step. `REASONS` are asked after every step, the others after every evaluation.
+REASONS: list[Callable[[Moment], Ending | None]] = [
+    check_time_limit,
+    check_hard_stop,
+    check_stop_request,
+    check_skipped_steps,
+    check_spikes,
+]
+REASONS_OF_EVALUATIONS: list[Callable[[Moment], Ending | None]] = [check_patience]
 
 
 def find_ending(now: Moment, reasons: list[Callable[[Moment], Ending | None]]) -> Ending | None:
     """Return the reason to end the run after this step, None to go on. A failure wins over a stop that saves."""
+    # Every reason is asked, also after one that holds: `check_stop_request` counts its calls on every process.
     endings = [ending for reason in reasons if (ending := reason(now)) is not None]
     return min(endings, key=lambda ending: ending.saves, default=None)

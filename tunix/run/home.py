@@ -59,7 +59,7 @@ def _refuse_other_run(job: Job, home: str) -> None:
 def _try_out(home: str, timeout_s: float) -> None:
     name, text = f".probe-{jax.process_index()}", b"tunix"
     with explaining(home, KEY):
-        # One failure is enough here: the user waits.
+        # At most 10 s: the user waits for the start. A longer limit is for a server that is away while the run trains.
         objects = Objects(home, min(timeout_s, 10.0))
         objects.write(name, text)
         if objects.read(name) != text:
@@ -80,6 +80,8 @@ def _write(job: Job, folder: Path, home: str) -> None:
         files, place = filesystem(home, KEY), join(home, CONFIG)
         with explaining(place, KEY):
             try:
+                # "create" fails where the file exists, as one operation of the server: of two runs that start at the
+                # same time with the same address, only one gets it.
                 files.pipe_file(place, text.encode(), mode="overwrite" if job.config.resume else "create")
             except FileExistsError:
                 raise UserError(f"{KEY}={home} holds another run; resume={home} goes on with it") from None
