@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.harness import Program, batch, program
+from support.harness import SGD, Program, batch, program
 from support.harness import experts as few_experts
 
 from tunix.base.errors import UserError
@@ -28,7 +28,7 @@ def experts(**changed) -> str:
     return few_experts(**(ALL_PARTS | changed))
 
 
-SMALL = ["model.num_layers=1", "model.global_every=1", "model.sliding_window=null", experts()]
+SMALL = [*SGD, "model.num_layers=1", "model.global_every=1", "model.sliding_window=null", experts()]
 STEPS = 3
 
 
@@ -177,7 +177,7 @@ def test_derived_costs_know_experts():
 
 
 TURNS = [
-    "model.num_layers=4", "model.global_every=4", "model.sliding_window=5", "model.local_attention=chunk",
+    *SGD, "model.num_layers=4", "model.global_every=4", "model.sliding_window=5", "model.local_attention=chunk",
     "model.unrotated_every=4", "model.qk_norm=after_rotation",
     "model.query_growth={rate: 0.1, every: 3, offset: 1, layers: unrotated}",
     experts(every=2, weighted="inputs", normalized=False, num_groups=1, groups_per_token=1),

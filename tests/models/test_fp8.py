@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import ROOT, SMALL, Program, batch, program
+from support.harness import ROOT, SGD, SMALL, Program, batch, program
 from support.installs import cuda_plugin, one_at_a_time
 
 from tunix.base.errors import UserError
@@ -90,7 +90,7 @@ def build(mesh: str, num_rows: int, *words: str, dtype: str = "fp8") -> Program:
     """Return a step on 32 sequences; a device has `num_rows` of a microbatch."""
     return program(
         f"training.matmul_dtype={dtype}", "model.num_layers=2", "model.global_every=1", "model.sliding_window=null", "training.global_batch_size=32",
-        f"training.micro_batch_size={num_rows}", f"model.mesh_shape={mesh}", "distributed.allow_idle_devices=true", *words,
+        f"training.micro_batch_size={num_rows}", f"model.mesh_shape={mesh}", "distributed.allow_idle_devices=true", *SGD, *words,
     )  # fmt: skip
 
 

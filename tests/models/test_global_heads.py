@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from models.test_parity import PARITY
-from support.harness import ONE_DEVICE, SPLIT_MESHES, batch, program
+from support.harness import ONE_DEVICE, SGD, SPLIT_MESHES, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -19,7 +19,7 @@ from tunix.training.state import describe
 TURNS = [
     "++model.global_heads={head_dim: 12, num_kv_heads: 1, values_are_keys: true}", "model.num_layers=4",
     "model.global_every=2", "model.value_norm=true", "model.layer_scale=true", "model.local_rope_theta=1e4",
-    "++model.rope_scaling={name: proportional, share: 0.5}", "distributed.allow_idle_devices=true",
+    "++model.rope_scaling={name: proportional, share: 0.5}", "distributed.allow_idle_devices=true", *SGD,
 ]  # fmt: skip
 TOLERANCE = 1e-5  # float32; sums in another order
 

@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from support.harness import ROOT, batch, program
+from support.harness import ROOT, SGD, batch, program
 
 from tunix.cli.compose import compose
 from tunix.config.values import CONF
@@ -129,7 +129,7 @@ def test_attention_is_causal_local_and_within_the_document(length, window):
 
 def test_whole_logits_never_exist_and_chunks_leave_the_loss_unchanged():
     """No array of the program is as large as [B, T, V], nor by default; with one chunk there is one."""
-    words = ["model.mesh_shape=[[4,2],[fsdp,tp]]", "model.vocab_size=4096", "model.embed_dim=16", "model.num_layers=1",
+    words = [*SGD, "model.mesh_shape=[[4,2],[fsdp,tp]]", "model.vocab_size=4096", "model.embed_dim=16", "model.num_layers=1",
              "model.global_every=1"]  # fmt: skip
     largest, numbers = {}, {}
     for chunk in (32, 8, "auto"):

@@ -6,7 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from support.harness import batch, metrics, program
+from support.harness import SGD, batch, metrics, program
 
 import tunix
 from tunix.base.errors import UserError
@@ -32,7 +32,7 @@ def test_same_loss_on_every_mesh_and_a_frozen_base(qtype, mesh):
     losses = []
     for each in (mesh, "[[1],[fsdp]]"):
         small = program("model.embed_dim=64", "model.lora.rank=4", f"model.lora.quantize_base={qtype}",
-                        f"model.mesh_shape={each}", "distributed.allow_idle_devices=true")  # fmt: skip
+                        f"model.mesh_shape={each}", "distributed.allow_idle_devices=true", *SGD)  # fmt: skip
         before = jax.tree.map(np.asarray, small.arch.frozen(small.state["params"]))
         losses.append([step["loss"] for step in small.run(batch(16, 2))])
         after = dict(named(small.state["params"]))

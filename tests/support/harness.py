@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,19 +75,48 @@ def experts(**changed: Any) -> str:
     return f"++model.mlp={{{', '.join(named)}}}"
 
 
+# Steps that move the weights visibly, by few operations: a third of those of a step are AdamW's.
+SGD = [
+    "optimizer=sgd", "optimizer.nesterov=false", "optimizer.learning_rate=0.1", "scheduler=constant",
+    "scheduler.warmup_ratio=0",
+]  # fmt: skip
+
+
 @dataclass
 class Program:
     """A train step with the state it starts from."""
 
-    cfg: Config
-    mesh: jax.sharding.Mesh
-    arch: Architecture
-    state: Any
+    built: training.Program
     step: Any  # not compiled
+    fresh: bool
+
+    @property
+    def cfg(self) -> Config:
+        return self.built.cfg
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.built.mesh
+
+    @property
+    def arch(self) -> Architecture:
+        return self.built.arch
+
+    @cached_property
+    def state(self) -> Any:
+        """Made when it is asked for: a program that is only compiled needs none."""
+        with jax.set_mesh(self.mesh):
+            if self.fresh:
+                return self.built.new_state(self.cfg.seed)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.built.abstract)
+            return jax.tree.map(jax.device_put, _initial(self.built), shardings)
+
+    def lower(self, batch: dict[str, np.ndarray]):
+        with jax.set_mesh(self.mesh):
+            return jax.jit(self.step, donate_argnums=0).lower(self.built.abstract, to_global(batch, self.mesh))
 
     def compile(self, batch: dict[str, np.ndarray]):
-        with jax.set_mesh(self.mesh):
-            return jax.jit(self.step, donate_argnums=0).lower(self.state, to_global(batch, self.mesh)).compile()
+        return self.lower(batch).compile()
 
     def run(self, batch: dict[str, np.ndarray], steps: int = 2) -> list[dict[str, float]]:
         """Metrics of some steps on one batch; the state is left after them."""
@@ -107,13 +136,7 @@ def program(*overrides: str, fresh: bool = False) -> Program:
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         built = training.assemble(cfg, mesh)
-        step = built.step([(100, 1000)])
-        if fresh:
-            state = built.new_state(cfg.seed)
-        else:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract)
-            state = jax.tree.map(jax.device_put, _initial(built), shardings)
-    return Program(cfg, mesh, built.arch, state, step)
+        return Program(built, built.step([(100, 1000)]), fresh)
 
 
 _initial_states: dict[str, Any] = {}

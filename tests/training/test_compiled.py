@@ -6,24 +6,25 @@ from functools import cache
 
 import jax
 import pytest
-from support.harness import SMALL, batch, program
+from support.harness import SMALL, Program, batch, program
 
 from tunix.cli.compose import compose
 from tunix.costs.hlo import read_collectives
-from tunix.sharding.arrays import to_global
 from tunix.training.mesh_choices import build_mesh, choose_sync
 
 MICROBATCHES = 4
 
 
 @cache
-def moved(*overrides: str) -> dict[str, float]:
+def moved(strategy: str, sync: int, optimizer: str = "adamw") -> dict[str, float]:
     """Bytes that one step gathers and reduces, as multiples of the float32 parameters (norm scales apart)."""
-    step = program(f"training.gradient_accumulation_steps={MICROBATCHES}", *overrides)
-    matrices = [
-        leaf.nbytes for path, leaf in jax.tree.leaves_with_path(step.state["params"]) if path[-1].key != "scale"
-    ]
-    table = step.state["params"]["embedding"]["table"].nbytes
+    step = program(
+        "model.mesh_shape=[[8],[fsdp]]", f"training.gradient_accumulation_steps={MICROBATCHES}",
+        f"training.sharding_strategy={strategy}", f"training.sync_gradients_every={sync}", f"optimizer={optimizer}",
+    )  # fmt: skip
+    matrices = list_matrix_bytes(step)
+    params = step.built.abstract["params"]
+    table = params["embedding"]["table"].size * 4
     compiled = step.compile(batch(32, MICROBATCHES))
     found = [c for c in read_collectives(compiled.as_text()) if c.group_size > 1]
 
@@ -40,7 +41,11 @@ def moved(*overrides: str) -> dict[str, float]:
     }
 
 
-FSDP = "model.mesh_shape=[[8],[fsdp]]"
+def list_matrix_bytes(step: Program) -> list[int]:
+    leaves = jax.tree.leaves_with_path(step.built.abstract["params"])
+    return [4 * leaf.size for path, leaf in leaves if path[-1].key != "scale"]
+
+
 NORMS = 0.02  # norm scales and scalars come on top
 
 
@@ -61,7 +66,7 @@ NORMS = 0.02  # norm scales and scalars come on top
     ],
 )
 def test_bytes_of_collectives(strategy, sync, gathered, reduced):
-    found = moved(FSDP, f"training.sharding_strategy={strategy}", f"training.sync_gradients_every={sync}")
+    found = moved(strategy, sync)
     if gathered is None:
         gathered = 2 * MICROBATCHES * (1 - found["table"]) + found["table"]
     assert found["gathered"] == pytest.approx(gathered, rel=NORMS)
@@ -70,7 +75,7 @@ def test_bytes_of_collectives(strategy, sync, gathered, reduced):
 
 
 def test_fewer_reductions_cost_memory():
-    each, once = moved(FSDP), moved(FSDP, "training.sync_gradients_every=4")
+    each, once = moved("full_shard", 1), moved("full_shard", 4)
     assert once["temporary"] > 1.3 * each["temporary"]
     assert once["arguments"] == each["arguments"]
 
@@ -101,28 +106,24 @@ def test_gradients_are_reduced_once_a_step_where_no_axis_splits_them(mesh, strat
 
 def test_muon_sends_each_momentum_out_and_back_once():
     """Beside what a step moves with AdamW: twice the matrices, of three layers that are filled up to eight."""
-    muon, adamw = moved(FSDP, "optimizer=muon"), moved(FSDP)
+    muon, adamw = moved("full_shard", 1, "muon"), moved("full_shard", 1)
     assert muon["gathered"] == pytest.approx(adamw["gathered"], rel=NORMS)
     assert muon["reduced"] == pytest.approx(adamw["reduced"], rel=NORMS)
     assert muon["other"] <= 2 * 8 / 3
 
 
 def test_strategies_order_by_bytes_per_device():
-    sizes = [
-        moved(FSDP, f"training.sharding_strategy={s}")["arguments"]
-        for s in ("full_shard", "shard_optimizer", "no_shard")
-    ]
+    strategies = {"full_shard": 1, "shard_optimizer": MICROBATCHES, "no_shard": MICROBATCHES}
+    sizes = [moved(strategy, sync)["arguments"] for strategy, sync in strategies.items()]
     assert sizes[0] < sizes[1] < sizes[2]
-    assert moved(FSDP, "training.sharding_strategy=shard_grad_op")["temporary"] > moved(FSDP)["temporary"]
+    assert moved("shard_grad_op", 1)["temporary"] > moved("full_shard", 1)["temporary"]
 
 
 def test_replicas_reduce_only_their_shards():
     """HSDP: gradients are summed inside a replica first, so that replicas exchange one shard."""
     step = program("model.mesh_shape=[[2,4],[dp,fsdp]]", "training.gradient_accumulation_steps=1")
     found = [c for c in read_collectives(step.compile(batch(8)).as_text()) if c.kind == "all-reduce"]
-    matrices = sum(
-        leaf.nbytes for path, leaf in jax.tree.leaves_with_path(step.state["params"]) if path[-1].key != "scale"
-    )
+    matrices = sum(list_matrix_bytes(step))
     inside = sum(c.num_bytes * c.times for c in found if c.group_size == 4)
     between = sum(c.num_bytes * c.times for c in found if c.group_size == 2)
     assert inside == pytest.approx(matrices, rel=NORMS)
@@ -137,7 +138,9 @@ def test_compiling_is_quiet(mesh, capfd, monkeypatch):
         "jax._src.compilation_cache.is_cache_used", lambda *_: False
     )  # what is compiled already says nothing
     wide = ["model.num_heads=8", "model.head_dim=4"]
-    step = program(f"model.mesh_shape={mesh}", *wide, fresh=True)
+    step = program(f"model.mesh_shape={mesh}", *wide)
+    with jax.set_mesh(step.mesh):
+        step.built.compile_new_state(0)
     step.compile(batch(16))
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
 
@@ -146,9 +149,7 @@ def test_the_program_is_as_long_at_any_depth():
     """Layers with windows and layers without are one scan, so the time to compile does not grow with their number."""
 
     def instructions(num_layers: int) -> list[str]:
-        step = program("model.mesh_shape=[[8],[fsdp]]", f"model.num_layers={num_layers}", fresh=True)
-        with jax.set_mesh(step.mesh):
-            text = jax.jit(step.step).lower(step.state, to_global(batch(), step.mesh)).as_text()
+        text = program("model.mesh_shape=[[8],[fsdp]]", f"model.num_layers={num_layers}").lower(batch()).as_text()
         return re.findall(r" = (?:\"|stablehlo\.)?([\w.]+)", text)
 
     few, many = Counter(instructions(4)), Counter(instructions(12))

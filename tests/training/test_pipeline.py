@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from support.harness import batch, experts, program
+from support.harness import SGD, batch, experts, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -14,7 +14,10 @@ from tunix.training.turns import Turns
 # Four layers, of which every second one is global: the windows travel with the layers. Low-rank updates beside weights
 # that are trained too. Dropout draws the same for a row of a microbatch, whichever part the row is in.
 LAYERS = ["model.num_layers=4", "model.global_every=2", "model.lora.rank=2", "model.lora.train_also=."]
-NOISY = [*LAYERS, "model.lora.dropout=0.5", "training.gradient_accumulation_steps=2"]
+NOISY = [
+    *LAYERS, *SGD, "model.lora.targets=attention.o|mlp.up", "model.lora.dropout=0.5",
+    "training.gradient_accumulation_steps=2",
+]  # fmt: skip
 IDLE = "distributed.allow_idle_devices=true"
 EXPERTS = experts(num_experts=4, dense_layers=2)
 
