@@ -16,8 +16,17 @@ from tunix.config.values import CONF
 
 HEAD = """# Config keys
 
-Made from `tunix/config/` and `conf/` by `make docs`. Any key can be set on the command line (`training.seq_len=512`);
-a part of the config is chosen by name (`optimizer=lion`). Values are those of `model=tiny`, the default.
+This page lists every key of a run, for everybody who looks one up: its type, its default and its meaning.
+
+- Set a key on the command line: `training.seq_len=512`. Choose a file of values by group and name: `optimizer=lion`.
+- Defaults are those of `model=tiny`, the default model. `python run_training.py ... --cfg job` prints a whole config.
+- `python -m tunix.generate --help` lists the keys of that command, and so do the other commands.
+
+People set these keys most: `model`, `model.init_from`, `model.mesh_shape`, `data`, `data.paths`, `training.seq_len`,
+`training.micro_batch_size`, `training.global_batch_size`, `training.max_steps`, `optimizer.learning_rate`,
+`checkpoint.save_every_steps`, `evaluation.every_steps`, `resume`.
+
+`make docs` makes this page from `tunix/config/` and `conf/`.
 """
 PART = "{source: synthetic, held_out_fraction: 0.01, num_documents: 1, mean_document_bytes: 1}"
 FUNCTION = "tunix.base.tables:as_text"  # a dotted path is imported when it is checked
@@ -36,18 +45,23 @@ NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", type
 
 def page() -> str:
     """The reference as Markdown."""
-    parts = [HEAD, "## Root\n", _table(Config, "", compose([]).config)]
+    parts = ["## Root\n", _table(Config, "", compose([]).config)]
+    links = []
     for group, field in Config.model_fields.items():
-        for kind in list_sections(field.annotation):
+        kinds = list_sections(field.annotation)
+        for kind in kinds:
             choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-            choice = tag(kind) if len(list_sections(field.annotation)) > 1 else None
+            choice = tag(kind) if len(kinds) > 1 else None
             parts.append(f"## {group}{f'={choice}' if choice else ''}\n")
+            if kind is kinds[0]:
+                links.append(f"[{group}](#{group}{choice or ''})")  # a heading's "=" is not in its anchor
             offered = "" if choice else f" Choices: {', '.join(f'`{group}={c}`' for c in choices)}."
             parts.append(_about(kind) + offered + "\n")
             values = getattr(_config(group, choice), group)
             parts.append(_table(kind, f"{group}.", values))
             parts += _nested(kind, group, values)
-    return "\n".join(parts)
+    contents = f"Groups: [root](#root), {', '.join(links)}.\n"
+    return "\n".join([HEAD, contents, *parts])
 
 
 def _nested(section: type[Section], group: str, values: Section) -> list[str]:
@@ -84,7 +98,8 @@ def _table(kind: type[Section], prefix: str, values: Section | None) -> str:
         if not list_sections(field.annotation):
             meaning = read_descriptions(kind).get(name, "")
             shown = f"`{_shown(getattr(values, name))}`".replace(FUNCTION, "MODULE:NAME") if values else ""
-            rows.append(f"| `{prefix}{field.alias or name}` | {_takes_field(field)} | {shown} | {meaning} |")
+            cells = f"`{prefix}{field.alias or name}`", _takes_field(field), shown, meaning
+            rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 
 

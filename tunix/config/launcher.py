@@ -217,7 +217,7 @@ class Ray(Nodes):
     address: HeadNode
     """The cluster: auto finds the one that this machine belongs to; or HOST:PORT of its head node."""
     min_nodes: Count | None
-    """Fewest nodes that the run goes on with when others are lost or busy; null: launcher.nodes."""
+    """Smallest number of nodes on which the run goes on when others are lost or busy; null: launcher.nodes."""
     cpus_per_task: Positive
     """CPU cores of each process, by Ray's count; Ray does not enforce it."""
     resources: tuple[Amount, ...]

@@ -48,7 +48,7 @@ class ExpertsMlp(Section):
     shared_gate: Flag
     """The shared expert's result is multiplied by the sigmoid of a projection of the token to one number."""
     dense_layers: CountOrZero
-    """First layers, which have one gated MLP of width mlp_dim and no experts."""
+    """Number of first layers that have one gated MLP of width mlp_dim and no experts."""
     every: Count
     """Every n-th layer has experts; the others have one gated MLP of width mlp_dim."""
     scores: Literal["softmax", "sigmoid"]

@@ -26,9 +26,11 @@ class Model(Section):
     """A decoder's architecture and size, and the mesh it is laid out on."""
 
     family: entry_of(FAMILIES, Family)  # type: ignore[valid-type]
-    """Whose names and config.json the model has in Hugging Face's files; or your own, `package.module:name`."""
+    """Family whose names of tensors and of config.json's keys the model has in Hugging Face's files; or your own,
+    `package.module:name`."""
     vocab_size: Count
-    """Rows of the embedding table, at least the tokenizer's tokens; `auto`: their number rounded up to 128s."""
+    """Rows of the embedding table, at least the tokenizer's tokens; `auto`: their number, rounded up to a multiple of
+    128."""
     embed_dim: Count
     """Width of the residual stream (D)."""
     mlp_dim: Count

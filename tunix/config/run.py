@@ -52,8 +52,8 @@ class Evaluation(Section):
     every_steps: Count | None
     """Steps between evaluations; null evaluates only at the end."""
     patience: Count | None
-    """Evaluations in a row that do not lower the held-out loss before the run ends, with everything saved; null never
-    ends it."""
+    """The run ends, with everything saved, after this many evaluations in a row that did not lower the held-out loss;
+    null never ends it."""
     min_improvement: PositiveOrZero
     """Least decrease of the held-out loss that counts for evaluation.patience."""
     num_sequences: Count
@@ -180,9 +180,9 @@ class Distributed(Section):
     step_deadline_factor: Positive
     """The run counts as hung when a step takes this many times the median step."""
     step_deadline_s: Positive
-    """Least deadline of a step, in seconds."""
+    """Shortest deadline of a step, in seconds."""
     phase_deadline_s: Positive
-    """Most seconds for compiling, saving, an evaluation or reading the data."""
+    """Longest time in seconds for each of these: compiling, saving, an evaluation, reading the data."""
     shared_filesystem: Flag | Literal["auto"]
     """True if all hosts see the run's folder; auto finds out. If not, every host keeps a folder of its own, and
     process 0 keeps the checkpoints: it gathers the whole state in its memory."""

@@ -78,8 +78,9 @@ class Grpo(Prompted):
     passes_per_rollout: Count
     """Times that each answer of a rollout is used."""
     advantage: Literal["centered", "group_std", "leave_one_out"]
-    """Of an answer: its reward less the mean of its group; divided by the group's standard deviation too (GRPO,
-    arXiv:2402.03300); or less the mean of the others of its group (RLOO, arXiv:2402.14740)."""
+    """Advantage of an answer: its reward less the mean of its group (centered); that, divided by the group's standard
+    deviation (group_std: GRPO, arXiv:2402.03300); or its reward less the mean of the others of its group
+    (leave_one_out: RLOO, arXiv:2402.14740)."""
     divide_by: Literal["tokens", "answers", "constant"]
     """What the sum over tokens of a step is divided by: tokens of all answers (DAPO, arXiv:2503.14476); answers, each
     by its own length first (GRPO); or answers x sampling.max_new_tokens (Dr. GRPO, arXiv:2503.20783)."""
@@ -95,14 +96,14 @@ class Grpo(Prompted):
     max_importance: Positive | None
     """Cap of the probability in training over the one in sampling, which weights each token; null does not weight."""
     kl: Literal["advantage", "loss"]
-    """Where the divergence from the model of step 0 enters: as a penalty of each answer's reward, of which the gradient
-    is exact (k1), or in the loss of each token (k3, http://joschu.net/blog/kl-approx.html)."""
+    """Where the divergence from the model of step 0 enters: as a penalty of each answer's reward, whose gradient is
+    exact (advantage: k1), or in the loss of each token (loss: k3, http://joschu.net/blog/kl-approx.html)."""
     kl_coefficient: PositiveOrZero
-    """Its weight, a reward per nat; 0 needs no reference model."""
+    """Weight of the divergence, a reward per nat; 0 needs no reference model."""
     truncated: Literal["count", "mask", "zero"]
     """An answer that is cut at sampling.max_new_tokens: counts with its reward, has no loss, or gets the reward 0."""
     oversample: Annotated[Positive, Field(ge=1)]
-    """Prompts that are answered, per prompt that a step is made of. Groups with unlike rewards come first."""
+    """Prompts that are answered for each prompt that a step uses. Groups with unlike rewards are used first."""
     rewards: RewardTerms
     """Terms of the reward, each {function: NAME, weight: NUMBER}, or a name alone, which has the weight 1."""
     reward_processes: Count
@@ -155,9 +156,9 @@ class Dpo(Task):
     name: Literal["dpo"]  # type: ignore[assignment]
     """What is learnt."""
     objective: Literal["sigmoid", "ipo"]
-    """Of the margin, which is how much more the log-probability of the chosen answer has grown since step 0 than that
-    of the rejected one: -log sigmoid(beta x margin) (DPO), or (margin - 1 / (2 beta))^2, per token of an answer (IPO,
-    arXiv:2310.12036)."""
+    """Loss, a function of the margin: -log sigmoid(beta x margin) (sigmoid: DPO), or (margin - 1 / (2 beta))^2, per
+    token of an answer (ipo: arXiv:2310.12036). The margin is how much more the log-probability of the chosen answer has
+    grown since step 0 than that of the rejected one."""
     beta: Positive
     """Strength of the tie to the model of step 0."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]

@@ -123,8 +123,8 @@ class Training(Section):
     """remat=budget: memory of a device that the step may take in all, in GiB; null is plan.memory_share of the
     device."""
     remat_every: Count
-    """Of so many blocks in a row, one computes again what training.remat says, and the others keep what remat=none
-    keeps; divides the layers. 1: every block."""
+    """One of this many blocks in a row computes again what training.remat says, and the others keep what remat=none
+    keeps. It divides the layers; 1 means every block."""
     offload: Literal["none", "optimizer", "activations"]
     """What waits in the host's memory while a device does not need it: optimizer, its moments, between two updates;
     activations, what each block takes and what training.remat keeps, between its forward and its backward pass."""
@@ -138,8 +138,8 @@ class Training(Section):
     """Steps in a row with a loss or gradient that is not finite, each skipped, before the run stops with exit code
     77."""
     spike_deviations: Positive | None
-    """A step whose loss or gradient norm lies more than so many standard deviations above the mean of the last
-    training.spike_window steps is a spike: its update is skipped (6). null skips none."""
+    """A step whose loss or gradient norm lies more than this many standard deviations above the mean of the last
+    training.spike_window steps is a spike: its update is skipped. 6 is a common value; null skips none."""
     spike_window: Annotated[Count, Field(ge=4)]
     """Steps that a spike is compared with; until half of them are there, no step is a spike."""
     max_spikes: CountOrZero

@@ -97,17 +97,19 @@ class Scheduler(Section):
     name: entry_of(SHAPES)  # type: ignore[valid-type]
     """Shape after the warmup, or `package.module:name` of your own (docs/extending.md)."""
     warmup_ratio: Share
-    """Share of the run over which the rate rises, from peak / steps at the first one; the next two win over it."""
+    """Share of the run over which the rate rises, from peak / steps at the first one; warmup_steps and warmup_tokens
+    win over it."""
     warmup_steps: CountOrZero | None
     """Warmup in steps."""
     warmup_tokens: CountOrZero | None
     """Warmup in tokens."""
     decay_ratio: Share
-    """Share of the run, at its end, over which wsd, sqrt_decay and cosine_hold fall; the next two win over it."""
+    """Share of the run, at its end, over which wsd, sqrt_decay and cosine_hold fall; decay_steps and decay_tokens win
+    over it."""
     decay_steps: CountOrZero | None
-    """That decay in steps."""
+    """The same decay in steps."""
     decay_tokens: CountOrZero | None
-    """That decay in tokens."""
+    """The same decay in tokens."""
     final_ratio: Share
     """Rate at the end as a share of the peak (not for constant and inverse_sqrt); that at the start of range_test."""
 
