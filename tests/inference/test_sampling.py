@@ -144,9 +144,9 @@ def test_presets_and_the_keys_that_are_typed(words, values):
 PROMPT = '{"prompt": "a few", '
 MISTAKES = [
     (["prompt=a", "sampling=gredy"], "sampling=gredy: expected one of default, greedy, liberal, standard; did you mean greedy?"),
-    (["prompt=a", "top_p=0"], "top_p=0: input should be greater than 0"),
+    (["prompt=a", "top_p=0"], "top_p=0: expected a number above 0"),
     (["prompt=a", "temperature=1e-39"], "temperature=1e-39: must be 0, which takes the likeliest token, or at least 1e-6"),
-    (["prompt=a", "seed=99999999999999999999"], "seed=99999999999999999999: input should be less than 2147483648"),
+    (["prompt=a", "seed=99999999999999999999"], "seed=99999999999999999999: expected a number below 2147483648"),
     (["prompt=a", "output=."], "output=. must end in .csv or .jsonl"),
     (["prompt=a", "output=folder.csv"], "output=folder.csv cannot be written: it is a folder"),
     (["input=none.csv"], "input=none.csv cannot be read: No such file or directory"),

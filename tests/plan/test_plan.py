@@ -201,6 +201,14 @@ def test_ranks_what_fits_and_says_why_not_the_rest(run):
     assert sharded["bytes_per_device"]["optimizer"] < copied["bytes_per_device"]["optimizer"] / 7
 
 
+def test_stages_are_refused_with_their_reason(run):
+    """The number of parts that stages may split is 1 here, which alone would say nothing."""
+    words = ["model.layer_inputs={dim:8}", "plan.topology=h200:2", "--json"]
+    refused = json.loads(run(*SMALL, *words)[1])["refused"]
+    reason = "model.layer_inputs gives a layer arrays that do not travel from stage to stage"
+    assert reason in refused['[[2],["pp"]]']
+
+
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
 def test_what_muon_adds_is_told_to_be_missing(optimizer, told, run):
     _, out, _ = run(*SMALL, f"optimizer={optimizer}", "model.mesh_shape=[[8],[fsdp]]", "plan.topology=h200:8")
@@ -456,10 +464,11 @@ def test_a_kind_of_ones_own(run, tmp_path):
         (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml; did you mean h200?"),
         (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
         (["plan.topologie=h200:8"], "did you mean plan.topology?"),
-        (["plan.memory_share=2"], "plan.memory_share=2: input should be less than or equal to 1"),
+        (["plan.memory_share=2"], "plan.memory_share=2: expected a number of at most 1"),
         (["training.seq_length=4"], "did you mean training.seq_len?"),
         (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
         (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),
+        (["plan.output=/dev/null/plan"], "plan.output=/dev/null/plan cannot be written: /dev/null is not a folder"),
         (["model=llama3_405b", "plan.topology=l40s:8", "model.mesh_shape=[[8],[fsdp]]"], "the model fits on no mesh of plan.topology: [[8],[\"fsdp\"]] needs"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

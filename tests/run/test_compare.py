@@ -85,3 +85,17 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, runs):
     (runs[0] / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="has no line of training in metrics.jsonl"):
         read_histories(runs)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.yaml", "]x: [", "config.yaml cannot be read (ParserError)"),
+        ("config.yaml", "text", "config.yaml is not the config of a run"),
+        ("metrics.jsonl", '{"step": 1}\n[1]}\n', "metrics.jsonl, line 2, is not JSON"),
+    ],
+)
+def test_a_damaged_file_is_named(runs, file, text, message):
+    (runs[0] / file).write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_histories(runs)

@@ -60,6 +60,20 @@ def test_a_new_axis_that_splits_the_batch_is_one_row(new_axis, strategy):
     assert [row[1].split()[0] for row in table] == ["0", "1", "4", "5"]  # xp is the innermost axis
 
 
+@pytest.mark.parametrize(
+    ("shape", "heads"),
+    [
+        ("[[8],[fsdp]]", ["fsdp", "device"]),
+        ("[[2,4],[dp,fsdp]]", ["dp, fsdp", "device"]),
+        ("[[4,2],[fsdp,tp]]", ["fsdp", "tp=0", "tp=1"]),
+    ],
+)
+def test_the_table_of_devices_names_no_axis_of_size_1(shape, heads):
+    first, *rows = device_table(program(f"model.mesh_shape={shape}").mesh)
+    assert first == heads
+    assert sorted(int(cell.split()[0]) for row in rows for cell in row[1:]) == list(range(8))
+
+
 def test_an_axis_that_splits_tokens_is_refused_where_it_does_not_divide_them(monkeypatch):
     monkeypatch.setattr(dims, "MESH", (*dims.MESH, Axis("xp")))
     monkeypatch.setitem(DIMS, "T", replace(DIMS["T"], activation="xp"))

@@ -91,7 +91,7 @@ def explain_errors(root: type[Section] = Config) -> Iterator[None]:
         raise UserError(first) from None
 
 
-# Messages in place of pydantic's, by the type of the error.
+# Messages in place of pydantic's, by the type of the error. A limit comes from the error's `ctx`.
 EXPECTED = {
     "int_parsing": "expected a whole number",
     "int_type": "expected a whole number",
@@ -101,8 +101,12 @@ EXPECTED = {
     "bool_type": "expected true or false",
     "string_type": "expected text",
     "tuple_type": "expected a list like [a,b]",
-    "model_type": "expected a mapping like {key: value}",
+    "model_type": "expected a mapping like {{key: value}}",
     "too_short": "give at least one",
+    "greater_than_equal": "expected a number of at least {ge}",
+    "greater_than": "expected a number above {gt}",
+    "less_than_equal": "expected a number of at most {le}",
+    "less_than": "expected a number below {lt}",
 }
 
 
@@ -134,7 +138,9 @@ def _explain(error: dict[str, Any]) -> _Mistake:
     # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
     path, variant, takes_null = without_tags([str(part) for part in error["loc"] if "[" not in str(part)])
     key, value, kind = ".".join(path), error["input"], error["type"]
-    message = EXPECTED.get(kind, error["msg"].removeprefix("Value error, "))
+    message = error["msg"].removeprefix("Value error, ")
+    if kind in EXPECTED:
+        message = EXPECTED[kind].format(**error.get("ctx", {}))
     if kind == "extra_forbidden":
         return _Mistake("", unknown_key(key, variant))
     if kind == "missing":

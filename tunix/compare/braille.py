@@ -1,4 +1,10 @@
-"""Curves in a terminal: each character is a grid of 2 x 4 dots of braille."""
+"""Curves in a terminal: each character is a grid of 2 x 4 dots of braille.
+
+U+2800 + bits     1   8       bit of each dot, as Unicode numbers them: rows 1 to 3 came first,
+                  2  10       the fourth row was added later
+                  4  20
+                 40  80
+"""
 
 from rich.text import Text
 
@@ -16,7 +22,9 @@ def draw_curves(curves: dict[str, Curve], title: str, width: int = 90, height: i
     for (_, curve), colour in zip(curves.items(), COLOURS * len(curves), strict=False):
         for x, y in curve:
             column = round((x - left) / ((right - left) or 1) * (2 * width - 1))
+            # Row 0 is the top of the picture, and the highest value.
             row = round((high - y) / ((high - low) or 1) * (4 * height - 1))
+            # A character has one colour: where two curves meet in it, that of the later curve.
             bits, _ = grid[row // 4][column // 2]
             grid[row // 4][column // 2] = (bits | DOTS[row % 4][column % 2], colour)
     text = Text(f"{title}\n")

@@ -13,35 +13,38 @@ from tunix.base.errors import UserError
 from tunix.base.nested import flat
 from tunix.cli.saved import upgrade
 
-Line = dict[str, Any]  # of metrics.jsonl
+Line = dict[str, Any]  # one line of metrics.jsonl: numbers by name
 IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a run trains
 AXES = {"step": "steps", "tokens": "tokens", "hours": "hours of steps"}  # of the picture, with their titles
 
 
 @dataclass(frozen=True)
 class History:
-    """A run: its keys and its lines."""
+    """The config of a run, and the numbers that it logged."""
 
     name: str
     folder: Path
     keys: dict[str, Any]  # every key by its dotted name
     steps: list[Line]  # of training, one for each step; a step that ran twice has the newer line
-    evaluations: list[Line]  # held-out lines, likewise
-    seconds: float  # in steps, also in those that ran twice
+    evaluations: list[Line]  # of held-out data, one for each evaluated step
+    seconds: float  # sum of the times of all steps; a step that ran twice (a resumed run) counts twice
 
     @property
     def measure(self) -> str:
-        """Number that tells how the run goes: the reward of its answers where it has one, else the loss."""
+        """The number that the pictures show: the reward in a run with rewards, else the loss."""
         return "reward" if any("reward" in line for line in self.steps) else "loss"
 
     @property
     def num_devices(self) -> int:
-        """Devices of the newest step."""
+        """Devices of the newest step; a run may be resumed on another number of them."""
         last = self.steps[-1]
         return round(last["tokens_per_s"] / last["tokens_per_s_per_device"])
 
     def curve(self, axis: str, split: str) -> list[tuple[float, float]]:
-        """Return the points of `measure` over an axis of `AXES`; `split` is train or held_out."""
+        """Return the points of `measure` over an axis of `AXES`; `split` is train or held_out.
+
+        A held-out line has its step and no time. It stands where the training line of the same step stands.
+        """
         hours, elapsed = {}, 0.0
         for line in self.steps:
             elapsed += line["step_time_s"] / 3600
@@ -69,20 +72,40 @@ def read_history(folder: Path) -> History:
     config, lines = folder / "config.yaml", folder / "metrics.jsonl"
     if not config.is_file():
         raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
-    keys = flat(upgrade(yaml.safe_load(config.read_text())))
-    records = (
-        [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}")] if lines.is_file() else []
-    )
+    keys = _read_keys(config)
+    records = _read_lines(lines) if lines.is_file() else []
     steps = [record for record in records if "split" not in record]
     if not steps:
         raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
     held_out = [record for record in records if record.get("split") == "held_out"]
     seconds = sum(record["step_time_s"] for record in steps)
-    return History(folder.resolve().name, folder, keys, _newest(steps), _newest(held_out), seconds)
+    return History(folder.resolve().name, folder, keys, _keep_newest(steps), _keep_newest(held_out), seconds)
+
+
+def _read_keys(config: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(config.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{config} cannot be read ({type(error).__name__})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{config} is not the config of a run")
+    return flat(upgrade(values))  # a run of older code gets today's keys, or each new key would be a difference
+
+
+def _read_lines(file: Path) -> list[Line]:
+    records = []
+    for number, text in enumerate(file.read_text().splitlines(), 1):
+        if not text.endswith("}"):  # the run is writing this line, or was killed while it wrote it
+            continue
+        try:
+            records.append(json.loads(text))
+        except ValueError:
+            raise UserError(f"{file}, line {number}, is not JSON") from None
+    return records
 
 
 def read_histories(folders: list[Path]) -> list[History]:
-    """Read several runs. Each is called by its run_name or its folder; where two have one name, by its whole path."""
+    """Read several runs. Each is named by its run_name or its folder; two with the same name, by their full paths."""
     found = [read_history(folder) for folder in folders]
     short = [str(each.keys.get("run_name") or each.name) for each in found]
     names = [name if short.count(name) == 1 else str(each.folder) for name, each in zip(short, found, strict=True)]
@@ -101,7 +124,7 @@ def list_differences(histories: list[History]) -> list[tuple[str, list[str]]]:
 
 def list_results(histories: list[History]) -> list[tuple[str, list[str]]]:
     """Return the numbers that some run has, each with its title and its text for each run."""
-    rows = [(title, [_find(each, number) for each in histories]) for title, number in NUMBERS.items()]
+    rows = [(title, [_format_number(each, number) for each in histories]) for title, number in NUMBERS.items()]
     return [(title, values) for title, values in rows if any(values)]
 
 
@@ -114,28 +137,30 @@ def thin(curve: list[tuple[float, float]], most: int) -> list[tuple[float, float
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
 
 
-def _find(history: History, number: Callable[[History], str]) -> str:
-    """Text of a number; empty where the run does not have it."""
+def _format_number(history: History, number: Callable[[History], str]) -> str:
+    """Return the text of a number; empty where the run does not have it."""
     try:
         return number(history)
     except (KeyError, IndexError, ValueError, TypeError, statistics.StatisticsError):
         return ""
 
 
-def _best(history: History) -> str:
+def _format_best(history: History) -> str:
+    """Return the best held-out number with its step: the highest reward, or the lowest loss."""
     lines = [line for line in history.evaluations if line.get(history.measure) is not None]
     better = max if history.measure == "reward" else min
     best = better(lines, key=lambda line: line[history.measure])
     return f"{best[history.measure]:.4f} (step {best['step']:,})"
 
 
-def _median(history: History, key: str) -> float:
-    """Median of a number over all steps but the first, which warms up."""
+def _find_median(history: History, key: str) -> float:
+    """Return the median of a number over all steps but the first: that one may wait for the compiler."""
     lines = history.steps[1:] or history.steps
     return statistics.median(line[key] for line in lines if line[key] is not None)
 
 
-# Each gives the text of one run; it may fail where the run does not have the number.
+# Rows of the table of numbers: a title, and what formats the number of one run. A row may fail where the run does not
+# have its number, a loss on held-out data for example; the cell is then empty.
 NUMBERS: dict[str, Callable[[History], str]] = {
     "steps": lambda run: (
         f"{run.steps[-1]['step']:,} of {int(run.keys['training.max_steps']):,}"
@@ -147,11 +172,11 @@ NUMBERS: dict[str, Callable[[History], str]] = {
     "final reward": lambda run: f"{run.steps[-1]['reward']:.4f}",
     "final held-out loss": lambda run: f"{run.evaluations[-1]['loss']:.4f}",
     "final held-out reward": lambda run: f"{run.evaluations[-1]['reward']:.4f}",
-    "best held out": _best,
+    "best held out": _format_best,
     "final bits per byte": lambda run: f"{run.evaluations[-1]['bits_per_byte']:.4f}",
-    "tokens/s (median)": lambda run: f"{_median(run, 'tokens_per_s'):,.0f}",
-    "tokens/s of a device": lambda run: f"{_median(run, 'tokens_per_s_per_device'):,.0f}",
-    "MFU (median)": lambda run: f"{_median(run, 'mfu'):.1%}",
+    "tokens/s (median)": lambda run: f"{_find_median(run, 'tokens_per_s'):,.0f}",
+    "tokens/s of a device": lambda run: f"{_find_median(run, 'tokens_per_s_per_device'):,.0f}",
+    "MFU (median)": lambda run: f"{_find_median(run, 'mfu'):.1%}",
     "waiting for data": lambda run: f"{sum(line['data_wait_s'] for line in run.steps) / run.seconds:.1%}",
     "peak memory of a device": lambda run: f"{max(line['peak_memory_gib'] for line in run.steps):.2f} GiB",
     "devices": lambda run: f"{run.num_devices:,}",
@@ -160,10 +185,12 @@ NUMBERS: dict[str, Callable[[History], str]] = {
 }
 
 
-def _newest(lines: list[Line]) -> list[Line]:
-    """Lines by step, of each step the last one."""
+def _keep_newest(lines: list[Line]) -> list[Line]:
+    """Return the lines in the order of their steps; of several lines for one step, the last that was written."""
+    # A resumed run repeats the steps behind its checkpoint. In a dict the later line replaces the earlier one.
     return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
 
 
 def _as_text(value: Any) -> str:
+    """Format a value of the config as users type it."""
     return "null" if value is None else json.dumps(value) if isinstance(value, list | bool) else str(value)

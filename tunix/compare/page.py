@@ -73,7 +73,8 @@ def _draw(histories: list[History], axis: str) -> str:
     }
     points = [point for curve in curves.values() for point in curve]
     xs, ys = sorted(x for x, _ in points), sorted(y for _, y in points)
-    # The few highest losses, of the first steps, would press all others together: they are cut off.
+    # A loss begins at 10 and ends near 3: with the first steps in the picture, all later ones would be one flat line.
+    # So the highest 3 % of the points are cut off. The clip path below cuts the lines that leave the frame.
     high = ys[-1] if measure == "reward" else ys[min(len(ys) - 1, round(0.97 * len(ys)))]
     x, y = _scale(xs[0], xs[-1], LEFT, WIDTH - RIGHT), _scale(ys[0], high, HEIGHT - BOTTOM, TOP)
     parts = []
@@ -87,7 +88,7 @@ def _draw(histories: list[History], axis: str) -> str:
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 3}" text-anchor="end">{AXES[axis]}</text>')
     frame = f'x="{LEFT}" y="{TOP - 4}" width="{WIDTH}" height="{HEIGHT - BOTTOM - TOP + 8}"'
     parts.append(f'<clipPath id="clip-{axis}"><rect {frame}/></clipPath><g clip-path="url(#clip-{axis})">')
-    for number, ((name, split), curve) in enumerate(curves.items()):
+    for number, ((name, split), curve) in enumerate(curves.items()):  # two curves a run, in one colour
         if curve:
             line = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in curve)
             title = f"{name}, {split.replace('_', ' ')}: {curve[-1][1]:.4f} at the end"
@@ -105,13 +106,13 @@ def _polyline(points: str, colour: str, title: str, dashed: bool) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers between two."""
+    """Return about `count` round numbers between two, for the labels of an axis: ticks(0, 9) is 0, 2, 4, 6, 8."""
     if high <= low:
         return [low]
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
-    first = -(-low // size)
+    first = -(-low // size)  # rounded up: the first tick lies within the axis
     return [round(size * n, 12) for n in range(int(first), int(high // size) + 1)]
 
 

@@ -1,13 +1,12 @@
 """Memory and time of a training step on each mesh of a cluster: `python -m tunix.plan [group=option] [key=value]`.
 
-The keys are those of training, and plan.topology=KIND:GPUS or KIND:NODESxGPUS; conf/command/device has the kinds.
-No device is needed: XLA's GPU compiler compiles the best meshes, the costs of all others are derived from the config,
-and all times are predicted. Meshes are ranked by tokens per second. model.mesh_shape=... shows that mesh alone.
+It takes the keys of training. plan.topology=KIND:GPUS or KIND:NODESxGPUS names the cluster; conf/command/device has the
+kinds. No device is needed: the costs of each mesh are derived from the config, XLA's GPU compiler compiles the best
+meshes, and all times are predicted. Meshes are ranked by tokens per second. model.mesh_shape=... shows that mesh alone.
 Exit code 2 if no mesh fits.
 """
 
 import sys
-from pathlib import Path
 
 from tunix.base.errors import UserError
 from tunix.cli import command, compose
@@ -28,13 +27,14 @@ def main() -> int:
         overrides = add_search_path(args.overrides, args.config_dir)
         cfg = compose.compose(overrides).config
         cluster = read_topology(cfg.plan.topology, cfg.plan.network)
+        folder = text.find_folder(cfg.plan.output)  # refused now, and not after minutes of compiling
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
         show = text.format_json if args.json else text.format_text
         print(show(ranking, cluster, overrides))
         if not ranking.fit:
             raise UserError(explain_no_fit(ranking, cluster))
-        if cfg.plan.output is not None:
-            text.save(Path(cfg.plan.output), ranking, cluster, overrides)
+        if folder is not None:
+            text.save(folder, ranking, cluster, overrides)
 
     return exits.report_errors(work)
 

@@ -15,12 +15,12 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.training import REMAT
 from tunix.costs.matmul_dtypes import check_matmul_dtype
-from tunix.models.exchanges import choose_exchange
 from tunix.plan.candidates import GIB, Candidate, derive_candidate, list_smaller, make_candidate
 from tunix.plan.compile_process import WORKERS, compile_all
 from tunix.plan.open_keys import describe_choice, find_open_key, list_choices
 from tunix.plan.topology import Cluster
-from tunix.sharding.mesh_shape import check_divides, format_mesh_shape, meshes, resolve
+from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve
+from tunix.training.program_checks import check_on_mesh
 
 DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
 MANY = 48  # meshes that are shown: of more than these, the fastest that fit by derived costs
@@ -67,10 +67,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     legal = []
     for sizes in _list_meshes(cfg, cluster):
         try:
-            check_divides(cfg.dims, sizes)
-            if cfg.training.micro_batch_size != "auto":
-                cfg.training.batch_shape(sizes)
-            choose_exchange(cfg.model, sizes)
+            check_on_mesh(cfg, sizes)
             legal.append(sizes)
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)

@@ -1,6 +1,7 @@
 """A plan as text tables, as JSON, and as files."""
 
 import json
+import os
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from tunix.base.errors import UserError
 from tunix.base.tables import as_text
 from tunix.config import DeviceKind
 from tunix.costs.devices import matmul_tflops
@@ -220,6 +222,18 @@ def format_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         "command": format_command(overrides, ranking) if ranking.fit else None,
     }
     return json.dumps(values, indent=1)
+
+
+def find_folder(output: str | None) -> Path | None:
+    """Return the folder of `plan.output`; raises `UserError` where it cannot be made."""
+    if output is None:
+        return None
+    folder = Path(output).expanduser().absolute()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        problem = "is write-protected" if above.is_dir() else "is not a folder"
+        raise UserError(f"plan.output={output} cannot be written: {above} {problem}; name another folder")
+    return folder
 
 
 def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str]) -> None:

@@ -61,17 +61,20 @@ def whole_sequences(mesh: Mesh | AbstractMesh) -> Any:
 def device_table(mesh: Mesh) -> list[list[str]]:
     """Return a table of device ids, the process in brackets.
 
-    It has a row for each data shard, and a column for each place in a shard. Axes of size 1 are left out; where all
-    axes of the rows, or of the columns, are of size 1, one of them stays.
+    It has a row for each data shard, and a column for each place in a shard. Axes of size 1 are left out:
+
+        fsdp  tp=0           tp=1                fsdp  device
+        0     0 (process 0)  1 (process 0)       0     0 (process 0)
+        1     2 (process 1)  3 (process 1)       1     1 (process 0)
     """
-    inside = tuple(axis for axis in mesh.axis_names if axis not in data_axes())
     shard_axes = tuple(axis for axis in data_axes() if mesh.shape[axis] > 1) or keeping_axes()[:1]
-    place_axes = tuple(axis for axis in inside if mesh.shape[axis] > 1) or inside[-1:]
+    place_axes = tuple(axis for axis in mesh.axis_names if axis not in data_axes() and mesh.shape[axis] > 1)
+    # `ndindex` over no axes yields one empty index: a shard of one device has one column.
     shards, places = (list(np.ndindex(*(mesh.shape[axis] for axis in axes))) for axes in (shard_axes, place_axes))
     left_out = tuple(axis for axis in mesh.axis_names if axis not in shard_axes + place_axes)
     order = [mesh.axis_names.index(axis) for axis in shard_axes + place_axes + left_out]
     grid = mesh.devices.transpose(order).reshape(len(shards), len(places))
-    columns = [", ".join(f"{axis}={n}" for axis, n in zip(place_axes, place, strict=True)) for place in places]
+    columns = [", ".join(f"{axis}={n}" for axis, n in zip(place_axes, at, strict=True)) or "device" for at in places]
     table = [[", ".join(shard_axes), *columns]]
     for shard, row in zip(shards[:MAX_ROWS], grid, strict=False):
         table.append([", ".join(map(str, shard)), *(f"{device.id} (process {device.process_index})" for device in row)])

@@ -19,6 +19,18 @@ def check_model(model: Model, sizes: Mapping[str, int]) -> None:
     choose_exchange(model, sizes)
 
 
+def check_on_mesh(cfg: Config, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` where the model, its sequences or its batch do not fit a mesh of these sizes.
+
+    A batch that is left open (`training.micro_batch_size=auto`) fits every mesh.
+    """
+    # First the model: of the reasons against a mesh, its reasons say most.
+    check_model(cfg.model, sizes)
+    check_divides(cfg.dims, sizes)  # `cfg.dims` has the tokens of a sequence too
+    if cfg.training.micro_batch_size != "auto":
+        cfg.training.batch_shape(sizes)
+
+
 def check_pipeline_chunks(cfg: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raise `UserError` where the layers of a stage do not make equal chunks."""
     pipeline = cfg.training.pipeline(mesh.shape)

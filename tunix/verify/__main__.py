@@ -1,15 +1,15 @@
 """Train a few steps on several meshes and compare: `python -m tunix.verify [group=option] [key=value]`.
 
-`python -m tunix.verify checkpoint=RUN_DIR` does something else: it compares the files of a run's checkpoints (or of
-RUN_DIR/checkpoints/STEP, of an export, of a prepared corpus) with their digests. Exit code 1 if one is damaged.
+`python -m tunix.verify checkpoint=RUN_DIR` does something else: it compares files with their digests, to find damage.
+It takes a run's folder, RUN_DIR/checkpoints/STEP, an export or a prepared corpus. Exit code 1 if a file is damaged.
 
-Every mesh starts from the same weights and takes the same global batches of the config's data, those behind all
-training.batch_stages, in float32 unless training.mixed_precision is given. Exit code 1 if loss or gradient norm differ
-by more than the tolerance. Without other devices the CPU acts as 8 devices (XLA_FLAGS or JAX_NUM_CPU_DEVICES choose
-another number).
+Every mesh starts from the same weights and takes the same global batches of the config's data (the batch that follows
+all training.batch_stages). Numbers are float32 unless training.mixed_precision is given. Exit code 1 if loss or
+gradient norm differ by more than the tolerance. On a machine without GPUs the CPU acts as 8 devices; XLA_FLAGS or
+JAX_NUM_CPU_DEVICES choose another number.
 
-The processes of a launcher join as they do for training. A mesh that is no larger than the devices of process 0
-is trained on there alone, while the others wait; so one device is compared with a cluster.
+The processes of a launcher join as they do for training. If the devices of process 0 are enough for a mesh, process 0
+trains on it alone and the others wait. So one device is compared with a cluster.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tunix.run.integrity import check_everything
 from tunix.verify.trials import COMPARED, Trial, verify
 
 FAKE_DEVICES = 8
-EVERY = "all"  # what --meshes says for every mesh
+EVERY = "all"  # --meshes all: every mesh that divides the model and the batch
 
 
 def report(trials: list[Trial], tolerance: float) -> tuple[Table, float]:
@@ -44,7 +44,7 @@ def report(trials: list[Trial], tolerance: float) -> tuple[Table, float]:
         table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
     largest = 0.0
     for trial in trials:
-        differences = trial.differences(trials[0])
+        differences = trial.measure_differences(trials[0])
         largest = max(largest, *differences.values())
         table.add_row(
             trial.mesh,
@@ -71,8 +71,8 @@ def _read_arguments() -> argparse.Namespace:
     parser = command.command_parser("verify", __doc__)
     parser.add_argument(
         "--meshes",
-        help='list of them, the first is the reference: [[[8],["fsdp"]],[[2,4],["dp","tp"]]]; or all: every mesh that '
-        "divides the model and the batch",
+        help='list of meshes like [[[8],["fsdp"]],[[2,4],["dp","tp"]]], the first is the reference; or all: every mesh '
+        "that divides the model and the batch",
     )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps on each mesh")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
@@ -87,6 +87,7 @@ def _compose_config(args: argparse.Namespace) -> Config:
         raise UserError(f"--steps {args.steps} must be 1 or more")
     if not args.tolerance >= 0:
         raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
+    # bf16 has 8 bits: meshes would differ in the third digit, and a real error would not show.
     precision = [] if "training.mixed_precision" in given else ["training.mixed_precision=fp32"]
     return compose.compose(add_search_path([*precision, *args.overrides], args.config_dir)).config
 
@@ -112,6 +113,7 @@ def main() -> int:
             print("\n".join(lines))
             return int(not is_whole)
         cfg = _compose_config(args)
+        # jax reads the number of CPU devices when it starts, which is after this. A number of the user's own stays.
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
             jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
         ):

@@ -1,4 +1,10 @@
-"""Trials: a few steps of one config on several meshes, from the same weights and with the same global batches."""
+"""Trials: a few steps of one config on several meshes, from the same weights and with the same global batches.
+
+A mesh says only where arrays are, so it must not change the numbers. Two meshes sum the same numbers in another order:
+in float32 that changes about the seventh digit. A wrong sharding changes the first digits.
+
+`verify` chooses the meshes, `_on_mesh` makes the config of each, `_train` takes the steps.
+"""
 
 import json
 import math
@@ -18,31 +24,30 @@ from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.data.position import Position
 from tunix.data.prompts import AnyCorpus
 from tunix.inference.start import check_init_from, load_init_from
-from tunix.models.exchanges import choose_exchange
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import load_data, make_feed
 from tunix.run.compile_step import compile_step
 from tunix.sharding.dims import axis_names
-from tunix.sharding.mesh_shape import check_divides, explicit_sizes, format_mesh_shape, meshes, resolve
+from tunix.sharding.mesh_shape import explicit_sizes, format_mesh_shape, meshes, resolve
 from tunix.training.mesh_choices import build_mesh
 from tunix.training.overlap import check_compiler_options
 from tunix.training.program import assemble
+from tunix.training.program_checks import check_on_mesh
 from tunix.training.sizes import derive_sizes
 
 COMPARED = ("loss", "grad_norm")
-ASK_PEERS = ("prompt", "pair")  # documents whose feeds split work over all processes: rewards, scores of a reference
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a few steps on one mesh."""
+    """The numbers of a few steps on one mesh."""
 
     mesh: str  # as users write it
     num_microbatches: int  # A
     metrics: dict[str, list[float]]  # one number a step, keyed by the names in COMPARED
 
-    def differences(self, reference: "Trial") -> dict[str, float]:
+    def measure_differences(self, reference: "Trial") -> dict[str, float]:
         """Return the largest relative difference of each metric over the steps; infinite if a number is not finite."""
         pairs = {name: zip(self.metrics[name], reference.metrics[name], strict=True) for name in COMPARED}
         return {name: max(_relative(ours, theirs) for ours, theirs in pair) for name, pair in pairs.items()}
@@ -53,7 +58,8 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bo
     sequences = _global_batch(cfg)
     shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in choose_meshes(cfg, sequences, every)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
-    device_meshes = [build_mesh(each, _choose_devices(each)) for each in configs]  # all are checked before one trains
+    # All meshes are built, and so checked, before the first one trains for minutes.
+    device_meshes = [build_mesh(each, _choose_devices(each)) for each in configs]
     check_compiler_options(cfg.training.compiler_options)
     device = device_meshes[0].devices.flat[0]
     check_matmul_dtype(cfg, device.platform, device.device_kind)
@@ -72,7 +78,7 @@ def _choose_devices(cfg: Config) -> list[jax.Device]:
     sizes = explicit_sizes(cfg.model.mesh_shape)
     if sizes is None or math.prod(sizes.values()) > len(of_main) or len(of_main) == len(devices):
         return devices
-    if reason := _find_need(cfg):
+    if reason := _find_shared_work(cfg):
         raise UserError(
             f"mesh {format_mesh_shape(sizes)}: {reason} needs every process, and this mesh has devices of process 0 "
             "alone; name meshes of more devices by --meshes"
@@ -80,8 +86,11 @@ def _choose_devices(cfg: Config) -> list[jax.Device]:
     return of_main
 
 
-def _find_need(cfg: Config) -> str:
-    """Return the key for which all processes of a run work together, beside the steps; empty where there is none."""
+def _find_shared_work(cfg: Config) -> str:
+    """Return the key whose work all processes share outside of the steps; empty where there is none.
+
+    Such work waits for every process: answers that are scored, a checkpoint that is read.
+    """
     if DOCUMENTS[cfg.task.documents].asks_peers:
         return f"task={cfg.task.name}"
     source = cfg.model.init_from
@@ -95,20 +104,19 @@ def choose_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict
     left out where several processes are needed.
     """
     num_devices = jax.device_count()
-    # An axis that is wrong by itself shows alone; one that is wrong beside another needs the mixed mesh.
+    # A mesh of one axis shows which axis is wrong. Some errors need two axes at once: the mixed mesh shows those.
     legal = [sizes for sizes in meshes(num_devices) if _is_legal(cfg, sizes, sequences)]
     alone = [sizes for sizes in legal if max(sizes.values()) == num_devices]
     mixed = sorted(legal, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
-    one_device = [dict.fromkeys(axis_names(), 1)] if jax.process_count() == 1 or not _find_need(cfg) else []
+    one_device = [dict.fromkeys(axis_names(), 1)] if jax.process_count() == 1 or not _find_shared_work(cfg) else []
     chosen = [*one_device, *alone, *(mixed if every else mixed[:1])]
     return [sizes for place, sizes in enumerate(chosen) if sizes not in chosen[:place]]
 
 
 def _is_legal(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
+    training = cfg.training.model_copy(update=_in_sequences(sequences))
     try:
-        check_divides(cfg.dims, sizes)
-        choose_exchange(cfg.model, sizes)
-        cfg.training.model_copy(update=_in_sequences(sequences)).batch_shape(sizes)
+        check_on_mesh(cfg.model_copy(update={"training": training}), sizes)
     except UserError:
         return False
     return True
@@ -139,7 +147,8 @@ def _train_together(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num
     """Return the trial of a mesh on every process; where the mesh has devices of process 0 alone, it trains alone."""
     if jax.process_count() == len({device.process_index for device in mesh.devices.flat}):
         return _train(cfg, mesh, corpus, num_steps)
-    # Process 0 works alone in what follows, and must not wait for the others. `hosts` asks now, and keeps the answer.
+    # Below, process 0 works alone: a question to the other processes would wait forever. The step needs the hosts, so
+    # all processes are asked for them now; `hosts` keeps the answer.
     peers.hosts()
     trial = peers.on_main(lambda: _train(cfg, mesh, corpus, num_steps), f"training on {cfg.model.mesh_shape}")
     text = peers.agree(json.dumps(asdict(trial)) if trial else "", "the numbers of process 0")
@@ -148,7 +157,8 @@ def _train_together(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num
 
 def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:
     """Return the trial of a mesh: train for `num_steps` steps from new weights."""
-    # Some GPUs compute float32 products with fewer bits (TF32) by default.
+    # By default GPUs round the factors of float32 products to 10 bits (TF32). Then differences between meshes would be
+    # a thousand times larger, and the tolerance would say nothing.
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         program = assemble(cfg, mesh)
         check_init_from(cfg, program.arch)
