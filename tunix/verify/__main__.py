@@ -105,7 +105,8 @@ def _find_checked_folder(words: list[str]) -> str | None:
 def main() -> int:
     """Run the command line and return its exit code."""
     args = _read_arguments()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # `force`: orbax, which is imported above, has set up logging with another format already.
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
 
     def work() -> int:
         if folder := _find_checked_folder(args.overrides):
