@@ -19,7 +19,7 @@ from support.new_entries import OF_PROGRAMS, OF_THE_RUN
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.run.items import parts_in
+from tunix.run.items import find_parts
 
 ENTRIES = OF_THE_RUN | OF_PROGRAMS
 PAGE = (ROOT / "docs" / "adding.md").read_text()
@@ -139,7 +139,7 @@ def test_a_new_reason_ends_the_run(run):
 
 def test_a_new_store_keeps_the_checkpoints_and_a_new_copy(run):
     assert (run / "marked").exists()
-    assert parts_in(run / "checkpoints" / "3")["copies"] == ["first"]
+    assert find_parts(run / "checkpoints" / "3")["copies"] == ["first"]
 
 
 def test_a_model_of_a_new_family_has_new_parts(run):

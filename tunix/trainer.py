@@ -26,7 +26,7 @@ from tunix.run.compile_step import describe_memory
 from tunix.run.compiler import Compiler
 from tunix.run.home import check_home, find_home, write_home
 from tunix.run.lock import hold_lock
-from tunix.run.metrics import peak_memory_gib
+from tunix.run.metrics import read_peak_memory_gib
 from tunix.run.start_clock import StartClock
 from tunix.run.stores import open_store
 from tunix.training.mesh_choices import build_mesh
@@ -103,7 +103,7 @@ def run(job: compose.Job) -> Result:
                 loop.evaluations.make_up(last)
                 with watchdog.phase("closing"):
                     checkpoints.finish()
-                    log.info("%s", describe_memory(loop.compiled.at(last), peak_memory_gib()))
+                    log.info("%s", describe_memory(loop.compiled.at(last), read_peak_memory_gib()))
                     if loop.evaluations.newest:
                         feed.sum_up(progress.state, loop.evaluations.newest, loop.metrics)
         log.info("done: %s", folder)

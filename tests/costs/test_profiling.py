@@ -280,6 +280,6 @@ def test_a_run_that_ends_within_the_window_leaves_no_trace(words, tmp_path, capl
         with CommunicationTrace(cfg, build_mesh(cfg), tmp_path, None) as trace:
             trace.at(2, {}, None)
     assert "there is no report" in caplog.text
-    trace.starts_after(2)
+    trace.warn_if_past(2)
     assert "no trace: resumed at step 2; profile.after_step must be at least 3" in caplog.text
     assert list(tmp_path.iterdir()) == []

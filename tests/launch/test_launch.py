@@ -110,7 +110,7 @@ def asked(flags: str) -> NodeFlags:
         ("--nprocs=3", {**SEED, "RANK": "0", "WORLD_SIZE": "8"}, "WORLD_SIZE=8 is not a multiple of --nprocs=3"),
         ("--nprocs=4 --nnodes=3", {**SEED, "RANK": "0", "WORLD_SIZE": "8"}, "WORLD_SIZE=8, but --nnodes=3 x --nprocs=4 is 12"),
         ("--nprocs=4 --node_rank=1", {**SEED, "RANK": "2", "WORLD_SIZE": "8"}, "RANK=2 contradicts --node_rank=1: expected 4"),
-        ("--nprocs=4 --node_rank=2", {**SEED, "WORLD_SIZE": "8"}, "--node_rank=2: the 2 nodes count from 0"),
+        ("--nprocs=4 --node_rank=2", {**SEED, "WORLD_SIZE": "8"}, "--node_rank=2: the 2 nodes have the numbers 0 to 1"),
         ("--nprocs=4", {**SEED, "RANK": "4"}, "RANK=4 is set; WORLD_SIZE or --nnodes must be set too"),
         ("--nprocs=4", {**SEED, "WORLD_SIZE": "8"}, "which of the 2 nodes is this? Set --node_rank"),
         ("--nprocs=4", {"RANK": "4", "WORLD_SIZE": "8"}, "needs the address of node 0: set --master_addr"),
@@ -118,7 +118,8 @@ def asked(flags: str) -> NodeFlags:
         ("--standalone --nnodes=2", {}, "--standalone is a run of one node, --nnodes=2 of several"),
         ("--nnodes=0", {}, "--nnodes=0: must be at least 1"),
         ("--nnodes=2 --master_addr=a --node_rank=0 --master_port=70000", {}, "port 70000 of node 0: must be from 1 to 65534"),
-        ("--nprocs=many", {}, "--nprocs=many: expected a whole number"),
+        ("--nprocs=many", {}, "--nprocs=many: expected a whole number, or one of gpu, cpu, auto"),
+        ("--nnodes=2 --rdzv_backend=c10d", {}, "needs the address of node 0: set --rdzv_endpoint=HOST:PORT"),
         ("--nprocs=0", {}, "--nprocs=0: must be at least 1"),
         ("--nprocs=gpu", {"CUDA_VISIBLE_DEVICES": ""}, "--nprocs=gpu: no NVIDIA GPU here"),
     ],
@@ -330,6 +331,22 @@ def test_modules_and_programs(tmp_path):
 )
 def test_wrong_input(words, message, tmp_path, capsys):
     assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: SCRIPT\n"),
+        (["--nnodes=two", LAUNCHED], "two: expected a whole number"),
+        (["--grace-s=-5", LAUNCHED], "-5: expected a number of seconds, from 0 on"),
+        (["--grace-s=soon", LAUNCHED], "soon: expected a number of seconds, from 0 on"),
+    ],
+)
+def test_wrong_flags(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 

@@ -92,7 +92,7 @@ def test_keys_win_over_the_environment():
 @pytest.mark.parametrize(
     ("environment", "words", "said"),
     [
-        (TORCHRUN | {"RANK": "4"}, [], "process 4 of 4"),
+        (TORCHRUN | {"RANK": "4"}, [], "this is process 4, but the processes are 0 to 3"),
         (TORCHRUN | {"WORLD_SIZE": "four"}, [], "WORLD_SIZE=four"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, [], "MASTER_ADDR and MASTER_PORT must be set too"),
         (TORCHRUN | {"MASTER_PORT": "65535"}, [], "MASTER_PORT=65535"),

@@ -23,7 +23,7 @@ from tunix.config import Average, Export
 from tunix.data.corpus import load_corpus
 from tunix.data.tokenize import find_units
 from tunix.export import export
-from tunix.run.items import parts_in, read_state
+from tunix.run.items import find_parts, read_state
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 CONSTANT = "scheduler=constant"  # the step does not know the length of the run: all lengths share a compiled program
@@ -418,5 +418,5 @@ def test_a_moving_average_may_begin_and_end_with_a_resume(run):
     )
     assert "the checkpoint has no ema of the parameters" in (folder / "train.log").read_text()
     run(f"resume={folder}", "training.max_steps=5", "training.ema_decay=null")
-    assert parts_in(folder / "checkpoints" / "5")["copies"] == []
+    assert find_parts(folder / "checkpoints" / "5")["copies"] == []
     assert "ema is not wanted any more: it is dropped" in (folder / "train.log").read_text()

@@ -10,7 +10,7 @@ from support.harness import RUN, metrics
 import tunix
 from tunix.base.errors import Diverged, UserError
 from tunix.data.batches import TrainBatches
-from tunix.run.items import parts_in, read_json
+from tunix.run.items import find_parts, read_json
 
 SMALLEST = [
     *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "model.num_layers=1",
@@ -60,7 +60,7 @@ def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     log = (run / "train.log").read_text()
     assert "step 9 changed no weight: a spike: loss " in log
     assert "standard deviations above the steps before; its samples are 32 to 35" in log
-    assert parts_in(run / "checkpoints" / "8")["spike_window"] == 4
+    assert find_parts(run / "checkpoints" / "8")["spike_window"] == 4
 
     shutil.copytree(run, "again", symlinks=True)  # the window is in the checkpoint: a resumed run has the same digits
     shutil.rmtree("again/checkpoints/10")

@@ -1,6 +1,7 @@
 """Numbers go to the sinks that the config names; a new sink is one entry of a table."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.run.metrics import Metrics
 from tunix.sinks import SINKS, Start
+from tunix.sinks.run_ids import keep_id, read_id
 
 
 @pytest.fixture
@@ -96,3 +98,10 @@ def test_a_full_disk_is_one_line(tmp_path):
     message = "the run's folder cannot be written: No space left on device; the checkpoints"
     with pytest.raises(UserError, match=message), Metrics(["jsonl"], start) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
+
+
+def test_ids_of_sinks_in_several_threads(tmp_path):
+    names = [f"sink{number}" for number in range(16)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: keep_id(tmp_path, name, f"id of {name}"), names))
+    assert {name: read_id(tmp_path, name) for name in names} == {name: f"id of {name}" for name in names}

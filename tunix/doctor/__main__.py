@@ -25,7 +25,9 @@ from tunix.doctor.findings import Finding
 from tunix.processes import exits, joining, peers
 from tunix.training.mesh_choices import build_mesh
 
-START_S, TOGETHER_S = 30, 90  # seconds until all processes must have come; for all checks between processes
+# Seconds until all processes must have come, and for all checks between processes. A run waits longer; whoever asks the
+# doctor waits for the answer, and a process that is missing is an answer.
+START_S, TOGETHER_S = 30, 90
 MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "error": "[red]error  [/]"}
 
 
@@ -54,6 +56,7 @@ class Diagnosis:
 
 def examine(job: compose.Job) -> Diagnosis:
     """Check this process, join the others, and exchange findings with them."""
+    # The software first: flags of XLA, which may abort this process, must be checked before jax starts.
     findings = [
         *software.check_versions(),
         *software.check_variables(os.environ),
@@ -71,6 +74,7 @@ def examine(job: compose.Job) -> Diagnosis:
 
 
 def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
+    """Exchange findings with the other processes, and compare what they have in common."""
     hosts = peers.hosts()
     answers = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, findings)]), "findings")]
     diagnosis = Diagnosis(hosts, [[Finding(**values) for values in answer] for answer in answers])
@@ -79,6 +83,7 @@ def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
         "Python": platform.python_version(),
         "kind of device": jax.local_devices()[0].device_kind,
         "number of devices": str(jax.local_device_count()),
+        # The names of all processes, so that a variable that one process lacks is compared too.
         **{name: os.environ.get(name) for name in sorted({"XLA_FLAGS", *_gather_nccl_names()})},
     }
     diagnosis.between = [*together.compare(job, facts), *together.find_slow_processes()]
@@ -134,7 +139,8 @@ def format_json(diagnosis: Diagnosis) -> str:
 
 @contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """Send everything that is written to stdout to stderr: Gloo prints there, and --json must stay readable."""
+    """Send to stderr what is written to stdout: Gloo prints there, and --json must stay readable."""
+    # Gloo, which does the collectives of CPUs, is C++ and writes to file descriptor 1, whatever `sys.stdout` is.
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -112,7 +112,7 @@ def _check_space(job: Job) -> Iterator[Finding]:
     with jax.set_mesh(mesh):
         state = jax.tree.leaves(assemble(cfg, mesh).abstract)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in state) / GIB
-    here = size * neighbours / jax.process_count()
+    here = size * neighbours / jax.process_count()  # each process copies its own part of the state to this host
     memory = psutil.virtual_memory().available / GIB
     yield Finding(
         "host memory",

@@ -18,7 +18,8 @@ from tunix.config.values import CONF
 from tunix.doctor.findings import Finding
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tunix-trainer")
-# Package and its versions, another package and its versions, and what happens if both are installed.
+# A package and its versions, another package and its versions, and what happens if both are installed. Where the other
+# is "", the first alone is an error.
 CONFLICTS = (
     ("jax", ">=0.11", "flax", "<=0.12.8", "flax 0.12.8 does not import with jax 0.11; take a newer flax"),
     ("jax", "<0.10.2", "", "", "tunix needs jax 0.10.2 or newer"),
@@ -63,6 +64,7 @@ def check_versions(version: Version = installed_version) -> Iterator[Finding]:
     for name in ("jax", *SAME):
         number = version(name)
         if number and jaxlib and number != jaxlib:
+            # jax and jaxlib of one minor version may work together; a plugin must have jaxlib's version exactly.
             close = name == "jax" and number.split(".")[:2] == jaxlib.split(".")[:2]
             text = f"{name} {number} with jaxlib {jaxlib}: install the same version of both"
             yield Finding("versions", "warning" if close else "error", text)
@@ -116,6 +118,7 @@ def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
     if not flags:
         return
     mistakes: list[str] = []
+    # XLA names the unknown flags all at once, and of bad values the first. Each round removes what was named.
     while (last_words := _ask_xla(environment)) is not None:
         words = shlex.split(environment["XLA_FLAGS"])
         unknown = last_words.partition("in XLA_FLAGS:")[2].partition("\n")[0].split()
@@ -138,7 +141,10 @@ def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
 
 
 def _read_flag_names() -> set[str]:
-    """Return the words in jaxlib's library that look like names of flags. (XLA's error prints only some of them.)"""
+    """Return the words in jaxlib's library that look like names of flags; no function of XLA's lists them.
+
+    In the library's table of strings each one stands between two zero bytes.
+    """
     spec = importlib.util.find_spec("jaxlib")
     folders = (spec.submodule_search_locations or []) if spec else []
     names: set[bytes] = set()
@@ -152,6 +158,8 @@ def _ask_xla(environment: Mapping[str, str]) -> str | None:
     """Start XLA in a child process; return what it prints before it aborts, or None if it starts."""
     words = [sys.executable, "-c", ASK_XLA]
     result = subprocess.run(words, env=dict(environment), capture_output=True, text=True, check=False, timeout=60)
+    # The line that names the flags first, without the time and the place in the source before it: F0101 ... flags.cc:1]
+    # ...
     lines = [
         line.partition("] ")[2] or line
         for line in result.stderr.splitlines()

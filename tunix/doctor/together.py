@@ -27,7 +27,7 @@ from tunix.sharding.dims import DIMS, LAYERS, keeping_axes, token_axes
 SKEW_S = 1.0  # clocks may differ by so many seconds
 SLOW = 1.5  # a process is slow if it takes this many times the median
 PAYLOAD_MIB = {"cpu": 4, "gpu": 256}  # size of the whole array that a group of devices gathers or reduces
-SECONDS = 2.0  # one measurement is repeated for about so long
+SECONDS = 2.0  # one measurement is repeated for about so long, but for 3 to 20 calls
 COLLECTIVES: dict[str, Callable] = {
     "all-reduce": lambda x, axis: jax.lax.psum(x, axis),
     "all-gather": lambda x, axis: jax.lax.all_gather(x, axis, axis=1, tiled=True),
@@ -80,11 +80,12 @@ def _format_ranks(numbers: list[int]) -> str:
 
 
 def _compare_clocks() -> Finding:
-    peers.barrier("clocks", 60)
+    peers.barrier("clocks", 60)  # all processes leave a barrier within milliseconds, and read their clocks then
     times = [float(text) for text in peers.gather(repr(time.time()), "clocks")]
     apart = max(times) - min(times)
     if apart <= SKEW_S:
         return Finding("clocks", "ok", f"at most {apart:.3f} s apart")
+    # Of many hosts the one with the wrong clock is far from the median.
     wrong = times.index(max(times, key=lambda time_s: abs(time_s - float(np.median(times)))))
     return Finding("clocks", "warning", f"{apart:.1f} s apart, process {wrong} most; logs will mislead: start NTP")
 
@@ -133,10 +134,13 @@ def _ring(size: int) -> list[tuple[int, int]]:
 
 
 def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
+    # Each device has one row of float32 numbers. A gather makes `PAYLOAD_MIB` of the rows of a group; every other
+    # collective begins with so much on each device.
+    #     all-gather:  [1, n / size] -> [1, n]      reduce-scatter:  [1, n] -> [1, n / size]      n = payload / 4 bytes
     size, everywhere = mesh.shape[axis], PartitionSpec(mesh.axis_names)
     share = PAYLOAD_MIB.get(jax.default_backend(), 64) * 2**20 // 4 // size
     num_bytes = 4 * share * size
-    if collective != "all-gather":  # each device has an array of this size, not a part of it
+    if collective != "all-gather":
         share *= size
     x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, everywhere))()
     run_collective = jax.jit(
@@ -159,7 +163,7 @@ def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
 
 def _time(work: Callable[[], jax.Array]) -> float:
     """Return the median seconds of a call. Every process makes the same number of calls: a call may be a collective."""
-    jax.block_until_ready(work())  # the first call compiles
+    jax.block_until_ready(work())  # the first call compiles, and opens connections
     began = time.perf_counter()
     jax.block_until_ready(work())
     once = max(1e-6, time.perf_counter() - began)
@@ -169,7 +173,7 @@ def _time(work: Callable[[], jax.Array]) -> float:
         began = time.perf_counter()
         jax.block_until_ready(work())
         times.append(time.perf_counter() - began)
-    return float(np.median(times))
+    return float(np.median(times))  # not the mean: one call that the system interrupts may take ten times as long
 
 
 def judge(links: list[Link]) -> Iterator[Finding]:

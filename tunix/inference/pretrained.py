@@ -28,7 +28,7 @@ from tunix.inference.sampling import Sampler
 from tunix.models.lora import merge
 from tunix.processes import peers
 from tunix.run.integrity import refuse_damaged_checkpoint
-from tunix.run.items import parts_in, read_json, read_state
+from tunix.run.items import find_parts, read_json, read_state
 from tunix.run.run_folder import FILES, TOKENIZER
 from tunix.sharding.arrays import rows_to_global
 from tunix.sharding.layout import Layout
@@ -204,7 +204,7 @@ def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weig
     """Read the parameters of a checkpoint: the trained ones, or one of the copies that the run has kept of them."""
     if weights == "trained":
         return read_state(checkpoint, {"params": abstract})["params"]
-    names = ["trained", *parts_in(checkpoint)["copies"]]
+    names = ["trained", *find_parts(checkpoint)["copies"]]
     if weights not in names:
         raise UserError(
             f"weights={weights}: {checkpoint} has weights={', '.join(names)}; training.ema_decay keeps an average"

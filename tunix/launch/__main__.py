@@ -5,6 +5,7 @@ torchrun export, and accelerate's YAML.
 """
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -60,12 +61,18 @@ def parser() -> argparse.ArgumentParser:
     flag("max_restarts", type=int, choices=[0], help="only 0: resume=RUN_DIR goes on with a run")
     flag("accelerate_config", type=Path, metavar="FILE", help="read an accelerate config; flags win over it")
     flag("log_dir", type=Path, help="folder for train.RANK.log; a temporary one if not given")
-    flag("grace_s", type=float, default=30.0, help="seconds between SIGTERM and SIGKILL after a process died [30]")
+    flag(
+        "grace_s",
+        type=_read_seconds,
+        default=30.0,
+        help="seconds between SIGTERM and SIGKILL after a process died [30]",
+    )
     flag("label", action="store_true", help="show the output of every process, each line behind its rank")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     flag("no_python", action="store_true", help="SCRIPT is a program, not a Python script")
     parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    # Not required: the message for a missing SCRIPT would name them too.
+    parser.add_argument("arguments", nargs=argparse.REMAINDER).required = False
     return parser
 
 
@@ -74,7 +81,20 @@ def _read_nodes(text: str) -> int:
     least, _, most = text.partition(":")
     if most and least != most:
         raise argparse.ArgumentTypeError(f"{text}: the number of nodes is fixed; give one number")
+    if not least.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number")
     return int(least)
+
+
+def _read_seconds(text: str) -> float:
+    """Read a number of seconds, from 0 on."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of seconds, from 0 on")
+    return seconds
 
 
 if __name__ == "__main__":

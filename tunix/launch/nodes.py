@@ -95,7 +95,8 @@ def find_node(flags: NodeFlags, environment: Environment = os.environ) -> Node:
     if nodes == 1:
         return Node(0, 1, here, addr or "127.0.0.1", port or find_free_port())
     if not addr:
-        raise UserError(f"a run of {nodes} nodes needs the address of node 0: set --master_addr or MASTER_ADDR")
+        way_out = "--rdzv_endpoint=HOST:PORT" if flags.rdzv_backend == "c10d" else "--master_addr or MASTER_ADDR"
+        raise UserError(f"a run of {nodes} nodes needs the address of node 0: set {way_out}")
     if rank is None and flags.rdzv_endpoint:
         port = port or MEETING_PORT
         rank = rendezvous.meet(addr, port, nodes, {"rdzv_id": flags.rdzv_id, "nnodes": nodes, "nprocs": here})
@@ -127,7 +128,9 @@ def _count_processes(nprocs: str, environment: Environment) -> int:
         "cpu": lambda: os.cpu_count() or 1,
         "auto": lambda: count_gpus(environment) or os.cpu_count() or 1,
     }
-    count = counts[nprocs]() if nprocs in counts else _read_number({"--nprocs": nprocs}, "--nprocs")
+    if nprocs not in counts and not nprocs.isdigit():
+        raise UserError(f"--nprocs={nprocs}: expected a whole number, or one of {', '.join(counts)}")
+    count = counts[nprocs]() if nprocs in counts else int(nprocs)
     if not count:
         raise UserError(f"--nprocs={nprocs}: " + ("no NVIDIA GPU here" if nprocs == "gpu" else "must be at least 1"))
     return count
@@ -157,7 +160,7 @@ def _find_node_rank(flags: NodeFlags, env: Environment, nodes: int, here: int) -
     rank = _read_number(env, "RANK")
     if node is not None:
         if not 0 <= node < nodes:
-            raise UserError(f"--node_rank={node}: the {nodes} nodes count from 0")
+            raise UserError(f"--node_rank={node}: the {nodes} nodes have the numbers 0 to {nodes - 1}")
         if rank is not None and rank not in (node, node * here):
             raise UserError(
                 f"RANK={rank} contradicts --node_rank={node}: expected {node * here}, its first global rank"

@@ -13,7 +13,11 @@ log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """Measures the model on every set, and notes how its held-out loss goes. `newest` is the last held-out line."""
+    """Measures the model on every set, and notes how its held-out loss goes. `newest` is the last held-out line.
+
+    The cost of a model is the held-out number that is lowest for the best one: the loss, or the reward with its sign
+    turned.
+    """
 
     def __init__(self, feed: Feed, progress: Progress, evaluation: Evaluation, metrics: Metrics, watchdog: Watchdog):
         self.held_out, self.sets, self.progress, self.evaluation = feed.held_out, feed.sets, progress, evaluation

@@ -39,7 +39,7 @@ def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, f
     if restored:
         state, start, improvement = restored
         log.info("resumed at step %d, sample %d", start.step, start.next_sample)
-        state = program.complete(state)
+        state = program.complete(state)  # adds parts that the checkpoint lacks: a copy of the parameters, for example
     else:
         if cfg.resume:
             log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.store.folder)
@@ -65,6 +65,8 @@ def find_last_step(setup: Setup, sizes: Sizes, start: Position, improvement: Imp
         return start.step
     last = sizes.total_steps
     assert last is not None
+    # A run that changed its batch on the way has taken other samples in its first steps than the config says. What is
+    # left of the data or of the tokens then gives another number of steps.
     if start.num_samples != whole_run.course.taken(start.step):
         log.warning(
             "steps so far were not all of %d sequences: sample %d comes after step %d; the last step is %d, not %d",

@@ -17,7 +17,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.feeds import Feed, load_data, make_feed
 from tunix.run.compiler import Compiler
 from tunix.run.start_clock import StartClock
-from tunix.run.start_report import start_report
+from tunix.run.start_report import make_start_report
 from tunix.run.trace import check_window
 from tunix.training.kernel_check import check_attention, check_expert_products
 from tunix.training.overlap import check_compiler_options
@@ -73,9 +73,11 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: C
     device = mesh.devices.flat[0]
     check_matmul_dtype(cfg, device.platform, device.device_kind)
     sizes = derive_sizes(cfg, mesh, program.arch, None)
-    if sizes.total_steps is not None:  # else only the data will tell
+    if sizes.total_steps is not None:  # None: the config counts epochs, and only the data tell how many steps they are
         check_window(cfg, sizes.total_steps)
-    if not (cfg.dry_run or cfg.resume or cfg.model.init_from):  # else other files than the data may be refused
+    # Compile while the data are read, but only where nothing else can be refused: an error would wait for the compiler
+    # to end. A run that resumes, or starts from other weights, has files to check first.
+    if not (cfg.dry_run or cfg.resume or cfg.model.init_from):
         # Where the config counts epochs, the data may end the run before its other limits.
         compiler.begin_run(programs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
     clock.end("program")
@@ -85,12 +87,12 @@ def set_up(cfg: Config, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: C
     clock.end("data")
 
     sizes = derive_sizes(cfg, mesh, program.arch, corpus.num_samples if corpus else None, BEGINNING)
-    report = start_report(cfg, program, mesh, sizes, corpus, chosen)
+    report = make_start_report(cfg, program, mesh, sizes, corpus, chosen)
     return Setup(cfg, mesh, program, programs, corpus, sizes, compiler, report)
 
 
 def check_before_writing(setup: Setup, feed: Feed) -> None:
-    """Raise `UserError` for what only the length of the data, a download or the devices can tell."""
+    """Raise `UserError` for mistakes that only the length of the data, a download or the devices can show."""
     cfg, num_steps = setup.cfg, setup.sizes.total_steps
     assert num_steps is not None, "a corpus or the config ends every run"
     left_out = setup.sizes.course.left_out(num_steps)

@@ -51,7 +51,10 @@ class Loop:
     def run(self) -> int:
         """Train to the last step. Return the step after which the run has ended: a reason may end it before.
 
-        While a step runs on the devices, the next batch travels to them and the numbers of the step before are written.
+        While a step runs on the devices, the numbers of the step before are written and the next batch travels there:
+
+            this loop    start step 2 | write line 1 | batch 3 | start step 3 | write line 2 | batch 4
+            devices      | step 2 ........................... | step 3 ............................
 
         Raises:
             Ending: a reason of `run.endings` to end the run, other than that it is finished.
@@ -67,11 +70,11 @@ class Loop:
                 train_step = self.compiled.change_to(step)
                 self.step_log.restart_clock()
             self.watchdog.step(step)
-            # The call returns when the devices have got the step. While it runs, the numbers of the step before are
-            # written, and the next batch is put on its way.
+            # The call returns as soon as the devices have the step in their queue. The old state is donated: its memory
+            # becomes that of the new one, so nothing may keep a reference to it.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 progress.state, scalars = train_step(progress.state, batch)
-            self.step_log.started(step, scalars, numbers)
+            self.step_log.note_start(step, scalars, numbers)
             self._trace(step, train_step)
             if step < last:
                 # A source gives up when it is asked to stop: the run ends below, after this step.
@@ -88,6 +91,8 @@ class Loop:
         self.checkpoints.save(progress.state, position, progress.improvement, self.setup.cfg, corpus.tokenizer, cost)
 
     def _next_batch(self) -> tuple[Batch, Numbers]:
+        # A source that draws answers with the new weights has to wait for the step that makes them. The line of that
+        # step is written first, so the time of drawing counts for the step that uses the answers.
         if self.source.waits_for_state:
             self.step_log.finish()
         with self.watchdog.phase(self.source.phase):
@@ -107,14 +112,14 @@ class Loop:
         An evaluation comes before the save, because the best checkpoint is chosen by its held-out loss.
         """
         cfg, progress = self.setup.cfg, self.progress
-        save_now = due(cfg.checkpoint.save_every_steps, step, progress.last) or step in cfg.checkpoint.save_at_steps
-        evaluate_now = due(cfg.evaluation.every_steps, step, progress.last)
+        save_now = is_due(cfg.checkpoint.save_every_steps, step, progress.last) or step in cfg.checkpoint.save_at_steps
+        evaluate_now = is_due(cfg.evaluation.every_steps, step, progress.last)
         if save_now or evaluate_now:
             self.step_log.finish()  # their time is not that of a step
         elapsed_s = time.monotonic() - self.begun
         now = Moment(cfg, self.folder, step, self.step_log.last, progress.improvement, elapsed_s, self.source)
         ending = find_ending(now, REASONS)
-        if ending and not ending.saves:
+        if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
             raise ending
         if evaluate_now and not ending:
             self.evaluations.run(step)
@@ -123,7 +128,7 @@ class Loop:
             self.step_log.finish()
             with self.watchdog.phase("saving"):
                 self.save(self.source.after(step), self.evaluations.cost(step))
-                if ending:
+                if ending:  # the message of the ending says that everything is saved, so wait until that is true
                     self.checkpoints.finish()
         if isinstance(ending, Finished):
             log.info("%s", ending)
@@ -156,7 +161,7 @@ def open_loop(
         CommunicationTrace(traced, mesh, folder / "profile", metrics) as trace,
         closing(feed.batches(start, last, metrics, folder)) as source,
     ):
-        trace.starts_after(start.step)
+        trace.warn_if_past(start.step)
         metrics.text("config", to_yaml(cfg), start.step)
         metrics.text("report", setup.report, start.step)
         seq_len, device_kind = progress.sizes.batch.seq_len, mesh.devices.flat[0].device_kind
@@ -178,6 +183,6 @@ def open_loop(
         )
 
 
-def due(every: int | None, step: int, last: int) -> bool:
+def is_due(every: int | None, step: int, last: int) -> bool:
     """Return True after every so many steps (None: never), and after the last."""
     return step == last or (every is not None and step % every == 0)

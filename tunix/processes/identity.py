@@ -234,7 +234,8 @@ def _check(identity: Identity) -> Identity:
     source, address = identity.source, identity.coordinator_address
     host, _, port = address.rpartition(":")
     if identity.process_id >= identity.num_processes:
-        raise UserError(f"{source}: process {identity.process_id} of {identity.num_processes}; they count from 0")
+        last = identity.num_processes - 1
+        raise UserError(f"{source}: this is process {identity.process_id}, but the processes are 0 to {last}")
     if not host or not port.isdigit():
         raise UserError(f"{source}: coordinator address {address} must be HOST:PORT")
     if ":" in host and not host.startswith("["):

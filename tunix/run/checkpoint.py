@@ -109,7 +109,7 @@ class Checkpoints:
 
 
 def _without_absent_parts(abstract: State, present: dict[str, Any]) -> State:
-    """Return the state to read from a checkpoint that has these parts (`items.parts_in`)."""
+    """Return the state to read from a checkpoint that has these parts (`items.find_parts`)."""
     wanted = dict(abstract)
     copies = {name: tree for name, tree in wanted.pop("copies", {}).items() if name in present["copies"]}
     spikes = wanted.pop("spikes", None)

@@ -7,10 +7,13 @@ from tunix.config import Evaluation
 
 @dataclass(frozen=True)
 class Improvement:
-    """The lowest held-out loss so far, and the evaluations in a row that did not lower it."""
+    """The lowest held-out loss so far, and the evaluations in a row that did not lower it.
+
+    The names of the fields are in saved checkpoints.
+    """
 
     best: float | None = None
-    without: int = 0
+    without: int = 0  # evaluations since `best`
 
     def after(self, cost: float, evaluation: Evaluation) -> "Improvement":
         """Return the improvement after one more evaluation, whose held-out number is `cost`."""

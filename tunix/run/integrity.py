@@ -30,20 +30,21 @@ def check_everything(source: str) -> tuple[list[str], bool]:
         UserError: the folder is none of these, or it has no digests.
     """
     folders = _find_folders(source)
-    lines, whole = [], True
+    lines, is_intact = [], True
     for folder, is_checkpoint in folders:
-        name, files = find_address(folder) or str(folder), f", {len(list_files(folder))} files"
+        address = find_address(folder)
+        name, files = (address, "") if address else (str(folder), f", {len(list_files(folder))} files")
         try:
             size = check_checkpoint(folder) if is_checkpoint else check_files([folder / FILE])
         except Damaged as damage:
             lines.append(f"DAMAGED {name}: {damage}")
-            whole = False
-        else:
-            result = (
-                "no digests (an older version wrote it)" if size is None else f"as written, {size / 2**30:.3f} GiB read"
-            )
-            lines.append(f"{name}: {result}{'' if find_address(folder) else files}")
-    return lines, whole
+            is_intact = False
+            continue
+        result = "no digests (an older version wrote it)"
+        if size is not None:
+            result = f"as written, {size / 2**30:.3f} GiB read"
+        lines.append(f"{name}: {result}{files}")
+    return lines, is_intact
 
 
 def _find_folders(source: str) -> list[tuple[Path, bool]]:

@@ -39,7 +39,7 @@ def read_json(checkpoint: Path, item: str, processes: Any = ALL_PROCESSES) -> di
         return reader.restore(checkpoint / item, args=ocp.args.JsonRestore())
 
 
-def parts_in(checkpoint: Path) -> dict[str, Any]:
+def find_parts(checkpoint: Path) -> dict[str, Any]:
     """Find the parts of the state that not every checkpoint has. No array is read.
 
     Returns:

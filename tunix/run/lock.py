@@ -20,8 +20,8 @@ from tunix.processes import peers
 
 log = logging.getLogger(__name__)
 LOCK = ".running"
-# Seconds to wait for a lock of this host, and of another host. A run that was killed a moment ago may still be ending.
-# A file server knows of the death of another host only when that host's lease has run out.
+# Seconds to wait for a run of this host that has the lock, and of another host. A run that was killed a moment ago may
+# still be ending. A file server gives the lock of a host that died to others only when that host's lease has run out.
 HOLDER_S, LEASE_S = 5.0, 300.0
 
 
@@ -48,6 +48,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
 def _lock(path: Path, stack: ExitStack) -> None:
     """Lock the file until the stack closes. Where the file system has no locks, log a warning and go on."""
     try:
+        # "a+" and not "w": as long as another run has the lock, the file has that run's text.
         file = stack.enter_context(path.open("a+"))
     except OSError as error:
         raise UserError(f"the run's folder {path.parent} cannot be written ({error.strerror})") from None

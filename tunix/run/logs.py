@@ -18,10 +18,11 @@ def start_logging(remarks: list[str], cfg: Logging) -> MemoryHandler:
     libraries go to the log file alone.
     """
     logging.raiseExceptions = False  # a full disk is reported once, by the part of the run that needs it
-    waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)
+    waiting = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1)  # a level that no message has: nothing flushes it
     logging.basicConfig(handlers=[waiting], level=logging.WARNING, force=True)
     logging.getLogger("absl").setLevel(logging.ERROR)
-    sys.unraisablehook = lambda ignored: logging.getLogger("python").warning(  # tensorstore, after a failed save
+    # Errors of destructors, which Python prints on the terminal: tensorstore has some after a save that failed.
+    sys.unraisablehook = lambda ignored: logging.getLogger("python").warning(
         "ignored in %r", ignored.object, exc_info=ignored.exc_value
     )
     ours = logging.getLogger("tunix")

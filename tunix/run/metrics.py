@@ -128,9 +128,9 @@ class StepLog:
         """Count the next step's time from now: something else has run since the last one."""
         self.clock = time.perf_counter()
 
-    def started(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
+    def note_start(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
         """Note that `step` runs on the devices; write the step before. The arguments are those of `StartedStep`."""
-        # The copies begin when the step has ended, and are there when the next step's line is due.
+        # Asked for now, the copies to the host begin by themselves when the step has ended. `_write` finds them there.
         for value in jax.tree.leaves(scalars):
             value.copy_to_host_async()
         before, self.pending = self.pending, StartedStep(step, scalars, numbers)
@@ -149,17 +149,18 @@ class StepLog:
         if self.norms_every and started.step % self.norms_every == 0:
             scalars |= norms
         waits_since = time.perf_counter()
-        values = _named_numbers(scalars)  # waits for the step
+        values = _read_numbers(scalars)  # waits until the step has ended
         now = time.perf_counter()
+        # From line to line, and not from the call of a step to its end: the call comes while the step before runs.
         step_time_s, self.clock = now - self.clock, now
         self.pace.note(step_time_s, now - waits_since, started.numbers["data_wait_s"])
-        self.last = step_record(started, values, step_time_s, self.sizes, self.peak_tflops) | self.pace.slowest
+        self.last = make_record(started, values, step_time_s, self.sizes, self.peak_tflops) | self.pace.slowest
         if remark := remark_on_skipped(self.last, self.samples(started.step)):
             log.warning("%s", remark)
         self.metrics.write(self.last)
 
 
-def _named_numbers(scalars: dict[str, jax.Array]) -> dict[str, float]:
+def _read_numbers(scalars: dict[str, jax.Array]) -> dict[str, float]:
     """Return the numbers by name; number 3 of a vector `expert_load` is `expert_load/3`."""
     values: dict[str, float] = {}
     for name, value in scalars.items():
@@ -170,7 +171,7 @@ def _named_numbers(scalars: dict[str, jax.Array]) -> dict[str, float]:
     return values
 
 
-def step_record(
+def make_record(
     started: StartedStep, values: dict[str, float], step_time_s: float, sizes: Sizes, peak_tflops: float | None
 ) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step; a number that is not finite is None."""
@@ -187,7 +188,7 @@ def step_record(
         "step_time_s": step_time_s,
         "tflops_per_device": tflops,
         "mfu": tflops / peak_tflops if peak_tflops else None,
-        "peak_memory_gib": peak_memory_gib(),
+        "peak_memory_gib": read_peak_memory_gib(),
     }
 
 
@@ -203,7 +204,7 @@ def remark_on_skipped(record: dict[str, Any], samples: range) -> str:
     return f"step {record['step']} changed no weight: {why}; its samples are {samples.start} to {samples.stop - 1}"
 
 
-def peak_memory_gib() -> float | None:
+def read_peak_memory_gib() -> float | None:
     """Return the most memory that one device of this process has used; None where the backend does not count (CPU)."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     known = [peak for peak in peaks if peak is not None]

@@ -95,9 +95,10 @@ def _describe_attention(cfg: Config) -> str:
 
 
 def _describe_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
+    """Return rows about the files that the weights come from, and the part of them that is trained."""
     rows, lora = {}, cfg.model.lora
     if cfg.model.init_from:
-        rows["weights from"] = cfg.model.init_from + _added_rows(cfg)
+        rows["weights from"] = cfg.model.init_from + _describe_added_rows(cfg)
     if cfg.model.init_adapter:
         rows["updates from"] = cfg.model.init_adapter
     if lora.rank:
@@ -114,7 +115,7 @@ def _describe_trained(cfg: Config, arch: Architecture, state: State) -> dict[str
     return rows
 
 
-def _added_rows(cfg: Config) -> str:
+def _describe_added_rows(cfg: Config) -> str:
     """Return in words how many rows of vocabulary the model has beyond those of the files it starts from."""
     source = cfg.model.init_from
     if source is None or cfg.resume or find_run(source):

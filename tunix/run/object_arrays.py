@@ -25,7 +25,9 @@ from tunix.run.objects import NUM_THREADS, READ_TIMEOUT_S, Objects
 from tunix.training.state import State
 
 ARRAYS = "state/arrays.json"
-CHUNK = 1 << 26  # bytes of a chunk at most: S3 takes 5 GB in one request
+# Bytes of a chunk at most. S3 takes 5 GB in one request; smaller chunks travel side by side, and a reader of a slice
+# fetches whole chunks.
+CHUNK = 1 << 26
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Part:
             return dict(task.result() for task in tasks)
 
 
-def array_name(path: Any) -> str:
+def name_array(path: Any) -> str:
     """Return the name of an array in the state: params/embed/table."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -60,16 +62,17 @@ def copy_part(state: State) -> Part:
     for _, leaf in leaves:
         leaf.copy_to_host_async()  # all copies are under way before the first is waited for
     for path, leaf in leaves:
-        shape, name = leaf.sharding.shard_shape(leaf.shape), f"state/{array_name(path)}"
+        shape, name = leaf.sharding.shard_shape(leaf.shape), f"state/{name_array(path)}"
         chunk = split_shape(shape, leaf.dtype.itemsize)
         for shard in leaf.addressable_shards:
+            # Devices may have copies of the same shard. JAX numbers them over all processes: one process has number 0.
             if shard.replica_id == 0:
                 # A copy, because the next step takes the memory of the state.
                 part.chunks += cut(name, shard.index, np.array(shard.data), chunk)
         if jax.process_index() == 0:
             part.texts[f"{name}/.zarray"] = json.dumps(_describe(leaf, chunk))
     if jax.process_index() == 0:
-        arrays = {array_name(path): {"shape": leaf.shape, "dtype": leaf.dtype.name} for path, leaf in leaves}
+        arrays = {name_array(path): {"shape": leaf.shape, "dtype": leaf.dtype.name} for path, leaf in leaves}
         part.texts[ARRAYS] = json.dumps(arrays)
     return part
 
@@ -77,7 +80,9 @@ def copy_part(state: State) -> Part:
 def split_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Return the shape of a chunk: it divides the shard, and has at most `CHUNK` bytes where that is possible."""
     chunk = list(shape)
-    # Dimension by dimension from the first, into as few equal parts as bring the chunk below the limit.
+    # Dimension by dimension from the first, into as few equal parts as bring the chunk below the limit. A float32 shard
+    # of 262,144 x 1,152 has 1,152 MiB: its first dimension is cut into 32 parts, the first divisor of 262,144 from 18
+    # on.
     for dim, size in enumerate(shape):
         others = math.prod(chunk) // max(size, 1) * itemsize
         parts = next((n for n in range(1, size + 1) if size % n == 0 and others * (size // n) <= CHUNK), max(size, 1))
@@ -92,7 +97,7 @@ def cut(name: str, index: Any, shard: np.ndarray, chunk: tuple[int, ...]) -> Ite
     for place in itertools.product(*map(range, counts)):
         here = tuple(slice(n * size, (n + 1) * size) for n, size in zip(place, chunk, strict=True))
         numbers = [str(first + n) for first, n in zip(firsts, place, strict=True)]
-        yield f"{name}/{'.'.join(numbers) or '0'}", shard[here]
+        yield f"{name}/{'.'.join(numbers) or '0'}", shard[here]  # zarr calls the chunk of a single number "0"
 
 
 def _describe(leaf: jax.Array, chunk: tuple[int, ...]) -> dict[str, Any]:
@@ -102,7 +107,8 @@ def _describe(leaf: jax.Array, chunk: tuple[int, ...]) -> dict[str, Any]:
         "zarr_format": 2,
         "shape": leaf.shape,
         "chunks": chunk,
-        "dtype": dtype.name if dtype.kind == "V" else dtype.str,  # kinds that numpy lacks, like bfloat16
+        # "<f4" for float32, as zarr says it. For kinds that numpy lacks, tensorstore takes the name: "bfloat16".
+        "dtype": dtype.name if dtype.kind == "V" else dtype.str,
         "order": "C",
         "compressor": None,
         "fill_value": None,
@@ -116,7 +122,7 @@ def read_arrays(checkpoint: str, abstract: Any, timeout_s: float = READ_TIMEOUT_
     objects = Objects(checkpoint, timeout_s)
 
     def read(path: Any, leaf: Any) -> jax.Array:
-        name = array_name(path)
+        name = name_array(path)
         array, slices = objects.array(f"state/{name}"), {}
         if tuple(array.shape) != tuple(leaf.shape):
             raise ValueError(f"{name} has shape {tuple(array.shape)}, not {tuple(leaf.shape)}")
@@ -135,7 +141,7 @@ def read_arrays(checkpoint: str, abstract: Any, timeout_s: float = READ_TIMEOUT_
 
 
 def list_parts(checkpoint: str) -> dict[str, Any]:
-    """Find the parts of the state that not every checkpoint has, as `items.parts_in` returns them."""
+    """Find the parts of the state that not every checkpoint has, as `items.find_parts` returns them."""
     arrays = Objects(checkpoint).read_json(ARRAYS)
     copies = {name.split("/")[1] for name in arrays if name.startswith("copies/")}
     window = arrays["spikes/loss"]["shape"][0] if "spikes/loss" in arrays else 0

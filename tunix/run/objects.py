@@ -43,7 +43,7 @@ def _open_s3(address: str, retries: dict[str, Any]) -> dict[str, Any]:
     files = filesystem(address, KEY)
     files.connect()
     meta, spec = files.s3.meta, {"driver": "s3", "s3_request_retries": retries}
-    if "amazonaws.com" not in meta.endpoint_url:
+    if "amazonaws.com" not in meta.endpoint_url:  # another server; tensorstore finds Amazon's endpoints itself
         spec |= {"endpoint": meta.endpoint_url, "aws_region": meta.region_name or "us-east-1"}
     if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}
@@ -61,7 +61,10 @@ DRIVERS: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {"s3": _op
 
 
 class Objects:
-    """Objects below an address. A request that fails is tried again for about `timeout_s` seconds."""
+    """Objects below an address. A request that fails is tried again for about `timeout_s` seconds.
+
+    Every wait for a result has twice that limit, for a server that takes a request and never answers.
+    """
 
     def __init__(self, address: str, timeout_s: float = READ_TIMEOUT_S):
         self.address, self.timeout_s = address.rstrip("/"), timeout_s
@@ -89,6 +92,7 @@ class Objects:
         return json.loads(self.read(name))
 
     def delete(self, name: str) -> None:
+        # The range up to the next possible name, so it has this one alone.
         self.store.delete_range(ts.KvStore.KeyRange(name, name + "\0")).result(2 * self.timeout_s)
 
     def delete_folder(self, name: str) -> None:

@@ -33,6 +33,7 @@ class OneHostStore:
         self.disk: SharedStore | None = None
         if peers.is_main():
             folder.mkdir(exist_ok=True)
+            # Orbax makes the folder (create=True) only where all processes take part.
             self.disk = SharedStore(folder, cfg, ONLY_PROCESS_0, create=False)
 
     def steps(self) -> list[int]:
@@ -72,7 +73,7 @@ class OneHostStore:
     def _on_main(self, work: Callable[[SharedStore], T]) -> T | None:
         """Return `work(disk)` on process 0 and None on the others; an error of process 0 is raised on all of them."""
         result, failure = None, ""
-        # An error that process 0 alone raised would leave the others waiting for its shards.
+        # If process 0 alone raised an error, the others would wait for its shards for ever.
         try:
             result = work(self.disk) if self.disk else None
         except Exception as error:

@@ -30,7 +30,6 @@ from tunix.tokenizer.vocabulary import Vocabulary
 # document and the chat template that it was trained with.
 FILES, TOKENIZER = "pretrained", "tokenizer"
 
-
 log = logging.getLogger(__name__)
 
 
@@ -85,6 +84,8 @@ def _is_shared(folder: Path, asked: bool | str) -> bool:
     blind = {peers.hosts()[rank] for rank in find_blind(folder)}
     if not blind:
         return True
+    # Where every other host lacks the folder, no disk is shared, and the run knows how to do without. Where only some
+    # hosts lack it, a disk is meant to be shared, and is not mounted there.
     others = set(peers.hosts()) - {peers.hosts()[0]}
     if asked is True or blind != others:
         raise UserError(
@@ -167,23 +168,25 @@ def _claim(job: compose.Job, folder: Path) -> Path:
     try:
         # "x" makes the file or fails, as one operation of the file system: of two runs that try, one gets the folder.
         with (folder / "config.yaml").open("x") as file:
-            file.write(_config_text(job))
+            file.write(_format_config(job))
     except FileExistsError:
         raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
     except OSError:
+        # A full disk may leave half a file, and with it the folder would belong to a run that never began.
         with suppress(OSError):
-            (folder / "config.yaml").unlink()  # half a file would keep the folder taken
+            (folder / "config.yaml").unlink()
         raise
     return folder
 
 
-def _config_text(job: compose.Job) -> str:
+def _format_config(job: compose.Job) -> str:
+    """Return the resolved config as YAML, without `resume`: the config of a run does not say that it goes on."""
     return compose.to_yaml(job.config.model_copy(update={"resume": None}))
 
 
 def write_config(job: compose.Job, folder: Path) -> None:
     """Write the resolved config, and Hydra's record of how it was made."""
-    text = _config_text(job)
+    text = _format_config(job)
     write_whole(folder / "config.yaml", text)
     if job.hydra is not None:
         (folder / ".hydra").mkdir(exist_ok=True)

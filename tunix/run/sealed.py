@@ -38,7 +38,8 @@ def check_together(check: Callable[[int, int], T]) -> T:
         Damaged: on every process, if a file of one share is not what was written.
     """
     result, damage = None, ""
-    # Damage is gathered, not raised at once: a process that stops here would leave the others waiting in the restore.
+    # Damage is gathered first and raised then: a process that stopped here alone would leave the others waiting in the
+    # restore.
     try:
         result = check(jax.process_index(), jax.process_count())
     except Damaged as error:
@@ -49,7 +50,11 @@ def check_together(check: Callable[[int, int], T]) -> T:
 
 
 class Afterwards:
-    """A future of Orbax whose work is done when Orbax waits for it: after those before it, in its thread."""
+    """A future for Orbax that is no future: it does its work when Orbax asks for its result.
+
+    Orbax asks its futures one after the other, in its background thread. So the work comes after the futures that stand
+    before this one, and no step waits for it.
+    """
 
     def __init__(self, work: Callable[[], None]):
         self.work = work
@@ -63,20 +68,23 @@ class SealedState(ocp.StandardCheckpointHandler):
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         futures = await super().async_save(directory, *args, **kwargs)
-        # Orbax waits for its futures one after the other: this one, the last, runs when the arrays are on the disk.
+        # The last of the futures: the arrays are on the disk when its turn comes.
         return [*(futures or []), Afterwards(lambda: self._seal_own(_path(directory)))]
 
     def _seal_own(self, folder: Path) -> None:
         process = jax.process_index()
-        names = {f"ocdbt.process_{process}", f"process_{process}"}  # Orbax's names for what one process writes
+        # Orbax's names for the files that one process writes. `finalize`, on process 0, digests the files that are
+        # left.
+        names = {f"ocdbt.process_{process}", f"process_{process}"}
         own = [path for path in list_files(folder) if names & set(path.relative_to(folder).parts)]
         write_digests(folder, own, f"digests.{process}.json")
 
     def finalize(self, directory: Any) -> None:
+        """Digest the rest on process 0, when all processes have written and before the folder gets its name."""
         super().finalize(directory)
         folder = Path(directory)
         parts = sorted(folder.glob("digests.*.json"))
-        # Every process has digested what it wrote; what is left is Orbax's index of all arrays.
+        # The files that are in no part: Orbax's index of the arrays of all processes.
         sealed = {folder / name for part in parts for name in read_digests(part)["files"]}
         seal(folder, [path for path in list_files(folder) if path not in sealed])
 

@@ -16,7 +16,7 @@ from tunix.base.digests import FILE, is_verified, note_verified
 from tunix.base.errors import UserError
 from tunix.config import Checkpoint
 from tunix.processes import peers
-from tunix.run.items import ALL_PROCESSES, parts_in, read_json, read_state
+from tunix.run.items import ALL_PROCESSES, find_parts, read_json, read_state
 from tunix.run.record import Record
 from tunix.run.retention import held_out_loss, make_rules
 from tunix.run.sealed import SealingManager, check_checkpoint, check_together
@@ -36,6 +36,7 @@ class SharedStore:
             self.folder,
             ocp.CheckpointManagerOptions(
                 preservation_policy=make_rules(cfg),
+                # Decides nothing beside a policy. But only with `best_fn` does Orbax write the item `metrics`.
                 best_fn=held_out_loss,
                 best_mode="min",
                 enable_async_checkpointing=cfg.async_,
@@ -57,6 +58,7 @@ class SharedStore:
             tokenizer=ocp.args.JsonSave(record.tokenizer),
         )
         try:
+            # force: without it, Orbax would decide itself whether a checkpoint is due.
             self.manager.save(step, args=items, metrics=record.metrics, force=True)
         except Exception as error:
             raise self._write_error(error) from error
@@ -83,7 +85,7 @@ class SharedStore:
         mark = checkpoint / "state" / FILE
         if self.verify == "never" or (self.verify == "once" and is_verified(checkpoint, mark)):
             return
-        alone = self.processes.active_processes is not None
+        alone = self.processes.active_processes is not None  # in a `OneHostStore`: the other processes do not come here
         size = check_checkpoint(checkpoint) if alone else check_together(partial(check_checkpoint, checkpoint))
         if size is None:
             log.warning("the checkpoint of step %d has no digests (an older version wrote it): it is not checked", step)
@@ -91,9 +93,9 @@ class SharedStore:
             note_verified(checkpoint, mark)
 
     def about(self, step: int) -> dict[str, Any]:
-        """Read the item `run`; the key `parts` has what `parts_in` finds."""
+        """Read the item `run`; the key `parts` has what `find_parts` finds."""
         checkpoint = self.folder / str(step)
-        return read_json(checkpoint, "run", self.processes) | {"parts": parts_in(checkpoint)}
+        return read_json(checkpoint, "run", self.processes) | {"parts": find_parts(checkpoint)}
 
     def restore(self, step: int, abstract: State) -> State:
         """Read the arrays of the checkpoint that `abstract` names."""
@@ -101,11 +103,11 @@ class SharedStore:
 
     def put_aside(self, steps: list[int], aside: str) -> None:
         """Move checkpoints into the new folder `aside` beside this one."""
-        peers.barrier("before checkpoints are put aside")  # no process reads them any more
+        peers.barrier("before checkpoints are put aside")  # until no process reads them any more
         if peers.is_main():
             self.move(steps, self.folder.with_name(aside))
         peers.barrier("checkpoints are put aside")
-        self.manager.reload()
+        self.manager.reload()  # Orbax lists the folder once, and would still count the checkpoints that are gone
 
     def move(self, steps: list[int], aside: Path) -> None:
         """Move checkpoints, on one process alone."""

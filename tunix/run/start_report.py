@@ -28,12 +28,15 @@ from tunix.training.program import Program
 from tunix.training.sizes import Sizes
 
 
-def start_report(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str) -> str:
+def make_start_report(
+    cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str
+) -> str:
     """Return every derived number as text; `corpus` is None in a dry run, `chosen` is what `resolve_auto` says.
 
     Process 0 alone derives them: what the backward pass keeps is traced, which takes seconds.
     """
-    processes = _processes() if jax.process_count() > 1 else ""
+    # On every process, before the others leave: `_describe_processes` gathers.
+    processes = _describe_processes() if jax.process_count() > 1 else ""
     if not peers.is_main():
         return "the start report is in train.log, the log of process 0"
     rows = {
@@ -71,8 +74,9 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
     return {
         "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
-        "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, products {_products(cfg, mesh)}, "
-        f"gradient sums {dtypes['reduce']}; " + _remat(program.cfg.training),
+        "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, "
+        f"products {_describe_products(cfg, mesh)}, gradient sums {dtypes['reduce']}; "
+        + _describe_remat(program.cfg.training),
         **_describe_stream(cfg, program, mesh),
     }
 
@@ -125,7 +129,7 @@ def _describe_unsplit(cfg: Config, mesh: Mesh) -> dict[str, str]:
     return rows
 
 
-def _remat(training: Training) -> str:
+def _describe_remat(training: Training) -> str:
     """Return in words what blocks keep for their backward pass, and what waits in the host's memory."""
     text = f"remat {training.remat}"
     if training.remat_every > 1:
@@ -171,7 +175,7 @@ def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str
     }
 
 
-def _products(cfg: Config, mesh: Mesh) -> str:
+def _describe_products(cfg: Config, mesh: Mesh) -> str:
     """Return in words what numbers products multiply."""
     compute = cfg.training.dtypes["compute"]
     if cfg.training.matmul_dtype is None:
@@ -181,7 +185,7 @@ def _products(cfg: Config, mesh: Mesh) -> str:
     return f"{cfg.training.matmul_dtype} ({compute} in {others}{emulated})"
 
 
-def _processes() -> str:
+def _describe_processes() -> str:
     """Return the host and the number of devices of each process, in a line."""
     hosts = peers.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
     lines = [f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])]

@@ -5,7 +5,8 @@
     bucket     an address like s3://BUCKET/NAME              each process writes its own shards   bucket_store.py
 
 Every store writes in the background while the run trains on. A checkpoint is there completely or not at all: the last
-thing that is written is what makes it whole.
+operation of a save (a folder is renamed, an object `digests.json` is written) makes it whole. A process that is killed
+before that leaves files that count as no checkpoint, and that the next start deletes.
 
 All processes call a store's methods in the same order: `steps`, `save`, `wait` (for this process's part), `finish` (for
 all parts), `check`, `about`, `restore`, `put_aside`, `close`. A new store is a class and its row in `STORES`.
@@ -45,18 +46,6 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-def _shared(folder: str, cfg: Checkpoint) -> Store:
-    return SharedStore(Path(folder), cfg)
-
-
-def _one_host(folder: str, cfg: Checkpoint) -> Store:
-    return OneHostStore(Path(folder), cfg)
-
-
-def _bucket(folder: str, cfg: Checkpoint) -> Store:
-    return BucketStore(folder, cfg)
-
-
 class StoreKind(NamedTuple):
     """A kind of store."""
 
@@ -66,9 +55,9 @@ class StoreKind(NamedTuple):
 
 # A run takes the first one that fits.
 STORES = {
-    "bucket": StoreKind(lambda folder, is_shared: is_address(folder), _bucket),
-    "shared": StoreKind(lambda folder, is_shared: is_shared, _shared),
-    "one_host": StoreKind(lambda folder, is_shared: True, _one_host),
+    "bucket": StoreKind(lambda folder, is_shared: is_address(folder), BucketStore),
+    "shared": StoreKind(lambda folder, is_shared: is_shared, lambda folder, cfg: SharedStore(Path(folder), cfg)),
+    "one_host": StoreKind(lambda folder, is_shared: True, lambda folder, cfg: OneHostStore(Path(folder), cfg)),
 }
 
 

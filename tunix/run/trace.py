@@ -56,14 +56,18 @@ def check_window(cfg: Config, total_steps: int) -> None:
 
 
 class CommunicationTrace:
-    """Traces the steps between the two `edges`: call `at(step)` after each of them."""
+    """Traces steps of a run. `edges` are the steps after which the trace begins and ends; call `at` after each of them.
+
+    profile.after_step=5  profile.steps=3      step 5 | at(5): begin | step 6  step 7  step 8 | at(8): end, report
+    """
 
     def __init__(self, cfg: Config, mesh: jax.sharding.Mesh, folder: Path, metrics: Metrics):
         self.cfg, self.mesh, self.folder, self.metrics = cfg, mesh, folder, metrics
         first, ranks = cfg.profile.after_step, cfg.profile.ranks
         self.edges: tuple[int, ...] = (first, first + cfg.profile.steps) if cfg.training.profile_communication else ()
         self.traces = ranks is None or jax.process_index() in ranks  # this process
-        self.begun = self.running = False
+        self.begun = False  # on any process: all of them take part in the report
+        self.running = False  # on this process
 
     def __enter__(self) -> "CommunicationTrace":
         return self
@@ -74,7 +78,7 @@ class CommunicationTrace:
             jax.profiler.stop_trace()
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
-    def starts_after(self, step: int) -> None:
+    def warn_if_past(self, step: int) -> None:
         """Warn that a resumed run is past the steps that were to be traced."""
         if self.edges and step >= self.edges[0] and not (self.folder / "communication.txt").exists():
             log.warning("no trace: resumed at step %d; profile.after_step must be at least %d", step, step + 1)
@@ -112,7 +116,7 @@ class CommunicationTrace:
             own_timelines = measure_devices(
                 read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
             )
-        # A process sees the timelines of its own devices alone; process 0 writes the report of all.
+        # A process has the timelines of its own devices alone; process 0 writes the report on all of them.
         message = json.dumps({device: asdict(timeline) for device, timeline in own_timelines.items()})
         of_processes = [json.loads(text) for text in peers.gather(message, "communication report")]
         per_host = max(Counter(peers.hosts()).values()) * jax.local_device_count()

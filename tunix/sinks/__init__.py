@@ -36,7 +36,7 @@ def find_sink(name: str) -> Callable[[Start], Sink]:
 
 
 def open_sink(name: str, start: Start) -> Sink:
-    """Return the sink of a row or a dotted path. One that may wait for somebody works in a thread of its own."""
+    """Return the sink of a row or a dotted path. One that may wait for a server works in a thread of its own."""
     make = find_sink(name)
     if is_dotted(name) or getattr(make, "in_background", False):
         return Background(name, make, start)

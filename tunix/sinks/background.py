@@ -16,7 +16,7 @@ from tunix.sinks.sink import Sink, Start, give_table
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 100_000  # calls; what comes while so many wait is dropped and counted
-DELAYS_S = (1, 2, 4, 8, 16, 32, 64)  # before a call is tried again; after the last it is dropped and counted
+DELAYS_S = (1, 2, 4, 8, 16, 32, 64)  # before a call is tried again; then, after 127 s in all, it is dropped and counted
 
 
 class Background:
@@ -28,7 +28,7 @@ class Background:
         self.calls: queue.SimpleQueue[tuple[str, tuple]] = queue.SimpleQueue()
         self.failures = self.dropped = 0
         self.deadline: float | None = None  # by time.monotonic(), once the run ends
-        self.ends = threading.Event()
+        self.ends = threading.Event()  # set when the run ends; wakes the thread from a delay
         self.thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
         self.thread.start()
 
@@ -41,6 +41,7 @@ class Background:
     def image(self, name: str, png: bytes, step: int) -> None:
         self._add("image", name, png, step)
 
+    # Whether the sink has a method `table` is not known yet: the thread makes the sink. `_call` asks it.
     def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
         self._add("table", name, rows, text, step)
 
@@ -66,7 +67,8 @@ class Background:
 
     def _work(self) -> None:
         """Make the sink, and hand it the calls until `close` is done or the deadline has passed."""
-        # Making the sink logs in at a server, which may be away for longer than all delays: it is tried until the end.
+        # Making the sink logs in at a server. Without it every call is lost, so this is tried until the run ends. The
+        # calls wait in the queue meanwhile.
         sink = None
         while sink is None:
             sink = self._try(lambda: self.make(self.start))
@@ -94,10 +96,9 @@ class Background:
                     )  # fmt: skip
             if delay_s is None or self._is_late():
                 break
-            # At the end of the run the delays are shorter: the deadline is near.
-            if not self.ends.wait(delay_s):
-                continue
-            time.sleep(min(delay_s, 1))
+            # When the run ends, delays are at most a second: the process waits for this thread.
+            if self.ends.wait(delay_s):
+                time.sleep(min(delay_s, 1))
         return None
 
     def _is_late(self) -> bool:
@@ -105,7 +106,7 @@ class Background:
 
 
 def _call(sink: Sink, method: str, arguments: tuple) -> bool:
-    """Call a method of the sink, and return True."""
+    """Call a method of the sink, and return True: `_try` returns None for a call that failed."""
     if method == "table":
         give_table(sink, *arguments)
     else:

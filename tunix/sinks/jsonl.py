@@ -10,6 +10,7 @@ class Jsonl:
     """The file metrics.jsonl in the run's folder; a resumed run appends to it."""
 
     def __init__(self, start: Start):
+        # Line by line (buffering=1): a run that is killed has lost no line, and `tail -f` shows each step.
         self.file = (start.folder / "metrics.jsonl").open("a", buffering=1)
 
     def write(self, record: dict[str, Any], group: str) -> None:

@@ -13,8 +13,8 @@ from tunix.base.nested import flat
 from tunix.sinks.run_ids import keep_id, read_id
 from tunix.sinks.sink import Start
 
-FLUSH_S = 2.0  # numbers of so many seconds are sent at one time
-BATCH = 900  # metrics, and 90 parameters: the server takes at most 1000, and 100
+FLUSH_S = 2.0  # numbers of so many seconds are sent in one request: steps may be faster than requests
+BATCH = 900  # metrics in a request, and a tenth as many parameters: the server takes at most 1000, and 100
 LONGEST = 5000  # characters of a parameter
 
 
@@ -38,7 +38,7 @@ class Mlflow:
         keys = config["logging"]["mlflow"]
         self.client = MlflowClient(tracking_uri=keys["tracking_uri"])
         self.waiting: dict[tuple[str, int], dict[str, Any]] = {}  # numbers by group and step, to be sent
-        self.sent = time.monotonic()
+        self.sent = time.monotonic()  # when the newest numbers were sent
         known = read_id(start.folder, "mlflow")
         if known is not None:
             self.client.update_run(known, status="RUNNING")

@@ -1,7 +1,15 @@
-"""Ids under which other programs know a run; a resumed run keeps them. They stand in run_ids.json of its folder."""
+"""Ids under which other programs know a run; a resumed run keeps them. They are in run_ids.json of its folder:
+
+{"wandb": "9c1f2ab0", "mlflow": "5d0e..."}
+"""
 
 import json
+import threading
 from pathlib import Path
+
+from tunix.base.disk import write_whole
+
+_changing = threading.Lock()  # each sink has a thread of its own, and each adds its id to the same file
 
 
 def read_id(folder: Path, sink: str) -> str | None:
@@ -13,5 +21,6 @@ def read_id(folder: Path, sink: str) -> str | None:
 def keep_id(folder: Path, sink: str, value: str) -> None:
     """Write the id that a sink has given to the run."""
     path = folder / "run_ids.json"
-    ids = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(ids | {sink: value}, indent=1) + "\n")
+    with _changing:
+        ids = json.loads(path.read_text()) if path.is_file() else {}
+        write_whole(path, json.dumps(ids | {sink: value}, indent=1) + "\n")

@@ -25,13 +25,15 @@ class TensorBoard:
         from tensorboard.plugins.text import metadata
         from tensorboard.util import tensor_util
 
-        tensor = tensor_util.make_tensor_proto("    " + text.replace("\n", "\n    "))  # Markdown for: as it is
+        # TensorBoard reads texts as Markdown, in which four spaces before each line mean: show it as it is.
+        tensor = tensor_util.make_tensor_proto("    " + text.replace("\n", "\n    "))
         self._add(step, [Summary.Value(tag=name, metadata=metadata.create_summary_metadata(name, ""), tensor=tensor)])
 
     def image(self, name: str, png: bytes, step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        width, height = (int.from_bytes(png[start : start + 4], "big") for start in (16, 20))  # in the first chunk
+        # A PNG begins with 8 bytes of its own and 8 of the head of its first chunk, IHDR; then width and height.
+        width, height = (int.from_bytes(png[start : start + 4], "big") for start in (16, 20))
         image = Summary.Image(width=width, height=height, encoded_image_string=png)
         self._add(step, [Summary.Value(tag=name, image=image)])
 

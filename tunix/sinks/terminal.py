@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Terminal:
-    """Training numbers for people. Every run has this sink."""
+    """Training numbers for people, also those of the log file. Every run has this sink."""
 
     def __init__(self, start: Start):
         self.every_steps, self.last_step = start.config["logging"]["every_steps"], start.last_step
@@ -28,7 +28,8 @@ class Terminal:
         if group != "train":
             return
         step = record["step"]
-        # The loss of a policy is 0 but for rounding, or moves with the batch: the reward says how the run goes.
+        # In reinforcement learning the loss says little: it is near 0, or moves with the batch. The reward says how the
+        # run goes.
         name = "reward" if "reward" in record else "loss"
         line = f"{name} {_decimals(record[name])}  {record['tokens_per_s']:,.0f} tokens/s"
         if record["mfu"] is not None:

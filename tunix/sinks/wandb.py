@@ -44,7 +44,7 @@ class Wandb:
             tags=keys["tags"],
             name=config["run_name"] or start.folder.name,
             id=run_id,
-            resume="allow",
+            resume="allow",  # go on with the run of this id if there is one, else begin it
             mode=os.environ.get("WANDB_MODE", keys["mode"]),
             dir=start.folder,
             config=config,
@@ -88,6 +88,8 @@ class Wandb:
                     if path.is_file():
                         artifact.add_file(str(path), str(path.relative_to(self.start.folder)))
             self.run.log_artifact(artifact)
+        # An `Ending` has the exit code of the process; any other exception is a bug, and Python's exit code for it is
+        # 1.
         self.run.finish(exit_code=0 if error is None else getattr(error, "code", 1))
 
 

@@ -16,7 +16,7 @@ TIMEOUT_S = 10.0
 
 
 class Webhook:
-    """Messages of a run. A run that is killed sends none."""
+    """Messages of a run, sent when it starts and when it ends. A run that is killed (SIGKILL) sends none at its end."""
 
     in_background = True
 
