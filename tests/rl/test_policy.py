@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import reshard
-from support.harness import SMALL, batch, program
+from support.harness import SGD, SMALL, batch, program
 
 from tunix.cli.compose import compose
 from tunix.config.task import Grpo
@@ -213,6 +213,7 @@ def test_a_step_in_microbatches_has_the_same_gradient():
             "sampling.max_new_tokens=8",
             "training.global_batch_size=8",
             "model.global_every=1",
+            *SGD,
             *words,
         )
         cut = {name: field.reshape(count, rows // count, *field.shape[2:]) for name, field in given.items()}

@@ -1,11 +1,13 @@
 """A loss is one row of a table; a batch's fields stand in one table."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from support.harness import ROOT, RUN, batch, metrics, program
+from support.harness import ROOT, RUN, SGD, batch, metrics, program
 
 import tunix
 from tunix.data.batch import FIELDS, Field, empty_example
@@ -16,6 +18,7 @@ from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, next_token_
 from tunix.training.program import abstract_batch
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
+ONE_LAYER = ["model.num_layers=1", "model.global_every=1"]
 
 
 def unlikely_sequences(model, batch, seed):
@@ -58,42 +61,47 @@ def test_a_loss_in_the_table_reaches_a_runs_metrics(dummy, tmp_path, corpus, mon
 
 def test_a_loss_adds_a_field_to_the_batch(dummy):
     """A number for each sequence, split over the data shards as the sequences are."""
-    cut = program("model.mesh_shape=[[4,2],[fsdp,tp]]", "training.gradient_accumulation_steps=2")
+    cut = program("model.mesh_shape=[[4,2],[fsdp,tp]]", "training.gradient_accumulation_steps=2", *SGD, *ONE_LAYER)
     given = batch(sequences=8, microbatches=2)
     with jax.set_mesh(cut.mesh):
         share = abstract_batch(cut.cfg, cut.mesh)["share"]
     assert share.shape == (2, 4)
     even = cut.run(given | {"share": np.ones((2, 4), np.float32)}, steps=1)[0]
-    cut = program("model.mesh_shape=[[4,2],[fsdp,tp]]", "training.gradient_accumulation_steps=2")
+    del cut.state
     uneven = cut.run(given | {"share": np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)}, steps=1)[0]
     assert even["log_prob"] != uneven["log_prob"]
 
 
 def test_log_probabilities_of_tokens_are_those_of_the_logits():
-    one = program(*ONE)
+    one = program(*ONE, *ONE_LAYER)
     with jax.set_mesh(one.mesh):
         rows = {name: leaf[0] for name, leaf in to_global(batch(sequences=4), one.mesh).items()}
-        model = one.arch.module(one.state["params"])
-        found, _ = token_log_probs(model, rows, None, chunk_size=8)
-        logits = model(rows["tokens"], rows["positions"], rows["segment_ids"])
-        shares = np.asarray(jax.nn.log_softmax(logits))
-        expected = np.take_along_axis(shares, np.asarray(rows["targets"])[..., None], -1)[..., 0]
+
+        @jax.jit
+        def compute(params):
+            model = one.arch.module(params)
+            logits = model(rows["tokens"], rows["positions"], rows["segment_ids"])
+            loss = loss_kind(one.cfg).make(one.cfg)(model, rows, None)
+            return token_log_probs(model, rows, None, chunk_size=8)[0], jax.nn.log_softmax(logits), loss
+
+        found, shares, loss = compute(one.state["params"])
+        expected = np.take_along_axis(np.asarray(shares), np.asarray(rows["targets"])[..., None], -1)[..., 0]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        loss = loss_kind(one.cfg).make(one.cfg)(model, rows, None)
         np.testing.assert_allclose(loss.sums["loss"], -jnp.sum(found * rows["loss_mask"]), rtol=1e-5)
         assert loss.weight == rows["loss_mask"].sum()
 
 
-@pytest.mark.parametrize("chunk_size", ["auto", 5], ids=["halves", "an uneven end"])
-def test_logits_computed_once_have_the_gradient_of_whole_logits(chunk_size):
-    """The definition, with logits of all tokens at one time, beside chunks whose gradient comes with their loss."""
-    cut = program("model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true")
+def test_logits_computed_once_have_the_gradient_of_whole_logits():
+    """The definition, with logits of all tokens at one time, beside chunks whose gradient comes with their loss.
+
+    Chunks are halves, or have an uneven end.
+    """
+    cut = program("model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true", *ONE_LAYER)
     with jax.set_mesh(cut.mesh):
         rows = {name: leaf[0] for name, leaf in to_global(batch(sequences=4), cut.mesh).items()}
 
-        def in_chunks(params):
-            model = cut.arch.module(params)
-            loss = next_token_loss(model, rows, None, chunk_size=chunk_size, z_loss=0.1)
+        def in_chunks(chunk_size, params):
+            loss = next_token_loss(cut.arch.module(params), rows, None, chunk_size=chunk_size, z_loss=0.1)
             return 3 * loss.objective, loss.sums
 
         def by_definition(params):
@@ -103,11 +111,15 @@ def test_logits_computed_once_have_the_gradient_of_whole_logits(chunk_size):
             nll = log_z - jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == rows["targets"][..., None], logits, 0), -1)
             return 3 * jnp.sum((nll + 0.1 * log_z**2) * rows["loss_mask"]), jnp.sum(nll * rows["loss_mask"])
 
-        (found, sums), gradients = jax.jit(jax.value_and_grad(in_chunks, has_aux=True))(cut.state["params"])
-        (loss, nll), expected = jax.jit(jax.value_and_grad(by_definition, has_aux=True))(cut.state["params"])
-    np.testing.assert_allclose((found, sums["loss"], 3 * (nll + sums["z_loss"])), (loss, nll, loss), rtol=1e-6)
-    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+        kinds = {"halves": partial(in_chunks, "auto"), "an uneven end": partial(in_chunks, 5), "whole": by_definition}
+        compute = jax.jit(lambda params: {k: jax.value_and_grad(f, has_aux=True)(params) for k, f in kinds.items()})
+        found = compute(cut.state["params"])
+    (loss, nll), expected = found.pop("whole")
+    for name, ((objective, sums), gradients) in found.items():
+        numbers = (objective, sums["loss"], 3 * (nll + sums["z_loss"]))
+        np.testing.assert_allclose(numbers, (loss, nll, loss), rtol=1e-6, err_msg=name)
+        for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max(), err_msg=name)
 
 
 def test_the_gradient_of_the_table_is_added_up_in_float32():
@@ -170,5 +182,6 @@ def test_penalties_of_the_blocks_are_minimised_and_reported(monkeypatch):
 
     monkeypatch.setattr(Block, "__call__", call)
     data = batch()
-    (line,) = program("model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true").run(data, steps=1)
+    small = program("model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true", *SGD)
+    (line,) = small.run(data, steps=1)
     assert line["router"] == pytest.approx(3 * 0.5)

@@ -60,6 +60,7 @@ class Policy:
         self.reference = self.model.params
         head = {"table": self.reference["head"]["table"] * TRL["head"]}
         self.params = self.reference | {"head": head}
+        self.sides = jax.jit(self._sides)
         self.value_and_grad = jax.jit(jax.value_and_grad(self.loss, has_aux=True), static_argnums=2)
 
     def batch(self, rows, swapped=False):
@@ -72,11 +73,14 @@ class Policy:
             return {name: jnp.asarray(field[0]) for name, field in stack_examples([examples]).items()}
 
         batch, table = stacked(None), np.zeros((len(pieces), 2), np.float32)
-        log_probs, _ = token_log_probs(self.model.arch.module(self.reference), batch, None, chunk_size=64)
-        sides = sum_answers(log_probs * batch["loss_mask"], batch)
+        sides = self.sides(self.reference, batch)
         for number, row in enumerate(rows):
             table[row] = np.stack([np.asarray(side)[number, : len(row)] for side in sides], -1)
         return stacked(table)
+
+    def _sides(self, params, batch):
+        log_probs, _ = token_log_probs(self.model.arch.module(params), batch, None, chunk_size=64)
+        return sum_answers(log_probs * batch["loss_mask"], batch)
 
     def loss(self, params, batch, task):
         loss = preference_loss(self.model.arch.module(params), batch, task=task, chunk_size=32)
