@@ -18,8 +18,9 @@ from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.data.corpus import load_corpus, prepare_corpus
-from tunix.data.shards import document_hash
+from tunix.data.corpus import load_corpus
+from tunix.data.shards import hash_document
+from tunix.data.tokenized_sources import prepare_corpus
 from tunix.tokenizer.vocabulary import bytes_by_token
 from tunix.training.mesh_choices import build_mesh
 
@@ -61,8 +62,8 @@ def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path):
 @given(st.lists(st.text("abc/.0123", min_size=1), min_size=30, unique=True), st.floats(0.05, 0.9))
 @settings(deadline=None)
 def test_a_document_stays_on_its_side_whatever_else_there_is(names, fraction):
-    held_out = {name for name in names if document_hash(name) < int(fraction * 2**64)}
-    assert all((name in held_out) == (document_hash(name) < int(fraction * 2**64)) for name in names[: len(names) // 2])
+    held_out = {name for name in names if hash_document(name) < int(fraction * 2**64)}
+    assert all((name in held_out) == (hash_document(name) < int(fraction * 2**64)) for name in names[: len(names) // 2])
 
 
 def test_documents_are_held_out_by_file(corpus):

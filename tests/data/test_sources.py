@@ -4,6 +4,8 @@ import csv
 import gzip
 import json
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from support.harness import SMALL
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.data.corpus import load_corpus, prepare_corpus
+from tunix.data.corpus import load_corpus
 from tunix.data.documents import Document, read_documents
 from tunix.data.tokenize import find_units
+from tunix.data.tokenized_sources import prepare_corpus
 from tunix.sources.files import zstd
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
@@ -217,7 +220,7 @@ def test_bad_rows_are_refused_with_file_and_line_or_counted(tmp_path, data, mess
 def test_bad_rows_of_csv(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"id,text\n1,fine\n2\n3,caf\xe9\n4,also\n")
     words = ["data=csv", f"data.paths=[{tmp_path}]"]
-    with pytest.raises(UserError, match=r"a.csv, line 3, does not have the 2 columns of the head line"):
+    with pytest.raises(UserError, match=r"a.csv, line 3, does not have the 2 columns of the header line"):
         documents(*words)
     assert documents(*words, "data.bad_rows=skip") == ["also", "fine"]
     with pytest.raises(UserError, match=r"line 2, has no column body .* its columns are id, text"):
@@ -296,3 +299,27 @@ def test_missing_paths_are_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "target")
     with pytest.raises(UserError, match="no file that ends in"):  # a dangling link is no file
         documents("data=text", f"data.paths=[{tmp_path}]")
+
+
+class Unmeasured(BaseHTTPRequestHandler):
+    """A web server that does not say how long a file is."""
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        self.wfile.write(as_jsonl({"text": text} for text in TEXTS))
+
+    def log_message(self, *_):
+        pass
+
+
+def test_lines_of_a_web_server_that_does_not_say_how_many():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Unmeasured)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert documents("data=jsonl", f"data.paths=['http://127.0.0.1:{server.server_port}/a.jsonl']") == sorted(TEXTS)
+    finally:
+        server.shutdown()

@@ -17,7 +17,7 @@ from tunix.base.digests import VERIFIED
 from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
 from tunix.config import Export, Generate
-from tunix.data.corpus import prepare_corpus
+from tunix.data.tokenized_sources import prepare_corpus
 from tunix.export import export
 from tunix.generate import generate
 from tunix.run.integrity import check_everything

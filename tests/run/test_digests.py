@@ -17,7 +17,7 @@ from tunix.base import digests
 from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
-from tunix.data.corpus import prepare_corpus
+from tunix.data.tokenized_sources import prepare_corpus
 from tunix.inference.start import check_init_from
 from tunix.run.integrity import refuse_damaged_checkpoint
 from tunix.run.record import Record

@@ -21,7 +21,7 @@ from tunix.cli.compose import compose
 from tunix.config import Evaluate
 from tunix.data.batch import stack_examples
 from tunix.data.corpus import load_corpus
-from tunix.data.packing import _filled_pairs
+from tunix.data.packing import _fill_pairs
 from tunix.data.stream import Arrays
 from tunix.evaluate import evaluate
 from tunix.models.paths import named
@@ -69,7 +69,7 @@ class Policy:
         pieces = [[int(start), int(end - start) - 2] for start, end in zip(shard.starts, ends, strict=True)]
 
         def stacked(of_pairs):
-            examples = [_filled_pairs(shard, [pieces[n] for n in row], 64, of_pairs) for row in rows]
+            examples = [_fill_pairs(shard, [pieces[n] for n in row], 64, of_pairs) for row in rows]
             return {name: jnp.asarray(field[0]) for name, field in stack_examples([examples]).items()}
 
         batch, table = stacked(None), np.zeros((len(pieces), 2), np.float32)

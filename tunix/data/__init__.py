@@ -11,9 +11,9 @@
                                 Example    one of them: the arrays that the model is trained on
            `prompts`            Prompt     in place of an Example, where the model writes the answers itself
 
-`tokenize` runs the first half once and keeps the result in the cache, `corpus.load_corpus` and `prompts.load_prompts`
-run all of it. `mixture` deals out samples of several sources, `samples` shuffles them, and `batches` reads the samples
-of a step. Read `corpus` first.
+`tokenize` runs the first half for one source and keeps the result in the cache, `tokenized_sources` for all sources of
+a config. `corpus.load_corpus` and `prompts.load_prompts` run the second half, too. `mixture` deals out samples of
+several sources, `samples` shuffles them, and `batches` reads the samples of a step. Read `corpus` first.
 
 An example. The row {"prompt": "1+1?", "completion": "2"} of a JSONL file (task=sft) becomes a conversation of two
 turns; the chat template makes it text, and the tokenizer makes that tokens (written as text here, with T = 8):
@@ -27,7 +27,7 @@ turns; the chat template makes it text, and the tokenizer makes that tokens (wri
     segment_ids   1       1        1              1               1      0      0      0
     loss_mask     0       0        0              1               1      0      0      0
 
-A target is the token after. The model learns only the targets that are part of an answer (loss_mask 1). Documents in
+A target is the next token. The model learns only the targets that are part of an answer (loss_mask 1). Documents in
 one sequence have segment ids 1, 2, ...; a token sees only tokens with its own id. Without task=sft a document is a
 text, and each of its tokens but the first is learnt.
 """

@@ -23,14 +23,14 @@ class Field(NamedTuple):
 
     dims: str  # letters of the dimensions: ABT, or AB for one number a sequence
     dtype: str
-    # (rows of a corpus, arrays [A, B, T]) -> the field of these rows; None where the source of the batches fills it
+    # Computes the field from the other fields of a batch [A, B, T]; None if the source of the batches fills it.
     make: "Callable[[Example], np.ndarray] | None" = None
 
 
 # A loss that needs more adds fields to these (`LossKind.fields`).
 FIELDS = {
     "tokens": Field("ABT", "int32"),  # what the model reads
-    "targets": Field("ABT", "int32"),  # what it shall predict: the token after each
+    "targets": Field("ABT", "int32"),  # what it should predict: the token after each
     "positions": Field("ABT", "int32"),  # place of each token in its document, from 0
     "segment_ids": Field("ABT", "int32"),  # document of each token, from 1 in every sequence; 0 is padding
     "loss_mask": Field("ABT", "float32"),  # weight of each target in the loss; 0 leaves it out
@@ -49,7 +49,7 @@ def abstract_arrays(
 
 
 def add_fields(batch: Example, fields: Mapping[str, Field]) -> Example:
-    """Return rows of a corpus with the fields that are made of their other fields."""
+    """Return a batch with the fields that are computed from its other fields."""
     made = {name: field.make(batch).astype(field.dtype) for name, field in fields.items() if field.make is not None}
     return batch | made
 

@@ -43,8 +43,8 @@ class TrainBatches(Samples):
 
     def _set_period(self, period: BatchPeriod) -> None:
         self.batch_size, self.num_cuts = period.num_samples, period.num_cuts
-        self.num_rows = period.shape.num_rows // period.num_cuts  # samples of a microbatch
-        self.rows = local_rows(self.mesh, self.num_rows)  # those of this process
+        self.num_rows = period.shape.num_rows // period.num_cuts  # samples of a microbatch, on all processes
+        self.rows = local_rows(self.mesh, self.num_rows)  # numbers of the samples of this process among them
 
     def in_period(self, period: BatchPeriod) -> "TrainBatches":
         """Return these data in batches of another shape."""
@@ -65,7 +65,7 @@ class TrainBatches(Samples):
         return add_fields(cut_rows(examples, self.num_cuts), self.fields)
 
     def iterate(self, first_samples: Sequence[int]) -> Generator[Batch]:
-        """Yield the global batches that start at these samples, read ahead; any start costs the same."""
+        """Yield the global batches that start at these samples. They are read ahead; any start costs the same."""
         if not first_samples:
             return
         # Threads read ahead, because a page of a mapped file may have to come from a disk, or over the network.

@@ -1,24 +1,21 @@
-"""The corpus of a run: tokenize each source once, pack it into sequences, and hold out documents for evaluation."""
+"""The corpus of a run: sequences packed from the tokens of each source, to train on and to evaluate on."""
 
-import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import grain
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.data import Mixture
 from tunix.config.task import Dpo
 from tunix.data.packing import Sequences
 from tunix.data.stream import Prepared
-from tunix.data.tokenize import find_units, find_vocabulary, open_whole, prepare
-from tunix.sources import Source, Tokens
-from tunix.sources.files import Unit
-from tunix.tokenizer.vocabulary import Vocabulary, check_fits, read_vocabulary
+from tunix.data.tokenize import find_units, prepare
+from tunix.data.tokenized_sources import compute_fingerprint, prepare_corpus, take_all, warn_left_out
+from tunix.sources import Source
+from tunix.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ def load_corpus(cfg: Config) -> Corpus:
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
                 f"training.seq_len={cfg.training.seq_len}; give more data, or lower training.seq_len"
             )
-        if len(sequences) >= 2**32:
+        if len(sequences) >= 2**32:  # Grain's shuffle counts in 32 bits
             raise UserError(
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "
                 f"training.seq_len={cfg.training.seq_len}; up to 4,294,967,295 can be shuffled"
@@ -106,7 +103,7 @@ def _load_set(name: str, source: Source, vocabulary: Vocabulary, cfg: Config) ->
     """
     everything = take_all(source)
     prepared = prepare(everything, find_units(everything, cfg.loading), cfg.task, vocabulary, cfg.loading)
-    _warn_left_out(f"evaluation.sets.{name}", prepared)
+    warn_left_out(f"evaluation.sets.{name}", prepared)
     cache_dir = Path(cfg.loading.cache_dir).expanduser()
     sequences = Sequences(prepared.stream("train"), cfg.training.seq_len, cfg.loading.packing, cache_dir)
     if not len(sequences):
@@ -115,11 +112,6 @@ def _load_set(name: str, source: Source, vocabulary: Vocabulary, cfg: Config) ->
             f"training.seq_len={cfg.training.seq_len}; give more documents, or leave the set out"
         )
     return grain.MapDataset.source(sequences)
-
-
-def take_all(source: Source) -> Source:
-    """Return a source of evaluation.sets with nothing held out: all of it is evaluated on."""
-    return source.model_copy(update={"held_out_fraction": 0.0})
 
 
 def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> None:
@@ -138,97 +130,6 @@ def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> N
             if refuse:
                 raise UserError(f"data: {problem}; raise it, or set task.long_pairs=skip to leave them out")
             log.warning("%s: left out", problem)
-
-
-class Parts(NamedTuple):
-    """Sources of a corpus by name, and the tokenizer that they share."""
-
-    copied: dict[str, Path]  # folders that `tunix.prepare` made, perhaps on another machine
-    units: dict[str, list[Unit]]  # of the other sources
-    vocabulary: Vocabulary
-
-
-def list_sources(cfg: Config) -> dict[str, Source]:
-    """Return the sources of the training data by name."""
-    return cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
-
-
-def find_parts(cfg: Config) -> Parts:
-    """List what there is to tokenize; read the tokenizer, or train it.
-
-    A copied folder has a tokenizer of its own, which is then the tokenizer of all sources.
-    """
-    sources = list_sources(cfg)
-    copied = {name: folder for name, source in sources.items() if (folder := _find_copied(source))}
-    units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in copied}
-    cache_dir = Path(cfg.loading.cache_dir).expanduser()
-    tokenizer = cfg.tokenizer
-    if copied and tokenizer.path is None:
-        first = next(iter(copied.values()))
-        tokenizer = tokenizer.model_copy(update={"path": str(first / "tokenizer"), "train": False})
-    pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
-    vocabulary = find_vocabulary(tokenizer, cfg.task, pairs, cache_dir)
-    check_fits(vocabulary, cfg.model.vocab_size)
-    return Parts(copied, units, vocabulary)
-
-
-def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocabulary]:
-    """Tokenize each source; return the results keyed by the sources' names, and the tokenizer that they share."""
-    copied, units, vocabulary = find_parts(cfg)
-    prepared = {}
-    for name, source in list_sources(cfg).items():
-        if name in copied:
-            prepared[name] = _open_copied(copied[name], vocabulary, cfg)
-        else:
-            prepared[name] = prepare(source, units[name], cfg.task, vocabulary, cfg.loading)
-        _warn_left_out(name, prepared[name])
-    return prepared, vocabulary
-
-
-def _find_copied(source: Source) -> Path | None:
-    """Return the folder of a source that `tunix.prepare` has tokenized already; None for any other source."""
-    if isinstance(source, Tokens) and len(source.paths) == 1:
-        folder = Path(source.local_paths[0]).expanduser()
-        return folder if (folder / "index.json").is_file() else None
-    return None
-
-
-def _open_copied(folder: Path, vocabulary: Vocabulary, cfg: Config) -> Prepared:
-    """Open a folder that `tunix.prepare` made.
-
-    Raises:
-        UserError: its tokenizer or its task is not that of the run.
-    """
-    own = read_vocabulary(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
-    if own.backend.to_str() != vocabulary.backend.to_str():
-        raise UserError(
-            f"data.paths: {folder} was made with another tokenizer ({own.num_tokens} tokens) than tokenizer.path="
-            f"{cfg.tokenizer.path} ({vocabulary.num_tokens} tokens); leave tokenizer.path=null to take its own"
-        )
-    prepared = open_whole(folder, cfg.loading)
-    if prepared.documents != cfg.task.documents:
-        raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
-    return prepared
-
-
-def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], packing: str) -> str:
-    """Hash everything that decides which samples a run trains on; a checkpoint keeps it, and resuming compares it."""
-    mixing, parts = "", []
-    if isinstance(data, Mixture):
-        mixing = f"{data.source} {data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
-    for name, folder in prepared.items():
-        parts += [name, folder.fingerprint] if mixing else [folder.fingerprint]
-    return hashlib.sha256("\0".join([packing, mixing, *parts]).encode()).hexdigest()[:20]
-
-
-def _warn_left_out(name: str, prepared: Prepared) -> None:
-    """Log how many items gave no document, and the names of the first; empty documents have no name worth showing."""
-    left_out = {reason: count for reason, count in prepared.index["left_out"].items() if count}
-    if left_out:
-        names = prepared.index["left_out_names"]
-        more = ["..."] if sum(left_out.values()) - left_out.get("empty", 0) > len(names) else []
-        counted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
-        log.warning("%s: left out: %s%s", name, counted, f" ({', '.join(names + more)})" if names else "")
 
 
 def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocabulary: Vocabulary) -> str:

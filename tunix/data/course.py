@@ -17,7 +17,14 @@ from tunix.data.position import Position
 
 
 class Course:
-    """Samples of the steps after a position. They are read in cycles; a reading may serve several steps (rollouts)."""
+    """Samples of the steps after a position.
+
+    Samples are read in cycles: one reading may serve several steps. In pretraining each step has a reading of its own.
+    A rollout of GRPO that is learnt from in two steps, with 8 prompts:
+
+        step         1       2       3       4
+        samples    0-7     0-7    8-15    8-15        Cycle(samples=8, steps=2)
+    """
 
     def __init__(
         self, start: Position, cycle: Cycle, skip_steps: Sequence[str], stages: Sequence[tuple[int, Cycle]] = ()
@@ -30,11 +37,11 @@ class Course:
         self.gaps = [steps for steps in map(read_steps, skip_steps) if steps[0] > start.step]
 
     def taken(self, step: int) -> int:
-        """Return the samples that the steps from `start` to `step` read; within a reading, all of it."""
+        """Return how many samples the steps from `start` to `step` read; a reading that has begun counts in full."""
         return self._count(range(self.start.step + 1, step + 1))
 
     def next_sample(self, step: int) -> int:
-        """Return the first sample behind those of `step`; within a reading, behind all of it."""
+        """Return the first sample behind those of the reading that serves `step`."""
         begun = self._first_step(step)
         skipped = sum(self._count(steps) for steps in self.gaps if steps[0] <= begun)
         return self.start.next_sample + self.taken(step) + skipped
@@ -75,7 +82,7 @@ class Course:
         return step, num_samples, self.cycle
 
     def _count(self, steps: range) -> int:
-        """Return the samples of the readings that serve these steps, of which the first begins a reading."""
+        """Return how many samples the readings of these steps have; a reading begins with the first of the steps."""
         count, first = 0, steps.start
         for end, cycle in self.stages:
             last = min(steps.stop - 1, end)

@@ -91,7 +91,7 @@ def _read_row(source: Rows, task: Task, item: Item, read: Callable[..., Any]) ->
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
         content = read(source.columns, item.content, task)
-        encode_json(content)  # fails for text that cannot be written as UTF-8
+        encode_json(content)  # fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is
     except (BadRow, UnicodeEncodeError) as error:
         if source.bad_rows == "error":
             problem = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
@@ -103,7 +103,7 @@ def _read_row(source: Rows, task: Task, item: Item, read: Callable[..., Any]) ->
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8; what JSON does not know, like a date, becomes its text."""
+    """Return a value as JSON in UTF-8. A value of a type that JSON lacks, like a date, is written as str() gives it."""
     return json.dumps(value, ensure_ascii=False, default=str).encode()
 
 
@@ -116,16 +116,15 @@ def read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> list
     if columns.prompt is None:
         messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
         return messages if any(message["role"] == "assistant" for message in messages) else []
-    turns = [("user", _read_cell(columns, "prompt", row)), ("assistant", _read_cell(columns, "completion", row))]
-    if columns.system is not None and (system := _read_cell(columns, "system", row)):
-        turns.insert(0, ("system", system))
-    return [{"role": role, "content": content} for role, content in turns] if turns[-1][1] else []
+    prompt, answer = _read_cell(columns, "prompt", row), _read_cell(columns, "completion", row)
+    turns = [*_read_system(columns, row), {"role": "user", "content": prompt}]
+    return [*turns, {"role": "assistant", "content": answer}] if answer else []
 
 
 def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question | None:
     """Return a row's conversation up to its last answer, and its columns; None if it or its answer is empty.
 
-    A conversation that ends with another turn than the assistant's is a prompt as a whole.
+    If the last turn is not the assistant's, all turns are the prompt, and the data have no answer to it.
     """
     assert isinstance(task, Prompted)
     answer: str | None
@@ -134,9 +133,7 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
         answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
     else:
         prompt = _read_cell(columns, "prompt", row)
-        messages = [{"role": "user", "content": prompt}] if prompt else []
-        if messages and columns.system is not None and (system := _read_cell(columns, "system", row)):
-            messages.insert(0, {"role": "system", "content": system})
+        messages = [*_read_system(columns, row), {"role": "user", "content": prompt}] if prompt else []
         answer = _read_cell(columns, "completion", row) if columns.completion in row else None
     if not messages or answer == "":
         return None
@@ -148,7 +145,8 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
 def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
     """Return a row's prompt with its two answers.
 
-    Without a column for the prompt both answers are whole conversations, and the prompt is what they begin with alike.
+    Without a column for the prompt, each answer is a conversation from its first turn on. The prompt is the turns with
+    which both conversations begin.
     """
     chosen, rejected = (_read_turns(columns, meaning, row, "assistant") for meaning in ("chosen", "rejected"))
     if columns.prompt is None:
@@ -163,8 +161,7 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
             )
     else:
         prompt = _read_turns(columns, "prompt", row, "user")
-        if columns.system is not None and (system := _read_cell(columns, "system", row)):
-            prompt.insert(0, {"role": "system", "content": system})
+        prompt = [*_read_system(columns, row), *prompt]
     if not prompt:
         raise BadRow("has no prompt")
     if chosen == rejected:
@@ -175,10 +172,16 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
     return Pair(prompt, chosen, rejected)
 
 
+def _read_system(columns: Columns, row: dict[str, Any]) -> list[Message]:
+    """Return the system prompt of a row as a turn; no turn if it is empty, or if no column holds one."""
+    content = "" if columns.system is None else _read_cell(columns, "system", row)
+    return [{"role": "system", "content": content}] if content else []
+
+
 def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) -> list[Message]:
     """Return the turns in a column: a list of {role, content}, that list as JSON, or text, which is one turn of `role`.
 
-    Without a column for the prompt, text is refused: nobody knows where the answer begins in it.
+    Without a column for the prompt, text is refused: it does not say where the answer begins.
     """
     value, name = _read_cell(columns, meaning, row, (str, list)), getattr(columns, meaning)
     if isinstance(value, list) or _is_json_list(value):

@@ -10,7 +10,7 @@ import numpy as np
 
 from tunix.base.disk import make_once
 from tunix.data.batch import Example, empty_example
-from tunix.data.stream import Arrays, Stream
+from tunix.data.stream import Arrays, Stream, locate
 
 
 class Sequences(grain.sources.RandomAccessDataSource):
@@ -29,11 +29,13 @@ class Sequences(grain.sources.RandomAccessDataSource):
 
     def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path):
         self.stream, self.seq_len, self.packing = stream, seq_len, packing
-        self.of_pairs: Callable[[int], np.ndarray] | None = None  # number of a shard -> see `_filled_pairs`
+        # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
+        self.of_pairs: Callable[[int], np.ndarray] | None = None
         self.plans = None if packing == "concat" else [
-            _plan(stream, number, seq_len, packing, cache_dir) for number in range(len(stream.sizes))
+            _make_plan(stream, number, seq_len, packing, cache_dir) for number in range(len(stream.sizes))
         ]  # fmt: skip
-        # Of `concat`, a sequence has T tokens and the target of the last one: a shard of n tokens has (n - 1) // T.
+        # A sequence of `concat` is T tokens and the token behind them, the target of the last one. The next sequence
+        # begins with that token: a shard of n tokens has (n - 1) // T sequences.
         counts = (
             [max(0, (tokens - 1) // seq_len) for tokens, _ in stream.sizes]
             if self.plans is None
@@ -63,8 +65,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
     def pairs_of(self, index: int) -> tuple[int, np.ndarray]:
         """Return the number of the shard of a sequence, and the numbers of its pairs in that shard, in their order."""
         assert self.plans is not None
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        local = index - (int(self.ends[number - 1]) if number else 0)
+        number, local = locate(index, self.ends)
         pieces, bounds = self.plans[number]
         return number, np.searchsorted(self.stream.shard(number).starts, pieces[bounds[local] : bounds[local + 1], 0])
 
@@ -82,19 +83,18 @@ class Sequences(grain.sources.RandomAccessDataSource):
         return self.stream.num_documents / max(1, len(self))
 
     def __getitem__(self, index: Any) -> Example:
-        number = int(np.searchsorted(self.ends, index, side="right"))
+        number, local = locate(index, self.ends)
         shard = self.stream.shard(number)
-        local = int(index) - (int(self.ends[number - 1]) if number else 0)
         if self.plans is None:
-            return _window(shard, local * self.seq_len, self.seq_len)
+            return _cut_window(shard, local * self.seq_len, self.seq_len)
         pieces, bounds = self.plans[number]
         own = pieces[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
-            return _filled(shard, own, self.seq_len)
-        return _filled_pairs(shard, own, self.seq_len, None if self.of_pairs is None else self.of_pairs(number))
+            return _fill_pieces(shard, own, self.seq_len)
+        return _fill_pairs(shard, own, self.seq_len, None if self.of_pairs is None else self.of_pairs(number))
 
 
-def _window(shard: Arrays, first: int, seq_len: int) -> Example:
+def _cut_window(shard: Arrays, first: int, seq_len: int) -> Example:
     """Return the example of the T tokens from `first` on, whatever documents they are of.
 
     documents        a a a a a b b c c c c ...       T = 6, first = 3
@@ -122,7 +122,7 @@ def _window(shard: Arrays, first: int, seq_len: int) -> Example:
     return example
 
 
-def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
+def _fill_pieces(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
     """Return the example of pieces one after the other, then padding; each has its next token as last target."""
     example = empty_example(seq_len)
     place = 0
@@ -138,7 +138,7 @@ def _filled(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
     return example
 
 
-def _filled_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: np.ndarray | None) -> Example:
+def _fill_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: np.ndarray | None) -> Example:
     """Return the example of pairs one after the other, each as two segments, then padding.
 
     `of_pairs` [documents, 2] float32 are the log-probabilities of the answers under the reference. Each stands at the
@@ -146,12 +146,12 @@ def _filled_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs
     """
     assert shard.splits is not None
     # A pair is one piece of the shard: prompt, chosen, prompt, rejected. The last token of each half is only a target,
-    # so a piece is two tokens shorter than its document (`_whole_pairs`).
+    # so a piece is two tokens shorter than its document (`_take_whole_pairs`).
     halves = []
     for first, length in pieces:
         split = int(shard.splits[np.searchsorted(shard.starts, first)])
         halves += [[first, split - 1], [first + split, length - split + 1]]
-    example = _filled(shard, halves, seq_len)
+    example = _fill_pieces(shard, halves, seq_len)
     if of_pairs is None:
         return example
     example["reference_log_probs"] = np.zeros(seq_len, np.float32)
@@ -165,7 +165,9 @@ def _filled_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs
     return example
 
 
-def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path) -> tuple[np.ndarray, np.ndarray]:
+def _make_plan(
+    stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the pieces of a shard [pieces, 2] int64, and where those of each sequence begin [sequences + 1] int64.
 
     Pieces are in the order of sequences: sequence n has pieces[bounds[n] : bounds[n + 1]]. The two arrays are kept on
@@ -176,7 +178,7 @@ def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Pa
         folder.mkdir()
         shard, tokens = stream.shard(number), stream.sizes[number][0]
         lengths, starts = np.diff(shard.starts, append=tokens), np.asarray(shard.starts)
-        pieces = (_pieces if shard.splits is None else _whole_pairs)(lengths, starts, seq_len)
+        pieces = (_cut_pieces if shard.splits is None else _take_whole_pairs)(lengths, starts, seq_len)
         rows = list(PACKINGS[packing](pieces[:, 1], seq_len))
         np.save(folder / "bounds.npy", np.cumsum([0, *map(len, rows)]))
         np.save(folder / "pieces.npy", pieces[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
@@ -186,7 +188,7 @@ def _plan(stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Pa
     return pieces, bounds
 
 
-def _pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+def _cut_pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
     """Cut each document's tokens but the last, which is only a target, into pieces [pieces, 2] of at most T tokens.
 
         T = 4, a document of 10 tokens from 100 on: 9 tokens to read    (100, 4) (104, 4) (108, 1)
@@ -200,18 +202,19 @@ def _pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray
     return np.stack([starts[document] + offset, np.minimum(inputs[document] - offset, seq_len)], axis=1)
 
 
-def _whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+def _take_whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
     """Return each pair that fits into T tokens as one piece: the tokens of both halves but the last of each."""
     pieces = np.stack([starts, lengths - 2], axis=1)
     return pieces[pieces[:, 1] <= seq_len]
 
 
-def _pad(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
+def _pack_alone(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
+    """Give each piece a sequence of its own."""
     for piece in range(len(lengths)):
         yield [piece]
 
 
-def _best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
+def _pack_best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
     """Best-fit decreasing: from the longest piece down, each into the sequence that it fills up most.
 
     Lengths are small whole numbers, so sequences are kept by the room that is left in them, and pieces of one length
@@ -248,4 +251,5 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
     yield from rows
 
 
-PACKINGS: dict[str, Callable[[np.ndarray, int], Iterator[list[int]]]] = {"best_fit": _best_fit, "pad": _pad}
+# (lengths of pieces, T) -> the numbers of the pieces of each sequence.
+PACKINGS: dict[str, Callable[[np.ndarray, int], Iterator[list[int]]]] = {"best_fit": _pack_best_fit, "pad": _pack_alone}

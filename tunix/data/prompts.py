@@ -21,8 +21,9 @@ from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.data.corpus import Corpus, compute_fingerprint, prepare_corpus
-from tunix.data.stream import Prepared, Stream
+from tunix.data.corpus import Corpus
+from tunix.data.stream import Prepared, Stream, locate
+from tunix.data.tokenized_sources import compute_fingerprint, prepare_corpus
 from tunix.tokenizer.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -59,18 +60,18 @@ class PromptPart(grain.sources.RandomAccessDataSource):
         return self.stream.num_documents - len(self)
 
     def __getitem__(self, index: Any) -> Prompt:
-        number = int(np.searchsorted(self.ends, index, side="right"))
-        document = int(self.kept[number][int(index) - (int(self.ends[number - 1]) if number else 0)])
+        number, place = locate(index, self.ends)
+        document = int(self.kept[number][place])
         shard = self.stream.shard(number)
         assert shard.rows is not None
         assert shard.row_ends is not None
-        tokens = shard.tokens[_span(shard.starts, document, len(shard.tokens))]
+        tokens = shard.tokens[_find_span(shard.starts, document, len(shard.tokens))]
         begin = int(shard.row_ends[document - 1]) if document else 0
         row = json.loads(shard.rows[begin : int(shard.row_ends[document])].tobytes())
         return Prompt(tokens.tolist(), row["text"], row["columns"])
 
 
-def _span(starts: np.ndarray, document: int, end: int) -> slice:
+def _find_span(starts: np.ndarray, document: int, end: int) -> slice:
     return slice(int(starts[document]), int(starts[document + 1]) if document + 1 < len(starts) else end)
 
 
@@ -99,7 +100,7 @@ class PromptCorpus:
         return sum(map(len, self.held_out.values()))
 
     def spread(self, split: str, count: int) -> list[Prompt]:
-        """At most `count` prompts of a split, "train" or "held_out", spread evenly over all of its prompts."""
+        """Return at most `count` prompts of a split, "train" or "held_out", spread evenly over all of its prompts."""
         parts = [part for part in {"train": self.train, "held_out": self.held_out}[split].values() if len(part)]
         total = sum(map(len, parts))
         if not total:

@@ -21,8 +21,8 @@ class Samples:
     """
 
     def __init__(self, parts: Mapping[str, SamplePart], cfg: Config, course: Course, tokens_per_sample: int):
-        """`course` is that of a whole run, one step a reading; `tokens_per_sample` are the tokens that a sample counts
-        for."""
+        """`course` begins at step 0; it says at which sample a stage with `from_step` begins. A sample counts as
+        `tokens_per_sample` tokens."""
         self.parts, self.course, self.tokens_per_sample = parts, course, tokens_per_sample
         self.mixture = cfg.data if isinstance(cfg.data, Mixture) else None
         self.order = SampleOrder(read_stages(self.mixture, parts, course, tokens_per_sample))

@@ -50,7 +50,7 @@ def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Ite
             yield _make_one(plan, folder)
         return
     # "spawn" starts a new interpreter. "fork" would copy this process, whose other threads (JAX, a tokenizer) may hold
-    # locks; in the copy nobody gives those back.
+    # locks; the copy has no such thread, so its locks would never open.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
         futures = [pool.submit(_make_one, plan, folder) for plan in plans]

@@ -44,7 +44,7 @@ class ShardPlan:
     held_out_below: int  # a document is held out if the hash of its name is less than this
 
 
-def document_hash(name: str) -> int:
+def hash_document(name: str) -> int:
     """Return a number from 0 to 2^64 - 1 that depends on the name alone.
 
     The numbers are a fixed random order of documents. Documents whose number is below a limit are held out:
@@ -115,9 +115,9 @@ def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[di
     parts = {split: Part(plan.task.documents) for split in SPLITS}
     left_out: Counter[str] = Counter()
     examples: list[str] = []
-    smallest = 2**HASH_BITS
+    smallest = 2**HASH_BITS  # of a small corpus, `tokenize.prepare` holds out the document with the smallest hash
     for documents in _read_batches(plan, left_out, examples):
-        hashes = [document_hash(document.name) for document in documents]
+        hashes = [hash_document(document.name) for document in documents]
         smallest = min([smallest, *hashes])
         encode = import_object(DOCUMENTS[plan.task.documents].encode)
         for number, encoded in zip(hashes, encode(vocabulary, documents) if documents else (), strict=True):

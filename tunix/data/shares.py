@@ -1,9 +1,9 @@
-"""A corpus tokenized by several processes: each makes every n-th shard, in a cache that all of them see.
+"""Tokenize a corpus with n processes: each makes every n-th shard, in a cache that all of them see.
 
     process 0    shard 0    shard 2    shard 4        then the index over all shards
     process 1    shard 1    shard 3
 
-What a shard holds does not depend on the process that makes it, so the corpus is the one that a single process makes.
+A shard does not depend on the process that makes it. So the corpus is the same as one that a single process makes.
 """
 
 import logging
@@ -16,8 +16,8 @@ import jax
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.data.corpus import find_parts, list_sources, take_all
 from tunix.data.tokenize import find_folder, find_units, make_share
+from tunix.data.tokenized_sources import find_inputs, list_sources, take_all
 from tunix.processes import peers
 from tunix.processes.shared_disk import find_blind
 
@@ -32,8 +32,8 @@ def make_shares(cfg: Config) -> None:
     """
     begun = time.perf_counter()
     _check_shared(Path(cfg.loading.cache_dir).expanduser())
-    parts = peers.main_first(lambda: find_parts(cfg), "finding the tokenizer")  # process 0 may have to train it
-    sources = {name: (source, parts.units[name]) for name, source in list_sources(cfg).items() if name in parts.units}
+    inputs = peers.main_first(lambda: find_inputs(cfg), "finding the tokenizer")  # process 0 may have to train it
+    sources = {name: (source, inputs.units[name]) for name, source in list_sources(cfg).items() if name in inputs.units}
     for name, source in cfg.evaluation.sets.items():
         everything = take_all(source)
         sources[f"evaluation.sets.{name}"] = everything, find_units(everything, cfg.loading)
@@ -41,9 +41,9 @@ def make_shares(cfg: Config) -> None:
     loading = cfg.loading.model_copy(update={"prepare_processes": workers})
     share = slice(jax.process_index(), None, jax.process_count())
     for name, (source, units) in sources.items():
-        folder = find_folder(source, units, cfg.task, parts.vocabulary, loading)
+        folder = find_folder(source, units, cfg.task, inputs.vocabulary, loading)
         _check_same(name, folder.name)
-        work = partial(make_share, source, units, cfg.task, parts.vocabulary, loading, share)
+        work = partial(make_share, source, units, cfg.task, inputs.vocabulary, loading, share)
         peers.together(work, f"tokenizing {name}", peers.NO_LIMIT_S)
     log.info("%d processes have tokenized in %.1f s", jax.process_count(), time.perf_counter() - begun)
 
@@ -65,6 +65,6 @@ def _check_same(name: str, key: str) -> None:
     other = next((rank for rank, theirs in enumerate(keys) if theirs != keys[0]), None)
     if other is not None:
         raise UserError(
-            f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see other documents of "
-            f"{name}, or other versions of its files; read them from a disk that all hosts share"
+            f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see different "
+            f"documents of {name}, or different versions of its files; read them from a disk that all hosts share"
         )

@@ -61,6 +61,15 @@ class Stream:
         return sum(documents for _, documents in self.sizes)
 
 
+def locate(index: Any, ends: np.ndarray) -> tuple[int, int]:
+    """Return the number of the shard that has sample `index` of a split, and the sample's number in that shard.
+
+    `ends[n]` is the number of the first sample behind shard n:  ends 3 3 7, index 5  ->  shard 2, sample 2
+    """
+    number = int(np.searchsorted(ends, index, side="right"))  # side="right" passes shards without samples
+    return number, int(index) - (int(ends[number - 1]) if number else 0)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The folder of a tokenized corpus and its index (see the top of this file)."""

@@ -28,18 +28,18 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocabulary: Vocabulary
     place = locate_tokens(source, Path(unit.path))
     tokens = map_tokens(**place)
     counts, ends = np.zeros(vocabulary.num_tokens, np.int64), []
-    for first, block in read_blocks(tokens):
+    for first, block in read_blocks(tokens):  # the file may be larger than memory
         least, most = int(block.min()), int(block.max())
         if least < 0 or most >= len(counts):
             raise UserError(
-                f"data: {unit.path} has token {min(least, 0) or most}, the tokenizer has {len(counts)}; "
+                f"data: {unit.path} has token {least if least < 0 else most}, the tokenizer has {len(counts)}; "
                 "give the tokenizer that made it, or the right data.dtype and data.skip_bytes"
             )
         counts += np.bincount(block, minlength=len(counts))
         if source.document_end is not None:
             ends.append(np.flatnonzero(block == source.document_end) + first)
     starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
-    starts = starts[starts < len(tokens)]
+    starts = starts[starts < len(tokens)]  # behind the last end there may be nothing
     # Tokens from `cut` on are held out. Where documents are known, the cut moves to the next start of a document.
     cut = len(tokens) - round(source.held_out_fraction * len(tokens))
     if source.document_end is None:
@@ -72,7 +72,10 @@ def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
             except ValueError as error:
                 raise UserError(f"data: {path} is damaged or ends early: {error}") from None
             if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32, np.int32):
-                raise UserError(f"data: {path} holds {array.ndim} dimensions of {array.dtype}, not one of tokens")
+                raise UserError(
+                    f"data: {path} is an array of shape {list(array.shape)} and dtype {array.dtype}; tokens are one "
+                    "row of uint16, uint32 or int32"
+                )
             return {"path": str(path), "dtype": str(array.dtype), "offset": array.offset, "count": len(array)}
     size = path.stat().st_size - source.skip_bytes
     width = np.dtype(source.dtype).itemsize

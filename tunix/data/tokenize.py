@@ -26,7 +26,7 @@ from tunix.config.document_kinds import DOCUMENTS
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
 from tunix.data.shard_workers import make_shards
-from tunix.data.shards import HASH_BITS, ShardPlan, document_hash
+from tunix.data.shards import HASH_BITS, ShardPlan, hash_document
 from tunix.data.stream import FORMAT, Prepared, open_prepared
 from tunix.sources import Source, Tokens
 from tunix.sources.files import Unit
@@ -39,7 +39,7 @@ PLACE_KEYS = {"paths"}  # keys of a source that say where it is: they may change
 def find_units(source: Source, loading: Loading) -> list[Unit]:
     """Return the units of a source in a fixed random order, that of the hashes of their names."""
     units = source.units(loading.shard_bytes)
-    return sorted(units, key=lambda unit: (document_hash(unit.name), unit.start))
+    return sorted(units, key=lambda unit: (hash_document(unit.name), unit.start))
 
 
 def find_vocabulary(
@@ -105,7 +105,7 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
         write_digests(folder, [path for path in own if path.is_file()])
         note_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - begun, folder)
-    return open_whole(folder, loading)
+    return open_verified(folder, loading)
 
 
 def make_share(
@@ -144,7 +144,7 @@ def _plan_shards(
     ]
 
 
-def open_whole(folder: Path, loading: Loading) -> Prepared:
+def open_verified(folder: Path, loading: Loading) -> Prepared:
     """Open a tokenized corpus, after a comparison with its digests if `loading.verify` asks for one.
 
     Raises:
@@ -230,11 +230,13 @@ def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: i
     for source, units in sources:
         left = limit // len(sources)
         for unit in units:
+            if left <= 0:  # the other files are not even opened
+                break
             left_of_unit = max(1, left if len(units) < 8 else limit // 8)
             for document in read_documents(source, task, unit):
                 if left <= 0 or left_of_unit <= 0:
                     break
-                held_out = document_hash(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
+                held_out = hash_document(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
                 if isinstance(document, Document) and not held_out:
                     yield document.text
                     left -= len(document.text.encode())

@@ -44,7 +44,7 @@ class Optimizer(Section):
         raise NotImplementedError
 
     def try_out(self) -> None:
-        """Raise `UserError` where code that a user brings does not work; nothing is to be tried where there is none."""
+        """Run the user's own code once, if the rule has any; raise `UserError` if it does not work."""
 
 
 # How moments rest between two updates: as the parameters do, or as one of `KINDS` of moments.py.

@@ -25,6 +25,7 @@ SOURCES = (
     Arithmetic, Custom,
 )  # fmt: skip
 
+# A type checker needs a type that it can read. At run time pydantic chooses the class by the value of the key `source`.
 if TYPE_CHECKING:
     AnySource = Source
 else:

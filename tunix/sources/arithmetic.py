@@ -19,7 +19,8 @@ class Arithmetic(Rows):
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """Return one unit: the range of the first number."""
-        return [Unit("arithmetic", "", 0, self.below, 16 * self.below**2, str(self.below))]
+        size = 16 * self.below**2  # 16 bytes a row, roughly: only the progress bar shows it
+        return [Unit("arithmetic", "", 0, self.below, size, str(self.below))]
 
     def read(self, unit: Unit) -> Iterator[Item]:
         width = len(str(self.below - 1))

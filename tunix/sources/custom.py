@@ -24,7 +24,9 @@ class Custom(Rows):
     """Keyword arguments of the function, {name: value}; null gives none."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
-        """Return one unit: nobody can tell what a function will yield. A change of its file makes a new corpus."""
+        """Return one unit: the number of documents is not known before the function runs."""
+        # A change of the function's file makes a new corpus. A change of a module that it imports, or of a file that it
+        # reads, is not noticed.
         file = inspect.getsourcefile(import_object(self.function))
         version = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
         return [Unit(self.function, "", 0, 1, unit_bytes, version)]
@@ -44,5 +46,6 @@ class Custom(Rows):
                 raise TypeError(f"the first document is {first!r:.80}, not a text (str) or a row (dict)")
 
     def _documents(self) -> Iterator[Any]:
+        # `with` is inside of the generator, because most of the function's code runs while its documents are read.
         with blame_user("data.function", self.function):
             yield from import_object(self.function)(**(self.arguments or {}))

@@ -1,8 +1,9 @@
-"""Files of a source: find them in a fixed order, describe them as units of work, open them whatever packs them."""
+"""Files of a source: find them in a fixed order, describe them as units of work, and open them, packed or not."""
 
 import glob
 import gzip
 import hashlib
+import io
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -42,12 +43,12 @@ class Unit:
 def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit]:
     """Return the files that the paths, addresses, folders and globs name, each once.
 
-    Of a folder, they are the files with one of the endings.
+    A folder stands for the files in it whose names end with one of the extensions.
 
     Raises:
         UserError: a path that does not exist, or no file at all.
     """
-    found: dict[Path | str, Unit] = {}
+    found: dict[Path | str, Unit] = {}  # by real path: a file that two patterns name is read once
     endings = (*extensions, *(ending + packed for ending in extensions for packed in PACKED))
     for pattern in paths:
         if is_address(pattern):
@@ -73,6 +74,7 @@ def _find_objects(pattern: str, endings: tuple[str, ...]) -> dict[str, Unit]:
     """Return the objects that an address, a folder or a glob of a bucket names, by address."""
     files, scheme = filesystem(pattern, "data.paths"), pattern.partition("://")[0]
     with explaining(pattern, "data.paths"):
+        # Web servers do not list their files, and * or ? may be part of a web address: only buckets have globs.
         if glob.has_magic(pattern) and scheme in BUCKETS:
             matches = files.glob(pattern, detail=True)
             if not matches:
@@ -85,7 +87,7 @@ def _find_objects(pattern: str, endings: tuple[str, ...]) -> dict[str, Unit]:
             if about["type"] == "directory":
                 listed = files.find(match, detail=True)
                 below = {name: each for name, each in sorted(listed.items()) if name.endswith(endings)}
-                root = files._strip_protocol(match.rstrip("/"))
+                root = files._strip_protocol(match.rstrip("/"))  # as the names in `listed` are: without s3://
             for name, each in below.items():
                 address = name if is_address(name) else f"{scheme}://{name}"
                 size = each.get("size") or 0  # a web server may not say it; then the file is not split
@@ -99,9 +101,14 @@ def make_file_unit(path: Path, name: str) -> Unit:
     return Unit(name, str(path), 0, stat.st_size, stat.st_size, str(stat.st_mtime_ns))
 
 
+def is_packed(path: str) -> bool:
+    return Path(path).suffix in PACKED
+
+
 def split_unit(unit: Unit, size: int) -> list[Unit]:
-    """Split a file of lines into ranges of about `size` bytes. A packed file stays one unit."""
-    if Path(unit.path).suffix in PACKED or unit.size <= size:
+    """Split a file of lines into ranges of about `size` bytes. A packed file stays one unit: it has to be unpacked from
+    its first byte on."""
+    if is_packed(unit.path) or unit.size <= size:
         return [unit]
     cuts = [*range(0, unit.size, size), unit.size]
     return [Unit(unit.name, unit.path, start, stop, stop - start, unit.version) for start, stop in pairwise(cuts)]
@@ -119,6 +126,8 @@ def open_unpacked(path: str) -> Iterator[IO[bytes]]:
             place: Any = path
             if is_address(path):
                 place = stack.enter_context(filesystem(path, "data.paths").open(path, "rb"))
+                if getattr(place, "size", 0) is None:  # a stream of unknown length, which fsspec cannot read by lines
+                    place = io.BytesIO(place.read())
             unpack = PACKED.get(Path(path).suffix)
             if unpack is None:
                 yield place if place is not path else stack.enter_context(open(path, "rb"))

@@ -33,8 +33,9 @@ class HuggingFace(Rows):
     def units(self, unit_bytes: int) -> list[Unit]:
         """List ranges of rows, or the shards of a data set that is streamed."""
         data = self._load()
+        # The library's hash of the files and of what was done to them; it is private, and streamed data have none.
         version = f"{getattr(data, '_fingerprint', '')} {self.revision} {data.info.version}"
-        if self.streaming:
+        if self.streaming:  # the size of a shard is not known: each counts as one unit
             return [Unit(self.path, self.path, part, part + 1, unit_bytes, version) for part in range(data.num_shards)]
         size = data.data.nbytes
         count = max(1, min(len(data), -(-size // unit_bytes)))

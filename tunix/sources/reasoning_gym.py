@@ -26,7 +26,7 @@ class ReasoningGym(Rows):
     num_problems: Count
     """Problems of each kind."""
     problem_seed: Seed
-    """Problem n of a kind follows from it."""
+    """Seed of the problems: problem n of a kind follows from it and from n."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """List ranges of the problems of each kind."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from tunix.base.buckets import filesystem, is_address
 from tunix.base.errors import UserError
 from tunix.base.section import Section
-from tunix.sources.files import Unit, find_files, find_line_number, open_unpacked, split_unit
+from tunix.sources.files import Unit, find_files, find_line_number, is_packed, open_unpacked, split_unit
 from tunix.sources.source import Item, Paths, Source
 
 
@@ -75,9 +75,11 @@ class Jsonl(Rows):
                 # Start one byte early: if that byte ends a line, `readline` reads only it, and no line is lost.
                 file.seek(unit.start - 1)
                 file.readline()
-            packed = unit.path.endswith((".gz", ".zst"))
+            # A packed file is one unit, whose `stop` counts packed bytes: it says nothing about the lines. Neither does
+            # a `stop` of 0, of a web server that does not say how long the file is.
+            all_lines = is_packed(unit.path) or not unit.stop
             begin = file.tell() if unit.start else 0
-            while (packed or begin < unit.stop) and (line := file.readline()):
+            while (all_lines or begin < unit.stop) and (line := file.readline()):
                 here, begin = begin, begin + len(line)
                 if not line.strip():
                     continue
@@ -96,7 +98,7 @@ def _name_line(path: str, offset: int) -> str:
 
 
 class Csv(Rows):
-    """Comma-separated files with a head line; those that end in .gz or .zst are unpacked."""
+    """Comma-separated files with a header line; those that end in .gz or .zst are unpacked."""
 
     source: Literal["csv"]
     """Where documents come from."""
@@ -111,7 +113,7 @@ class Csv(Rows):
         return find_files(self.paths, self.extensions)
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        csv.field_size_limit(2**31 - 1)
+        csv.field_size_limit(2**31 - 1)  # the module refuses cells of more than 128 KiB by default
         with open_unpacked(unit.path) as file:
             text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
             # Bytes that are not UTF-8 become surrogates, which `documents` finds row by row.
@@ -123,14 +125,14 @@ class Csv(Rows):
                 for number, row in enumerate(table):
                     name, where = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
                     if None in row or None in row.values():
-                        yield Item(name, None, f"does not have the {len(head)} columns of the head line", where)
+                        yield Item(name, None, f"does not have the {len(head)} columns of the header line", where)
                     else:
                         yield Item(name, row, "", where)
                     begin = table.line_num + 1
-            except csv.Error as error:  # nobody knows where the next row begins, so this row cannot be skipped
+            except csv.Error as error:  # where the next row begins is not known, so this row cannot be skipped
                 raise UserError(
-                    f"data: {unit.path}, line {begin}, is not CSV ({error}); close the quotes of its cells, and double "
-                    "those within"
+                    f"data: {unit.path}, line {begin}, is not CSV ({error}); close the quotes around its cells, and "
+                    "write each quote within a cell twice"
                 ) from None
 
 
@@ -171,6 +173,7 @@ class Parquet(Rows):
         except (OSError, ValueError) as error:
             raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
         for number, row in enumerate(rows):
+            # If none of the columns is there, the row has their names alone: an error message lists them.
             place = f"row {number} of row group {unit.start},"
             content = row if wanted else dict.fromkeys(present)
             yield Item(f"{unit.name}@{unit.start}.{number}", content, "", partial("{}, {}".format, unit.path, place))

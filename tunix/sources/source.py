@@ -21,9 +21,10 @@ class Item(NamedTuple):
 
 
 class Source(Section):
-    """Origin of documents. A subclass adds its name, its keys, and the two methods.
+    """Origin of documents. A subclass adds its name, its keys, and the methods `units` and `read`.
 
-    Both must give the same on every machine and in every run: a run resumes at a number of tokens.
+    Both methods must give the same on every machine and in every run, in the same order: the position of a run in its
+    data is one number (data/position.py), which means the same documents only then.
     """
 
     if TYPE_CHECKING:  # each subclass declares the one value that it takes
@@ -41,4 +42,4 @@ class Source(Section):
         raise NotImplementedError
 
     def try_out(self) -> None:
-        """Raise `UserError` where code that a user brings does not work; nothing is to be tried where there is none."""
+        """Run the user's own code once, if the source has any; raise `UserError` if it does not work."""

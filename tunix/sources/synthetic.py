@@ -16,7 +16,7 @@ class Synthetic(Source):
     source: Literal["synthetic"]
     """Where documents come from."""
     num_documents: Count
-    """Documents."""
+    """Number of documents."""
     mean_document_bytes: Count
     """Mean length of a document; lengths are exponentially distributed."""
 
@@ -32,10 +32,12 @@ class Synthetic(Source):
         import numpy as np  # here, because a config is checked without it
 
         words = _make_words()
+        # Mean bytes of a word with its space. The most frequent 1,000 words make up most of a text.
         mean_word = np.mean([len(word) + 1 for word in words[:1000]])
         for number in range(unit.start, unit.stop):
-            rng = np.random.default_rng(number)
+            rng = np.random.default_rng(number)  # so any process can make any document
             count = 1 + int(rng.exponential(self.mean_document_bytes / mean_word))
+            # Rank r is drawn with a probability of about r ** -1.2. Ranks have no upper end, so they wrap around.
             text = " ".join(words[rank % len(words)] for rank in rng.zipf(1.2, count))
             yield Item(f"synthetic@{number}", text)
 
