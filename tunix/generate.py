@@ -26,6 +26,7 @@ def generate(command: Generate) -> None:
 
     Where there are several processes, all draw the answers together; process 0 alone reads prompts and writes answers.
     """
+    # Files first: a mistake in them is reported before a model is loaded, which takes minutes.
     rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
     model = load_pretrained(
         command.checkpoint,
@@ -129,6 +130,8 @@ def _converse(speaker: Speaker, command: Generate) -> None:
         if not line:
             return
         messages.append({"role": "user", "content": line})
+        # The whole conversation is computed again at each turn. Another seed, or a repeated question would be answered
+        # with the same noise.
         text = speaker.decode(speaker.answer([messages], command.seed + turn)[0])
         messages.append({"role": "assistant", "content": text})
         if peers.is_main():
@@ -183,7 +186,7 @@ def _read_text(file: Any, column: str) -> list[Row]:
 
 
 def _read_csv(file: Any, column: str) -> list[Row]:
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(2**31 - 1)  # the module refuses cells above 131072 characters otherwise
     return list(csv.DictReader(file, strict=True))
 
 

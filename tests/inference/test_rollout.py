@@ -57,7 +57,7 @@ def alone(rollout_on):
     return rollout_on(ALONE)
 
 
-def test_answers_differ_and_rows_of_ended_ones_are_let_go(alone):
+def test_answers_differ_and_rows_of_ended_ones_are_dropped(alone):
     assert len({tuple(answer.tokens) for answer in alone.answers}) == len(alone.answers)
     assert alone.halved[:2] == [16, 8]  # of 32 rows on a device
 

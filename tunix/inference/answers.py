@@ -47,7 +47,11 @@ class Draft:
 
 
 def extend_drafts(drafts: list[Draft], drawn: Drawn, count: int, places: np.ndarray) -> None:
-    """Give each draft that goes on its `count` new tokens; row n of `drawn` is that of the draft `places[n]`."""
+    """Give each draft that goes on its `count` new tokens.
+
+    Row n of `drawn` belongs to the draft `places[n]`, or to none where that is -1: such a row fills up a shard.
+    """
+    # Copied to the host once for all rows: a copy of each row would wait for the device each time.
     on_host = [np.asarray(each)[:, :count] for each in drawn]
     for row, place in enumerate(places):
         if place >= 0 and not drafts[place].stopped:

@@ -74,7 +74,8 @@ def decode(
                 for old, new in zip(slots, kept, strict=True)
             )
             # One query has few scores: no kernel does better than the plain one. Layers that attend within chunks see
-            # the times from the beginning of the new token's chunk on.
+            # the times from the beginning of the new token's chunk on: in chunks of 4, the token at place 6 of its row
+            # sees the places 4, 5 and 6.
             method = Method("xla", "none", model.cfg.attention_options)
             chunked = model.cfg.local_attention == "chunk"
             seen = _find_seen(size, time, first + (time - first) // size * size if chunked else first)
@@ -86,7 +87,7 @@ def decode(
 
         return Mix(attend_to_cache, lambda recurrence: recurrence.step(cache[layer.number]))
 
-    forward = Forward(mix_of, max(cache_slots(cache)), reach=reach)
+    forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
     return _compute_logits(model, weights, token[:, None], (time - first)[:, None], forward)
 
 
@@ -121,7 +122,7 @@ def _place(x: jax.Array, size: int) -> jax.Array:
     if length <= size:
         return jnp.pad(x, [(0, 0), (0, size - length), *[(0, 0)] * (x.ndim - 2)])
     turn = length % size  # the slot of the oldest time that stays, length - size
-    last = x[:, length - size :]
+    last = x[:, length - size :]  # in the picture 3 4 5 6 with `turn` 3, which becomes 4 5 6 | 3
     return jnp.concatenate([last[:, size - turn :], last[:, : size - turn]], axis=1)
 
 
@@ -136,8 +137,8 @@ def grow(cache: Cache, windows: tuple[int, ...]) -> Cache:
     ]
 
 
-def cache_slots(cache: Cache) -> list[int]:
-    """Return the slots of each layer; the memory of linear attention has none, nor has a layer without a cache."""
+def list_slots(cache: Cache) -> list[int]:
+    """Return the number of slots of each layer: 0 for linear attention, and for a layer without a cache."""
     return [0 if isinstance(kept, Memory) or not kept else kept[0].shape[1] for kept in cache]
 
 
@@ -152,6 +153,7 @@ def take_rows(tree: Any, places: jax.Array) -> Any:
 
 
 def _apply_on_shards(function: Callable, tree: Any, *others: jax.Array) -> Any:
+    # In a shard_map each device takes its own rows. A plain `x[places]` might take any row, so it would gather all.
     def apply(x: jax.Array) -> jax.Array:
         specs = [jax.typeof(each).sharding.spec for each in (x, *others)]
         return jax.shard_map(function, in_specs=tuple(specs), out_specs=specs[0])(x, *others)

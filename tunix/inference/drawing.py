@@ -1,9 +1,13 @@
 """The next token, drawn from logits.
 
-A race draws a token i with probability w_i / sum(w): each i gets an exponential number E_i, and the smallest E_i / w_i
-wins. Rounding turns the winner only where two are nearly equal, so the same token wins on every mesh; a cumulative sum,
-met by one random number, would move with each rounding. A race over the whole vocabulary needs a random number for each
-token. Here it is run in two rounds, which have the same probabilities and need V / 128 + 128 numbers:
+A token i is to be drawn with probability w_i / sum(w). It is drawn by a race: each i gets a random number E_i of the
+exponential distribution, and the smallest E_i / w_i wins. (This is the Gumbel-max trick: -log(E_i) is Gumbel noise.)
+
+The usual way compares one random number with the cumulative sums of w. Another mesh rounds these sums in another order:
+each of them moves a little, and another token may be drawn. In a race, rounding changes the winner only where the two
+smallest numbers are nearly equal, so in practice the same token wins on every mesh.
+
+A race over all V tokens needs V random numbers. Two rounds need V / 128 + 128, and have the same probabilities:
 
     round 1   between blocks of 128 tokens   w = sum of the block
     round 2   between tokens of that block   w = w_i            P(block) * P(i | block) = w_i / sum(w)
@@ -78,7 +82,7 @@ def choose(logits: jax.Array, keys: jax.Array, how: Sampling) -> Drawn:
     first, second = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     block = _run_race(sums, first)
     inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
-    tokens = block * BLOCK + _run_race(inside, second)
+    tokens = block * BLOCK + _run_race(inside, second)  # never a token that fills up the last block: its weight is 0
     log_probs = _pick(scaled - top, tokens) - jnp.log(sums.sum(-1))
     is_models = how.temperature == 1 and (how.top_k, how.top_p, how.min_p) == (None, None, None)
     return Drawn(tokens, log_probs if is_models else _compute_log_probs(logits, tokens), log_probs)
@@ -113,12 +117,14 @@ def _filter(logits: jax.Array, how: Sampling) -> jax.Array:
         least = jax.lax.top_k(logits, min(how.top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if how.top_p is not None:
+        # A token is kept if those before it have less than top_p, so the one that reaches top_p is kept too: of the
+        # shares 0.5 0.3 0.15 0.05 with top_p = 0.7 the first two. One token at least stays.
         ordered = -jnp.sort(-logits, -1)
         shares = jax.nn.softmax(ordered, -1)
         kept = jnp.cumsum(shares, -1) - shares < how.top_p
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), -1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
-    if how.min_p is not None:
+    if how.min_p is not None:  # p_i >= min_p * p_max, of logits: l_i >= l_max + log(min_p)
         least = jnp.max(logits, -1, keepdims=True) + jnp.log(how.min_p)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits

@@ -48,7 +48,6 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
     def gather_one(parameter: jax.Array, weight: Weight) -> jax.Array:
         spec = model.layout.at_rest(weight.equation)
         # Generation has another layout than training where stages split the layers: all layers come to each device.
-        # Generation has another layout than training where stages split the layers: all layers come to each device.
         return model.layout.gather(bring_to(parameter, spec), weight.equation)
 
     with jax.named_scope("gather"):
@@ -56,12 +55,16 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
         if as_matrices and model.cfg.lora.quantize_base:
             gathered = _make_matrices(gathered, arch.weights, model.cfg.lora.quantize_base, model.layout)
         blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}
-        layers = {name: [_lay(block, tree) for tree in _split_layers(gathered[name])] for name, block in blocks.items()}
+        layers = {
+            name: [_order_weights(block, tree) for tree in _split_layers(gathered[name])]
+            for name, block in blocks.items()
+        }
     return Gathered({name: tree for name, tree in gathered.items() if name not in blocks}, layers)
 
 
-def _lay(block: nnx.GraphDef, tree: Tree) -> Tree:
-    """Return the parameters of a layer, with the weights of its products as `product_of_few_rows` takes them."""
+def _order_weights(block: nnx.GraphDef, tree: Tree) -> Tree:
+    """Return the parameters of a layer; weights have their dimensions in the order that `product_of_few_rows` takes."""
+    # Transposed once here, and not at each of the many tokens.
     module = nnx.merge(block, tree)
     for part in _list_einsums(module):
         wanted = PRODUCTS[product_of_few_rows()].order(part.equation)
@@ -70,7 +73,7 @@ def _lay(block: nnx.GraphDef, tree: Tree) -> Tree:
 
 
 def _list_einsums(module: nnx.Module) -> list[Einsum]:
-    """Return the products of a module; those whose weights are codes are left out, as they lie as they rest."""
+    """Return the products of a module; those with quantized weights are left out, because codes keep their order."""
     parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, Einsum)]
     return [part for part in parts if jnp.issubdtype(part.w.dtype, jnp.floating)]
 

@@ -51,7 +51,7 @@ class TokenScorer:
 
             def one_chunk(_, chunk):
                 hidden, targets = chunk
-                logits = module.logits((tables[1], tables[1]), hidden)
+                logits = module.logits((tables[1], tables[1]), hidden)  # which reads the second table, the head, alone
                 target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
                 return None, (target_logits - jax.nn.logsumexp(logits, -1), target_logits >= jnp.max(logits, -1))
 
@@ -69,7 +69,9 @@ class TokenScorer:
         with jax.set_mesh(self.model.mesh):
             for start in range(0, len(order), batch_size):
                 batch = order[start : start + batch_size]
+                # The next power of 2 that is not below the n - 1 places of n tokens: the last token predicts nothing.
                 length = max(SHORTEST, 1 << (len(rows[batch[0]]) - 2).bit_length())
+                # Zeros behind a row change nothing: attention is causal, and their own scores are cut off below.
                 tokens = np.zeros((batch_size, length + 1), np.int32)
                 for place, n in enumerate(batch):
                     tokens[place, : len(rows[n])] = rows[n]
@@ -103,6 +105,7 @@ class Respondent:
 
         Tokens that do not fit into the context of the model are cut off at the beginning.
         """
+        # One token more than the context: the last one is only predicted, and never an input.
         rows = [(context + continuation)[-(self.longest + 1) :] for _, context, continuation in requests]
         answers = []
         scores = self.scorer(rows, self.batch_size)

@@ -122,7 +122,8 @@ def load_pretrained(
     Face's, and `adapter` a folder of low-rank updates for such a folder's weights.
 
     Raises:
-        UserError: a source that is neither, or that is not understood: the message names what; an adapter for a run.
+        UserError: the source is neither a run nor a folder or an ID of Hugging Face's; one of its files is missing,
+            damaged, or of a model that tunix does not know; `adapter` is given for a run.
     """
     run = find_run(str(source))
     if run and adapter is not None:
@@ -138,6 +139,7 @@ def load_pretrained(
         updates = _fetch(str(adapter), ABOUT + WEIGHTS, key="adapter")
         lora = cfg.lora.model_copy(update=read_adapter(updates, cfg.family))
         cfg = cfg.model_copy(update={"lora": lora, "init_from": str(source), "init_adapter": str(updates)})
+    # `allow_idle`: one device of several is enough for a small model.
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").for_generation()
@@ -209,6 +211,7 @@ def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weig
         raise UserError(
             f"weights={weights}: {checkpoint} has weights={', '.join(names)}; training.ema_decay keeps an average"
         )
+    # A copy has the trained parameters only; frozen ones do not change, so they are those of the run.
     wanted = {"params": arch.frozen(abstract), "copies": {weights: arch.trained(abstract)}}
     state = read_state(checkpoint, wanted)
     return arch.merge(state["copies"][weights], state["params"])

@@ -35,7 +35,8 @@ class Request:
         size, count = prompts_at_once or len(order), self.answers_per_prompt
         waves = []
         for start in range(0, len(order), size):
-            indices = sorted(order[start : start + size])  # within a wave rows are in order
+            indices = sorted(order[start : start + size])  # within a wave prompts are in the order of the request
+            # Prompt 2 with 3 answers to each prompt: places 6, 7 and 8.
             places = [index * count + n for index in indices for n in range(count)]
             waves.append(Wave([self.prompts[index] for index in indices], places, self.first_row))
         return waves

@@ -2,7 +2,7 @@
 
     gather      once                the weights, in the dtype of products
     begin       once a wave         prompts -> their keys and values, repeated for the answers to each; the first token
-    stretch     8, 8, 16, 32, 64, 64, ... tokens, as one loop on the devices that asks no other data shard
+    stretch     8, 8, 16, 32, 64, 64, ... tokens, as one loop on the devices; data shards do not wait for one another
                                     between two of them the host cuts ended answers off, halves the rows when those that
                                     go on fit into half, and doubles the cache when it is full
 
@@ -28,7 +28,7 @@ from tunix.costs.rollout_sizes import (
     spread_prompts,
 )
 from tunix.inference.answers import Answer, Draft, extend_drafts
-from tunix.inference.cache import cache_slots, grow, take_rows
+from tunix.inference.cache import grow, list_slots, take_rows
 from tunix.inference.drawing import Drawn, Sampling
 from tunix.inference.gathered import Gathered, gather
 from tunix.inference.requests import Request, Wave
@@ -76,13 +76,13 @@ class Sampler:
         request: Request,
         how: Sampling,
         prompts_at_once: int | None = None,
-        at_look: Callable[[], None] | None = None,
+        between_stretches: Callable[[], None] | None = None,
     ) -> list[Answer]:
         """Return all answers to the first prompt of a request, then all to the second, ...
 
         `params` are the parameters at rest, or what `gather` made of them. `prompts_at_once` limits memory: prompts are
-        sorted by their length and answered in waves. `at_look` is called each time that the host looks at the answers,
-        by every process as often; what it raises gives them up.
+        sorted by their length and answered in waves. `between_stretches` is called by the host before each stretch of
+        tokens, as often on every process; an error that it raises ends the rollout.
 
         Raises:
             UserError: an empty prompt, or one that with its answer is longer than the context.
@@ -92,7 +92,7 @@ class Sampler:
         answers: dict[int, Answer] = {}
         for wave in request.split(prompts_at_once):
             with jax.set_mesh(self.mesh):
-                drawn = self._answer(weights, wave, how, jax.random.key(request.seed), at_look)
+                drawn = self._answer(weights, wave, how, jax.random.key(request.seed), between_stretches)
             answers |= dict(zip(wave.places, drawn, strict=True))
         return [answers[place] for place in range(len(answers))]
 
@@ -133,22 +133,28 @@ class Sampler:
             )
 
     def _answer(
-        self, weights: Gathered, wave: Wave, how: Sampling, key: jax.Array, at_look: Callable[[], None] | None
+        self,
+        weights: Gathered,
+        wave: Wave,
+        how: Sampling,
+        key: jax.Array,
+        between_stretches: Callable[[], None] | None,
     ) -> list[Answer]:
         """Return the answers of a wave, in the order of their places."""
         length, last, model = wave.length, how.max_new_tokens, weights.module(self.arch)
+        # `numbers` [rows]: the draft that each row on the devices belongs to. It changes when rows are dropped.
         rows, chunk, numbers = self._begin(weights, wave, how, key)
         drafts = [Draft(how.stop) for _ in wave.places]
         extend_drafts(drafts, chunk, 1, numbers)
-        number = 1
+        number = 1  # tokens that all answers have, but for those that have ended
         while number < last and not all(draft.stopped for draft in drafts):
-            if at_look is not None:
-                at_look()
+            if between_stretches is not None:
+                between_stretches()
             end = find_next_look(number, last)
-            rows, numbers = self._let_go(rows, numbers, drafts)
+            rows, numbers = self._drop_ended_rows(rows, numbers, drafts)
             # Each layer's cache is as long as its window allows; only those grow that have become too short.
             windows = model.cfg.windows(count_slots(length + end, length + last))
-            if windows != cache_slots(rows.cache):
+            if windows != list_slots(rows.cache):
                 rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
             stretch = Stretch(*map(np.int32, (length, number, end)))
             rows, chunk = self.draw_stretch(weights, rows, key, stretch, how=how)
@@ -183,7 +189,7 @@ class Sampler:
         rows, drawn = self.begin(weights, prompts, key, how=how, num_slots=num_slots)
         return rows, drawn, numbers
 
-    def _let_go(self, rows: Rows, numbers: np.ndarray, drafts: list["Draft"]) -> tuple[Rows, np.ndarray]:
+    def _drop_ended_rows(self, rows: Rows, numbers: np.ndarray, drafts: list["Draft"]) -> tuple[Rows, np.ndarray]:
         """Return the rows without ended ones, if those that go on fit into half, and the numbers of their drafts.
 
         A row stays on its data shard, so that no cache travels; the shard with most rows that go on decides.

@@ -26,9 +26,10 @@ def find_stop_ids(vocabulary: Vocabulary, words: tuple[str, ...], folder: Path |
     of the model in `folder` name, and `words` (sampling.stop).
 
     Raises:
-        UserError: a word is no token.
+        UserError: one of `words` is not a token of the tokenizer.
     """
     ends = {vocabulary.eos, *(read_stop_ids(folder) if folder else ())}
+    # The template renders a chat of two turns. Its last segment is the answer and what closes it, like `2<|im_end|>`.
     answered = vocabulary.chat.segments(TURNS)[-1][0]
     special = special_tokens(vocabulary.backend)
     ids = vocabulary.backend.encode(answered, add_special_tokens=False).ids

@@ -68,9 +68,10 @@ def draw_stretch(
     of_rows = model.layout.activation("B")
 
     def step(state):
-        now, token, cache, chunk = state
-        tied = _tie(now, weights)
-        logits, cache = decode(model, tied, cache, token, length + now - 1, rows.first, length + how.max_new_tokens)
+        now, token, cache, chunk = state  # `now` counts the tokens of an answer: `token` is its number now - 1
+        logits, cache = decode(
+            model, _keep_in_loop(now, weights), cache, token, length + now - 1, rows.first, length + how.max_new_tokens
+        )
         drawn = draw(logits, key, rows.number, now, how, model.layout)
         chunk = jax.tree.map(
             lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(tokens, new[:, None], now - number, 1), chunk, drawn
@@ -87,10 +88,11 @@ def draw_stretch(
     return rows._replace(token=token, cache=cache), _replicate(chunk)
 
 
-def _tie(now: jax.Array, weights: Gathered) -> Gathered:
-    """Return the weights; those that are codes depend on the number of the token.
+def _keep_in_loop(now: jax.Array, weights: Gathered) -> Gathered:
+    """Return the weights; quantized ones are made to depend on `now`, the number of the token.
 
-    XLA moves out of a loop what does not depend on it. Of codes, that would be all matrices at one time.
+    XLA moves out of a loop what does not depend on its turn. For quantized weights that would be their conversion to
+    matrices, and the matrices of all layers would be in memory at one time.
     """
     if all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(weights)):
         return weights

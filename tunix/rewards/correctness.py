@@ -35,6 +35,7 @@ def find_marked(text: str) -> str:
 
 def read_number(text: str) -> Fraction | None:
     """Return the last number of a text, exactly: 1,234 · -5 · $7.00 · 1/2 · .5; None if there is none."""
+    # Marks of typesetting: a minus sign that is no hyphen, and LaTeX's 1{,}234, \$5 and \!.
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\$", "$").replace("\\!", "")
     number = None
     for match in NUMBER.finditer(text):
@@ -43,6 +44,7 @@ def read_number(text: str) -> Fraction | None:
             continue
         digits = match["whole"].replace(",", "") + match["rest"]
         negative = match["sign"] == "-" or match["late_sign"] == "-"
+        # A fraction is exact: 0.5, 1/2 and 5e-1 are equal, and 16-digit numbers that differ stay different.
         number = Fraction(digits) / below * (-1 if negative else 1)
     return number
 
@@ -84,6 +86,7 @@ def math_verify(prompts: list[str], completions: list[str], answer: list[Any], *
 
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
+        # With `####` before it, the data's answer counts as marked: `read` then takes a bare \frac{1}{2} for a formula.
         right = [] if expected is None else read(f"#### {find_marked(str(expected))}")
         if not right:
             raise ValueError(f"math-verify does not understand the data's answer {str(expected)[:80]!r}")
@@ -108,13 +111,13 @@ def reasoning_gym(
     """
     scores = []
     for completion, name, arguments, number in zip(completions, task, config, index, strict=True):
-        problems = _keep_problems(name, json.dumps(arguments))
+        problems = _make_problems(name, json.dumps(arguments))
         scores.append(float(problems.score_answer(find_marked(completion), problems[number])))
     return scores
 
 
-@cache
-def _keep_problems(task: str, config: str) -> Any:
+@cache  # `config` is JSON, because a dictionary is no key of a cache
+def _make_problems(task: str, config: str) -> Any:
     from tunix.sources.reasoning_gym import make_problems  # here, because other rewards need no sources
 
     return make_problems(task, json.loads(config))

@@ -11,11 +11,12 @@ Columns = Mapping[str, Sequence[Any]]  # {name: a value for each completion}
 BATCH_NAMES = ("prompts", "completions")
 
 
-def columns_taken(function: Reward, columns: Columns) -> dict[str, Sequence[Any]]:
+def select_columns(function: Reward, columns: Columns) -> dict[str, Sequence[Any]]:
     """Return the columns that the function takes: those of its parameters, or all where it has **columns.
 
     Raises:
-        ValueError: it has a parameter without a default that is no column of the data.
+        ValueError: it has a parameter without a default that is no column of the data, or a column has the name of one
+            of its first two parameters.
     """
     parameters = inspect.signature(function).parameters.values()
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -41,7 +42,7 @@ def call_reward(
     Raises:
         ValueError: the function returns no list with one value for each completion; and whatever it raises.
     """
-    values: Any = function(list(prompts), list(completions), **columns_taken(function, columns))
+    values: Any = function(list(prompts), list(completions), **select_columns(function, columns))
     try:
         values = list(values)
     except TypeError:

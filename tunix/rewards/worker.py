@@ -60,6 +60,7 @@ def score(
     for first in range(0, len(completions), group_size):
         part = slice(first, first + group_size)
         own = {name: values[part] for name, values in columns.items()}
+        # A group is not longer than `group_size`, so this call goes no deeper.
         scores += score(function, prompts[part], completions[part], own, group_size)
     return scores
 
@@ -72,7 +73,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended: a process whose parent is gone gets another one."""
+    """End this process when its parent has ended: the kernel then gives it another parent."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

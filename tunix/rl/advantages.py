@@ -1,10 +1,16 @@
-"""Advantages: each answer compared with the others of its group."""
+"""Advantages: each answer compared with the others of its group, which are the G answers to one prompt.
+
+rewards [1, 4]      1      0      0      1        mean 0.5, standard deviation 0.5
+centered          0.5   -0.5   -0.5    0.5
+group_std           1     -1     -1      1
+leave_one_out     2/3   -2/3   -2/3    2/3        the first: 1 - (0 + 0 + 1) / 3
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 
-# Below this, answers of a group are taken to be equally good: a standard deviation of rounding errors is no signal.
+# Rewards of a group that differ by less than this count as equal: the difference is a rounding error, not a signal.
 EQUAL = 1e-6
 
 
@@ -21,6 +27,7 @@ def scale_by_deviation(rewards: np.ndarray) -> np.ndarray:
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     """Return rewards [P, G] less the mean of the others of their group. (RLOO, arXiv:2402.14740)"""
+    # r - (sum - r) / (G - 1) = (G r - sum) / (G - 1) = (r - mean) G / (G - 1), where sum and mean are of all G answers.
     size = rewards.shape[1]
     return center(rewards) * size / (size - 1)
 

@@ -50,6 +50,7 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
         jax.set_mesh(model.mesh),
         ExitStack() as files,
     ):
+        # Rewards and the file of samples are tried before answers are drawn, which may take hours.
         scorer.try_out(prompts[0].text, prompts[0].columns)
         samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
         for checkpoint in checkpoints:
@@ -59,24 +60,26 @@ def measure_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
             request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
             answers = model.sampler.rollout(params, request, sampling, max(1, cmd.batch_size // cmd.num_samples))
-            rows, num_errors = _score(cmd, prompts, answers, corpus.vocabulary, scorer)
+            rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocabulary, scorer)
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
                 samples.writelines(f"{line}\n" for line in lines)
             numbers = summarise(rows, [term.label for term in terms], cmd.num_samples)
+            # metric=gsm8k is also reported under its own name, beside `reward`.
             alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
             measured.append(alone | numbers | {"reward_errors": num_errors})
     return measured
 
 
-def _score(
+def _make_rows(
     cmd: Evaluate, prompts: list[Prompt], answers: list[Answer], vocabulary: Vocabulary, scorer: Scorer
 ) -> tuple[list[Row], int]:
-    """Return a row for each answer, all answers to the first prompt first, and how many scores are missing."""
+    """Score the answers; return a row for each, those to the first prompt first, and the number of missing scores."""
     rows: list[Row] = []
     num_errors = 0
     texts = [vocabulary.backend.decode(answer.text_tokens) for answer in answers]
     count = cmd.num_samples
+    # In batches, because reward_timeout_s is the time that a reward has for one batch.
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):
         asked, part = prompts[start : start + size], slice(start * count, (start + size) * count)
@@ -120,18 +123,23 @@ def _load_prompts(cmd: Evaluate, cfg: Config, longest: int) -> PromptCorpus:
             "like data=jsonl, csv, parquet or hf, and data.columns"
         )
     system = cmd.system or (cfg.task.system if isinstance(cfg.task, Prompted) else None)
+    # The run may be one of pretraining: its data are then read as a task with prompts reads them.
     task = Prompted(name=cfg.task.name, chat_template=cfg.task.chat_template, loss=None, system=system)
     return load_prompts(cfg.model_copy(update={"task": task}), longest)
 
 
 def is_sampling(word: str) -> bool:
-    """Return whether a word says how answers are drawn: here it is about evaluation, and not about a rollout."""
+    """Return whether a word of the command line sets a key of `sampling`.
+
+    In this command these keys say how the answers of the evaluation are drawn, not those of a rollout.
+    """
     return word.split("=")[0].partition(".")[0] == "sampling"
 
 
 def _find_sampling(cmd: Evaluate, cfg: Config) -> Sampling:
     """Return how answers are drawn: as the command says, else as the run's evaluation does."""
     words = [word for word in cmd.overrides if is_sampling(word)]
+    # One length in two places would leave open which one counts.
     if given := next((word for word in words if word.startswith("sampling.max_new_tokens=")), None):
         raise UserError(f"{given}: this command has the key max_new_tokens for it")
     how = cfg.evaluation.sampling

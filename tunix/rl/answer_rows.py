@@ -26,10 +26,11 @@ def place_answers(
     fields |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "log_probs")}
     for row, (prompt, answer, is_masked) in enumerate(zip(prompts, answers, masked, strict=True)):
         text = [*prompt, *answer.tokens]
-        end, own = len(text) - 1, slice(len(prompt) - 1, len(text) - 1)
+        # The target at a place is the token behind it, so the last token of the prompt predicts the answer's first one.
+        end, answered = len(text) - 1, slice(len(prompt) - 1, len(text) - 1)
         fields["tokens"][row, :end], fields["targets"][row, :end] = text[:-1], text[1:]
         fields["positions"][row, :end] = np.arange(end)
         fields["segment_ids"][row, :end] = 1
-        fields["loss_mask"][row, own] = not is_masked
-        fields["log_probs"][row, own] = answer.drawn_log_probabilities
+        fields["loss_mask"][row, answered] = not is_masked
+        fields["log_probs"][row, answered] = answer.drawn_log_probabilities
     return fields

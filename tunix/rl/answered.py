@@ -11,7 +11,7 @@ from tunix.rl.quality import count_right
 
 
 class HeldOutAnswers:
-    """Held-out prompts, the same at every evaluation, and the scores of the answers to them."""
+    """Held-out prompts, the same at every evaluation; `evaluate` has them answered, and the answers scored."""
 
     def __init__(self, cfg: Config, corpus: PromptCorpus, asker: Asker):
         self.cfg, self.asker = cfg, asker
@@ -23,8 +23,10 @@ class HeldOutAnswers:
         With several answers to each prompt, pass@k is the chance that one of k answers is right.
         """
         size = self.cfg.evaluation.num_samples
+        # The same noise at every evaluation: two evaluations differ by their parameters alone.
         seed = derive_seed(self.cfg.seed, "held_out")
         asked = self.asker.ask(params, self.prompts, self.cfg.evaluation.sampling, size, seed)
+        # The first reward of task.rewards says which answers are right; the others may reward their form.
         first = np.array(next(iter(asked.scores.values.values()))).reshape(-1, size)
         return {
             **asked.numbers(),

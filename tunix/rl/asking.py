@@ -70,10 +70,11 @@ class Asker:
     def __init__(
         self, cfg: Config, corpus: PromptCorpus, program: Program, mesh: Mesh, scorer: Scorer, watchdog: Watchdog
     ):
-        """Several processes must agree on the answers at one time: the device with the least memory decides."""
+        """Choose how many answers are drawn at one time: the device with the least memory decides for all processes."""
         assert isinstance(cfg.task, Grpo)
         self.mesh, self.vocabulary, self.scorer, self.watchdog = mesh, corpus.vocabulary, scorer, watchdog
-        # The size of a wave is the shape of a program that all processes run together, so they must agree on it.
+        # The size of a wave is the shape of a program that all processes run together, so they must agree on it. If
+        # one of them does not know its memory (None), as on CPUs, nothing limits the size but task.rollout_rows.
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
         self.rows_at_once = choose_rows(program, None if None in known else min(known))
         self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
@@ -87,18 +88,19 @@ class Asker:
         keys: SamplingKeys,
         group_size: int,
         seed: int,
-        at_look: Callable[[], None] | None = None,
+        between_stretches: Callable[[], None] | None = None,
     ) -> Asked:
         """Draw `group_size` answers to each prompt with parameters at rest, and score them.
 
-        `at_look` is called from time to time while they are drawn, and before they are scored; see `Sampler.rollout`.
+        `between_stretches` is called from time to time while answers are drawn (see `Sampler.rollout`), and once more
+        before they are scored.
         """
         begun = time.perf_counter()
         request = Request([prompt.tokens for prompt in prompts], group_size, seed)
         how, at_once = choose_sampling(keys, self.stop), prompts_at_once(self.rows_at_once, group_size)
-        answers = self.sampler.rollout(params, request, how, at_once, at_look)
-        if at_look is not None:
-            at_look()
+        answers = self.sampler.rollout(params, request, how, at_once, between_stretches)
+        if between_stretches is not None:
+            between_stretches()
         rollout_s = time.perf_counter() - begun
         texts = self.vocabulary.backend.decode_batch([answer.text_tokens for answer in answers])
         with self.watchdog.phase("scoring answers"):
@@ -129,11 +131,14 @@ def _join(parts: Sequence[Scores]) -> Scores:
         {label: [score for part in parts for score in part.values[label]] for label in labels},
         [total for part in parts for total in part.total],
         {label: sum(part.errors[label] for part in parts) for label in labels},
-        max(part.seconds for part in parts),
+        max(part.seconds for part in parts),  # processes score at the same time: the slowest one counts
     )
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a number below 2^31 that depends on all parts: answers of two rollouts are drawn with unlike noise."""
+    """Return a seed below 2^31 that depends on all parts.
+
+    A hash, because a sum would give two rollouts the same noise: seed 1 at prompt 8, and seed 2 at prompt 7.
+    """
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    return int.from_bytes(digest[:4], "big") >> 1  # 31 bits: a seed is an int32, which is not negative

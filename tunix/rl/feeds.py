@@ -110,6 +110,7 @@ class CorpusFeed:
         """Return the beginning of a held-out document, and how the model continues it."""
         cfg, corpus = self.cfg, self.corpus
         context = cfg.model.context_length
+        # Without the token that ends the document, behind which another one begins.
         prompt = (corpus.example[:-1] or corpus.example)[: min(128, cfg.training.seq_len, context // 2)]
         how = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
         (answer,) = Sampler(self.program.arch, context, self.mesh)(params, [prompt], how, cfg.seed)
@@ -124,9 +125,10 @@ def _compare_with_unigram(bits: float, unigram: float) -> str:
 
 
 class PairFeed(CorpusFeed):
-    """Pairs of answers, each with its log-probabilities under the model of step 0."""
+    """Pairs of answers, each with its log-probabilities under the model of step 0 (the reference of DPO)."""
 
     def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+        # Without a limit of time: it takes as long as a forward pass over all data.
         with watchdog.phase("scoring the pairs with the model of step 0", math.inf):
             add_reference(cfg, corpus, program, mesh)
         super().__init__(cfg, corpus, program, mesh, watchdog)
@@ -162,6 +164,7 @@ class PromptFeed:
     def __enter__(self) -> Self:
         """Start the processes of the rewards, and try the rewards on one prompt with made-up answers."""
         example = self.samples[0]
+        # If the trial fails, this block ends the processes. If not, `pop_all` hands them on to `__exit__`.
         with ExitStack() as stack:
             stack.enter_context(self.scorer)
             peers.together(lambda: self.scorer.try_out(example.text, example.columns), "trying the rewards")

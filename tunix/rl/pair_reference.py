@@ -33,7 +33,7 @@ from tunix.training.program import Program
 from tunix.training.scores import token_log_probs
 
 log = logging.getLogger(__name__)
-FORMAT = "1"  # of the files
+FORMAT = "1"  # of the files: another number makes all of them anew
 INDEPENDENT = {"mesh_shape", "init_from", "init_adapter"}  # keys of the model that do not change what it computes
 
 
@@ -44,6 +44,7 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
     """
     begun = time.perf_counter()
     params = program.new_params(cfg.seed, load_init_from(program, mesh))
+    # Without an adapter the updates are 0 at step 0, so runs of other ranks may use the same files.
     has_updates = cfg.model.init_adapter is not None
     model = cfg.model.model_dump_json(exclude=INDEPENDENT if has_updates else INDEPENDENT | {"lora"})
     digest = digest_weights(params, with_updates=has_updates)
@@ -112,13 +113,19 @@ def digest_weights(params: Any, with_updates: bool = False) -> str:
 
 
 def _sum_bits(leaf: jax.Array) -> jax.Array:
-    """Return two sums, [2] uint32, over the bits of all numbers mixed with their places. Whole numbers have one sum."""
+    """Return two sums, [2] uint32, over the bits of all numbers mixed with their places.
+
+    Sums of integers modulo 2^32 are exact: they are the same in any order, and so on any mesh, as sums of floats are
+    not. The place is mixed in because otherwise weights that have changed places would have the same sum.
+    """
     bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+    # The place of a number is its row-major index in the whole array: i, then i J + j, then (i J + j) K + k.
     spec, place = jax.typeof(leaf).sharding.spec, jnp.uint32(0)
     for axis, size in enumerate(leaf.shape):
         shape = [size if dim == axis else 1 for dim in range(leaf.ndim)]
         place = place * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32).reshape(shape)
     place = reshard(jnp.broadcast_to(place, leaf.shape), spec)
+    # Multipliers and shifts of the hash functions xxHash and MurmurHash3. Two sums, because 32 bits collide too often.
     sums = []
     for multiplier in (0x9E3779B1, 0x85EBCA6B):
         mixed = (bits ^ (place * jnp.uint32(multiplier))) * jnp.uint32(0xC2B2AE35)

@@ -46,6 +46,8 @@ def estimate_pass(k: int, num_right: np.ndarray, num_samples: int) -> float:
 
     `num_right` [P] says how many of the `num_samples` answers to each prompt are right.
     """
+    # The chance that none of k answers is right, drawn from the n without putting any back: of the C(n, k) choices,
+    # C(n - right, k) have no right answer. With n = 4, 1 right, k = 2 it is 3 / 6. `comb` is 0 where k > n - right.
     chances = [1 - math.comb(num_samples - right, k) / math.comb(num_samples, k) for right in num_right.tolist()]
     return float(np.mean(chances))
 

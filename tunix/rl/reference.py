@@ -50,7 +50,7 @@ def _cast(shapes: Any, params: Any) -> Any:
 
 
 def _remove_updates(params: Any) -> Any:
-    """Return the parameters with 0 for the second factor of each low-rank update: the base model."""
+    """Return the parameters with 0 for the second factor of each low-rank update: W + a b with b = 0 is the base W."""
 
     def base(path, leaf):
         return jnp.zeros_like(leaf) if parameter_name(path).endswith(".lora.b") else leaf

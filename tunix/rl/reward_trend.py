@@ -1,4 +1,4 @@
-"""Rewards of the newest rollouts beside those of the first: a run that unlearns says so."""
+"""Rewards of the newest rollouts beside those of the first: a run whose answers become worse warns."""
 
 import math
 from collections import deque
@@ -16,25 +16,27 @@ class RewardTrend:
         self.window = max(2, WINDOW // steps_per_rollout)
         self.first: list[float] = []
         self.newest: deque[float] = deque(maxlen=self.window)
-        self.num_quiet = 0  # rollouts since the last warning
+        self.num_since_warning = 0  # rollouts
 
     def add(self, reward: float) -> str:
         """Take the mean reward of a rollout; return a warning if the newest are below the first, else nothing.
 
-        Both windows have to be full, and apart. After a warning, a whole window passes before the next one.
+        Nothing is compared before both windows are full, and no rollout is in both. After a warning, the next one comes
+        `window` rollouts later at the earliest.
         """
         if len(self.first) < self.window:
             self.first.append(reward)
             return ""
         self.newest.append(reward)
-        self.num_quiet += 1
-        if len(self.newest) < self.window or self.num_quiet < self.window:
+        self.num_since_warning += 1
+        if len(self.newest) < self.window or self.num_since_warning < self.window:
             return ""
         before, now = float(np.mean(self.first)), float(np.mean(self.newest))
+        # Standard error of the difference of two means, each of `window` rewards.
         error = math.sqrt((np.var(self.first, ddof=1) + np.var(self.newest, ddof=1)) / self.window)
         if now >= before - ERRORS * error:
             return ""
-        self.num_quiet = 0
+        self.num_since_warning = 0
         return (
             f"the reward falls: its mean over the last {self.window} rollouts is {now:.4g}, over the first "
             f"{self.window} it was {before:.4g}; try a lower optimizer.learning_rate, or task.kl_coefficient "

@@ -1,10 +1,18 @@
 """Batches of answers that the model in training gives: what the training loop takes where the task is grpo.
 
-A rollout asks P prompts for G answers each, and serves `steps_per_rollout` steps, `passes_per_rollout` times.
+A rollout asks P prompts for G answers each. Its answers make `steps_per_rollout` batches, which are used
+`passes_per_rollout` times. These steps are a cycle; with 2 batches and 2 passes:
+
+    step       1         2         3         4         5         6    ...
+               rollout                                 rollout
+    batch      0         1         0         1         0         1
+
+What depends on what:
 
     prompts        next_sample ... next_sample + P - 1 in the order of all samples: one number is the place in the data
     noise          a function of the seed of the run and of that number: a resumed run draws the same answers
-    groups         those with unlike rewards come first, where task.oversample asks for more than a step takes
+    groups         the answers to one prompt; where task.oversample draws more groups than the steps take, groups whose
+                   rewards differ are taken first, because equal rewards teach nothing
     batch          [A, B, T]: an answer a row, with its advantage
 """
 
@@ -63,7 +71,7 @@ class Rollouts:
         self.course = Course(start, self.cycle, cfg.training.skip_steps)
         self.rows = local_rows(self.mesh, self.shape.num_rows)  # of B, those of this process
         self.trend = RewardTrend(self.cycle.steps)
-        self.batches: list[Batch] = []  # of the newest rollout
+        self.batches: list[Batch] = []  # of the newest rollout, one for each step of a pass
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         """Return the batch of the next step; the first step of a rollout draws answers with the parameters of `state`.
@@ -71,7 +79,7 @@ class Rollouts:
         Raises:
             Stopped: the run is asked to stop, so the answers that were being drawn are of no use.
         """
-        place = (self.step - self.start.step) % self.cycle.steps
+        place = (self.step - self.start.step) % self.cycle.steps  # of the step in its cycle
         numbers: Numbers = {}
         if place == 0:
             self.batches, numbers = self._draw_and_score(state["params"])
@@ -104,13 +112,14 @@ class Rollouts:
         first, prompts = samples.start, [self.prompts[number] for number in samples]
         data_wait_s = time.perf_counter() - begun
         seed = derive_seed(self.cfg.seed, "rollout", first)
-        asked = self.asker.ask(params, prompts, self.cfg.sampling, self.task.group_size, seed, self._give_up)
+        asked = self.asker.ask(params, prompts, self.cfg.sampling, self.task.group_size, seed, self._stop_if_asked)
         rewards = asked.totals
         if self.task.truncated == "zero":
             rewards = np.where(asked.stopped, rewards, 0.0)
-        signal = has_signal(rewards)
+        signal = has_signal(rewards)  # [P]
         num_groups = self.task.num_prompts(self.shape.num_sequences)  # of a step
-        # A stable sort keeps the order of the prompts within both kinds, so that the choice is the same everywhere.
+        # False sorts before True, so groups with a signal come first. A stable sort keeps the order of the prompts in
+        # both kinds: the choice is the same on every process. The second sort brings the chosen ones back into order.
         chosen = np.sort(np.argsort(~signal, kind="stable")[: num_groups * self.task.steps_per_rollout])
         advantages = np.full(rewards.shape, np.nan)  # stays so where an answer is not trained on
         batches = []
@@ -131,7 +140,7 @@ class Rollouts:
             log.warning("step %d: %s", self.step + 1, warning)
         return batches, numbers
 
-    def _give_up(self) -> None:
+    def _stop_if_asked(self) -> None:
         """Raise `Stopped` where the run is asked to stop: a rollout may take longer than a cluster waits."""
         if why := stopping.stop_requested():
             raise Stopped(f"{why}: given up while answers for step {self.step + 1} were drawn; resume goes on")
@@ -160,5 +169,6 @@ class Rollouts:
     def _to_devices(self, fields: Example) -> Batch:
         """Return fields [sequences, ...], which every process has, as global arrays [A, B, ...]."""
         shape = self.shape.num_microbatches, self.shape.num_rows
+        # A x B sequences -> [A, B], of which this process puts its own rows of B on its devices.
         own = {name: leaf.reshape(*shape, *leaf.shape[1:])[:, self.rows] for name, leaf in fields.items()}
         return to_global(own, self.mesh)

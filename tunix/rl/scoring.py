@@ -108,6 +108,7 @@ class Scorer:
         Raises:
             UserError: a reward fails; the message names it and its first error.
         """
+        # The data's own answer runs the code for right answers; the empty one is what a new model may give.
         answers = [str(columns.get("answer", "42")), ""]
         row = [prompt] * 2, answers, {name: [value] * 2 for name, value in columns.items()}
 
@@ -144,6 +145,7 @@ class Scorer:
             return [worker.ask((term.function, *texts, own, group_size), self.timeout_s) for term in self.rewards]
 
         # A thread waits for each worker: the workers compute side by side, and this process does nothing meanwhile.
+        # With fewer groups than workers there are fewer shares: `map` ends with the shorter list, other workers rest.
         parts = list(self.threads.map(score_share, self.workers, shares))
         values: dict[str, list[float]] = {}
         errors: dict[str, int] = {}
@@ -176,5 +178,6 @@ class Scorer:
 def _split(num_rows: int, group_size: int, num_parts: int) -> list[slice]:
     """Cut the rows into consecutive parts of whole groups, as equal as can be; empty parts are left out."""
     num_groups = -(-num_rows // group_size)
+    # 5 groups of 2 rows for 3 parts: cuts at groups 0, 1, 3 and 5, so at rows 0, 2, 6 and 10.
     cuts = [number * num_groups // num_parts * group_size for number in range(num_parts)] + [num_rows]
     return [slice(first, stop) for first, stop in pairwise(cuts) if first < stop]

@@ -50,7 +50,7 @@ class ScoringProcess:
                 return
             what = f"has not imported them after {self.start_s:g} s"
         except (EOFError, OSError):
-            what = f"{self._ending()} while it imported them; its error is on stderr"
+            what = f"{self._describe_end()} while it imported them; its error is on stderr"
         raise UserError(f"rewards: the process that scores with {', '.join(self.functions)} {what}")
 
     def ask(self, request: tuple, timeout_s: float) -> list[float | str]:
@@ -66,7 +66,9 @@ class ScoringProcess:
         except LostProcess as lost:
             log.warning("a process that scores answers %s; it is started again, and asked once more", lost)
             self._replace()
-        try:  # the kernel, or an operator, may have killed it: a reward that ends its process does so again
+        # Once more, because the kernel (out of memory) or an operator may have killed the process. A reward that ends
+        # its process does so again, and then its answers have no score.
+        try:
             return self._exchange(request, timeout_s)
         except LostProcess as lost:
             self._replace()
@@ -100,12 +102,13 @@ class ScoringProcess:
             try:
                 for function in self.functions:
                     self._exchange((function, *self.sample, 1), self.start_s)
-            except LostProcess as lost:  # a batch will meet it again, where it is counted
+            except LostProcess as lost:  # a reward that fails here fails for the next batch too, which counts it
                 log.warning("a process that scores answers %s at its start", lost)
 
     def _exchange(self, request: tuple, timeout_s: float) -> list[float | str]:
         """Send a request and return the answer to it; after `timeout_s` the process is killed."""
-        # A reward that hangs cannot be interrupted from within: a timer kills its process, and the read below ends.
+        # A reward that hangs cannot be interrupted from within: a timer kills its process, and the read below ends. A
+        # timeout of `poll` would not do: `send` waits too, when the process does not read and the pipe is full.
         late = threading.Event()
 
         def end() -> None:
@@ -120,12 +123,12 @@ class ScoringProcess:
         except (EOFError, OSError):
             if late.is_set():
                 raise LateProcess(f"takes longer than {timeout_s:g} s") from None
-            raise LostProcess(self._ending()) from None
+            raise LostProcess(self._describe_end()) from None
         finally:
             timer.cancel()
             timer.join()
 
-    def _ending(self) -> str:
+    def _describe_end(self) -> str:
         try:
             code = self.process.wait(5)
         except subprocess.TimeoutExpired:
