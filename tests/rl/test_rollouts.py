@@ -24,7 +24,7 @@ from tunix.inference.answers import Answer
 from tunix.inference.sampling import Sampler
 from tunix.rl.answer_rows import place_answers
 from tunix.rl.asking import derive_seed
-from tunix.run.endings import Moment, asked_to_stop
+from tunix.run.endings import Moment, check_stop_request
 from tunix.run.items import read_json
 
 
@@ -189,7 +189,7 @@ def test_a_stop_waits_for_the_end_of_a_rollout(monkeypatch):
 
     monkeypatch.setattr("tunix.processes.stopping.stop_requested", lambda: "SIGTERM")
     cfg = compose([*TASK, *ONE]).config
-    ends = [asked_to_stop(Moment(cfg, Path("run"), step, {}, {}, 0.0, Halfway())) for step in (3, 4)]  # type: ignore[abstract]
+    ends = [check_stop_request(Moment(cfg, Path("run"), step, {}, {}, 0.0, Halfway())) for step in (3, 4)]  # type: ignore[abstract]
     assert ends[0] is None
     assert "saved after step 4" in str(ends[1])
 
