@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import omegaconf.omegaconf
+import omegaconf._utils
 import pytest
 import yaml
 from hydra._internal import config_loader_impl
@@ -39,7 +39,8 @@ def remember() -> None:
     config_loader_impl.create_defaults_list = _remember_list
     ConfigLoaderImpl._compose_config_from_defaults_list = _remember_merged
     OverridesParser.parse_rule = _remember_override
-    omegaconf.omegaconf.get_yaml_loader = cache(_make_loader)
+    # `OmegaConf.load` imports it when it is called.
+    omegaconf._utils.get_yaml_loader = cache(_make_loader)
 
 
 def _remember_list(

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tunix.base.buckets import is_address
 from tunix.base.errors import UserError
 from tunix.base.nested import flat
+from tunix.base.yaml_text import format_yaml
 from tunix.cli.architecture import count_rows, fill_from_adapter, fill_from_pretrained, fill_from_run
 from tunix.cli.hydra_words import (
     add_implied_model,
@@ -47,7 +48,7 @@ class Job:
     run_dir_is_explicit: bool  # the user chose the folder: a new run takes no other
     resume_step: int | None = None  # the STEP of resume=RUN_DIR/checkpoints/STEP
     came_from: str | None = None  # of a resumed run: the home of its checkpoints, if it is not the run's folder
-    hydra: DictConfig | None = None  # Hydra's own settings, saved in the run's folder
+    hydra: dict[str, Any] | None = None  # Hydra's own settings, saved in the run's folder
 
     @property
     def goes_on_in_folder(self) -> bool:
@@ -70,8 +71,8 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
         if "resume" in given and given["resume"].value() is not None:
             return _compose_resumed(overrides, given)
         composed = compose_words(add_implied_model(overrides), config_dir, config_name)
-        hydra_node = OmegaConf.create({"hydra": OmegaConf.to_container(composed.hydra, resolve=False)})
-        return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in given, hydra=hydra_node)
+        hydra: Any = {"hydra": OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)}
+        return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in given, hydra=hydra)
 
 
 def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> Job | None:
@@ -110,9 +111,8 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
     A saved config (not `fresh`) is complete: nothing is filled in.
     """
     with explain_errors():
-        own = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-        values = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
-    assert isinstance(values, dict)
+        own = {str(key): composed[key] for key in composed if key != "hydra"}
+        values: dict[Any, Any] = {key: _resolve(value) for key, value in own.items()}
     upgrade(values)
     if fresh and values["model"].get("init_from"):
         if run := find_run(str(values["model"]["init_from"])):
@@ -133,6 +133,11 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
     return build(values)
 
 
+def _resolve(value: Any) -> Any:
+    """Return plain values in place of a section of a composed config; a value alone stays."""
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+
+
 def build(values: dict[Any, Any]) -> Config:
     """Check plain `values` and return the config; raises `UserError` with a line for each error."""
     return validate(Config, values)
@@ -146,7 +151,7 @@ def to_yaml(config: Config) -> str:
     """
     tree = _drop_identity(config)
     tree["loading"]["allow_changed_data"] = False
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
+    return format_yaml(tree)
 
 
 def list_facts(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import hashlib
 import platform
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def list_versions() -> dict[str, str]:
     return by_name
 
 
+@cache  # the code that this process runs is that of its start
 def _hash_code() -> str:
     """Return a hash of tunix's own files: two copies of a development version have the same number."""
     root = Path(__file__).parents[1]

@@ -10,11 +10,11 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import jax
-from omegaconf import OmegaConf
 
 from tunix.base.buckets import is_address
 from tunix.base.disk import write_whole
 from tunix.base.errors import UserError
+from tunix.base.yaml_text import format_yaml
 from tunix.cli import compose
 from tunix.cli.mirrored import find_mirrored
 from tunix.cli.runs import OUTPUTS, find_run
@@ -190,9 +190,9 @@ def write_config(job: compose.Job, folder: Path) -> None:
     write_whole(folder / "config.yaml", text)
     if job.hydra is not None:
         (folder / ".hydra").mkdir(exist_ok=True)
-        OmegaConf.save(job.hydra, folder / ".hydra" / "hydra.yaml")
+        (folder / ".hydra" / "hydra.yaml").write_text(format_yaml(job.hydra), encoding="utf-8")
         (folder / ".hydra" / "config.yaml").write_text(text)
-        OmegaConf.save(OmegaConf.create(job.overrides), folder / ".hydra" / "overrides.yaml")
+        (folder / ".hydra" / "overrides.yaml").write_text(format_yaml(job.overrides), encoding="utf-8")
 
 
 def _write_environment(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Held-out loss on a fixed set of sequences: the same number on every mesh."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -40,18 +42,19 @@ class HeldOut:
         self.batches = to_global(add_fields(own, self.kind.fields), mesh)
         loss_fn = self.kind.make(cfg)
 
+        @partial(jax.jit, inline=True)  # traced once, for its shapes and for its values
+        def reported(params, batch):
+            loss = loss_fn(arch.module(params), batch, None)
+            return loss.sums, loss.weight
+
         @jax.jit
         def totals(params, batches):
-            def reported(batch):
-                loss = loss_fn(arch.module(params), batch, None)
-                return loss.sums, loss.weight
-
             def add(total, batch):
-                sums, weight = reported(batch)
+                sums, weight = reported(params, batch)
                 return (add_sums(total[0], sums), total[1] + weight), None
 
             # Sums over all batches, divided once at the end: a mean of means is wrong where masks differ.
-            shapes = jax.eval_shape(lambda: reported(jax.tree.map(lambda x: x[0], batches)))
+            shapes = jax.eval_shape(reported, params, jax.tree.map(lambda x: x[0], batches))
             zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
             return jax.lax.scan(add, zeros, batches)[0]
 
