@@ -31,7 +31,7 @@ def test_same_loss_on_every_mesh_and_a_frozen_base(qtype, mesh):
     """Two blocks of a scale split over two devices, and whole on four."""
     losses = []
     for each in (mesh, "[[1],[fsdp]]"):
-        small = program("model.embed_dim=64", "model.lora.rank=4", f"model.lora.quantize_base={qtype}",
+        small = program("model.embed_dim=64", "model.lora.rank=4", "model.lora.targets=attention.o|mlp.up", f"model.lora.quantize_base={qtype}",
                         f"model.mesh_shape={each}", "distributed.allow_idle_devices=true", *SGD)  # fmt: skip
         before = jax.tree.map(np.asarray, small.arch.frozen(small.state["params"]))
         losses.append([step["loss"] for step in small.run(batch(16, 2))])

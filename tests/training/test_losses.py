@@ -45,6 +45,7 @@ def test_a_loss_in_the_table_reaches_a_runs_metrics(dummy, tmp_path, corpus, mon
     monkeypatch.chdir(tmp_path)
     words = [
         *RUN,
+        *ONE_LAYER,
         "data=text",
         f"data.paths=['{corpus}']",
         "model.mesh_shape=[[4,2],[fsdp,tp]]",

@@ -139,7 +139,7 @@ def test_accumulation_equals_one_batch_under_a_random_mask(microbatches, sync, r
             "model.tied_head=false", "training.sharding_strategy=shard_grad_op", "training.sync_gradients_every=2",
             "training.loss_chunk_size=3",
         ],
-        ["model.lora.rank=2", "model.lora.quantize_base=nf4", "training.remat=none", "training.loss_chunk_size=5"],
+        ["model.lora.rank=2", "model.lora.targets=attention.o|mlp.up", "model.lora.quantize_base=nf4", "training.remat=none", "training.loss_chunk_size=5"],
     ],
     ids=["gpt2", "lora"],
 )  # fmt: skip
