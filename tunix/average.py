@@ -18,7 +18,7 @@ from tunix.config import Average
 from tunix.export import write_export
 from tunix.inference.pretrained import Pretrained, load_pretrained
 
-UNLIKE = {"mesh_shape", "attention", "init_from", "init_adapter"}  # keys of the model in which checkpoints may differ
+MAY_DIFFER = {"mesh_shape", "attention", "init_from", "init_adapter"}  # keys of the model: the others must agree
 
 
 def average(command: Average) -> str:
@@ -31,8 +31,9 @@ def average(command: Average) -> str:
     shares = command.shares or (1.0,) * len(sources)
     if len(shares) != len(sources):
         raise UserError(
-            f"shares={list(shares)} are {len(shares)} numbers for {len(sources)} checkpoints; give one for each"
+            f"shares={list(shares)} has {len(shares)} numbers for {len(sources)} checkpoints; give one for each"
         )
+    # A function loads the weights, since `write_export` first looks whether it may write to `output`.
     line = write_export(
         command.output,
         lambda strategy: average_weights(sources, shares, command, strategy),
@@ -51,7 +52,10 @@ def list_sources(command: Average) -> list[str]:
     """
     if isinstance(command.checkpoint, tuple):
         if command.steps is not None:
-            raise UserError("steps are of one run, but checkpoint names several; write [RUN/checkpoints/STEP,...]")
+            raise UserError(
+                "steps chooses checkpoints of one run, but checkpoint=[...] names several folders; leave steps out, "
+                "and write checkpoint=[RUN/checkpoints/STEP,...]"
+            )
         sources = list(command.checkpoint)
     else:
         run = find_run(command.checkpoint)
@@ -62,7 +66,7 @@ def list_sources(command: Average) -> list[str]:
             )
         sources = [folder for _, folder in find_checkpoints(run[0], command.steps, "steps")]
     if len(sources) < 2:
-        raise UserError(f"an average needs two checkpoints or more, and there is {len(sources)}: {', '.join(sources)}")
+        raise UserError(f"an average needs two checkpoints or more, {len(sources)} given: {', '.join(sources)}")
     return sources
 
 
@@ -82,7 +86,7 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
     for source, share in zip(sources[1:], shares[1:], strict=True):
         model = load(source)
         _check_same(first, model, sources[0], source)
-        total = _add(total, model.params, share / sum(shares))
+        total = _add(total, model.params, share / sum(shares))  # two models in memory at a time, however many sources
     return replace(first, params=jax.tree.map(lambda mean, p: mean.astype(p.dtype), total, first.params))
 
 
@@ -97,7 +101,7 @@ def _add(total: Any, params: Any, share: float) -> Any:
 
 
 def _check_same(first: Pretrained, other: Pretrained, name: str, other_name: str) -> None:
-    keys, others = (model.cfg.model_dump(exclude=UNLIKE) for model in (first, other))
+    keys, others = (model.cfg.model_dump(exclude=MAY_DIFFER) for model in (first, other))
     for key, value in keys.items():
         if others[key] != value:
             raise UserError(

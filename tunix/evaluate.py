@@ -40,15 +40,16 @@ def evaluate(cmd: Evaluate) -> None:
     """
     output = peers.on_main(lambda: find_writable("output", cmd.output), "checking output")
     steps = _list_steps(cmd)
-    cfg = peers.main_first(lambda: _config(cmd), "reading the config")
-    split = cfg if cmd.split == "held_out" else _without_split(cfg)
+    cfg = peers.main_first(lambda: _make_config(cmd), "reading the config")
+    split = cfg if cmd.split == "held_out" else _hold_out_nothing(cfg)
     measure = {"loss": measure_loss, "lm_eval": measure_tasks}.get(cmd.metric, measure_answers)
     measured = measure(cmd, split, list(steps.values()))
     if output is None:
         return
     about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
     rows = [({} if step is None else {"step": step}) | row for step, row in zip(steps, measured, strict=True)]
-    content = about | rows[0] if not isinstance(cmd.step, tuple) and cmd.step != "all" else about | {"steps": rows}
+    is_list = isinstance(cmd.step, tuple) or cmd.step == "all"  # of steps, even if there is only one
+    content = about | ({"steps": rows} if is_list else rows[0])
     output.write_text(json.dumps(content, indent=2) + "\n")
     names = [name for name in rows[0] if name != "sets"]
     table = Table(*about, *names)
@@ -80,8 +81,8 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
     return dict(find_checkpoints(run[0], choice, f"step={cmd.step}"))
 
 
-def _config(cmd: Evaluate) -> Config:
-    """The run's or the model's config, on the tokenizer that it was trained with."""
+def _make_config(cmd: Evaluate) -> Config:
+    """Return the config of the run or the model, with the overrides and the tokenizer that it was trained with."""
     run = find_run(cmd.checkpoint)
     if given := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
         raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
@@ -92,11 +93,11 @@ def _config(cmd: Evaluate) -> Config:
             f"model.lora.rank={cfg.model.lora.rank}: checkpoint={cmd.checkpoint} has no low-rank updates; leave it "
             "out, or give model.init_adapter=ADAPTER"
         )
-    if cfg.training.micro_batch_size == "auto":  # what a run has chosen fits where it ran
+    if cfg.training.micro_batch_size == "auto":  # a run's own choice is for the devices that it ran on
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
     # An evaluation has no stages of the batch, which perhaps do not fit its devices.
     cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"batch_stages": ()})})
-    if cfg.training.remat == "budget":  # nothing goes backward here
+    if cfg.training.remat == "budget":  # a budget is for what the backward pass needs, and there is none here
         cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": "full"})})
     own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
@@ -112,16 +113,15 @@ def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dic
     if words := [word for word in cmd.overrides if is_sampling(word)]:
         raise UserError(f"{words[0]}: metric=loss draws no answers; set metric=reward")
     mesh = build_mesh(cfg)
-    measured: list[dict[str, Any]]
+    measured: list[dict[str, Any]] = []
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout)
         held_out: HeldOut | None = None
         sets: dict[str, HeldOut] = {}
-        measured = []
         for checkpoint in checkpoints:
             params, _ = load_params(checkpoint, cfg.model, arch, layout, mesh, cmd.weights)
-            # After the first weights: the data may take long, and weights that are not there are found in a second.
+            # After the first weights: reading the data may take long, and missing weights are noticed in a second.
             if held_out is None:
                 held_out, sets = _load_held_out(cmd, cfg, arch, mesh)
             numbers = held_out.evaluate(params)
@@ -131,7 +131,7 @@ def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dic
 
 
 def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> tuple[HeldOut, dict[str, HeldOut]]:
-    """The documents of the split on the devices, and evaluation.sets by name.
+    """Return the documents of the split on the devices, and evaluation.sets by name.
 
     Pairs of answers come with their scores by the model of step 0.
     """
@@ -142,7 +142,7 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
 
 
 def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
-    """The corpus with the documents of the split as those that are held out."""
+    """Return the corpus; its `held_out` has the documents of the split."""
     corpus = load_corpus(cfg)
     if cmd.split == "all":
         everything = [grain.MapDataset.source(each) for each in corpus.train.values()]
@@ -163,8 +163,8 @@ def measure_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Nu
     return measured
 
 
-def _without_split(cfg: Config) -> Config:
-    """The config with no document held out, so that the other split has them all."""
+def _hold_out_nothing(cfg: Config) -> Config:
+    """Return the config with no document held out, so that the training documents are all documents."""
     nothing = {"held_out_fraction": 0.0}
     if isinstance(cfg.data, Mixture):
         parts = {name: part.model_copy(update=nothing) for name, part in cfg.data.parts.items()}

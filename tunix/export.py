@@ -73,9 +73,10 @@ def write_export(
         return _export_to_bucket(output_name, load, dtype, shard_gb, merge_lora=merge_lora)
     output = Path(output_name).expanduser()
     peers.on_main(lambda: _check_output(output), "checking output")
-    model = load("no_shard" if jax.process_count() == 1 else "full_shard")  # weights that one process cannot hold
+    # One process has each weight whole. Several split the weights, which one alone may not have the memory for.
+    model = load("no_shard" if jax.process_count() == 1 else "full_shard")
     adapter = model.cfg.lora.rank and not merge_lora
-    dtype = dtype or ("float32" if adapter else _find_dtype(model.files))
+    dtype = dtype or ("float32" if adapter else _find_dtype(model.files))  # an adapter is small: it loses no digit
     write = _write_adapter if adapter else _write_model
     try:
         with ExitStack() as stack:
@@ -113,7 +114,10 @@ def _check_output(output: Path) -> None:
 
 
 def _make_folder(output: Path, stack: ExitStack) -> Path:
-    """Return the folder to write in, which takes the place of `output` at the end of the stack, on every process."""
+    """Make the folder to write in, and return its path on every process.
+
+    When `stack` is closed without an error the folder gets the name `output`; after an error it is removed.
+    """
 
     def make() -> str:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -171,14 +175,14 @@ def _find_dtype(files: Path | None) -> str:
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
-def _keeps_tokenizer(model: Pretrained) -> bool:
-    """Return whether the run has the tokenizer of the files from which the model was trained."""
+def _has_source_tokenizer(model: Pretrained) -> bool:
+    """Return whether the run's tokenizer is the one of the files from which its training began."""
     own, source = model.vocabulary, read_backend(model.files) if model.files is not None else None
     return own is None or (source is not None and tokenizer_digest(source) == tokenizer_digest(own.backend))
 
 
-def _named_tokens(own: Vocabulary) -> dict[str, str]:
-    """Return the special tokens of a run's tokenizer: begin and end of a document, and padding."""
+def _list_special_tokens(own: Vocabulary) -> dict[str, str]:
+    """Return the special tokens of a run's tokenizer by Hugging Face's keys: beginning, end, and padding."""
     pad = PAD if own.backend.token_to_id(PAD) is not None else None
     tokens = {"bos_token": own.bos_token, "eos_token": own.eos_token, "pad_token": pad}
     return {key: token for key, token in tokens.items() if token is not None}
@@ -187,8 +191,8 @@ def _named_tokens(own: Vocabulary) -> dict[str, str]:
 def _find_token_ids(model: Pretrained) -> dict[str, Any]:
     """Return the ids of special tokens: those of the run's own tokenizer, or those in the source's config.json."""
     own = model.vocabulary
-    if own is not None and not _keeps_tokenizer(model):
-        return {f"{key}_id": own.backend.token_to_id(token) for key, token in _named_tokens(own).items()}
+    if own is not None and not _has_source_tokenizer(model):
+        return {f"{key}_id": own.backend.token_to_id(token) for key, token in _list_special_tokens(own).items()}
     config = {} if model.files is None else read_json(model.files / "config.json")
     return {key: config[key] for key in TOKEN_IDS if key in config}
 
@@ -203,11 +207,11 @@ def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, 
 def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
     own, config_file = model.vocabulary, folder / "tokenizer_config.json"
-    if own is not None and not _keeps_tokenizer(model):
+    if own is not None and not _has_source_tokenizer(model):
         own.with_bos().save(str(folder / "tokenizer.json"))
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
         template = {} if own.chat_template is None else {"chat_template": own.chat_template}
-        _write_json(config_file, _named_tokens(own) | length | template)
+        _write_json(config_file, _list_special_tokens(own) | length | template)
         return
     if model.files is None:
         return
@@ -218,6 +222,7 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
         own is not None
         and own.chat_template != load_vocabulary(str(model.files), own.bos_token, own.eos_token).chat_template
     ):
+        # A template in a file of its own wins over the one in tokenizer_config.json.
         for name in TEMPLATE_FILES:
             (folder / name).unlink(missing_ok=True)
         before = read_json(config_file) if config_file.is_file() else {}

@@ -1,8 +1,8 @@
-"""Tokenize and pack a corpus once: `python -m tunix.prepare [group=option] [key=value]`, with the keys of training.
+"""Tokenize and pack a corpus before training: `python -m tunix.prepare [group=option] [key=value]`.
 
-Training with the same keys finds the result in `loading.cache_dir`. A folder printed here can also be copied and read
-with `data=tokens data.paths=[FOLDER]`. After a kill, start it again: shards that are complete are not made again.
-The processes of a launcher share the work, where they share the cache.
+The keys are those of training. Training with the same keys finds the result in `loading.cache_dir`. The folders that
+the command prints can also be copied, and read with `data=tokens data.paths=[FOLDER]`. If the command was killed, start
+it again: it makes the shards that are missing. Several processes of a launcher share the work if all see the cache.
 """
 
 import logging
@@ -18,7 +18,7 @@ from tunix.processes import exits
 def main() -> int:
     """Run the command line and return its exit code."""
     args = command.command_parser("prepare", __doc__).parse_intermixed_args()
-    # Nothing is computed on accelerators: whoever trains on them meanwhile keeps their memory.
+    # Nothing here needs an accelerator. JAX would take most of its memory, which another run may be using.
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     def run() -> int:

@@ -397,8 +397,8 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
 
     for words, message in (
         (["steps=[3,5]"], "has no checkpoint of 5; it has 3, 6"),
-        (["steps=[3]"], "an average needs two checkpoints or more, and there is 1"),
-        (["steps=all", "shares=[1]"], "are 1 numbers for 2 checkpoints"),
+        (["steps=[3]"], "an average needs two checkpoints or more, 1 given"),
+        (["steps=all", "shares=[1]"], "has 1 numbers for 2 checkpoints"),
         ([], r"give the folder of a run and steps=\[300,400\]"),
         (["steps=all", "output=again"], "output=again exists already"),
     ):

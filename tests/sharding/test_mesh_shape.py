@@ -93,7 +93,7 @@ def test_idle_devices_only_when_asked_for():
         ([[4], ["fsdp", "tp"]], "1 sizes for 2 axes"),
         ([[0], ["fsdp"]], "size fsdp=0"),
         ([[True], ["fsdp"]], "size fsdp=True"),
-        ([[-1, -1], ["fsdp", "tp"]], "only one axis can fill"),
+        ([[-1, -1], ["fsdp", "tp"]], "only one axis can take the devices that are left"),
         ([[], []], "0 sizes for 0 axes"),
         ("all", "expected [[sizes], [axis names]]"),
         (8, "expected [[sizes], [axis names]]"),

@@ -12,7 +12,7 @@ from tunix.families.family import Family, Name
 
 __all__ = ["FAMILIES", "Family", "Name", "find_family"]
 
-NO_FAMILIES = {"__init__", "family", "shared_names"}  # files of this folder that are none
+NO_FAMILIES = {"__init__", "family", "shared_names"}  # files of this folder that are not families
 FAMILIES: dict[str, Family] = {
     path.stem: import_module(f"{__name__}.{path.stem}").FAMILY
     for path in sorted(Path(__file__).parent.glob("*.py"))

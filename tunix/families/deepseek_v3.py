@@ -18,6 +18,8 @@ FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     names={path: name for path, name in LLAMA_NAMES.items() if not path.startswith("blocks.attention.")} | {
+        # Latent attention (DeepSeek-AI 2024, arXiv:2405.04434): queries come from a latent Q, or straight from the
+        # stream (q_whole) if q_lora_rank is null; keys and values of all heads come from a latent C (kv_up).
         "blocks.attention.q_down.w": Name("model.layers.{}.self_attn.q_a_proj.weight", "Q,D"),
         "blocks.attention.q_norm.scale": Name("model.layers.{}.self_attn.q_a_layernorm.weight", "Q"),
         "blocks.attention.q.w": Name("model.layers.{}.self_attn.q_b_proj.weight", "NH,Q"),

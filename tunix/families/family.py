@@ -67,7 +67,10 @@ class Family:
     def name(self, path: str) -> Name | None:
         """Return the place of a parameter in the files, or None if it has none.
 
-        Parts that all blocks have are named as those of `blocks`.
+        A model may have several stacks of layers. A part that differs in one kind of stack has a name of its own, any
+        other part has that of `blocks`:
+
+            linear_blocks_1.mlp.up.w    looked up as linear_blocks.mlp.up.w, then as blocks.mlp.up.w
         """
         stack, _, part = path.partition(".")
         if not stack.startswith(("dense_blocks", "linear_blocks", "local_blocks", "shared_")):

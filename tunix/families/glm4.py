@@ -7,7 +7,7 @@ FAMILY = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
     names=fused(
-        renamed(
+        renamed(  # post_attention_layernorm is the norm before the MLP, as in Llama
             LLAMA_NAMES,
             pre_attention="input_layernorm",
             post_attention="post_self_attn_layernorm",

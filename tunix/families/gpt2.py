@@ -5,7 +5,7 @@ from tunix.families.shared_names import QKV
 
 
 def gpt2_names() -> dict[str, Name]:
-    """Return the names of GPT-2, which stores matrices transposed, and q, k and v side by side in one tensor."""
+    """Return the names of GPT-2, which stores matrices as [in, out], and q, k and v side by side in one tensor."""
 
     def linear(path: str, tensor: str, inner: str, outer: str, part: int = 0, fused=()) -> dict[str, Name]:
         return {

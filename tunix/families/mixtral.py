@@ -14,6 +14,7 @@ from tunix.families.shared_names import (
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    # w1 is the gate, w3 is up, w2 is down.
     names=LLAMA_NAMES | expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     keys=LLAMA_KEYS | EXPERT_KEYS | EVERY_MLP | {
         "mlp.num_experts": "num_local_experts", "sliding_window": "sliding_window",

@@ -25,5 +25,5 @@ FAMILY = Family(
     absent=LLAMA_ABSENT | LINEAR_ABSENT,
     local_type="linear_attention",
     renamed=SEEING_NAMES,
-    ignored=(r"(model\.)?visual\.", r"mtp\."),
+    ignored=(r"(model\.)?visual\.", r"mtp\."),  # the part that sees, and layers that predict further tokens
 )  # fmt: skip

@@ -40,5 +40,5 @@ FAMILY = Family(
     absent=LLAMA_ABSENT | LINEAR_ABSENT | {"norm_topk_prob": True, "mlp_only_layers": None},
     synonyms={"num_local_experts": "num_experts"},
     local_type="linear_attention",
-    ignored=(r"mtp\.",),
+    ignored=(r"mtp\.",),  # layers that predict further tokens
 )  # fmt: skip

@@ -12,6 +12,7 @@ LLAMA_NAMES = {
     "blocks.attention.k.w": Name("model.layers.{}.self_attn.k_proj.weight", "KH,D"),
     "blocks.attention.v.w": Name("model.layers.{}.self_attn.v_proj.weight", "KH,D"),
     "blocks.attention.o.w": Name("model.layers.{}.self_attn.o_proj.weight", "D,NH"),
+    # Named after the part behind which it stands: it is the norm before the MLP.
     "blocks.pre_mlp.scale": Name("model.layers.{}.post_attention_layernorm.weight", "D"),
     "blocks.mlp.gate.w": Name("model.layers.{}.mlp.gate_proj.weight", "F,D"),
     "blocks.mlp.up.w": Name("model.layers.{}.mlp.up_proj.weight", "F,D"),
@@ -88,7 +89,7 @@ LINEAR_ABSENT = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-# Families whose config.json has one window for all layers, or null.
+# Families whose config.json has one window for all layers, or null. The pattern 0 means: no layer is global.
 ALL_LOCAL = {"sliding_window": None, "sliding_window_pattern": 0}
 
 
@@ -128,7 +129,9 @@ def expert_names(router: str, expert: str, gate: str, up: str, down: str) -> dic
 
 EXPERT_NAMES = expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
 EXPERT_KEYS = {"mlp.num_experts": "num_experts", "mlp.experts_per_token": "num_experts_per_tok"}
-EVERY_MLP = {"mlp_dim": "intermediate_size", "mlp.expert_dim": "intermediate_size"}  # no dense layers: one width
+# Widths of families where every layer has experts: the key of the MLP's width gives that of an expert.
+EVERY_MLP = {"mlp_dim": "intermediate_size", "mlp.expert_dim": "intermediate_size"}
+# OLMo has norms of the results of attention and MLP, and none of their inputs.
 OLMO_NAMES = renamed(
     LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm"
 ) | qk_norm("NH", "KH")

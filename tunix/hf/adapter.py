@@ -48,7 +48,7 @@ def check_adapter(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
     """
     wanted = {
         name.tensor.format(layer): shape_in_files(name, cfg.dims)
-        for path, name, _ in _factors(cfg, weights)
+        for path, name, _ in _list_factors(cfg, weights)
         for layer in layers_of(path, cfg)
     }
     with AdapterFiles(folder, find_family(cfg.family)) as files:
@@ -79,7 +79,7 @@ def load_adapter(
                 layers_of(path, cfg),
                 weight.dtype,
             )
-            for path, name, weight in _factors(cfg, weights)
+            for path, name, weight in _list_factors(cfg, weights)
         }
 
 
@@ -103,34 +103,37 @@ def gather_adapter(
     """
     tensors, modules = {}, set()
     leaves = dict(named(params))
-    for path, name, weight in _factors(cfg, weights):
+    for path, name, weight in _list_factors(cfg, weights):
         if name.fused:
             raise UserError(
                 f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
                 "set merge_lora=true"
             )
-        modules.add(name.tensor.split(".")[-3])
+        modules.add(name.tensor.split(".")[-3])  # "q_proj" of "model.layers.{}.self_attn.q_proj.lora_A.weight"
         for place, layer in enumerate(layers_of(path, cfg)):
             factor = np.asarray(replicate_part(leaves[path], place)).astype(jnp.dtype(dtype))
             tensors[PREFIX + name.tensor.format(layer)] = np.ascontiguousarray(pack(factor, name, weight))
     return tensors, modules
 
 
-def _factors(cfg: Model, weights: Mapping[str, Any]) -> list[tuple[str, Name, Any]]:
+def _list_factors(cfg: Model, weights: Mapping[str, Any]) -> list[tuple[str, Name, Any]]:
     """Return the parameters of low-rank updates with their places in an adapter's files."""
     family = find_family(cfg.family)
     return [
-        (path, _place(path, weight.equation.w, family), weight) for path, weight in named(weights) if ".lora." in path
+        (path, _find_place(path, weight.equation.w, family), weight)
+        for path, weight in named(weights)
+        if ".lora." in path
     ]
 
 
-def _place(path: str, letters: str, family: Family) -> Name:
+def _find_place(path: str, letters: str, family: Family) -> Name:
     """Return the place of a factor with these dimensions."""
     matrix, _, which = path.rpartition(".lora.")
     updated = family.name(f"{matrix}.w")
     assert updated is not None, path
     module = updated.tensor.removesuffix(".weight")
+    # A factor has one side of its matrix: "NH,D" of q has the groups NH and D, and of them lora.a, "LDr", has D.
     side = next(group for group in updated.dims.split(",") if set(group) <= set(letters))
-    if which == "a":  # of weights in one tensor, each has all of the first factor
+    if which == "a":  # weights in one tensor have the same inputs: PEFT's one lora_A is the first factor of each
         return Name(f"{module}.lora_A.weight", f"r,{side}")
     return Name(f"{module}.lora_B.weight", f"{side},r", updated.part, updated.fused, interleaved=updated.interleaved)

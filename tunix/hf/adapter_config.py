@@ -15,7 +15,7 @@ from tunix.families import Family, find_family
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # begins the names of all tensors
 FACTOR = re.compile(r"(.+)\.lora_[AB]\.weight")
-# Keys that say where an adapter comes from, or how it began and was trained; and those that say what others say.
+# Keys that say where an adapter comes from, or how it was initialised and trained; and keys that repeat others.
 IGNORED = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "megatron_core", "qalora_group_size",
@@ -49,6 +49,7 @@ def read_adapter(folder: Path, family: str) -> dict[str, Any]:
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(f"{where}: r={rank} and lora_alpha={alpha} must be numbers")
     updated = _find_projections(folder, find_family(family), family)
+    # An update is scaled by alpha / r here, and by alpha / sqrt(r) in rsLoRA (Kalajdzievski 2023, arXiv:2312.03732).
     return {
         "rank": rank,
         "alpha": float(alpha * math.sqrt(rank) if raw.get("use_rslora") else alpha),

@@ -39,16 +39,17 @@ NOT_THE_DECODER = {
     "for_llm_compressor",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
-# Keys of config.json that say the same as one of ours in another way: ours out of theirs, theirs out of ours.
+# Keys of config.json whose value is another than that of our key: (from theirs to ours, from ours to theirs).
 CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "attention_multiplier": (lambda multiplier: multiplier**-2, lambda scale: scale**-0.5),  # Granite's query_scale
+    # Granite multiplies scores by this number, we multiply them by query_scale ** -0.5.
+    "attention_multiplier": (lambda multiplier: multiplier**-2, lambda scale: scale**-0.5),
 }
 QUANTIZATION, READ_CODES = "quantization_config", ("fp8", "mxfp4")
-SHARED = "n_shared_experts"  # whose width together is that of one shared expert
+SHARED = "n_shared_experts"  # several shared experts compute what one of their total width does, which is ours
 QK_NORM = "use_qk_norm"
 TEMPERATURE = "attn_temperature_tuning"  # queries grow in layers without positions, by attn_scale and floor_scale
 INTEGERS = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
-# Keys that say in another way what ours say.
+# Keys that no single key of ours corresponds to: `_read_values` reads them. A family has those that its `absent` has.
 DERIVED = (
     PARTIAL
     | LATENT
@@ -56,7 +57,7 @@ DERIVED = (
     | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
     | LAYER_PARTS
 )
-MAX_LAYERS = 10_000  # a number beyond is a damaged file
+MAX_LAYERS = 10_000  # a larger number is that of a damaged file
 
 
 def read_config(folder: Path, family: str | None = None) -> dict[str, Any]:
@@ -128,8 +129,8 @@ def _check_keys(raw: dict[str, Any], family: Family, where: str) -> dict[str, An
 def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return values of the section `model` by keys like `mlp.num_experts`.
 
-    `family.keys` has the keys with one counterpart. The others depend on several keys: a family whose `absent` has such
-    a key has the part that it is about.
+    `family.keys` has our keys that correspond to one of theirs. Others follow from several keys, like those in
+    `DERIVED`. They are read for the families that have them: in `raw` each has a value, from `absent` if not the file.
 
     Raises:
         ValueError: a value that is not understood; the message names the key.
@@ -181,11 +182,12 @@ def _find_decoder(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of the decoder, of a config.json that may be of a model for images and text."""
     if not isinstance(raw.get("text_config"), dict):
         return raw
+    # The model_type of the decoder is in text_config; a file that lacks it there has, say, gemma3 for gemma3_text.
     return {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
 
 
 def read_num_rows(folder: Path, family: Family) -> int:
-    """Return the rows of the tables of a folder, one for each token."""
+    """Return the rows of the embedding table in a folder's files: one for each token of its vocabulary."""
     raw = family.absent | _find_decoder(read_json(folder / "config.json"))
     return int(raw[family.keys["vocab_size"]])
 
@@ -249,7 +251,7 @@ def _derive(values: dict[str, Any], family: Family) -> dict[str, Any]:
     heads, dim = values["num_heads"], values["embed_dim"]
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["head_dim"] = values.get("head_dim") or dim // heads
-    values["mlp_dim"] = values["mlp_dim"] or 4 * dim
+    values["mlp_dim"] = values["mlp_dim"] or 4 * dim  # GPT-2's n_inner is null
     values.setdefault("query_scale", family.query_scale or values["head_dim"])
     return values
 

@@ -1,6 +1,6 @@
 """Keys of config.json that say which layers are of which kind, to and from ours. Knows no jax.
 
-config.json says the same in several ways; ours is one number n for each kind: every n-th layer is of it.
+config.json has several ways to say which layers are of one kind. We have one number n: every n-th layer is of it.
 
     sliding_window_pattern: 3                         every third layer attends to everything
     sliding_window_pattern: "LLG"                     the same
@@ -52,7 +52,7 @@ def read_attention_layers(raw: dict[str, Any], num_layers: int, family: Family) 
         every = types.index(FULL) + 1 if FULL in types else num_layers + 1
         if types != [local if (layer + 1) % every else FULL for layer in range(num_layers)]:
             raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
-    window = window if every > 1 else None
+    window = window if every > 1 else None  # some files name a window that no layer has
     unrotated = every if family.unrotated_global and window is not None else _read_unrotated(raw, num_layers)
     return {"global_every": every, "sliding_window": window, "unrotated_every": unrotated}
 

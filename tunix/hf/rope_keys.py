@@ -9,11 +9,13 @@ from tunix.families import Family
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
 GROWTH = "llama_4_scaling_beta"  # queries grow with their position
-MANY_AXES = {"mrope_section", "mrope_interleaved"}  # rotations by time, height and width, which are one number in text
+# Of models that see: a token has positions in time, height and width. For text the three are equal.
+MANY_AXES = {"mrope_section", "mrope_interleaved"}
 PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
 LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
-UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # said by some, and as if not said
-# rope_type -> our name, and its keys: theirs -> (ours, what it means to leave it out).
+UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # values that change nothing, whatever the rope_type
+# rope_type -> our name, and its keys: theirs -> (ours, the value if it is left out). "..." means: it must be given.
+# The types are those of transformers' modeling_rope_utils.py.
 SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
     "default": ("none", {}),
     "linear": ("linear", {"factor": ("factor", ...)}),
@@ -64,8 +66,8 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
             raise ValueError(f"{key}={raw[key]} is not a JSON object")
     everywhere = raw.get("rope_parameters") or family.absent.get("rope_parameters")
     everywhere = everywhere or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
-    nearby = {"rope_theta": raw.get("rope_local_base_freq")}
-    if FULL in everywhere:
+    nearby = {"rope_theta": raw.get("rope_local_base_freq")}  # of local layers
+    if FULL in everywhere:  # transformers 5: the parameters of each kind of layer by its name
         everywhere, nearby = everywhere[FULL], everywhere[SLIDING]
     if nearby.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters of {SLIDING}: rope_type={nearby['rope_type']} is not understood")
@@ -74,12 +76,13 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     kind = given.pop("rope_type", given.pop("type", "default"))
     kind = ROPE_SYNONYMS.get(kind, kind)
     given.pop("type", None)
-    rotated = {} if PARTIAL.isdisjoint(family.absent) else _rotated_dim(raw, given, values["head_dim"])
-    if kind == "longrope" and raw.get(ORIGINAL) is not None:  # of the whole file, or among the others
+    rotated = {} if PARTIAL.isdisjoint(family.absent) else _read_rotated_dim(raw, given, values["head_dim"])
+    if kind == "longrope" and raw.get(ORIGINAL) is not None:  # Phi's files have it beside the parameters of RoPE
         given.setdefault(ORIGINAL, raw[ORIGINAL])
     if kind == "longrope" and (factor := given.pop("factor", None)) and given.get("attention_factor") is None:
         original = given.get(ORIGINAL) or values["context_length"]
-        if factor != values["context_length"] / original:  # else it is what the attention factor is made of anyway
+        # `attention_factor` by default follows from the ratio of the contexts. Another `factor` replaces that ratio.
+        if factor != values["context_length"] / original:
             given["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     if kind not in SCALINGS:
         raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
@@ -88,10 +91,11 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
         rate, original = given.pop(GROWTH, None), given.get(ORIGINAL) or values["context_length"]
         growth = {"rate": rate, "every": original, "offset": 0, "layers": "all"}
         grown = {"query_growth": growth if rate else None}
-        given.pop("max_position_embeddings", None)  # said here once more
+        given.pop("max_position_embeddings", None)  # a copy of the key of the whole file
     if kind == "yarn":
         of_all_dims = _join_magnitudes(given)
-        if family.absent.keys() >= LATENT and of_all_dims:  # both of a score's factors have it
+        # DeepSeek multiplies scores by m * m: queries and keys by m each. Our factor of scores is query_scale ** -0.5.
+        if family.absent.keys() >= LATENT and of_all_dims:
             grown["query_scale"] = values["query_scale"] / yarn_magnitude(given["factor"], of_all_dims) ** 4
     name, keys = SCALINGS[kind]
     scaling = {"name": name}
@@ -123,11 +127,15 @@ def _join_magnitudes(given: dict[str, Any]) -> float | None:
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Return what DeepSeek's `mscale` makes of the ratio of the longer context to the original one."""
+    """Return YaRN's factor of queries and keys (Peng et al. 2023, arXiv:2309.00071), times DeepSeek's `mscale`.
+
+    `factor` is the ratio of the longer context to the original one. A longer context has more keys for each query: the
+    factor keeps the softmax over them as sharp as it was.
+    """
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _rotated_dim(raw: dict[str, Any], given: dict[str, Any], head_dim: int) -> dict[str, Any]:
+def _read_rotated_dim(raw: dict[str, Any], given: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Return how many of a head's numbers are rotated, None for all; takes the key of it out of `given`."""
     (key,) = PARTIAL
     rotated = int(head_dim * given.pop(key, raw[key]))

@@ -37,7 +37,7 @@ def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: A
     Returns the bytes of all tensors. Files are written in rounds: in a round, each process that sees the folder writes
     one file, whose tensors are all that its host has at that time. Every process calls this.
     """
-    tensors = _tensors(params, cfg, weights)
+    tensors = _list_tensors(params, cfg, weights)
     size = sum(math.prod(shape) for _, shape, _ in tensors) * jnp.dtype(dtype).itemsize
     files: list[list[Any]] = [[]]
     room = shard_gb * 1e9
@@ -58,7 +58,7 @@ def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: A
     # Processes that do not see the folder help to gather tensors, and write nothing.
     blind = find_blind(folder.parent) if jax.process_count() > 1 else []
     writers = [rank for rank in range(jax.process_count()) if rank not in blind]
-    for start in range(0, len(files), len(writers)):
+    for start in range(0, len(files), len(writers)):  # the last round may have fewer files than writers
         _write_round(folder, dict(zip(writers, zip(names[start:], files[start:], strict=True), strict=False)), dtype)
     return size
 
@@ -85,7 +85,7 @@ def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
         raise UserError(f"{path} cannot be written: {error}") from None
 
 
-def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+def _list_tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
     """Return name, shape and a function for each tensor in the files, ordered by layer.
 
     The function of (dtype, is_own) gathers the tensor, with all processes, and returns it, None if it is not `is_own`.
@@ -98,6 +98,8 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
     for path, name, weight in list_in_files(weights, family):
         layers = layers_of(path, cfg)
         for numbers in list_numbers(path, name, cfg):
+            # Layer 7 may be the third of its stack: `numbers` are those in the tensor's name, `place` is the index in
+            # the stacked parameter.
             place = (layers.index(numbers[0]), *numbers[1:]) if numbers else ()
             pieces_of.setdefault(name.tensor.format(*numbers), []).append((numbers, place, name, leaves[path], weight))
 
@@ -123,7 +125,7 @@ def _tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[
         for tensor, number in list_constants(family, cfg).items()
     ]
     return [
-        *((tensor, shape_in_files(parts[0][2], cfg.dims), maker(parts)) for tensor, parts in _by_layer(pieces_of)),
+        *((tensor, shape_in_files(parts[0][2], cfg.dims), maker(parts)) for tensor, parts in _sort_by_layer(pieces_of)),
         *constants,
     ]
 
@@ -140,9 +142,14 @@ def _fuse(pieces: list[np.ndarray], name: Name, dims: Mapping[str, int]) -> np.n
     return np.concatenate(by_entry, dim + 1).reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
-def _by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:
+def _sort_by_layer(pieces_of: Mapping[str, list]) -> Iterator[tuple[str, list]]:
     """Yield tensors with what they are made of, ordered by layer; those of no layer come first."""
-    yield from sorted(pieces_of.items(), key=lambda item: item[1][0][0][:1])
+
+    def layer(item: tuple[str, list]) -> tuple[int, ...]:
+        numbers, *_ = item[1][0]  # of the first piece: (), (layer,) or (layer, expert)
+        return numbers[:1]
+
+    yield from sorted(pieces_of.items(), key=layer)
 
 
 def pack(value: np.ndarray, name: Name, weight) -> np.ndarray:

@@ -20,7 +20,8 @@ import numpy as np
 Index = tuple[slice, ...]
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 FP8 = "F8_E4M3"  # as safetensors names it
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # numbers of the codes
+# Number of each 4-bit code: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, E2M1).
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 PER_SCALE = 32  # 4-bit floats of one scale
 BIAS = 127  # of an exponent that is stored as a byte
 COMPUTED = "BF16"  # the dtype that such tensors stand for
@@ -143,7 +144,11 @@ class Mxfp4:
 
 
 class Enlarged:
-    """A table [V, D] with rows behind those of its file, each of which is the mean of the file's."""
+    """A table [V, D] with more rows than its file: each new row is the mean of the file's rows.
+
+    A token with that row gets a logit near the mean of the others, so that the probabilities of the old tokens hardly
+    change (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models").
+    """
 
     AT_ONCE = 4096  # rows of a file that are added up at one time
 

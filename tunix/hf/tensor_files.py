@@ -20,7 +20,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 class TensorFiles:
     """Tensors of a model's folder, under the names of its family's table. A context: it closes the files at its end.
 
-    Tables have `num_rows` rows, or as many as in the files: what is more is made up (`stored.Enlarged`).
+    Tables have `num_rows` rows, or as many as the files if it is None. Rows that the files lack are the mean of the
+    others (`stored.Enlarged`).
     """
 
     def __init__(self, folder: Path, family: Family, num_rows: int | None = None):
@@ -97,7 +98,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:
+    if pickles:  # a pickle names functions that are called while it is loaded
         raise UserError(
             f"{folder} has its weights as pickles ({', '.join(pickles[:3])}), which can run code and are not read; "
             "save them as safetensors"

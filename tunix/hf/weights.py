@@ -91,11 +91,11 @@ def shape_in_files(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim]."""
     shape = [math.prod(dims[letter] for letter in group) for group in name.dims.split(",")]
     if name.fused:
-        shape[name.fused_dim] = sum(_fused_sizes(name, dims))
+        shape[name.fused_dim] = sum(_list_fused_sizes(name, dims))
     return tuple(shape)
 
 
-def _fused_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
+def _list_fused_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
     """Return the sizes of the weights that one tensor holds one after the other."""
     return [math.prod(dims[letter] for letter in group) for group in name.fused]
 
@@ -114,8 +114,9 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     }
     constants = list_constants(files.family, cfg)
     ignored = [pattern.replace("{num_layers}", str(cfg.num_layers)) for pattern in files.family.ignored]
+    # Old versions of transformers saved the frequencies of RoPE. Some files have a tied head a second time.
     ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
-    ignored += map(re.escape, _names_of_shared(files.family, cfg))
+    ignored += map(re.escape, _list_unused_names(files.family, cfg))
     missing = sorted(wanted.keys() - shapes.keys())
     extra = sorted(
         name for name in shapes.keys() - wanted.keys() if not any(re.match(pattern, name) for pattern in ignored)
@@ -125,7 +126,8 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     if extra:
         raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
     for name, number in constants.items():
-        if name in shapes and not math.isclose(number, stored := files.read(name, ()), rel_tol=0.01):  # of 16 bits
+        # A file in bfloat16 has three digits of the number.
+        if name in shapes and not math.isclose(number, stored := files.read(name, ()), rel_tol=0.01):
             raise UserError(f"{folder}: {name} is {stored}, and layers of a {cfg.family} compute with {number}")
     for name, shape in wanted.items():
         if shapes[name] != shape:
@@ -134,8 +136,8 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
             raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}; dequantize it first")
 
 
-def _names_of_shared(family: Family, cfg: Model) -> list[str]:
-    """Return tensors of keys and values that files may have of layers which take those of earlier layers."""
+def _list_unused_names(family: Family, cfg: Model) -> list[str]:
+    """Return the names of tensors that no layer uses: keys and values of layers that take those of earlier layers."""
     parts = [family.name(f"blocks.attention.{part}") for part in ("k.w", "v.w", "k_norm.scale")]
     shared = [layer for layer in range(cfg.num_layers) if cfg.is_shared(layer)]
     return [name.tensor.format(layer) for name in parts if name is not None for layer in shared]
@@ -179,7 +181,7 @@ def load_parameter(
     def part(index: Index) -> np.ndarray:
         ranges = {letter: (each.start, each.stop) for letter, each in zip(ours, index, strict=True)}
         wanted = [numbers[letter][slice(*ranges[letter])] for letter in name.numbered]
-        where, unpacked = _slices(name, cfg.dims, ranges)
+        where, unpacked = _find_slices(name, cfg.dims, ranges)
         entries = ranges[name.dims.split(",")[name.fused_dim][0]]
         views = []
         for which in itertools.product(*wanted):
@@ -206,17 +208,20 @@ def load_parameter(
     return fill(shape, dtype, sharding, piece, part)
 
 
-def _slices(
+def _find_slices(
     name: Name, dims: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[slice, ...], list[int]]:
     """Return the slice of a tensor in the files that has these ranges of our dimensions, and its shape by letter."""
     where, unpacked = [], []
     for place, group in enumerate(name.dims.split(",")):
         inner = math.prod(dims[letter] for letter in group[1:])
+        # Shards and pieces cut NH between heads, never within one: they cut the first letter of a group alone.
         assert all(ranges[letter] == (0, dims[letter]) for letter in group[1:]), f"{group} is split within"
-        begin = sum(_fused_sizes(name, dims)[: name.part]) if place == name.fused_dim else 0
+        begin = sum(_list_fused_sizes(name, dims)[: name.part]) if place == name.fused_dim else 0
         first, last = ranges[group[0]]
-        if name.interleaved and place == name.fused_dim:  # with the rows of the others between its own
+        if name.interleaved and place == name.fused_dim:
+            # Rows of up[2:4], in  gate 0 | up 0 | gate 1 | up 1 | ...: those of entries 2 and 3 of both, rows 4 to 7. A
+            # range that begins or ends within an entry takes all of it; `_take_entries` cuts it.
             rows = entry_sizes(name, dims)
             own, of_all = rows[name.part], sum(rows)
             where.append(slice(first * inner // own * of_all, math.ceil(last * inner / own) * of_all))
@@ -227,8 +232,8 @@ def _slices(
 
 
 def entry_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
-    """Return the rows of one entry of each of the weights that are interleaved."""
-    return [size // dims[name.interleaved] for size in _fused_sizes(name, dims)]
+    """Return how many rows an entry has in each of the weights that are interleaved."""
+    return [size // dims[name.interleaved] for size in _list_fused_sizes(name, dims)]
 
 
 def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int], entries: tuple[int, int]) -> np.ndarray:

@@ -15,6 +15,7 @@ __all__ = ["OPTIMIZERS", "SHAPES", "AnyOptimizer", "Optimizer", "ParameterGroup"
 
 OPTIMIZERS = (AdamW, Adafactor, Lion, Muon, SGD, Custom)
 
+# A type checker needs a type that it can read. At run time pydantic chooses the class by the value of the key `name`.
 if TYPE_CHECKING:
     AnyOptimizer = Optimizer
 else:

@@ -152,7 +152,7 @@ def _encode(moment: jax.Array, block: Block, is_square: bool, count: Any) -> Cod
     # Codes 64 to 127 stand for shares from 0.1 to 1, codes 32 to 63 for 0.01 to 0.1, ... A code is the first one of its
     # power of ten, and the place of the share within that power is added.
     values = _split_blocks(jnp.sqrt(moment) if is_square else moment, block)
-    scales = jnp.max(jnp.abs(values), block.axis + 1) / LARGEST
+    scales = jnp.max(jnp.abs(values), block.axis + 1) / LARGEST  # the largest number gets the last code
     shares = jnp.abs(values) / jnp.expand_dims(jnp.where(scales > 0, scales, 1), block.axis + 1)
     decade = jnp.clip(jnp.floor(-jnp.log10(jnp.maximum(shares, 1e-30))), 0, DECADES).astype(jnp.int32)
     steps = 64 >> jnp.minimum(decade, DECADES - 1)  # codes of this power of ten
@@ -179,7 +179,8 @@ def _split_blocks(array: jax.Array, block: Block) -> jax.Array:
     return array.reshape(*shape[: block.axis], -1, block.size, *shape[block.axis + 1 :])
 
 
-# How moments rest: what zeros are at first, how a moment is stored, and how it is read.
+# How moments rest: functions that make them of zeros, store a moment, and read it. Arguments: the moment, its block,
+# whether it is a mean of squares, the number of updates so far.
 KINDS: dict[str, tuple[Callable, Callable, Callable]] = {
     "bfloat16": (_make_half, _to_half, _from_half),
     "int8": (_make_codes, _encode, _decode),

@@ -68,6 +68,7 @@ def _make_momentum(keys: Muon, dims: dict[str, Any]) -> optax.GradientTransforma
     def update(gradients, state, params=None):
         beta, count = keys.beta, optax.safe_increment(state.count)
         momentum = optax.tree.update_moment(gradients, state.mu, beta, 1)
+        # Nesterov: the momentum counts as that of the next step, so its bias is corrected for one step more.
         ahead = optax.tree.bias_correction(momentum, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(gradients, beta, count)
 
@@ -102,6 +103,7 @@ def _orthogonalise(x: jax.Array, places: MuonDimensionNumbers, coefficients: jax
         )
     if num_in > num_out:
         matrices = matrices.mT
+    # Numbers of an orthogonal matrix [in, out] have a root mean square of 1 / sqrt(max(in, out)).
     scaled = RMS * math.sqrt(max(num_in, num_out)) * collect(matrices)[: math.prod(x.shape[axis] for axis in copies)]
     return scaled.reshape(turned.shape).transpose([order.index(axis) for axis in range(x.ndim)])
 

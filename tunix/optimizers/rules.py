@@ -94,6 +94,7 @@ class Adafactor(Optimizer):
     def rule(self, weights):
         import optax
 
+        # In the paper's order: divide by the root of the second moment, clip, multiply by the size of the parameter.
         return optax.chain(
             optax.scale_by_factored_rms(decay_rate=self.decay_rate),
             optax.clip_by_block_rms(self.clipping_threshold),
@@ -144,6 +145,7 @@ class Muon(Optimizer):
 
         from tunix.optimizers.muon import make_muon
 
+        # `make_muon` is made of optax's parts, whose updates are added to the parameters; the step subtracts.
         return optax.chain(make_muon(self, weights), optax.scale(-1.0))
 
 
@@ -192,7 +194,7 @@ class Custom(Optimizer):
         return optax.chain(rule, optax.scale(-1.0))  # optax adds its updates to the parameters, the step subtracts
 
     def try_out(self) -> None:
-        """Make one update of two small parameters; it must go down, as optax's own updates do."""
+        """Make one update of two small parameters; raise `UserError` unless it lowers the loss, as optax's own do."""
         import jax
         import jax.numpy as jnp
 

@@ -49,11 +49,18 @@ def _constant(phases: Phases) -> Factor:
 
 
 def _inverse_sqrt(phases: Phases) -> Factor:
+    # sqrt(warmup / step), with steps counted from the beginning of the run (Vaswani et al. 2017, arXiv:1706.03762).
     return lambda step: (1 + step / max(1, phases.warmup)) ** -0.5
 
 
 def _hold_then(fall: Factor) -> Callable[[Phases], Factor]:
-    """Make a shape that stays at 1 until the decay, then falls from 1 to `final` as fall(share of the decay)."""
+    """Make a shape that stays at 1 until the decay, then falls from 1 to `final` as fall(share of the decay).
+
+    1       -----------.
+                         `.
+    final                   `
+    step    0      rest-decay  rest
+    """
 
     def shape(phases: Phases) -> Factor:
         import jax.numpy as jnp
@@ -75,17 +82,18 @@ def _half_cosine(share: Any) -> Any:
 
 def _rise(phases: Phases) -> Factor:
     """Rise by the same factor in each step, from `final` to 1."""
-    return lambda step: max(phases.final, 1e-12) ** (1 - step / max(1, phases.rest))
+    first = max(phases.final, 1e-12)  # a rise by factors cannot begin at 0
+    return lambda step: first ** (1 - step / max(1, phases.rest))
 
 
 SHAPES = {
     "warmup_cosine": Shape(_cosine),
     "warmup_linear": Shape(_linear),
     "constant": Shape(_constant),
-    "wsd": Shape(_hold_then(lambda share: 1 - share), has_decay=True),
+    "wsd": Shape(_hold_then(lambda share: 1 - share), has_decay=True),  # Hu et al. 2024, arXiv:2404.06395
     "cosine_hold": Shape(_hold_then(_half_cosine), has_decay=True),
     "inverse_sqrt": Shape(_inverse_sqrt),
-    "range_test": Shape(_rise),
+    "range_test": Shape(_rise),  # Smith 2017, arXiv:1506.01186
     # Haegele et al. 2024, arXiv:2405.18392
     "sqrt_decay": Shape(_hold_then(lambda share: 1 - share**0.5), has_decay=True),
 }

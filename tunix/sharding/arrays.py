@@ -28,7 +28,8 @@ def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
 
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Return global arrays [A, B, T] or [A, B] of this process's rows, before the copy to the devices is done."""
-    # Processes that have parts of the same sequences have the same rows, so shards are counted and not processes.
+    # Processes that have parts of the same sequences have the same rows. So we count data shards, not processes: the
+    # global batch has `share` times the rows of this process.
     share = data_shards(mesh.shape) // len(local_rows(mesh, data_shards(mesh.shape)))
 
     def put(rows: np.ndarray) -> jax.Array:
@@ -72,7 +73,7 @@ def to_host_memory(tree: Any) -> Any:
 
 
 def to_device_memory(tree: Any) -> Any:
-    """Return arrays that may be in the host's memory in that of the devices."""
+    """Return arrays in the memory of the devices; those that are in the host's memory are copied; scalars stay."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device) if leaf.ndim else leaf, tree)
 
 

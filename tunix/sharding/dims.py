@@ -99,7 +99,7 @@ DIMS = {
         Dim("h", "head width of global layers", None, None, key="model.global_heads.head_dim"),
         Dim("f", "MLP width of layers with shared keys", "tp", "tp", key="model.shared_kv.mlp_dim"),
         Dim("p", "inputs of a layer", KEEPING, None, key="model.layer_inputs.dim", may_stay_whole=Whole.ALWAYS),
-        Dim("l", "layers with inputs", None, None),  # beside one another in one array
+        Dim("l", "layers with inputs", None, None),  # side by side in one array
         Dim("Q", "queries' latent",  KEEPING, None, key="model.latent.query_dim", may_stay_whole=Whole.ALWAYS),
         Dim("C", "keys' and values' latent", KEEPING, None, key="model.latent.dim", may_stay_whole=Whole.ALWAYS),
         Dim("R", "rotated width",    None,    None),  # of a key that all heads share

@@ -55,9 +55,11 @@ def parse(value: object) -> MeshShape:
             raise ValueError(f"axis {axis} is named twice; name each axis once")
     for size, axis in zip(sizes, axes, strict=True):
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise ValueError(f"size {axis}={size!r} must be a whole number from 1 up, or -1 to fill")
+            raise ValueError(
+                f"size {axis}={size!r} must be a whole number from 1 up, or -1 for the devices that are left"
+            )
     if sizes.count(-1) > 1:
-        raise ValueError("two sizes are -1; only one axis can fill")
+        raise ValueError("two sizes are -1; only one axis can take the devices that are left")
     return sizes, axes
 
 
@@ -198,11 +200,12 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def _suggest_meshes(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:
-    """Return in words the three legal shapes nearest to the one asked for, of its axes and of those for everybody."""
+    """Return in words the three legal shapes nearest to the one asked for, of its axes and `suggested_axes`."""
     # A message proposes the axes that the user named, and those that help every model; the others need a reason.
     axes = [*named, *(axis for axis in suggested_axes() if axis not in named)]
     wanted = {axis: max(1, named.get(axis, 1)) for axis in axes}
 
+    # Sizes differ by their ratio: from 4 to 8 is as far as from 2 to 4. An axis of -1 takes any size.
     def distance(sizes: Mapping[str, int]) -> float:
         return sum(abs(math.log(sizes[axis] / wanted[axis])) for axis in axes if named.get(axis) != -1)
 
@@ -227,6 +230,7 @@ def nearest(legal: Iterable[int], wanted: int) -> list[int]:
 
 
 def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write a number as a product: 4 of 2 parts is (1, 4), (2, 2), (4, 1)."""
     if parts == 1:
         yield (number,)
         return
@@ -236,4 +240,5 @@ def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _join_words(items: list) -> str:
+    """Return items as a message lists them: 1, 2 or 4."""
     return " or ".join(filter(None, [", ".join(map(str, items[:-1])), str(items[-1])]))

@@ -26,7 +26,8 @@ def stage_shard_map(
     if not axes:
         return plain
     traced = stand_in or plain
-    mapped = custom_vmap(lambda *arguments: traced(*arguments))  # which asks a function for its defaults, and adds them
+    # In a lambda, because custom_vmap asks a function for the default values of its arguments, and passes them, too.
+    mapped = custom_vmap(lambda *arguments: traced(*arguments))
 
     def split(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)

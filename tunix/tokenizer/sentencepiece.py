@@ -44,7 +44,7 @@ def convert(path: Path) -> Tokenizer:
     backend = Tokenizer(model)
     steps: list[normalizers.Normalizer] = []
     if proto.normalizer_spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))
+        steps.append(normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))  # NFKC and its like
     if proto.normalizer_spec.remove_extra_whitespaces:
         # One space before the text stays where Metaspace would put one.
         left = not proto.normalizer_spec.add_dummy_prefix
@@ -70,7 +70,7 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
     A SentencePiece file has no list of merges. A token's score is minus the number of the merge that made it, so every
     split of a token into two other tokens is a merge, in the order of the scores.
     """
-    numbers = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type not in (CONTROL,)}
+    numbers = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type != CONTROL}
     merges = []
     for piece in proto.pieces:
         for cut in range(1, len(piece.piece)):

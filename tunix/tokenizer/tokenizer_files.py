@@ -1,4 +1,4 @@
-"""Files of a tokenizer: found in a folder or on the hub, and read."""
+"""Find the files of a tokenizer, in a folder, in a bucket or on the hub, and read them."""
 
 from pathlib import Path
 
@@ -17,7 +17,8 @@ FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_tem
 def find_tokenizer_files(path: str) -> dict[str, Path]:
     """Return the tokenizer's files, keyed by their usual names.
 
-    They are a file and those beside it, or the files of a folder, or of a repository on the hub.
+    `path` is a file, to which other files in its folder belong; a folder, here or in a bucket; or a repository on the
+    hub.
     """
     place = mirror(path, FILES, "tokenizer.path") if is_address(path) else Path(path).expanduser()
     if place.is_file():
@@ -26,6 +27,7 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
         return {usual: place, **{name: file for name, file in beside.items() if file.is_file()}}
     if place.is_dir():
         return {name: place / name for name in FILES if (place / name).is_file()}
+    # What does not look like OWNER/NAME is not looked for on the hub.
     if place.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
         raise UserError(f"tokenizer.path={path} does not exist")
     from huggingface_hub import hf_hub_download
@@ -38,8 +40,8 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
             try:
                 files[name] = Path(hf_hub_download(path, name, local_files_only=unknown is not None))
             except LocalEntryNotFoundError as error:
-                # The hub does not answer and the cache lacks the file: nobody knows whether the file exists. The files
-                # after it are looked for in the cache only.
+                # The hub does not answer and the cache lacks the file, which may or may not exist. The files after it
+                # are looked for in the cache only.
                 unknown = error
             except EntryNotFoundError:
                 continue
@@ -70,7 +72,7 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
 
 
 class Token(BaseModel):
-    """A token with how it is cut out of a text, of which only its text is read."""
+    """A token as a JSON object. Only its text is read; other fields say how it is cut out of a text."""
 
     content: str
 

@@ -66,7 +66,7 @@ class Vocabulary:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
     def with_bos(self) -> Backend:
-        """Return a tokenizer that puts the first token before a text by itself, as Hugging Face's tokenizers do."""
+        """Return a tokenizer that adds the first token of a document to each text, as Hugging Face's tokenizers do."""
         backend = Backend.from_str(self.backend.to_str())
         if self.bos_token is not None and backend.post_processor is None:
             first = f"{self.bos_token} $A"
@@ -153,7 +153,7 @@ def train_vocabulary(tokenizer: Tokenizer, texts: Iterable[str]) -> Vocabulary:
 def pad_rows(num_tokens: int) -> int:
     """Return the rows of an embedding table for `num_tokens` tokens: the next multiple of `ROW_MULTIPLE`.
 
-    A mesh axis divides such a number, and matrix units compute it without a rest.
+    The sizes of mesh axes divide such a number, and matrix units need no padding for it.
     """
     return -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
