@@ -1,11 +1,13 @@
 """Chunks of layers: each stage of a pipeline has v of them, and works on one in each tick (turns.py).
 
-8 layers, S = 2 stages, v = 2        stage 0              stage 1
-at rest, [L, ...]                    0 1 2 3              4 5 6 7
-   | deal_out: layers travel
-dealt out, [L, ...]                  0 1   4 5            2 3   6 7
-   | split: nothing travels
-chunks, [S, v, L / (S v), ...]       [0 1] [4 5]          [2 3] [6 7]
+Where 8 layers lie, with S = 2 stages and v = 2:
+
+                                   stage 0              stage 1
+    at rest, [L, ...]              0 1 2 3              4 5 6 7
+       | deal_out: layers travel
+    dealt out, [L, ...]            0 1   4 5            2 3   6 7
+       | split: nothing travels
+    chunks, [S, v, L / (S v), ...] [0 1] [4 5]          [2 3] [6 7]
 """
 
 from typing import Any
