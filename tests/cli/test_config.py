@@ -190,6 +190,36 @@ def test_resume_applies_overrides_to_the_saved_config(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "damage"),
+    [
+        ("", "it has no section model"),
+        ("- 1", "it has no sections"),
+        ("model: {a: ", "it is not YAML"),
+        ("model: 1", "it has no section model"),
+        (None, "it has no section launcher"),
+    ],
+)
+def test_a_damaged_config_of_a_run_is_named(text, damage, tmp_path):
+    whole = to_yaml(compose(["model.mesh_shape=[[1],[tp]]"]).config)
+    (tmp_path / "config.yaml").write_text(whole.partition("launcher:")[0] if text is None else text)
+    with pytest.raises(UserError) as error:
+        compose([f"resume={tmp_path}"])
+    assert str(error.value) == f"{tmp_path}/config.yaml is damaged ({damage})"
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(whole)
+    with pytest.raises(UserError, match="; cp .* restores it"):
+        compose([f"resume={tmp_path}"])
+
+
+def test_a_place_inside_a_run_is_answered_with_the_run(tmp_path):
+    (tmp_path / "checkpoints" / "3" / "state").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("")
+    for place in ("checkpoints", "checkpoints/3/state", "config.yaml"):
+        with pytest.raises(UserError, match=re.escape(f"did you mean resume={tmp_path}?")):
+            compose([f"resume={tmp_path}/{place}"])
+
+
+@pytest.mark.parametrize(
     ("words", "rate"), [(["optimizer=adamw"], 0.015), (["optimizer=lion"], 5e-4), (["model=gemma3_270m"], 3e-4)]
 )
 def test_the_rate_of_tiny_is_that_of_its_own_optimizer(words, rate, tmp_path):

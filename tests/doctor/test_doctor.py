@@ -65,7 +65,7 @@ def test_processes_that_differ(tmp_path):
         in out
     )
     assert f"process 1 ({socket.gethostname()}): " in out
-    assert out.endswith("2 process(es): not fit to train, 1 errors")
+    assert out.endswith("2 process(es): not fit to train, 1 error")
 
 
 def test_alone_and_as_text(tmp_path, monkeypatch, capsys):

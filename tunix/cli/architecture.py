@@ -18,7 +18,7 @@ from tunix.base.dotted import is_dotted
 from tunix.base.errors import UserError
 from tunix.cli.mirrored import split_step
 from tunix.cli.mistakes import validate
-from tunix.cli.saved import upgrade
+from tunix.cli.saved import read_saved
 from tunix.config import Model, Tokenizer
 from tunix.config.mlp import TRAINING_KEYS
 from tunix.config.values import CONF
@@ -189,8 +189,7 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
     Raises:
         UserError: a key of the model that contradicts the run's, or a run of low-rank updates.
     """
-    saved: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    model, tokenizer, found = values["model"], values["tokenizer"], upgrade(saved)["model"]
+    model, tokenizer, found = values["model"], values["tokenizer"], read_saved(folder)["model"]
     if found["lora"]["rank"]:
         raise UserError(
             f"model.init_from={model['init_from']} has low-rank updates beside its matrices; add them first: "
@@ -214,8 +213,7 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> M
     """
     if not (folder / "config.yaml").is_file():
         return _describe_model(config_json.read_config(folder, family), f"{folder}/config.json", mesh_shape)
-    values: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    return validate(Model, upgrade(values)["model"] | {"mesh_shape": mesh_shape}, "model")
+    return validate(Model, read_saved(folder)["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
 def _describe_model(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:

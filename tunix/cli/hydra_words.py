@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tunix.base.errors import UserError, did_you_mean
 from tunix.cli.foreign import find_key
 from tunix.cli.mistakes import unknown_key
-from tunix.cli.saved import upgrade
+from tunix.cli.saved import read_saved
 from tunix.config import Config
 from tunix.config.values import CONF
 
@@ -99,8 +99,7 @@ def compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
         conf/ + choices -> parts of the groups ----+
         RUN_DIR/config.yaml -> brought up to date -+-> + keys -> config
     """
-    values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    saved = OmegaConf.create(upgrade(values))
+    saved = OmegaConf.create(read_saved(run_dir))
     groups = [word for word in given if (CONF / word.key_or_group).is_dir() and isinstance(word.value(), str)]
     sets = [word for word in groups if str(word.package or "").startswith(SETS)]
     groups = [word for word in groups if word not in sets]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from omegaconf import OmegaConf
 
@@ -10,6 +10,7 @@ from tunix.base.buckets import is_address
 from tunix.base.disk import list_numbers
 from tunix.base.errors import UserError
 from tunix.cli.mirrored import find_mirrored, mirror_run, split_step
+from tunix.cli.saved import load_saved
 from tunix.config.values import CONF
 
 OUTPUTS = Path("outputs")
@@ -50,14 +51,17 @@ def find_resume_point(value: str, project: str | None) -> tuple[Path, int | None
     if path.parent.name == "checkpoints" and path.name.isdigit():
         path, step = path.parent.parent, int(path.name)
     if not (path / "config.yaml").is_file():
-        raise UserError(f"resume={value}: {path} is not a run's folder (it has no config.yaml)")
+        # Something inside a run's folder, like RUN_DIR/checkpoints or RUN_DIR/checkpoints/STEP/state.
+        parents = path.parents[:3] if path.exists() else ()
+        above = next((each for each in parents if (each / "config.yaml").is_file()), None)
+        hint = f"; did you mean resume={above}?" if above else ""
+        raise UserError(f"resume={value}: {path} is not a run's folder (it has no config.yaml){hint}")
     return path, step
 
 
 def saved_home(run_dir: Path) -> str | None:
     """Return the `checkpoint.folder` of a run's saved config."""
-    saved: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    return saved.get("checkpoint", {}).get("folder")
+    return load_saved(run_dir).get("checkpoint", {}).get("folder")
 
 
 def find_checkpoints(run_dir: Path, choice: Sequence[int] | Literal["all"], key: str) -> list[tuple[int, str]]:

@@ -4,9 +4,11 @@ The value of a new key here is not its default in conf/. It is the value with wh
 computes what it computed then. So a resumed run goes on with the same digits when a default changes.
 """
 
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config.values import CONF
@@ -74,6 +76,43 @@ ADDED: dict[str, Any] = {
 }
 # Keys that are gone, with their new form for people who type them.
 GONE = {"logging.tensorboard": "logging.sinks=[jsonl,tensorboard] names what is written"}
+# Sections that the saved config of every version has.
+SECTIONS = (
+    "model", "data", "loading", "tokenizer", "task", "training", "optimizer", "scheduler", "checkpoint", "evaluation",
+    "logging", "profile", "distributed", "launcher", "plan",
+)  # fmt: skip
+
+
+def read_saved(run_dir: Path) -> dict[Any, Any]:
+    """Read the saved config of a run's folder, in today's form.
+
+    Raises:
+        UserError: the file cannot be read, or is not the whole config of a run.
+    """
+    values = load_saved(run_dir)
+    for name in SECTIONS:
+        if not isinstance(values.get(name), dict):
+            raise _explain_damage(run_dir, f"it has no section {name}")
+    return upgrade(values)
+
+
+def load_saved(run_dir: Path) -> dict[Any, Any]:
+    """Read the saved config of a run's folder as it is written; raises `UserError` where the file cannot be read."""
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    except OSError as error:
+        raise _explain_damage(run_dir, error.strerror) from None
+    except (ValueError, YAMLError):
+        raise _explain_damage(run_dir, "it is not YAML") from None
+    if not isinstance(values, dict):
+        raise _explain_damage(run_dir, "it has no sections")
+    return values
+
+
+def _explain_damage(run_dir: Path, damage: str | None) -> UserError:
+    file, copy = run_dir / "config.yaml", run_dir / ".hydra" / "config.yaml"
+    way_out = f"; cp {copy} {file} restores it" if copy.is_file() else ""
+    return UserError(f"{file} is damaged ({damage}){way_out}")
 
 
 def upgrade(values: dict[Any, Any]) -> dict[Any, Any]:

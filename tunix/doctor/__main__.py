@@ -114,7 +114,7 @@ def show(diagnosis: Diagnosis) -> None:
         console.print(MARKS[finding.status], f"{finding.check:16}", end=" ")
         console.print(f"{processes}{finding.says}", markup=False)
     errors = sum(finding.status == "error" for finding, _ in lines)
-    verdict = "fit to train" if diagnosis.is_fit else f"not fit to train, {errors} errors"
+    verdict = "fit to train" if diagnosis.is_fit else f"not fit to train, {errors} error{'s' * (errors > 1)}"
     console.print(f"{num_processes} process(es): {verdict}")
 
 

@@ -53,8 +53,8 @@ def _find_folders(source: str) -> list[tuple[Path, bool]]:
         steps = list_numbers(run[0] / "checkpoints")
         wanted = steps if run[1] is None else [run[1]]
         if not steps or not set(wanted) <= set(steps):
-            listed = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"checkpoint={source}: there is no such checkpoint; {run[0]} has {listed}")
+            listed = f"the run has {', '.join(map(str, steps))}" if steps else f"{run[0]} has none yet"
+            raise UserError(f"checkpoint={source}: there is no such checkpoint; {listed}")
         return [(run[0] / "checkpoints" / str(step), True) for step in wanted]
     folder = Path(source).expanduser()
     if not (folder / FILE).is_file():

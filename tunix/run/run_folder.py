@@ -198,11 +198,14 @@ def write_config(job: compose.Job, folder: Path) -> None:
 def _write_environment(folder: Path) -> None:
     """Write environment.json; a resumed run adds its environment to the list `resumed`."""
     path = folder / "environment.json"
-    if not path.exists():
-        write_whole(path, json.dumps(describe_environment(), indent=1))
-        return
-    record = json.loads(path.read_text())
-    record.setdefault("resumed", []).append(describe_environment())
+    record = describe_environment()
+    if path.exists():
+        try:
+            first = json.loads(path.read_text())
+            first.setdefault("resumed", []).append(record)
+            record = first
+        except (ValueError, AttributeError) as error:
+            log.warning("%s is damaged (%s): it is written anew", path, error)
     write_whole(path, json.dumps(record, indent=1))
 
 
