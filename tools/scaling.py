@@ -17,7 +17,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.costs.derived import derive
 from tunix.costs.links import BUS_FACTORS
 from tunix.costs.program_cache import find_program
-from tunix.models.exchanges import repeats_of
+from tunix.models.exchanges import count_repeats
 from tunix.sharding.dims import EXPERTS, axis_names
 from tunix.sharding.mesh_shape import count_devices
 
@@ -99,7 +99,7 @@ def of_tp(sizes: Sizes, num_devices: int) -> float:
 def of_cp(sizes: Sizes, num_devices: int) -> float:
     """What fsdp sends; in each layer queries, results, keys and values of own tokens, three times; segment ids."""
     model, tokens = sizes.cfg.model, sizes.cfg.training.seq_len
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads * repeats_of(model.num_kv_heads, num_devices)
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads * count_repeats(model.num_kv_heads, num_devices)
     exchanged = 3 * model.num_layers * heads * model.head_dim * tokens / num_devices * SIXTEEN_BITS
     return of_fsdp(sizes, num_devices) + _share(num_devices) * (exchanged + 4 * tokens)
 

@@ -17,7 +17,7 @@ from tunix.costs.derived import derive
 from tunix.costs.devices import device_kinds, peak_tflops
 from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.products import product
-from tunix.models.remat import Remat, keep_policy
+from tunix.models.remat import Remat, make_policy
 from tunix.sharding.arrays import to_global
 from tunix.sharding.dims import axis_names
 from tunix.sharding.equations import Equation
@@ -139,7 +139,7 @@ def test_scales_are_kept_with_products(capsys):
         def loss(x, w):
             return jnp.sum(jnp.sin(product(equation, x, layout.gather(w, equation), layout, "fp8")))
 
-        policy = keep_policy(Remat("dots"))
+        policy = make_policy(Remat("dots"))
         jax.ad_checkpoint.print_saved_residuals(
             jax.checkpoint(loss, policy=policy), jnp.ones((2, 4, 8)), jnp.ones((8, 6))
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Jaxpr
 
-from tunix.models.attention import NEAR_BLOCK, SPANS, _near, _triangle, plain, query_block
+from tunix.models.attention import NEAR_BLOCK, SPANS, _near, _triangle, choose_query_block, plain
 from tunix.models.seen import seen_in_row
 
 HEADS, DIM = 2, 8
@@ -45,7 +45,7 @@ def test_pairs_that_are_computed(length):
 
     The forward pass has two products of a pair. The backward pass has five: the scores again, and four gradients.
     """
-    block = query_block(length)
+    block = choose_query_block(length)
     ends = range(block, length + 1, block)
     pairs = {_triangle: block * sum(ends), partial(_near, span=SPANS[0]): length * (SPANS[0] + NEAR_BLOCK)}
     q, k, v, segments = row(length)

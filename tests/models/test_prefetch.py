@@ -5,7 +5,7 @@ import pytest
 from support.harness import batch, program
 
 from tunix.base.errors import UserError
-from tunix.training.losses import loss_kind
+from tunix.training.losses import find_loss_kind
 from tunix.training.overlap import keep_known_options
 
 MESHES = {
@@ -33,7 +33,7 @@ def test_no_gathered_weight_is_kept():
 
     def shapes(*words: str) -> list[tuple[int, ...]]:
         small = program("model.mesh_shape=[[8],[fsdp]]", "training.remat=dots", *words)
-        loss, rows = loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+        loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
 
         def kept(params):
             return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]

@@ -15,7 +15,7 @@ from tunix.base.errors import UserError
 from tunix.config.kernel_tables import KERNELS
 from tunix.models import products
 from tunix.models.seen import seen_in_row
-from tunix.training.losses import loss_kind
+from tunix.training.losses import find_loss_kind
 
 ONE = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
 
@@ -64,7 +64,7 @@ def count(jaxpr, primitive: str) -> int:
 def gradient(*overrides: str):
     """The program of the gradient of a small model, as JAX traces it."""
     small = program(*ONE, *overrides)
-    loss, rows = loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+    loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
     with jax.set_mesh(small.mesh):
         return jax.make_jaxpr(jax.grad(lambda params: loss(small.arch.module(params), rows, None).objective))(
             small.state["params"]
@@ -122,7 +122,7 @@ def test_the_kernel_on_ranges_keeps_sums_beside_outputs(remat, monkeypatch):
     """Without the sums its forward pass would run again. Rows of 32 tokens are filled up to 128."""
     monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))  # as in test_flash.py
     small = program(*ONE, "model.attention=test_flash:interpreted", f"training.remat={remat}")
-    loss, rows = loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+    loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
 
     def kept(params):
         return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
@@ -152,7 +152,7 @@ def test_gathered_weights_are_not_kept():
 
     def weights(remat: str) -> int:
         small = program("model.mesh_shape=[[8],[fsdp]]", f"training.remat={remat}")
-        loss, rows = loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+        loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
 
         def kept(params):
             return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]

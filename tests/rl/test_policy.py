@@ -12,8 +12,8 @@ from tunix.config.task import Grpo
 from tunix.rl.advantages import ADVANTAGES, has_signal
 from tunix.sharding.arrays import to_global
 from tunix.training.mesh_choices import build_layout, build_mesh
-from tunix.training.policy import compute_gains, divide, policy_loss
-from tunix.training.scores import Largest, Mean, add_sums, report_sums, token_log_probs
+from tunix.training.policy import compute_gains, policy_loss, weigh_answers
+from tunix.training.scores import Largest, Mean, add_sums, compute_token_log_probs, report_sums
 from tunix.training.state import describe
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -60,7 +60,7 @@ class World:
             batch = self.on_device(self.fields)
 
             def log_probs(params):
-                return token_log_probs(arch.module(params), batch, None, chunk_size=64)[0]
+                return compute_token_log_probs(arch.module(params), batch, None, chunk_size=64)[0]
 
             self.log_probs = np.asarray(jax.jit(log_probs)(self.params))
             self.probabilities = np.exp((self.log_probs * self.mask).sum(1))
@@ -224,7 +224,9 @@ def test_a_step_in_microbatches_has_the_same_gradient():
 
 
 def test_divisors():
-    shares = {name: divide(jnp.array(MASK), task(divide_by=name), 10) for name in ("tokens", "answers", "constant")}
+    shares = {
+        name: weigh_answers(jnp.array(MASK), task(divide_by=name), 10) for name in ("tokens", "answers", "constant")
+    }
     assert [float(weights.sum()) for _, weights in shares.values()] == [5, 2, 20]
     np.testing.assert_allclose(shares["answers"][0], [[1 / 3], [1 / 2]])
     np.testing.assert_array_equal(shares["tokens"][0], shares["constant"][0])

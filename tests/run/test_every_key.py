@@ -29,7 +29,7 @@ from tunix.run.compatible import check_same
 from tunix.sharding.equations import Equation
 from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
-from tunix.training.losses import loss_kind
+from tunix.training.losses import find_loss_kind
 from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.program import abstract_batch, assemble
@@ -85,7 +85,7 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
     def use() -> None:
         for cfg in configs:
             TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg)).stages(10)
-            loss_kind(cfg)
+            find_loss_kind(cfg)
 
     return use
 

@@ -68,7 +68,7 @@ OPTIMIZERS = (Signs, """,
     ),
     "a loss": entry(
         "tunix/training/losses.py",
-        "def loss_kind(",
+        "def find_loss_kind(",
         """\
 def _make_twice(cfg):
     once = LOSSES["next_token"].make(cfg)
@@ -83,7 +83,7 @@ def _make_twice(cfg):
 LOSSES["twice"] = LOSSES["next_token"]._replace(make=_make_twice)
 
 
-def loss_kind(""",
+def find_loss_kind(""",
     ),
     "a field of a batch": entry(
         "tunix/training/losses.py",

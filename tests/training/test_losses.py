@@ -14,7 +14,7 @@ from tunix.data.batch import FIELDS, Field, empty_example
 from tunix.models.block import Block
 from tunix.sharding.arrays import to_global
 from tunix.training.chunks import count_chunk_positions
-from tunix.training.losses import LOSSES, Loss, LossKind, loss_kind, next_token_loss, token_log_probs
+from tunix.training.losses import LOSSES, Loss, LossKind, compute_token_log_probs, find_loss_kind, next_token_loss
 from tunix.training.program import abstract_batch
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -23,7 +23,7 @@ ONE_LAYER = ["model.num_layers=1", "model.global_every=1"]
 
 def unlikely_sequences(model, batch, seed):
     """A dummy: the mean over sequences of each one's probability to be wrong somewhere, weighted by a field of its own."""
-    log_probs = jnp.sum(token_log_probs(model, batch, seed, chunk_size=16)[0] * batch["loss_mask"], axis=1)
+    log_probs = jnp.sum(compute_token_log_probs(model, batch, seed, chunk_size=16)[0] * batch["loss_mask"], axis=1)
     share = batch.get("share", jnp.ones_like(log_probs))  # [B]
     loss = jnp.sum((1 - jnp.exp(log_probs)) * share)
     return Loss(loss, jnp.sum(share), {"loss": loss, "log_prob": jnp.sum(log_probs * share)})
@@ -82,8 +82,8 @@ def test_log_probabilities_of_tokens_are_those_of_the_logits():
         def compute(params):
             model = one.arch.module(params)
             logits = model(rows["tokens"], rows["positions"], rows["segment_ids"])
-            loss = loss_kind(one.cfg).make(one.cfg)(model, rows, None)
-            return token_log_probs(model, rows, None, chunk_size=8)[0], jax.nn.log_softmax(logits), loss
+            loss = find_loss_kind(one.cfg).make(one.cfg)(model, rows, None)
+            return compute_token_log_probs(model, rows, None, chunk_size=8)[0], jax.nn.log_softmax(logits), loss
 
         found, shares, loss = compute(one.state["params"])
         expected = np.take_along_axis(np.asarray(shares), np.asarray(rows["targets"])[..., None], -1)[..., 0]
@@ -127,7 +127,7 @@ def test_the_gradient_of_the_table_is_added_up_in_float32():
     """Products are bfloat16. The loop over chunks carries the sum [V, D]."""
     small = program(*ONE, "training.mixed_precision=bf16", "training.loss_chunk_size=8")
     rows = {name: leaf[0] for name, leaf in batch(sequences=2).items()}
-    loss = loss_kind(small.cfg).make(small.cfg)
+    loss = find_loss_kind(small.cfg).make(small.cfg)
     with jax.set_mesh(small.mesh):
         traced = jax.make_jaxpr(jax.grad(lambda params: loss(small.arch.module(params), rows, None).objective))(
             small.state["params"]

@@ -27,7 +27,7 @@ from tunix.evaluate import evaluate
 from tunix.models.paths import named
 from tunix.rl.pair_reference import digest_weights
 from tunix.training.preferences import preference_loss, sum_answers
-from tunix.training.scores import token_log_probs
+from tunix.training.scores import compute_token_log_probs
 
 TRL = json.loads((ROOT / "tests" / "training" / "trl" / "losses.json").read_text())
 TASK = compose(["task=dpo", "data=pairs", "data.paths=[none]", f"task.beta={TRL['beta']}"]).config.task
@@ -79,7 +79,7 @@ class Policy:
         return stacked(table)
 
     def _sides(self, params, batch):
-        log_probs, _ = token_log_probs(self.model.arch.module(params), batch, None, chunk_size=64)
+        log_probs, _ = compute_token_log_probs(self.model.arch.module(params), batch, None, chunk_size=64)
         return sum_answers(log_probs * batch["loss_mask"], batch)
 
     def loss(self, params, batch, task):

@@ -10,7 +10,7 @@ from support.harness import SGD, batch, program
 
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import keeping_axes
-from tunix.training.losses import loss_kind
+from tunix.training.losses import find_loss_kind
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 TOLERANCE = 1e-5  # float32; sums in another order
@@ -172,10 +172,10 @@ def test_what_is_kept_and_where_leaves_the_result_unchanged(words, reference):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_scores_of_long_sequences_are_not_kept(remat, reference, monkeypatch):
     """Of more tokens than a block of queries; the result is the same."""
-    monkeypatch.setattr("tunix.models.attention.query_block", lambda length: 4)
+    monkeypatch.setattr("tunix.models.attention.choose_query_block", lambda length: 4)
     blocked = program(*ONE, *CLIPPED, f"training.remat={remat}")
     assert_same(blocked.run(batch(), steps=3), reference)
-    loss, rows = loss_kind(blocked.cfg).make(blocked.cfg), {name: leaf[0] for name, leaf in batch().items()}
+    loss, rows = find_loss_kind(blocked.cfg).make(blocked.cfg), {name: leaf[0] for name, leaf in batch().items()}
 
     def kept(params):
         return jax.vjp(lambda params: loss(blocked.arch.module(params), rows, None).objective, params)[1]

@@ -12,7 +12,7 @@ from tunix.config import Config, Model
 from tunix.config.exchange_tables import EXPERT_EXCHANGES
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.transfers import count_part_rows, find_shard_shape
-from tunix.models.attention import query_block
+from tunix.models.attention import choose_query_block
 from tunix.models.delta_rule import CHUNK
 from tunix.models.exchanges import choose_exchange, is_in_blocks
 from tunix.models.expert_exchanges import buffer_rows_per_token
@@ -82,7 +82,7 @@ def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
     kernels = {choose_kernel(model.attention, each.dim, layout.compute, model.attention_options).name for each in kinds}
     if is_in_blocks(choose_exchange(model, mesh.shape).name) or "xla" in kernels:
-        inside += heads * min(length, query_block(length)) * tokens * (4 + item)
+        inside += heads * min(length, choose_query_block(length)) * tokens * (4 + item)
     if model.linear_attention is None:
         return inside
     numbers = _count_linear_numbers(model, length, own)  # float32

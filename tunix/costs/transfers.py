@@ -14,11 +14,11 @@ from tunix.config import Config, DeviceKind
 from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.mixers import HeadSizes
 from tunix.costs.links import Group, collective_s
-from tunix.models.exchanges import choose_exchange, repeats_of
+from tunix.models.exchanges import choose_exchange, count_repeats
 from tunix.sharding.dims import axis_names, token_axes
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, token_shards
-from tunix.training.losses import loss_kind
+from tunix.training.losses import find_loss_kind
 from tunix.training.mesh_choices import read_remat
 from tunix.training.program import Program
 from tunix.training.state import Weight
@@ -134,7 +134,7 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
         yield Transfer("all-gather", layout.stream_axes, times * (joined + joined // pipeline.num_stages), False)
     # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
-    fields = sum(field.dims == "ABT" for field in loss_kind(cfg).fields.values())
+    fields = sum(field.dims == "ABT" for field in find_loss_kind(cfg).fields.values())
     batch = pipeline.num_microbatches * cfg.training.sequences_per_shard * own_tokens * 4
     yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=False)
     if pipeline.num_chunks > 1:
@@ -210,7 +210,7 @@ def swap_heads(cfg: Config, heads: LocalHeads, runs_again: bool) -> Transfer:
 
     `runs_again` is true where the backward pass runs a whole stage once more.
     """
-    keys = heads.keys * repeats_of(heads.keys, heads.num_devices)
+    keys = heads.keys * count_repeats(heads.keys, heads.num_devices)
     # Forward, once more where they are not kept, and backward the same in the other direction.
     times = 2 + read_remat(cfg.training).computes_again("exchange") + runs_again
     num_bytes = round(times * 2 * (heads.queries + keys) * heads.numbers * heads.itemsize)

@@ -68,7 +68,7 @@ def attend(
 # without a name is computed again.
 
 
-def query_block(length: int) -> int:
+def choose_query_block(length: int) -> int:
     """Return the number of queries in a block of the plain kernel: an eighth of the sequence, within bounds.
 
     A smaller block has fewer keys that none of its queries sees, and more blocks make a longer program.
@@ -98,7 +98,7 @@ def plain(
     window too. The window is data, so that a scan over layers is one program: it has both ways once, at any depth.
     """
     length = q.shape[1]
-    if length <= query_block(length):
+    if length <= choose_query_block(length):
         out = _weigh_values(q, k, v, seen.mask(), cap, with_sums)
         return checkpoint_name(out, "attention")
     assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
@@ -117,7 +117,7 @@ def _triangle(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, cap: float | None = None, with_sums: bool = False
 ) -> Any:
     """Let each block of queries attend to all keys up to its own end; see `plain`."""
-    length, size = q.shape[1], query_block(q.shape[1])
+    length, size = q.shape[1], choose_query_block(q.shape[1])
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
     def one_block(start, q, k, v, seen):
@@ -154,7 +154,7 @@ def _near(
     """
     length, num_earlier = q.shape[1], span // NEAR_BLOCK
     count = -(-length // NEAR_BLOCK)
-    unseen = 2 * count * NEAR_BLOCK  # a place behind all queries
+    unseen = 2 * count * NEAR_BLOCK  # a place behind all queries, which none of them sees: attention is causal
 
     def split(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
         """[.., T, ..] -> [blocks, .., tokens of a block, ..]."""
@@ -211,6 +211,8 @@ def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
     grouped = q.reshape(batch, length, k.shape[2], -1, dim)
     scores = jnp.einsum("btkgh,bskh->bktgs", grouped, k, preferred_element_type=jnp.float32)
+    # The least finite number, not -inf: a token that fills a block up may see no key, and a softmax of nothing but -inf
+    # is not a number.
     scores = jnp.where(mask[:, :, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("bktgs,bskh->btkgh", weights, v).reshape(batch, length, num_heads, -1)

@@ -117,6 +117,7 @@ class Block(nnx.Module):
         """Return [B, t, D], the cache, and numbers for the loss; `inputs` [B, t, p] are those of the layer."""
         with jax.named_scope("attention"):
             h, cache = self.attention(self.pre_attention(x), positions, rope, mix, noise)
+            # Both branches start from the residual stream and add to it: x + attention(norm(x)), then x + mlp(norm(x)).
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         with jax.named_scope("mlp"):
             h, sums = self.mlp(self.pre_mlp(x), noise)

@@ -33,6 +33,7 @@ class Embedding(nnx.Module):
 
     def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
         """Return the logits [B, T, V] float32 of x [B, T, D], divided and capped if the family does so."""
+        # float32 behind the product: exp and the sum over V of the loss need more digits than bfloat16 has.
         logits = product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
         logits = logits if self.divisor == 1 else logits / self.divisor
         return soft_cap(logits, self.cap)

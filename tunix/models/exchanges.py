@@ -75,7 +75,7 @@ def is_in_blocks(name: str) -> bool:
     return name != "none" and CP_EXCHANGES[name].in_blocks
 
 
-def repeats_of(num_kv_heads: int, num_devices: int) -> int:
+def count_repeats(num_kv_heads: int, num_devices: int) -> int:
     """Return how often each key/value head is repeated so that the devices divide the heads."""
     return num_devices // math.gcd(num_devices, num_kv_heads)
 
@@ -101,7 +101,7 @@ def swap_tokens_for_heads(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array,
     its query heads need, and no byte more.
     """
     axes = token_axes()
-    repeats = repeats_of(k.shape[2], jax.lax.axis_size(axes))
+    repeats = count_repeats(k.shape[2], jax.lax.axis_size(axes))
 
     def gather_tokens(x: jax.Array) -> jax.Array:
         swapped = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)

@@ -99,6 +99,7 @@ def exchange_by_gather(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.
     x, experts, shares = (jax.lax.all_gather(each, own.axes, tiled=True) for each in tokens)
     group = experts.reshape(-1) - jax.lax.axis_index(own.axes) * own.num_experts  # numbers from the first own expert on
     group = jnp.where((group >= 0) & (group < own.num_experts), group, own.num_experts)
+    # A row for each choice of a token, also of experts elsewhere: those have no group, and results of 0.
     rows = jnp.repeat(x, experts.shape[1], axis=0)
     if own.weighs_inputs:
         rows, shares = rows * shares.reshape(-1, 1).astype(rows.dtype), jnp.ones_like(shares)
@@ -124,6 +125,7 @@ def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array
     room = count_rows(num_tokens, per_token, num_devices, own.num_experts, own.room)
     plan = plan_rows(counts, jax.lax.axis_index(own.axes), room)
     if own.room is not None:
+        # Of each expert's tokens, those that come first in the batch are sent, and those behind them are dropped.
         rank = rank_in_group(choices, own_counts)
         choices = jnp.where(rank < plan.sent[choices], choices, num_experts)
     order = jnp.argsort(choices)  # by expert, so by device; what is dropped comes last, and is not sent
@@ -155,6 +157,7 @@ def find_exchange(name: str) -> Exchange:
 
 def count_rows(num_tokens: int, per_token: int, num_devices: int, num_own: int, room: float | None) -> int:
     """Return the rows of the buffer of `exchange_rows`: all that may come, or at most `room` times the mean."""
+    # All tokens of all devices may choose this device's experts; a token chooses an expert once at most.
     most = num_devices * num_tokens * min(per_token, num_own)
     return most if room is None else max(1, min(most, math.ceil(room * num_tokens * per_token)))
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.models.chips import row_in_use
+from tunix.models.chips import find_row_in_use
 from tunix.models.flash_blocks import BLOCKS, Blocks, padded_dim
 from tunix.models.flash_kernels import (
     LOG2_E,
@@ -57,13 +57,14 @@ def flash(
     Each segment of `seen` must be one run of its row. T is filled up to a multiple of 128 and H to the next size that
     `BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests.
     """
-    rows, interpret = blocks or row_in_use(BLOCKS), blocks is not None
+    rows, interpret = blocks or find_row_in_use(BLOCKS), blocks is not None
     length, dim = q.shape[1], padded_dim(rows, q.shape[3])
     # Tokens that fill a row up are a segment of their own: no token of the row sees them.
     segments = jnp.pad(seen.q_segments, [(0, 0), (0, -length % MULTIPLE)], constant_values=-1)
     first, end = first_keys(segments, seen.window), last_queries(segments, seen.window)
     inputs = Inputs(pad_heads(q, dim), pad_heads(k, dim), pad_heads(v, dim), first, end)
     out, log_sums = _attend(inputs, Variant(rows[dim], cap, interpret))
+    # The kernels compute exp2, which is faster, so their sums are log2: nats are log2 / log2(e).
     out = out[:, :length, :, : v.shape[3]]
     return (out, jnp.swapaxes(log_sums, 1, 2)[:, :length] / LOG2_E) if with_sums else out
 

@@ -16,6 +16,7 @@ def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int)
     What rematerialization computes again does not count. `num_active` and `num_trained` are parameters that compute a
     token: of experts, those of as many as a token is sent to.
     """
+    # Three products for each weight: y = x W, and backward dx = dy W^T and dW = x^T dy. A frozen weight needs no dW.
     frozen = max(0, _multiplied(cfg, num_active) - num_trained)
     return 3 * forward_flops_per_token(cfg, num_active, seq_len) - 2.0 * frozen
 
@@ -63,11 +64,13 @@ def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:
         "window": lambda window: np.minimum(context, window),
         "chunk": lambda window: (context - 1) % window + 1,
     }[cfg.local_attention]
+    # Token n of a row sees n tokens; with a window of 4: 1 2 3 4 4 4; with chunks of 4: 1 2 3 4 1 2.
     windows = cfg.windows(seq_len)
     return float(sum(count_local(windows[layer]).mean() for layer in layers))
 
 
 def _multiplied(cfg: Model, num_active: int) -> int:
+    # A lookup multiplies nothing. A tied table is multiplied once, for the logits.
     looked_up = (0 if cfg.tied_head else cfg.vocab_size) + (cfg.context_length if cfg.positions == "learned" else 0)
     rows = 0 if cfg.layer_inputs is None else cfg.vocab_size * cfg.num_layers * cfg.layer_inputs.dim
     return num_active - looked_up * cfg.embed_dim - rows

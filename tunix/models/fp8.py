@@ -71,6 +71,8 @@ def _round(x: jax.Array, dtype: jnp.dtype) -> Rounded:
 def _scale(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the smallest power of two that brings `largest` below the largest power of two of `dtype`."""
     _, exponent = jnp.frexp(largest.astype(jnp.float32))  # largest is less than 2 to this power
+    # e4m3: numbers up to 448, of which 256 = 2^8 is the largest power of two. A largest number of 1000 < 2^10 gets the
+    # scale 2^(10 - 8) = 4, and becomes 250.
     power = exponent - (jnp.finfo(dtype).maxexp - 1)
     # Zeros have any scale. A number that is not finite leaves none in the result, and the step is skipped.
     scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -120, 120))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tunix.models.chips import row_in_use
+from tunix.models.chips import find_row_in_use
 from tunix.models.grouped_blocks import BLOCKS, Block, Blocks
 from tunix.models.kernel_call import call_kernel, shape_like
 
@@ -42,7 +42,7 @@ def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: Blocks | No
     Results of rows behind the last group are undefined, and so are their gradients. With `blocks` given, the kernels
     are interpreted: slow, on any device, for tests.
     """
-    return _multiply(*_vary_alike(rows, w, sizes), blocks or row_in_use(BLOCKS), blocks is not None)
+    return _multiply(*_vary_alike(rows, w, sizes), blocks or find_row_in_use(BLOCKS), blocks is not None)
 
 
 def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:

@@ -11,7 +11,7 @@ from tunix.base.dotted import import_object
 from tunix.base.errors import UserError
 from tunix.config.kernel_tables import GROUPED, KERNELS
 from tunix.models import grouped_blocks
-from tunix.models.chips import row_of_chip
+from tunix.models.chips import find_row_of_chip
 from tunix.models.flash_blocks import BLOCKS
 
 # Dtypes that flash and cuDNN multiply. The tensor cores of a GPU round float32 to fewer bits: such a kernel would be
@@ -74,7 +74,7 @@ def fastest(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, **options: Any)
 
 def _check_flash(device: AbstractDevice | None, head_dim: int, dtype: str) -> str | None:
     """Return why flash does not run or is not exact here; None if it is."""
-    if device is None or row_of_chip(BLOCKS, device.device_kind) is None:
+    if device is None or find_row_of_chip(BLOCKS, device.device_kind) is None:
         return f"flash has block sizes for {', '.join(BLOCKS)}, not for {device.device_kind if device else 'no device'}"
     return _check_heads("flash", head_dim, dtype)
 
@@ -123,7 +123,7 @@ def fastest_grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Arra
 
 def _check_grouped(device: AbstractDevice | None, dtype: str) -> str | None:
     """Return why the grouped kernel does not run or is not exact here; None if it is."""
-    if device is None or row_of_chip(grouped_blocks.BLOCKS, device.device_kind) is None:
+    if device is None or find_row_of_chip(grouped_blocks.BLOCKS, device.device_kind) is None:
         chips, this = ", ".join(grouped_blocks.BLOCKS), device.device_kind if device else "no device"
         return f"the grouped kernel has block sizes for {chips}, not for {this}"
     if dtype not in DTYPES:

@@ -83,6 +83,7 @@ class LatentAttention(nnx.Module):
         """Return keys [B, S, N, H] and values [B, S, N, W] of latents [B, S, C] and the keys of all heads [B, S, R]."""
         both = self.kv_up(latent, noise)
         plain, values = both[..., : self.num_plain], both[..., self.num_plain :]
+        # The rotated part is computed once for a token and repeated for all heads: [B, S, R] -> [B, S, N, R].
         shape = (*plain.shape[:3], shared.shape[-1])
         rotated = jnp.broadcast_to(shared[:, :, None], shape, out_sharding=self.layout.activation("BTNH"))
         return jnp.concatenate([plain, rotated], -1), values

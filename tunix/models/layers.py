@@ -97,6 +97,7 @@ class Matrix(nnx.Module):
         self.equation, self.layout, self.product, self.qtype = Equation(equation), layout, "plain", qtype
         fan_in = math.prod(cfg.dims[letter] for letter in self.equation.summed)
         shape = [cfg.dims[letter] for letter in self.equation.w]
+        # With variance 1 / fan-in, numbers of y have the variance of those of x.
         weight = jax.random.normal(rngs.params(), shape, layout.param) * fan_in**-0.5
         if self.qtype is None:
             self.w = nnx.Param(weight, equation=self.equation)
@@ -158,12 +159,14 @@ class LowRank(nnx.Module):
         fan_in = math.prod(cfg.dims[letter] for letter in self.first.summed)
         a, b = ([cfg.dims[letter] for letter in equation.w] for equation in (self.first, self.second))
         self.a = nnx.Param(jax.random.normal(rngs.params(), a, layout.param) * fan_in**-0.5, equation=self.first)
+        # a is random and b is 0: the update is 0 at first, and b has a gradient. With both at 0 neither would have one.
         self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
 
     def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
         x = self.layout.meet(x, self.first)
         if noise is not None and self.dropout:
             stays = noise.draw(self.place, 1 - self.dropout, x.shape)
+            # Divided by the share that stays, so that the mean of the sum is that without dropout.
             x = jnp.where(reshard(stays, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
         for equation, factor in ((self.first, self.a), (self.second, self.b)):
             x = product(equation, x, self.layout.gather(factor[...], equation), self.layout)

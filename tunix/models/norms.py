@@ -36,8 +36,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         normed = divide_by_rms(x.astype(jnp.float32), self.eps, self.axes)
-        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
-        scaled = normed * _spread(scale, self.equation, self.layout, normed.shape)
+        scaled = _multiply_by_scale(normed, self.offset, self.scale, self.equation, self.layout)
         return checkpoint_name(scaled.astype(x.dtype), "norm")
 
 
@@ -56,19 +55,22 @@ class LayerNorm(nnx.Module):
         # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
         centred = x32 - jnp.mean(x32, -1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
-        scale = self.offset + self.layout.gather(self.scale[...], self.equation)
-        scaled = normed * _spread(scale, self.equation, self.layout, normed.shape)
+        scaled = _multiply_by_scale(normed, self.offset, self.scale, self.equation, self.layout)
         return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
 
 
-def _spread(vector: jax.Array, equation: Equation, layout: Layout, shape: tuple[int, ...]) -> jax.Array:
-    """Repeat a gathered vector, the weight of the equation, for every token: [D] -> [B, t, D].
+def _multiply_by_scale(
+    normed: jax.Array, offset: float, scale: nnx.Param, equation: Equation, layout: Layout
+) -> jax.Array:
+    """Return normed [B, t, D] * (offset + scale [D]), where the scale is the weight of the equation.
 
-    Its gradient is a sum over tokens. The gradient of a product "BtD,D->BtD" is the same sum, but as a product of
-    matrices, before which XLA's CPU backend copies both factors into another order.
+    The scale is repeated for every token before it is multiplied, so its gradient is a sum over tokens. The gradient of
+    a product "BtD,D->BtD" is the same sum, but as a product of matrices, before which XLA's CPU backend copies both
+    factors into another order.
     """
+    gathered = offset + layout.gather(scale[...], equation)
     dims = [equation.y.index(letter) for letter in equation.w]
-    return jax.lax.broadcast_in_dim(vector, shape, dims, out_sharding=layout.activation(equation.y))
+    return normed * jax.lax.broadcast_in_dim(gathered, normed.shape, dims, out_sharding=layout.activation(equation.y))
 
 
 NORMS: dict[str, Any] = {

@@ -72,7 +72,7 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), counts
 
 
-def stage_seeds(layout: Layout, seed: jax.Array | None) -> jax.Array | None:
+def spread_seed(layout: Layout, seed: jax.Array | None) -> jax.Array | None:
     """Return the seed of a microbatch for each stage, [S]; None where nothing is random."""
     if seed is None:
         return None
@@ -168,6 +168,7 @@ class Lanes:
 
     def from_stage(self, condition: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """[S, rows, ...] -> [rows, ...] of the one stage where the condition [S] holds, laid out as `spec`."""
+        # A product with 0 and 1: the choice is a sum over stages, so it is one reduce-scatter where `spec` splits rows.
         letters = "BTD"[: x.ndim - 1]
         return jnp.einsum(f"S,S{letters}->{letters}", condition.astype(x.dtype), x, out_sharding=spec)
 

@@ -53,6 +53,7 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> ja
         halves        a b c A B C - -        a turns with A, b with B, c with C
         neighbours    a A b B c C - -        the last two are left as they are
     """
+    # float32: in bfloat16 the positions 257 and 256 are equal.
     angles = positions[:, :, None, None].astype(jnp.float32) * rope.frequencies
     sin, cos = jnp.sin(angles) * rope.magnitude, jnp.cos(angles) * rope.magnitude
     num_rotated = 2 * rope.frequencies.shape[-1]

@@ -110,10 +110,10 @@ def checkpoint_block(block: Block, remat: Remat) -> Block:
 
     # Blocks are run by scans. There XLA cannot merge the second forward pass with the first one, so the barriers that
     # prevent this merge would only stand in the way of other optimizations.
-    return jax.checkpoint(named, policy=keep_policy(remat), prevent_cse=False)
+    return jax.checkpoint(named, policy=make_policy(remat), prevent_cse=False)
 
 
-def keep_policy(remat: Remat) -> Policy:
+def make_policy(remat: Remat) -> Policy:
     """Return the policy of a row of `REMAT`, as `jax.checkpoint` takes it."""
     products = [f"product.{name}" for name in PROJECTIONS]
     names = [*REMAT[remat.policy], *(name for name in products if _is_kept(name, remat.policy))]

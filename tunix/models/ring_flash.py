@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tunix.models.chips import row_in_use
+from tunix.models.chips import find_row_in_use
 from tunix.models.flash import MULTIPLE, pad_heads
 from tunix.models.flash_blocks import BLOCKS, Blocks, padded_dim
 from tunix.models.flash_kernels import (
@@ -113,10 +113,11 @@ class Flash(NamedTuple):
         """Return the arguments of the kernels for the block of `step`, arrays filled up."""
         first, end = self._ranges(facts, q.shape[1], step)
         k, v = block
-        rows = self.blocks or row_in_use(BLOCKS)
+        rows = self.blocks or find_row_in_use(BLOCKS)
         dim = padded_dim(rows, q.shape[3])
         inputs = Inputs(pad_heads(q, dim), pad_heads(k, dim), pad_heads(v, dim), first, end)
         variant = Variant(rows[dim], self.cap, self.blocks is not None, dtype=jnp.float32)
+        # Step 0 is the own block, and comes as a number of Python. A traced step is one of a scan, and never 0.
         if isinstance(step, int) and step == 0:
             return inputs, variant._replace(suffix="_own")
         return inputs, variant._replace(num_before=q.shape[1], suffix="_before")

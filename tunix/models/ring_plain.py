@@ -124,6 +124,7 @@ class Plain(NamedTuple):
             p = jnp.where(_mask(queries, key_places, key_segments), jnp.exp(scores - log_sums[..., None]), 0)
             dv += jnp.einsum("bqkgs,bqkgh->bskh", p.astype(v.dtype), d_out, preferred_element_type=jnp.float32)
             dp = jnp.einsum("bqkgh,bskh->bqkgs", d_out, v, preferred_element_type=jnp.float32)
+            # The gradient of a softmax: ds_i = p_i (dp_i - sum_j p_j dp_j), whose sum over all keys is `delta`.
             d_scores = p * (dp - delta[..., None])
             if self.cap is not None:
                 d_scores *= 1 - (scores / self.cap) ** 2  # the derivative of the cap, out of its result

@@ -38,7 +38,7 @@ from tunix.models.block_sums import (
 )
 from tunix.models.forward import Forward, Layer, Rows
 from tunix.models.noise import Noise
-from tunix.models.pipeline import run_stages, stage_seeds
+from tunix.models.pipeline import run_stages, spread_seed
 from tunix.models.prefetch import as_variables, scan_ahead
 from tunix.models.remat import Remat, checkpoint_block, join_blocks, scan_blocks
 from tunix.models.router import penalty_names
@@ -60,6 +60,7 @@ class Stack(NamedTuple):
         def make_one(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
             return nnx.split(Block(cfg, layout, self.mixer, self.mlp, nnx.Rngs(key)))
 
+        # `vmap` over keys makes the parameters of all layers as arrays [L, ...], each layer from a key of its own.
         graphdef, params = jax.vmap(make_one)(jax.random.split(rngs.params(), len(self.layers)))
         return nnx.merge(graphdef, params)
 
@@ -169,7 +170,7 @@ class Stacks:
 
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run all layers on stages: parts of the batch go from stage to stage (pipeline.py)."""
-        on_stages = partial(self.run_on_stages, forward=forward._replace(seed=stage_seeds(self.layout, forward.seed)))
+        on_stages = partial(self.run_on_stages, forward=forward._replace(seed=spread_seed(self.layout, forward.seed)))
         layers = {name: self.layers_of(name, forward) for name in dict.fromkeys(run.pattern)}
         rows = self.enter_stages(rows, forward.seed)
         rows, routing = run_stages(on_stages, layers, rows, self.layout, self.parts_per_stage)

@@ -10,7 +10,7 @@ from tunix.costs.hlo import Collective
 from tunix.costs.schedule import KernelData, Speeds
 from tunix.costs.transfers import Transfer, seconds
 from tunix.models import grouped_blocks
-from tunix.models.chips import row_of_chip
+from tunix.models.chips import find_row_of_chip
 from tunix.models.expert_exchanges import choose_expert_exchange, experts_with_room
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
 from tunix.plan.topology import PLATFORM, Cluster
@@ -49,7 +49,7 @@ def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> 
     `sizes` are those of the mesh's axes. Of a ring the pairs are those of the device with the last tokens.
     """
     model, length, num_devices = cfg.model, cfg.training.seq_len, token_shards(sizes)
-    pairs, in_ring, flash_blocks = math.nan, dict[str, float](), row_of_chip(BLOCKS, device_kind)
+    pairs, in_ring, flash_blocks = math.nan, dict[str, float](), find_row_of_chip(BLOCKS, device_kind)
     if flash_blocks is not None:
         windows = model.windows(length)
         with_kernel = [  # that run the kernel
@@ -64,7 +64,7 @@ def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> 
             steps = [computed_pairs_in_ring(own_tokens, num_devices, window, block) for window, block in with_kernel]
             own, *before = np.mean(steps, 0)
             in_ring = {"_own": own, "_before": sum(before) / max(1, len(before))}
-    expert_blocks = row_of_chip(grouped_blocks.BLOCKS, device_kind)
+    expert_blocks = find_row_of_chip(grouped_blocks.BLOCKS, device_kind)
     if expert_blocks is None or not isinstance(model.mlp, ExpertsMlp):
         return KernelData(pairs, in_ring)
     exchange = choose_expert_exchange(model, sizes, PLATFORM).name

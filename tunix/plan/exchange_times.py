@@ -27,8 +27,8 @@ from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.kernel_tables import RING_KERNELS
 from tunix.config.mixers import HeadSizes
 from tunix.costs.transfers import LocalHeads, Transfer, measure_heads, seconds, swap_heads
-from tunix.models.attention import query_block
-from tunix.models.chips import row_of_chip
+from tunix.models.attention import choose_query_block
+from tunix.models.chips import find_row_of_chip
 from tunix.models.exchanges import choose_exchange, is_in_blocks
 from tunix.models.flash_blocks import BLOCKS, blocks_for, computed_pairs, computed_pairs_in_ring
 from tunix.models.kernels import choose_kernel
@@ -145,12 +145,12 @@ def _list_places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterat
 def time_of_ulysses(place: Place, window: int) -> float:
     """Return the seconds of one layer for one microbatch: heads are swapped, and a share of them is computed."""
     cfg, heads, kind = place.cfg, place.heads, place.cluster.kind
-    length, blocks = cfg.training.seq_len, row_of_chip(BLOCKS, kind.name)
+    length, blocks = cfg.training.seq_len, find_row_of_chip(BLOCKS, kind.name)
     swap = swap_heads(cfg, heads, cfg.training.pipeline(place.sizes).runs_again)
     if place.kernel == "flash" and blocks is not None:
         pairs = computed_pairs(length, [window], blocks_for(blocks, place.kind.dim).forward)
     else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
-        pairs = (length + min(length, query_block(length))) * length / 2
+        pairs = (length + min(length, choose_query_block(length))) * length / 2
     times, count = _predict_pair_times(place, place.kernel), pairs * heads.rows * heads.queries / heads.num_devices
     computing_s = count * ((1 + place.again) * times.forward + times.backward)
     return computing_s + seconds(swap, place.sizes, kind, place.cluster.per_node)
@@ -179,7 +179,7 @@ def time_of_ring(place: Place, window: int) -> float:
 def _count_pairs(place: Place, window: int) -> np.ndarray:
     """Return what `count_pairs_in_ring` does, for the kernel of this place."""
     length, num_devices = place.cfg.training.seq_len, place.heads.num_devices
-    blocks = row_of_chip(BLOCKS, place.cluster.kind.name)
+    blocks = find_row_of_chip(BLOCKS, place.cluster.kind.name)
     if place.kernel != "flash" or blocks is None:
         return count_pairs_in_ring(length, window, num_devices)
     block = blocks_for(blocks, place.kind.dim).forward

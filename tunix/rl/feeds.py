@@ -32,7 +32,7 @@ from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
 from tunix.run.metrics import Metrics
 from tunix.training.held_out import HeldOut
-from tunix.training.losses import loss_kind
+from tunix.training.losses import find_loss_kind
 from tunix.training.program import Program
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class CorpusFeed:
 
     def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
         self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
-        self.samples: TrainBatches = TrainBatches(corpus.train, cfg, mesh, loss_kind(cfg).fields)
+        self.samples: TrainBatches = TrainBatches(corpus.train, cfg, mesh, find_loss_kind(cfg).fields)
         self.held_out = HeldOut(cfg, corpus, program.arch, mesh) if corpus.num_held_out else None
         self.sets = {name: HeldOut(cfg, corpus, program.arch, mesh, name) for name in corpus.sets}
 

@@ -30,7 +30,7 @@ from tunix.processes import peers
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.preferences import Sides, sum_answers
 from tunix.training.program import Program
-from tunix.training.scores import token_log_probs
+from tunix.training.scores import compute_token_log_probs
 
 log = logging.getLogger(__name__)
 FORMAT = "1"  # of the files: another number makes all of them anew
@@ -78,7 +78,7 @@ def _write(folder: Path, tables: list[np.ndarray]) -> None:
 def _make_score(cfg: Config, program: Program) -> Any:
     def score(params: Any, rows: Batch) -> Sides:
         model = program.arch.module(params)
-        log_probs, _ = token_log_probs(model, rows, None, chunk_size=cfg.training.loss_chunk_size)
+        log_probs, _ = compute_token_log_probs(model, rows, None, chunk_size=cfg.training.loss_chunk_size)
         sides = sum_answers(log_probs * rows["loss_mask"], rows)
         return Sides(*(reshard(side, PartitionSpec()) for side in sides))
 

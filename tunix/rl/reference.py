@@ -14,7 +14,7 @@ from tunix.inference.start import load_init_from
 from tunix.models.paths import parameter_name
 from tunix.rl.rollouts import Reference
 from tunix.training.program import Program
-from tunix.training.scores import token_log_probs
+from tunix.training.scores import compute_token_log_probs
 
 
 def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
@@ -38,7 +38,7 @@ def _make_scores(cfg: Config, program: Program) -> Any:
         def microbatch(_, rows):
             model = program.arch.module(params)
             chunk, temperature = cfg.training.loss_chunk_size, cfg.sampling.temperature
-            return None, token_log_probs(model, rows, None, chunk_size=chunk, temperature=temperature)[0]
+            return None, compute_token_log_probs(model, rows, None, chunk_size=chunk, temperature=temperature)[0]
 
         return jax.lax.scan(microbatch, None, batch)[1]
 

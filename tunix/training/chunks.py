@@ -21,6 +21,8 @@ def count_chunk_positions(chunk_size: int | str, num_sequences: int, length: int
     """
     if chunk_size != "auto":
         return min(int(chunk_size), length)
+    # Two at least: with one chunk the logits of all rows would exist. Two sequences of 6,000 tokens make 3 chunks, each
+    # of 2,000 positions.
     num_chunks = max(2, math.ceil(num_sequences * length / ROWS))
     return math.ceil(length / num_chunks)
 

@@ -63,6 +63,7 @@ def make_copies(training: Training) -> dict[str, Copy]:
 
 def start_copies(copies: dict[str, Copy], params: Tree) -> dict[str, Any]:
     """Return new copies of the trained parameters as a part of the state: {} or {"copies": {name: tree}}."""
+    # `d=copy.dtype` binds the value now: a lambda sees the variable of the loop as it is when it is called.
     trees = {name: jax.tree.map(lambda p, d=copy.dtype: p.astype(d), params) for name, copy in copies.items()}
     return put_copies(copies, {"copies": trees} if trees else {})
 

@@ -13,7 +13,7 @@ from tunix.data.batches import read_held_out
 from tunix.data.corpus import Corpus
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.tokenizer.vocabulary import bytes_by_token
-from tunix.training.losses import loss_kind
+from tunix.training.losses import find_loss_kind
 from tunix.training.scores import add_sums
 from tunix.training.state import Architecture
 
@@ -25,7 +25,9 @@ class HeldOut:
         num_rows = cfg.training.batch_shape(mesh.shape).num_rows
         sequences = corpus.held_out if name is None else corpus.sets[name]
         arguments = sequences, cfg.evaluation.num_sequences, num_rows
+        # Each process reads the whole set once, so that all of them know the same number of bytes.
         everything = read_held_out(*arguments, list(range(num_rows)))
+        # Bits per byte count the bytes of the predicted text alone, as the loss does: masked targets have none.
         num_bytes = bytes_by_token(corpus.tokenizer)[everything["targets"]]
         self.num_bytes = int((num_bytes * everything["loss_mask"]).sum())
         if self.num_bytes == 0:
@@ -36,7 +38,7 @@ class HeldOut:
                 f"training.seq_len={cfg.training.seq_len} tokens; raise it, hold out more, or set "
                 "data.held_out_fraction=0"
             )
-        self.kind = loss_kind(cfg)
+        self.kind = find_loss_kind(cfg)
         # The whole set rests on the devices: an evaluation is one program, which waits for no data.
         own = read_held_out(*arguments, local_rows(mesh, num_rows))
         self.batches = to_global(add_fields(own, self.kind.fields), mesh)

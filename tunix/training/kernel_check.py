@@ -22,8 +22,10 @@ from tunix.models.seen import seen_in_row
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import data_shards, token_shards
 
-LENGTH, DOCUMENT, WINDOW = 512, 200, 160  # tokens of a row, of each of its documents, of the window
-SIZES = (LENGTH // 2 + 3, 0, 1, LENGTH // 4)  # rows of each expert, of LENGTH rows in all
+# Tokens of a row, of each of its documents, of the window. Documents and windows end within blocks of the kernels,
+# which have 32 to 128 tokens: errors of masks show there.
+LENGTH, DOCUMENT, WINDOW = 512, 200, 160
+SIZES = (LENGTH // 2 + 3, 0, 1, LENGTH // 4)  # rows of each expert: an odd number, none, one; of LENGTH rows in all
 # Largest difference that rounding explains, relative to the largest number: eight times the spacing of the dtype's
 # numbers. Kernels round scores, weights and sums in different orders.
 LIMITS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-14}
@@ -111,7 +113,7 @@ def _compare(
         def attended(q, k, v):
             method = Method(kernel, choose_exchange(model).name, model.attention_options)
             out = attend(q, k, v, seen_in_row(segments, WINDOW), layout, method, kv_letter)
-            return out[0] if model.attention_sinks else out
+            return out[0] if model.attention_sinks else out  # with sinks a kernel also returns its sums
 
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))
         return [out, *pull_back(d_out.astype(dtype))]
@@ -153,5 +155,6 @@ def _compare_products(
 
 def _measure_difference(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the largest difference, relative to the largest number of y; infinity where it is not a number."""
+    # A comparison with NaN is false, so a NaN would pass as a small difference.
     value = jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
     return jnp.where(jnp.isnan(value), jnp.inf, value)

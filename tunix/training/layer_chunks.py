@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.models.dealing import deal_out, take_back
 from tunix.models.pipeline import Lanes
+from tunix.training.state import add_gradients
 
 
 class Chunks:
@@ -94,7 +95,7 @@ class Chunks:
         a choice among all.
         """
         if self.num_chunks == 1:
-            return add(total, more)
+            return add_gradients(total, more)
 
         def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
             own = total[:, 0]
@@ -122,8 +123,3 @@ def _without_chunks(spec: PartitionSpec) -> PartitionSpec:
     """Return the spec of [S, layers, ...] for that of [S, v, layers, ...]."""
     front, _, *others = spec.partitions
     return PartitionSpec(front, *others, reduced=spec.reduced, unreduced=spec.unreduced)
-
-
-def add(total: Any, more: Any) -> Any:
-    """Return the sum of two trees of gradients in the dtype of the first."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)

@@ -17,7 +17,7 @@ from tunix.sharding.equations import Equation
 NORMS = "layer_norms"  # their name among the numbers of a step
 
 
-def layer_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> dict[str, jax.Array]:
+def compute_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> dict[str, jax.Array]:
     """Return the norms of the leaves of `trees`, such as {"gradient": ...}, keyed `gradient/blocks.attention.q.w`.
 
     `weights` is the tree of `Weight` of what is trained. A weight that is stacked over layers gives a norm for each
@@ -31,11 +31,14 @@ def layer_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> di
     }
 
 
-def norms_if_due(is_due: jax.Array, weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> dict[str, jax.Array]:
-    """Return `layer_norms` where they are due in a step, else zeros in their place."""
-    shapes = jax.eval_shape(partial(layer_norms, weights), trees)
+def compute_norms_if_due(
+    is_due: jax.Array, weights: dict[str, Any], trees: dict[str, dict[str, Any]]
+) -> dict[str, jax.Array]:
+    """Return `compute_norms` where they are due in a step, else zeros in their place."""
+    # Both ways of a condition must return equal shapes; a step between two due ones reads none of the trees.
+    shapes = jax.eval_shape(partial(compute_norms, weights), trees)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.cond(is_due, partial(layer_norms, weights), lambda _: zeros, trees)
+    return jax.lax.cond(is_due, partial(compute_norms, weights), lambda _: zeros, trees)
 
 
 def _compute_norm(x: jax.Array, equation: Equation) -> jax.Array:

@@ -24,8 +24,8 @@ from tunix.training.scores import (
     Scores,
     Sums,
     add_block_sums,
+    compute_token_log_probs,
     sum_over_tokens,
-    token_log_probs,
 )
 
 __all__ = [
@@ -35,9 +35,9 @@ __all__ = [
     "LossKind",
     "Mean",
     "add_block_sums",
-    "loss_kind",
+    "compute_token_log_probs",
+    "find_loss_kind",
     "next_token_loss",
-    "token_log_probs",
 ]
 
 
@@ -110,7 +110,7 @@ LOSSES = {
 }
 
 
-def loss_kind(cfg: Config) -> LossKind:
+def find_loss_kind(cfg: Config) -> LossKind:
     """Return the row of the table that `task.loss` or else the task names, or a row made of the user's own loss."""
     name = cfg.task.loss or cfg.task.default_loss  # a task has a loss of its own, which task.loss replaces
     if is_dotted(name):

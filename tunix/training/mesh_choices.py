@@ -66,7 +66,7 @@ def _splits_stream(cfg: Config, sizes: Mapping[str, int]) -> bool:
 
 
 def settle_remat(cfg: Config, platform: str | None) -> Config:
-    """Return the config with a policy in place of `training.remat=auto`; `platform` None is not known."""
+    """Return the config with a policy in place of `training.remat=auto`; `platform` is None where it is not known."""
     if cfg.training.remat != "auto":
         return cfg
     policy = REMAT_BY_PLATFORM.get(platform or "", "full")
@@ -90,6 +90,8 @@ def choose_sync(training: Training, mesh: Mesh | AbstractMesh) -> int:
     if every == "auto":
         splits = strategy.gradients and any(sizes[axis] > 1 for axis in keeping_axes())
         every = 1 if splits or data_shards(sizes) == 1 else num_microbatches
+    # In a stream of parts (1F1B) a tick works on parts of two microbatches, whose gradients are added up together: they
+    # are reduced in every tick, or once for all microbatches.
     if training.pipeline(sizes).is_stream and (every > 1 or strategy.gathered_for == "step"):
-        return num_microbatches  # parts of two microbatches are at work in one tick
+        return num_microbatches
     return every

@@ -52,11 +52,12 @@ def _assign_groups(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, A
         decay = 0.0 if weight.equation.is_vector else optimizer.weight_decay  # norms and biases are not pulled to 0
         rate = optimizer.learning_rate
         for index, group in enumerate(optimizer.groups):
-            if re.search(group.params, parameter_name(path)):
+            if re.search(group.params, parameter_name(path)):  # the first group that matches has the parameter
                 used.add(index)
                 decay = decay if group.weight_decay is None else group.weight_decay
                 rate = rate if group.learning_rate is None else group.learning_rate
                 break
+        # A multiple, because the schedule multiplies the direction of all parameters by one rate.
         return _Settings((decay, rate / optimizer.learning_rate))
 
     assigned = jax.tree.map_with_path(settings, weights)
@@ -80,6 +81,7 @@ def make_schedule(scheduler: Scheduler, peak: float, spans: Spans) -> Schedule:
     total_steps = count_steps(spans)
     shape = scheduler.shape.factor(Phases(warmup, max(1, total_steps - warmup), decay, scheduler.final_ratio))
     # Step 0 has a rate above 0, or it would change nothing: it is 1 / warmup of the peak.
+    # Warmup of 4 steps: 1/4, 2/4, 3/4, 4/4 of the peak, and then the shape begins.
     rise = optax.linear_schedule(1 / max(1, warmup), 1.0, max(1, warmup - 1))
     factor = optax.join_schedules([rise, shape], [warmup])
     return lambda step: jnp.asarray(peak * factor(step), jnp.float32)
@@ -113,6 +115,7 @@ def count_phase_steps(scheduler: Scheduler, phase: str, spans: Spans) -> int:
     if steps is not None:
         return steps
     if tokens is not None:
+        # The decay is counted from the end of the run, so it begins with the last span.
         return _count_steps_with(tokens, spans if phase == "warmup" else spans[::-1])
     return round(getattr(scheduler, f"{phase}_ratio") * count_steps(spans))
 

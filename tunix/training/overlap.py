@@ -80,6 +80,7 @@ def keep_known_options(options: Options, mesh: Mesh | AbstractMesh) -> Options:
 
     Options of XLA come and go with its versions. One that is gone makes a step slower; it must not end a run.
     """
+    # XLA has no list of its options to ask: an empty program is compiled with each of them.
     known = {}
     for name, value in options.items():
         try:

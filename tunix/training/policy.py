@@ -63,7 +63,7 @@ def policy_loss(
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
         gains = compute_gains(-scores.nll, batch, task)
-        share, row_weights = divide(mask, task, sampling.max_new_tokens)
+        share, row_weights = weigh_answers(mask, task, sampling.max_new_tokens)
         penalty, block_sums = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
         z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
@@ -120,10 +120,15 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), gap, kl)
 
 
-def divide(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
+def weigh_answers(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
     """Return the share [B, 1] with which the tokens of each answer count, and the weight [B] of each answer.
 
-    The sum of the weights is the divisor of the step.
+    The sum of the weights is the divisor of the step. For answers of 2 and 4 tokens:
+
+        divide_by    share of a token    weights of the answers    each token counts
+        tokens       1, 1                2, 4                      1 / 6
+        answers      1/2, 1/4            1, 1                      1 / 4, 1 / 8
+        constant c   1, 1                c, c                      1 / 2c
     """
     num_tokens = jnp.sum(mask, axis=1)  # of each answer
     is_answer = (num_tokens > 0).astype(jnp.float32)
@@ -140,4 +145,6 @@ def _estimate_kl(difference: jax.Array) -> jax.Array:
 
     `difference` is log-probability of the reference less that of the policy. The estimate is never negative.
     """
+    # With r = p_reference / p_policy, and answers drawn from the policy, the mean of r - 1 is 0. So r - 1 - log r has
+    # the mean of -log r, which is the divergence, with less variance; and r - 1 >= log r.
     return jnp.exp(difference) - 1 - difference

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tunix.config.task import Dpo
 from tunix.data.batch import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
-from tunix.training.scores import ROUTING, Loss, Sums, add_block_sums, token_log_probs
+from tunix.training.scores import ROUTING, Loss, Sums, add_block_sums, compute_token_log_probs
 
 PAIR_FIELDS = {
     **FIELDS,
@@ -39,7 +39,7 @@ def preference_loss(
     model: Transformer, batch: Batch, seed: jax.Array | None = None, *, task: Dpo, chunk_size: int | str
 ) -> Loss:
     """Compute the loss of the pairs of a batch [B, T], summed over pairs; its weight is their number."""
-    per_token, blocks = token_log_probs(model, batch, seed, chunk_size=chunk_size)
+    per_token, blocks = compute_token_log_probs(model, batch, seed, chunk_size=chunk_size)
     with jax.named_scope("loss"):
         log_probs = sum_answers(per_token * batch["loss_mask"], batch)
         reference = sum_answers(batch["reference_log_probs"], batch)

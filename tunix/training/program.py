@@ -22,7 +22,7 @@ from tunix.models.remat import Remat
 from tunix.sharding.arrays import abstract_results
 from tunix.sharding.layout import Layout
 from tunix.training.copies import Copy, make_copies, start_copies
-from tunix.training.losses import LossFn, loss_kind, try_out_loss
+from tunix.training.losses import LossFn, find_loss_kind, try_out_loss
 from tunix.training.mesh_choices import build_layout, choose_sync, find_platform, read_remat, settle_remat
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.overlap import Options, Overlap, choose_overlap, keep_known_options
@@ -114,6 +114,7 @@ class Program:
         """Make the parameters of step 0 without the rest of the state; see `new_state`."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract["params"])
         make = partial(new_state, self.arch, self.optimizer, {}, None)
+        # XLA leaves out what the result does not need: no moments are made.
         params_alone = jax.jit(
             lambda seed, given: make(seed, given)["params"], out_shardings=shardings, donate_argnums=1
         )
@@ -121,7 +122,7 @@ class Program:
 
     def try_out_loss(self) -> None:
         """Raise `UserError` where the loss that a user brings does not work on a microbatch of this program."""
-        batch = abstract_arrays(loss_kind(self.cfg).fields, self.batch._replace(num_microbatches=1), self.mesh)
+        batch = abstract_arrays(find_loss_kind(self.cfg).fields, self.batch._replace(num_microbatches=1), self.mesh)
         rows = jax.eval_shape(lambda batch: {name: leaf[0] for name, leaf in batch.items()}, batch)
         try_out_loss(self.cfg, self.loss_fn, self.arch.module, self.abstract["params"], rows)
 
@@ -178,7 +179,7 @@ def as_stream(program: Program) -> Gradients:
 
 def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes, dtypes and shardings of the batch that a step takes: the fields that the loss needs."""
-    return abstract_arrays(loss_kind(cfg).fields, cfg.training.batch_shape(mesh.shape), mesh)
+    return abstract_arrays(find_loss_kind(cfg).fields, cfg.training.batch_shape(mesh.shape), mesh)
 
 
 def assemble(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None) -> Program:
@@ -208,7 +209,7 @@ def assemble(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None
     copies, guard = make_copies(training), make_guard(training)
     start = partial(start_state, arch, optimizer, copies, guard)
     abstract = abstract_results(mesh, start, abstract_params(arch, mesh))
-    loss_fn = loss_kind(cfg).make(cfg)
+    loss_fn = find_loss_kind(cfg).make(cfg)
     return Program(cfg, mesh, platform, layout, arch, optimizer, loss_fn, overlap, copies, guard, abstract)
 
 

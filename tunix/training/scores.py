@@ -81,6 +81,8 @@ def report_routing(routing: Routing) -> dict[str, jax.Array]:
 
     With a bounded buffer, also the share of all choices that did not fit.
     """
+    # `expert_load` is a mean over layers, though expert 3 of one layer has nothing to do with that of another. A
+    # collapse shows in the largest and the smallest load, each of a single layer.
     loads = routing.load / jnp.mean(routing.load, 1, keepdims=True)
     dropped = {} if routing.dropped is None else {"dropped_share": jnp.sum(routing.dropped) / jnp.sum(routing.load)}
     return {
@@ -160,6 +162,7 @@ def sum_over_tokens(
         # `d_table` is unreduced. To multiply it, a number must be equal on all devices, and of a type that says so.
         own_parts = jax.typeof(d_table).sharding.spec.unreduced
         table_factor = reshard(factor.astype(d_table.dtype), jax.P(reduced=own_parts))
+        # Both gradients are for an objective that counts once. The loss behind it may count more, by `factor`.
         return d_table * table_factor, d_hidden * factor.astype(d_hidden.dtype), None
 
     sum_up.defvjp(forward, backward)
@@ -228,7 +231,7 @@ def _compute_entropy(logits: jax.Array, log_z: jax.Array) -> jax.Array:
     return log_z - jnp.sum(jnp.exp(logits - log_z[..., None]) * logits, -1)
 
 
-def token_log_probs(
+def compute_token_log_probs(
     model: Transformer, batch: Batch, seed: jax.Array | None, *, chunk_size: int | str, temperature: float = 1.0
 ) -> tuple[jax.Array, BlockSums]:
     """Log-probability in nats, [B, T] float32, of each target of a batch under the model, and its blocks' numbers.

@@ -62,12 +62,14 @@ def last_step(training: Training, course: Course, tokens_per_step: int, num_samp
     """
     limits, start, cycle = [], course.start, course.cycle
     if training.max_tokens is not None:
+        # A cycle of `cycle.samples` samples gives `cycle.steps` steps their tokens: max_tokens as a number of samples.
         samples = training.max_tokens * cycle.samples // (tokens_per_step * cycle.steps)
         limits.append(course.last_step_within(samples - start.num_samples))
     if training.num_epochs is not None and num_samples is not None:
         # Samples that are left out belong to their epoch: they bring its end nearer.
         end = math.floor(training.num_epochs * num_samples)
         most = course.last_step_within(max(0, end - start.next_sample))
+        # `next_sample` grows with the step, so the last step that stays within the end is found by bisection.
         steps = range(start.step, most + 1, cycle.steps)
         limits.append(steps[bisect_right(steps, end, key=course.next_sample) - 1])
     limits = [max(1, limit) for limit in limits]

@@ -20,7 +20,7 @@ from tunix.models.transformer import Transformer
 from tunix.sharding.layout import Layout
 from tunix.training.layer_chunks import Chunks
 from tunix.training.scores import LossFn, Sums
-from tunix.training.state import Architecture
+from tunix.training.state import Architecture, keep_trained
 from tunix.training.turns import Turn
 
 # What a stage changes of its rows, and what has a gradient: the residual stream x [..., T, D], and the penalties of the
@@ -214,8 +214,3 @@ class StagedModel:
         spec = self.model.block_layout.activation
         x = self.lanes.on_every_stage(self.outer.layout.join_stream(x), spec("BTD"))
         return reshard(x, PartitionSpec(self.lanes.stage_axes, *spec("BtD")))
-
-
-def keep_trained(tree: Any, is_trained: Any) -> Any:
-    """Return the tree with None in the place of what is frozen."""
-    return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, is_trained)

@@ -72,7 +72,7 @@ class Architecture:
 
     def trained(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Return a tree of parameters with None, which jax passes over, in the place of those that are frozen."""
-        return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, self.is_trained)
+        return keep_trained(tree, self.is_trained)
 
     def merge(self, trained: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
         """Return the tree with the trained parameters in it replaced."""
@@ -105,6 +105,16 @@ class Architecture:
         return count(self.trained_weights, active=True)
 
 
+def keep_trained(tree: Any, is_trained: Any) -> Any:
+    """Return the tree with None in the place of what is frozen; `is_trained` is a tree of bool."""
+    return jax.tree.map(lambda leaf, trained: leaf if trained else None, tree, is_trained)
+
+
+def add_gradients(total: Any, more: Any) -> Any:
+    """Return the sum of two trees of gradients, each in the dtype of the first: float32, also of 16-bit gradients."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
 def count(weights: dict[str, Any], active: bool = False) -> int:
     """Return the parameters in a tree of Weight; with `active`, those that compute each token."""
     return sum(round(weight.size * (weight.used if active else 1)) for weight in jax.tree.leaves(weights))
@@ -117,6 +127,7 @@ def describe(
     cfg: Model, layout: Layout, remat: Remat = KEEP_ALL, parts_per_stage: int | None = None, prefetch: bool = False
 ) -> Architecture:
     """Split the model on shapes only: no array is made. See `Transformer` for the other arguments."""
+    # The layout holds all that matters of the mesh, so models on other meshes with equal layouts are one entry.
     key = cfg.model_dump_json(exclude={"mesh_shape"}), layout, remat, parts_per_stage, prefetch
     if key not in _known:
         if len(_known) > MOST_KNOWN:
@@ -135,6 +146,7 @@ def _describe(cfg: Model, layout: Layout, remat: Remat, parts_per_stage: int | N
         equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
         dtype = variable.get_value().dtype
         used = active_share if EXPERTS in equation.w else 1.0
+        # One dimension more than the equation names: the layers of a stack, [L, ...].
         return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype, used)
 
     def is_trained(path, weight: Weight) -> bool:
@@ -178,6 +190,7 @@ def start_state(
     params: dict[str, Any],
 ) -> State:
     """Return the state of step 0 with these parameters."""
+    # Moments and copies start from parameters in the optimizer's layout: they have this layout through the whole run.
     at_rest = arch.layout.at_rest
     params = jax.tree.map(lambda p, weight: reshard(p, at_rest(weight.equation)), params, arch.weights)
     trained = lay_out_for_optimizer(arch.trained(params), arch)

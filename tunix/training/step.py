@@ -12,11 +12,11 @@ from tunix.data.batch import Batch
 from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
 from tunix.training.balance import move_biases
 from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
-from tunix.training.layer_norms import NORMS, norms_if_due
+from tunix.training.layer_norms import NORMS, compute_norms_if_due
 from tunix.training.optim import Schedule
 from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
 from tunix.training.spikes import SpikeGuard
-from tunix.training.state import Architecture, State, Weight, lay_out_for_optimizer
+from tunix.training.state import Architecture, State, Weight, add_gradients, lay_out_for_optimizer
 
 # (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 Gradients = Callable[[dict, Batch, jax.Array], tuple[dict, jax.Array, Sums]]
@@ -42,9 +42,13 @@ class Update(NamedTuple):
         """Return the norms of each layer of gradients, parameters and their change; zeros between two due steps."""
         if not self.norms_every:
             return {}
-        is_due = (step + 1) % self.norms_every == 0
+        is_due = (step + 1) % self.norms_every == 0  # `step` counts the steps before this one
         change = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o, new, old)
-        return {NORMS: norms_if_due(is_due, arch.trained_weights, {"gradient": grads, "weight": new, "change": change})}
+        return {
+            NORMS: compute_norms_if_due(
+                is_due, arch.trained_weights, {"gradient": grads, "weight": new, "change": change}
+            )
+        }
 
 
 def make_train_step(
@@ -77,7 +81,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             # The one division: `weight` is that of all microbatches on all devices, and sums become means here.
             grads = lay_out_for_optimizer(jax.tree.map(lambda g: g / weight, grads), arch)
-            grad_norm = optax.tree.norm(grads)
+            grad_norm = optax.tree.norm(grads)  # before clipping, which is a part of the optimizer
             trained = arch.trained(state["params"])
             params = lay_out_for_optimizer(trained, arch)
             # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
@@ -169,9 +173,6 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
                 lambda g, weight: layout.sum_gradient(g, spec(weight, own_part=False)), grads, arch.trained_weights
             )
 
-    def add(total, more):
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
-
     def gradients(params, batch, seeds):
         # Where blocks gather their weights, `weights` are at rest: a block's gradient then arrives summed and split.
         weights = params if in_blocks else gather_all(params)
@@ -184,12 +185,12 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
         def microbatch(carry, inputs):
             (_, (weight, sums)), grads = jax.value_and_grad(objective, has_aux=True)(arch.trained(weights), *inputs)
             total, (total_weight, total_sums) = carry
-            return (add(total, grads), (total_weight + weight, add_sums(total_sums, sums))), None
+            return (add_gradients(total, grads), (total_weight + weight, add_sums(total_sums, sums))), None
 
         def group(carry, inputs):
             grads, reported = carry
             (part, reported), _ = jax.lax.scan(microbatch, (zeros(own_part=not in_blocks), reported), inputs)
-            return (add(grads, part if in_blocks else sum_over_devices(part)), reported), None
+            return (add_gradients(grads, part if in_blocks else sum_over_devices(part)), reported), None
 
         # A scan begins with zeros of the shapes that it returns, and the loss decides which sums there are.
         first = jax.tree.map(lambda x: x[0], (batch, seeds))

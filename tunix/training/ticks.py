@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.models.stacks import Rows
-from tunix.training.layer_chunks import add
 from tunix.training.scores import Sums, add_sums
 from tunix.training.staged import StagedModel, Stream, replace_stream, take_stream
+from tunix.training.state import add_gradients
 from tunix.training.turns import Turns
 
 
@@ -76,6 +76,7 @@ class Ticks:
         While the stages fill, they go forward alone; while they empty, backward alone. In between the last stage
         finishes parts, and begins their backward pass.
         """
+        # Without a finished part the last stage begins with zeros, which add nothing to any gradient.
         d_finished = jax.tree.map(jnp.zeros_like, carry.back)
         if forward:
             carry, stream = self._go_forward(carry, now)
@@ -112,7 +113,12 @@ class Ticks:
                 lambda outside, stream: model.loss(outside, stream, part, seed), self.outside, finished, has_aux=True
             )
             d_more, d_finished = vjp(jnp.ones((), jnp.float32))
-            return add(d_outside, d_more), weight + more_weight, add_sums(sums, more), model.spread(d_finished)
+            return (
+                add_gradients(d_outside, d_more),
+                weight + more_weight,
+                add_sums(sums, more),
+                model.spread(d_finished),
+            )
 
         so_far = carry.d_outside, carry.weight, carry.sums
         d_outside, weight, sums, d_finished = self.turns.if_due(is_due, finish, *so_far, nothing)
@@ -125,7 +131,7 @@ class Ticks:
         first stage comes the embedding.
         """
         model, lanes, turn = self.model, self.lanes, self.turns.backward(now, self.stages)
-        place = self.turns.taken_at(now, self.stages) % self.turns.num_kept
+        place = self.turns.taken_at(now, self.stages) % self.turns.num_kept  # [S]
         # Each stage reads another place of its ring: it took these rows 2 (S - 1 - s) ticks ago with one chunk.
         rows = jax.tree.map(
             lambda x: jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x, place), carry.kept
@@ -146,7 +152,7 @@ class Ticks:
             d_first, _ = model.leave(self.is_first, d_before)
             part = self.parts.batch(number)
             (more,) = jax.vjp(lambda outside: model.embed(outside, part), self.outside)[1](d_first)
-            return (add(d_outside, more),)
+            return (add_gradients(d_outside, more),)
 
         (d_outside,) = self.turns.if_due(is_due, enter_again, carry.d_outside)
         return carry._replace(
