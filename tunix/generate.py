@@ -164,7 +164,10 @@ def _read_rows(path: Path, column: str) -> list[Row]:
         raise UserError(f"input={path} is empty")
     for number, row in enumerate(rows, 1):
         if problem := _find_problem(row, column):
-            raise UserError(f"input={path} {problem} in row {number}; column=NAME says which column holds the prompts")
+            columns = f"; row {number} has the columns {', '.join(filter(None, row))}" if isinstance(row, dict) else ""
+            raise UserError(
+                f"input={path} {problem} in row {number}; column=NAME says which column holds the prompts{columns}"
+            )
     return rows
 
 

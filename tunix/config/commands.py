@@ -116,6 +116,11 @@ class Generate(Section):
             raise ValueError("prompt and input are both given; keep one")
         if self.prompt is None and self.input is None and not self.chat:
             raise ValueError("give prompt=TEXT, input=FILE or chat=true")
+        if not self.chat and (self.system or self.chat_template):
+            key = "system" if self.system else "chat_template"
+            raise ValueError(
+                f"{key} is of a chat, and prompts are plain text without one; add chat=true, or drop {key}"
+            )
         return self
 
 
