@@ -12,18 +12,19 @@ from support.installs import cuda_plugin, one_at_a_time
 
 from tunix.plan.ranking import DERIVED_MARGIN
 
+FULL = "training.remat=full"
 AGAIN = 4 / 3  # FLOPs of a step in which blocks compute their forward pass again, as a multiple of the model's
 # Words; the temporary GiB that the step was recorded to need, rounded up; and its FLOPs, as a multiple of the model's.
 PROGRAMS = {
-    "1b on 8": (["model=gemma3_1b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"], 3.45, AGAIN),
+    "1b on 8": (["model=gemma3_1b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]", FULL], 3.45, AGAIN),
     "0.6b that keeps all": (
         ["model=qwen3_0_6b", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]", "training.remat=none"], 4.2, 1.0,
     ),
     "experts on 8": (
         ["model=qwen3_30b_a3b", "model.num_layers=4", "training.seq_len=8192", "plan.topology=h200:8",
-         "model.mesh_shape=[[8],[fsdp]]"], 13.4, AGAIN,
+         "model.mesh_shape=[[8],[fsdp]]", FULL], 13.4, AGAIN,
     ),
-    "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]"], 4.1, AGAIN),
+    "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]", FULL], 4.1, AGAIN),
 }  # fmt: skip
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 

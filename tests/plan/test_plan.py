@@ -30,7 +30,7 @@ from tunix.plan.described_devices import find_backend
 from tunix.plan.exchange_times import count_pairs_in_ring, settle_exchange
 from tunix.plan.open_keys import list_micro_batch_sizes
 from tunix.plan.ranking import _pick_to_compile, rank
-from tunix.plan.text import make_record
+from tunix.plan.text import format_text, make_record
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
@@ -379,6 +379,27 @@ def test_a_budget_keeps_the_most_that_fits():
     assert "training.remat=none; predicted (compiled" in message
     with pytest.raises(UserError, match=r"or raise training.remat_memory_gib"):
         resolve_auto(compose([*budget, "training.remat_memory_gib=1e-6", "plan.num_compiled=0"]).config)
+
+
+@pytest.mark.parametrize(("more_bytes", "policy"), [(1, "dots"), (-1, "full")])
+def test_a_policy_that_keeps_products_where_they_are_known_to_fit(more_bytes, policy, monkeypatch):
+    """By derived memory, in a plan and in a run on the same devices."""
+    cluster, sizes = read_topology("h200:8"), dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
+    needed = derive(compose([*SMALL, "training.remat=dots"]).config, sizes, "gpu").memory
+    share = (needed + more_bytes) / (cluster.kind.memory_gib * 2**30)
+    words = [*SMALL, "model.mesh_shape=[[8],[fsdp]]", f"plan.memory_share={share}", "plan.num_compiled=0"]
+    cfg = compose(words).config
+    ranking = rank(cfg, cluster)
+    assert ranking.fit[0].cfg.training.remat == policy
+    assert f"training.remat={policy}: every mesh" in format_text(ranking, cluster, words)
+    offloaded = compose([*words, "training.offload=activations"]).config
+    assert rank(offloaded, cluster).fit[0].cfg.training.remat == "full"
+
+    assert resolve_auto(cfg) == (cfg, ""), "the memory of CPUs is not known"
+    monkeypatch.setattr("tunix.plan.choice.find_kind", lambda _: cluster.kind)
+    ours, message = resolve_auto(cfg)
+    assert ours.training.remat == policy
+    assert message.startswith(f"training.remat={policy}: a step needs ")
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ REMAT = {
     "attention": ("attention",),
     "full": (),
 }
-# What `training.remat=auto` takes, by platform; elsewhere it is "full", which needs the least memory. A CPU computes
-# slowly and has much memory: benchmarks/results.md has the figures.
+# What `training.remat=auto` takes by platform. Elsewhere it is "full", which needs the least memory, unless "dots" is
+# known to fit (plan/candidates.py). A CPU computes slowly and has much memory: benchmarks/results.md has the figures.
 REMAT_BY_PLATFORM = {"cpu": "dots"}
 
 
@@ -117,8 +117,8 @@ class Training(Section):
     remat: Literal[("auto", "budget", *REMAT)]  # type: ignore[valid-type]
     """What the backward pass computes again: none, only activations and other cheap operations; dots, all but matrix
     products and attention; projections, all but attention, its products and the MLP's last one; attention, all but
-    attention; full, whole blocks. auto is dots on CPUs and full on other devices; budget takes the one that keeps the
-    most and fits into the memory."""
+    attention; full, whole blocks. auto is dots on CPUs; on GPUs it is dots where derived memory fits into
+    plan.memory_share of the device, else full. budget takes the one that keeps the most and fits when compiled."""
     remat_memory_gib: Positive | None
     """remat=budget: memory of a device that the step may take in all, in GiB; null is plan.memory_share of the
     device."""

@@ -17,6 +17,9 @@ from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
 from tunix.plan.topology import PLATFORM, Cluster
 
 GIB = 2**30
+# What `training.remat=auto` takes on devices whose memory is known, where the step fits: the fastest policy, by the
+# predictions of docs/performance.md. Derived memory is more than compiled memory (docs/plan.md), so what fits by it fits.
+REMAT_THAT_FITS = "dots"
 PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
 
 
@@ -163,7 +166,16 @@ def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit
 def make_candidate(
     cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
 ) -> Candidate:
-    """Derive the costs of a mesh, with this value of the key that the config leaves open."""
+    """Derive the costs of a mesh, with this value of the key that the config leaves open.
+
+    `training.remat=auto` becomes `REMAT_THAT_FITS` where the step then fits into a device, else the policy that needs
+    the least memory. Without activations nothing says what fits, so it is the latter.
+    """
+    # Copies of activations to the host take longer than computing them again: the fewer there are the better.
+    if cfg.training.remat == "auto" and with_activations and cfg.training.offload != "activations":
+        fast = make_candidate(_with_remat(cfg, REMAT_THAT_FITS), sizes, choice, cluster)
+        if fast.memory <= cluster.kind.memory_gib * GIB * cfg.plan.memory_share:
+            return fast
     with_mesh, _ = settle_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
     program = find_program(with_mesh, sizes, PLATFORM)
     costs, rollout = derive_costs(program, with_activations), None
@@ -175,6 +187,10 @@ def make_candidate(
         with_batch = program.cfg.model_copy(update={"training": period.training})
         stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations)
     return Candidate(sizes, program.cfg, costs, cluster, rollout, stages=tuple(stages.values()))
+
+
+def _with_remat(cfg: Config, policy: str) -> Config:
+    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": policy})})
 
 
 def list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:

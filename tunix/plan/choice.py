@@ -1,5 +1,5 @@
 """Values that a run leaves open: the mesh (plan.choose_mesh=true), the micro batch (training.micro_batch_size=auto) or
-what blocks keep (training.remat=budget), and the exchange of attention (model.cp_exchange=auto)."""
+what blocks keep (training.remat=budget or auto), and the exchange of attention (model.cp_exchange=auto)."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ import jax
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.costs.devices import find_kind, on_network
-from tunix.plan.candidates import GIB
+from tunix.plan.candidates import GIB, make_candidate
 from tunix.plan.exchange_times import settle_exchange
 from tunix.plan.open_keys import describe_choice, find_open_key, replace_mesh
 from tunix.plan.ranking import explain_no_fit, fix_batch, rank
@@ -30,7 +30,8 @@ def resolve_auto(cfg: Config) -> tuple[Config, str]:
     """
     cfg, chosen = _resolve_planned(cfg)
     cfg, exchange = _resolve_exchange(cfg)
-    return cfg, "; ".join(filter(None, (chosen, exchange)))
+    cfg, remat = _resolve_remat(cfg)
+    return cfg, "; ".join(filter(None, (chosen, exchange, remat)))
 
 
 def _resolve_exchange(cfg: Config) -> tuple[Config, str]:
@@ -47,6 +48,25 @@ def _resolve_exchange(cfg: Config) -> tuple[Config, str]:
     if reason:
         log.info("%s", reason)
     return cfg, reason
+
+
+def _resolve_remat(cfg: Config) -> tuple[Config, str]:
+    """Return the config with the policy that `tunix.plan` would take on this run's devices, and the reason.
+
+    Nothing is compiled. Devices whose memory is not known leave `auto` to their platform (`settle_remat`).
+    """
+    kind = find_kind(jax.devices()[0].device_kind)
+    if cfg.training.remat != "auto" or kind is None:
+        return cfg, ""
+    sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+    candidate = make_candidate(cfg, sizes, None, _describe_cluster(cfg))
+    policy = candidate.cfg.training.remat
+    reason = (
+        f"training.remat={policy}: a step needs {candidate.memory / GIB:.1f} GiB of a device (derived), and may use "
+        f"{cfg.plan.memory_share:.0%} of {kind.memory_gib:g}"
+    )
+    log.info("%s", reason)
+    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": policy})}), reason
 
 
 def _resolve_planned(cfg: Config) -> tuple[Config, str]:

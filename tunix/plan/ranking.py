@@ -48,6 +48,7 @@ class Ranking:
     num_hopeless: int = 0  # and those whose weights, optimizer and gradients alone are too large
     open_key: str | None = None  # key of `training` whose value each mesh chose for itself
     limit_key: str = "plan.memory_share"  # the key that sets the limit
+    chooses_remat: bool = False  # each mesh chose its `training.remat`
 
 
 def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda line: None) -> Ranking:
@@ -99,6 +100,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         num_hopeless,
         find_open_key(cfg),
         "training.remat_memory_gib" if budget_gib else "plan.memory_share",
+        cfg.training.remat in ("auto", "budget"),
     )
 
 

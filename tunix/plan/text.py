@@ -41,10 +41,8 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in candidates if each.note]
     if ranking.global_batch_size:
         lines.append(f"meshes are compared on one global batch, of {ranking.global_batch_size:,} sequences")
-    if ranking.open_key == "remat":
-        lines += [
-            f"{format_mesh_shape(each.sizes)} takes training.remat={each.cfg.training.remat}" for each in candidates
-        ]
+    if ranking.chooses_remat and candidates:
+        lines += _list_remat(candidates)
     for each in candidates:
         if (name := choose_exchange(each.cfg.model, each.sizes).name) not in ("none", "ulysses"):
             lines.append(f"{format_mesh_shape(each.sizes)} takes model.cp_exchange={name}")
@@ -234,6 +232,19 @@ def find_folder(output: str | None) -> Path | None:
         problem = "is write-protected" if above.is_dir() else "is not a folder"
         raise UserError(f"plan.output={output} cannot be written: {above} {problem}; name another folder")
     return folder
+
+
+def _list_remat(candidates: list[Candidate]) -> list[str]:
+    """Return which policy each mesh chose: the most common one in a line without their names."""
+    by_policy: dict[str, list[str]] = {}
+    for each in candidates:
+        by_policy.setdefault(each.cfg.training.remat, []).append(format_mesh_shape(each.sizes))
+    *others, common = sorted(by_policy, key=lambda policy: len(by_policy[policy]))
+    where = "the others" if others else "every mesh"
+    return [
+        *(f"training.remat={policy}: {', '.join(by_policy[policy])}" for policy in others),
+        f"training.remat={common}: {where}",
+    ]
 
 
 def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str]) -> None:
