@@ -18,7 +18,7 @@ from tunix.plan.topology import PLATFORM, Cluster
 
 GIB = 2**30
 # What `training.remat=auto` takes on devices whose memory is known, where the step fits: the fastest policy, by the
-# predictions of docs/performance.md. Derived memory is more than compiled memory (docs/plan.md), so what fits by it fits.
+# predictions of docs/performance.md. Derived memory is more than compiled (docs/plan.md), so what fits by it fits.
 REMAT_THAT_FITS = "dots"
 PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
 
