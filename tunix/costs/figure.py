@@ -61,10 +61,10 @@ def _draw(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> No
             end = min(start + scale * length, left + BARS - 10)
             canvas.rectangle((start, top + 4, end, top + ROW - 6), panel.colours[name])
             start = end
-        at, limit_at = start + 6, left + scale * (panel.limit or 0.0)
-        if at < limit_at < at + font.getlength(bar.words):  # the line of the limit would cross the words
-            at = limit_at + 6
-        canvas.text((at, top + 5), bar.words, INK, font)
+        words_at, limit_at = start + 6, left + scale * (panel.limit or 0.0)
+        if words_at < limit_at < words_at + font.getlength(bar.words):  # the line of the limit would cross the words
+            words_at = limit_at + 6
+        canvas.text((words_at, top + 5), bar.words, INK, font)
         if bar.mark is not None:
             _draw_line(canvas, left + scale * bar.mark, top, top + ROW - 2, INK)
     if panel.limit:
