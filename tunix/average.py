@@ -60,9 +60,10 @@ def list_sources(command: Average) -> list[str]:
     else:
         run = find_run(command.checkpoint)
         if run is None or run[1] is not None or command.steps is None:
+            what = "is no run of tunix" if run is None else "is one checkpoint" if run[1] is not None else "needs steps"
             raise UserError(
-                f"checkpoint={command.checkpoint}: give the folder of a run and steps=[300,400] or steps=all, or "
-                "several checkpoints: checkpoint=[DIR,DIR]"
+                f"checkpoint={command.checkpoint} {what}; give the folder of a run and steps=[300,400] or steps=all, "
+                "or several checkpoints: checkpoint=[DIR,DIR]"
             )
         sources = [folder for _, folder in find_checkpoints(run[0], command.steps, "steps")]
     if len(sources) < 2:

@@ -181,9 +181,11 @@ def _make_index(source: Source, task: Task, facts: list[dict], folder: Path, voc
     left_out = sum((Counter(fact["left_out"]) for fact in facts), Counter())
     num_train, num_held_out = (sum(fact[split]["documents"] for fact in facts) for split in ("train", "held_out"))
     if num_train == 0:
-        reasons = ", ".join(f"{left_out[reason]} {reason}" for reason in ("empty", "not UTF-8", "bad row"))
+        reasons = ", ".join(f"{left_out[kind]} {kind}" for kind in ("empty", "not UTF-8", "bad row") if left_out[kind])
         if num_held_out == 0:
-            raise UserError(f"data.source={source.source}: no document with text in it ({reasons})")
+            raise UserError(
+                f"data.source={source.source}: no document with text in it ({reasons or 'nothing in its files'})"
+            )
         raise UserError(
             f"all {num_held_out} documents are held out; add documents, or lower "
             f"data.held_out_fraction={source.held_out_fraction} (0 holds out none)"
