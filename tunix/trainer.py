@@ -62,7 +62,7 @@ def run(job: compose.Job) -> Result:
     mesh = build_mesh(cfg)
 
     with stopping.listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh), ExitStack() as stack:
-        # Find every mistake before anything is written. A dry run ends with the report of all derived numbers. In
+        # Find every mistake before anything is written. A dry run ends with the report of all derived numbers. In a
         # new run the compiler begins as soon as it knows the program, and works while data and weights are read.
         compiler = stack.enter_context(Compiler(mesh, watchdog))
         setup = set_up(cfg, mesh, chosen, watchdog, compiler, clock)
