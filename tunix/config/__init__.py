@@ -29,6 +29,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+FILTERS = ("top_k", "top_p", "min_p")  # keys of the section sampling that leave tokens out
+
+
 class Config(Section):
     """One run."""
 
@@ -92,12 +95,15 @@ class Config(Section):
                 f"training.seq_len={self.training.seq_len} is more than "
                 f"model.context_length={self.model.context_length}"
             )
+        # A launcher takes exit code 75 for a time limit and starts the job again: a hard stop would have no effect.
         again, hard_stop = self.launcher.again_key, self.training.hard_stop
         if hard_stop is not None and again and (times := getattr(self.launcher, again)):
             raise ValueError(
                 f"training.hard_stop={hard_stop} ends the job with exit code 75, and launcher.{again}={times} starts "
                 f"it again, past that step; set launcher.{again}=0"
             )
+        # What depends on the mesh is checked here if the mesh is known: the user gave its sizes, or a launcher gives
+        # the number of devices. Otherwise the run checks it when it sees its devices.
         sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
         if sizes:
             check_stages(self.model, sizes)
@@ -160,6 +166,7 @@ class Config(Section):
                 f"model.lora.dropout={self.model.lora.dropout:g}: the model that learns would not be the one that "
                 "answers; set model.lora.dropout=0"
             )
+        # A checkpoint has no answers of a rollout. So a run can only stop, and leave steps out, between two rollouts.
         cycle = task.steps_per_rollout * task.passes_per_rollout
         for text in self.training.skip_steps:
             skipped = read_steps(text)
@@ -179,6 +186,3 @@ class Config(Section):
                     f"{key}={steps} is within a rollout, which serves {cycle} steps (task.steps_per_rollout x "
                     f"task.passes_per_rollout); nearest: {low} or {low + cycle}"
                 )
-
-
-FILTERS = ("top_k", "top_p", "min_p")  # keys of the section sampling

@@ -1,4 +1,4 @@
-"""The batch of an optimizer step: its shape, and the stages of a run in which it is another one.
+"""The batch of an optimizer step: its shape, and the stages of a run that have another batch.
 
     training.global_batch_size=8 training.seq_len=2048
     training.batch_stages=[{until_step: 1000, global_batch_size: 8, seq_len: 512},
@@ -55,8 +55,8 @@ class BatchShape(NamedTuple):
 
 
 class BatchStage(Section):
-    """Steps of the run with another batch; they begin where the stage before ends. Give one of the two ends, and one of
-    the sizes or both."""
+    """Steps of the run with another batch. A stage begins where the stage before it ends. Give until_step or
+    until_tokens, and global_batch_size or seq_len or both."""
 
     until_step: Count | None = Field(default=None)
     """Last optimizer step of the stage."""
@@ -122,11 +122,15 @@ class BatchSchedule:
 
 
 def schedule_batches(training: "Training", mesh_sizes: Mapping[str, int], step: int, tokens: int) -> BatchSchedule:
-    """Return the batches of a run that has taken so many steps and tokens, and goes on, on a mesh of these sizes.
+    """Return the batches of the steps that a run still has to take, on a mesh of these sizes.
+
+    `step` and `tokens` are those that the run has taken already, 0 for a new run.
 
     Raises:
         UserError: the batch of a stage does not fit the mesh.
     """
+    # A stage that ends after tokens ends at another step if the run was resumed with another batch. So the schedule is
+    # made anew at each start, from the steps and tokens so far.
     periods = []
     for number, end in enumerate(stage_ends(training, step, tokens)):
         if end > step:
@@ -139,9 +143,9 @@ def schedule_batches(training: "Training", mesh_sizes: Mapping[str, int], step: 
 
 
 def stage_ends(training: "Training", step: int = 0, tokens: int = 0) -> list[int]:
-    """Return the last step of each stage, for a run that has taken so many steps and tokens.
+    """Return the last step of each stage, for a run that has taken `step` steps and `tokens` tokens.
 
-    A stage that is over has the number of the last step so far.
+    For a stage that has ended, this is `step`.
     """
     ends = []
     for stage in training.batch_stages:
@@ -150,6 +154,7 @@ def stage_ends(training: "Training", step: int = 0, tokens: int = 0) -> list[int
             end = max(step, stage.until_step)
         else:
             assert stage.until_tokens is not None
+            # Rounded up: the stage ends with the first step that reaches its tokens.
             end = step + max(0, -(-(stage.until_tokens - tokens) // tokens_per_step))
         tokens += (end - step) * tokens_per_step
         step = end
@@ -164,8 +169,8 @@ def _count_tokens(training: "Training", stage: BatchStage) -> int:
     return training.global_batch_tokens or (training.global_batch_size or 0) * training.seq_len
 
 
-def check_stages(training: "Training") -> None:
-    """Raise ValueError where stages contradict one another or the batch of the run, on whatever mesh."""
+def check_batch_stages(training: "Training") -> None:
+    """Raise ValueError where stages contradict one another or the batch of the run, whatever the mesh is."""
     if not training.batch_stages:
         return
     if training.global_batch_size is None and training.global_batch_tokens is None:
@@ -199,10 +204,10 @@ def check_stages(training: "Training") -> None:
 
 
 def training_in_stage(training: "Training", number: int, mesh_sizes: Mapping[str, int]) -> "Training":
-    """Return the section `training` of a run that has the batch of stage `number` from its first step to its last.
+    """Return the section `training` with the batch of stage `number`, as if it were the batch of the whole run.
 
-    A microbatch has at most the tokens of one without the stage: where the batch is smaller than a microbatch, or is
-    not made of whole ones, microbatches are smaller.
+    A microbatch of the stage has at most as many tokens as one of the run, so that it fits into the same memory. It has
+    fewer where the stage's batch is smaller than a microbatch of the run, or is not a multiple of it.
 
     Raises:
         UserError: the batch does not fit the mesh, with the nearest one that does.
@@ -225,6 +230,7 @@ def training_in_stage(training: "Training", number: int, mesh_sizes: Mapping[str
             f"sequence (model.mesh_shape); raise it, or leave it out"
         )
     own_samples = num_sequences // num_cuts // shards
+    # The largest number of samples that divides the batch of a shard and is no more than a microbatch of the run.
     rows = max(n for n in range(1, min(training.sequences_per_shard, own_samples) + 1) if own_samples % n == 0)
     changed = {
         "seq_len": length,

@@ -1,4 +1,7 @@
-"""Kinds of documents by name. A row has the places of its functions, so that the config needs no jax and no tokenizer.
+"""Kinds of documents by name: what a task learns from.
+
+Rows name functions as text, `module:function`, and `import_object` imports them when they are used. So this file, and
+with it the config, imports neither jax nor a tokenizer.
 
 a source -> row or text -- read --> document -- encode --> arrays of a shard -- load --> corpus -- feed --> batches
 """
@@ -9,14 +12,16 @@ from typing import NamedTuple
 class DocumentKind(NamedTuple):
     """A kind of the data of a task, from a row of a source to the batches of a step."""
 
-    read: str  # place of what makes a document of a row: it takes and gives what `read_text` of data/documents.py does
-    encode: str  # place of what makes tokens of documents: as `encode_texts` of data/encoding.py
-    in_hashes: str  # its name in the hashes of caches: that of the task that first used it
+    read: str  # function from a row to a document, with the arguments of `read_text` (data/documents.py)
+    encode: str  # function from documents to tokens, with the arguments of `encode_texts` (data/encoding.py)
+    # The name of this kind in the hashes that name folders of the cache: that of the task that first used the kind.
+    # Another name would tokenize every corpus again.
+    in_hashes: str
     arrays: tuple[str, ...] = ()  # that a shard has beside tokens and starts (data/stream.py)
-    load: str = "tunix.data.corpus:load_corpus"  # place of what reads all data of a config
-    feed: str = "tunix.rl.feeds:CorpusFeed"  # place of a `Feed` (rl/feeds.py): batches, and what is held out
-    takes_text: bool = False  # a text that a source gives is a document; else only rows give documents
-    asks_peers: bool = False  # all processes work together for its batches, beside the steps
+    load: str = "tunix.data.corpus:load_corpus"  # function that reads all data of a config
+    feed: str = "tunix.rl.feeds:CorpusFeed"  # class, a `Feed` (rl/feeds.py): batches, and held-out data
+    takes_text: bool = False  # a source may give plain text; otherwise it must give rows with columns
+    asks_peers: bool = False  # the processes exchange data outside of the step to make a batch: rewards, for example
 
 
 DOCUMENTS = {

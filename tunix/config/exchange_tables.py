@@ -1,22 +1,24 @@
-"""Exchanges by name. A row has the places of its functions, so that the config needs no jax.
+"""Exchanges by name: how devices that share a sequence, or experts, bring their arrays together within a layer.
 
-An exchange brings together arrays of several devices within a layer. What one device does is a function of
-`models/`; what that sends, and how long it takes, are functions of `costs/` and `plan/`, which are above `models/`.
+What one device does is a function of `models/`. What it sends, and how long that takes, are functions of `costs/` and
+`plan/`. This file is below all of them and may not import them, so a row names its functions as text,
+`module:function`; `import_object` imports one when it is used.
 """
 
 from typing import NamedTuple
 
 
 class AttentionExchange(NamedTuple):
-    """How the tokens of a sequence meet keys of the same sequence that rest on other devices."""
+    """How queries on one device meet the keys of the same sequence on other devices (the mesh axis cp)."""
 
-    function: str  # place of what one device does: models/exchanges.py says what it takes and gives
-    transfers: str  # place of what a layer sends: it takes and gives what `swap_heads` of costs/transfers.py does
-    # Place of the seconds of a layer: it takes and gives what `time_of_ulysses` of plan/exchange_times.py does. Where
-    # the heads leave a choice, model.cp_exchange=auto compares exchanges that have one.
+    function: str  # what one device does; models/exchanges.py says its arguments and results
+    transfers: str  # what a layer sends; arguments and result of `swap_heads` (costs/transfers.py)
+    # Seconds of a layer; arguments and result of `time_of_ulysses` (plan/exchange_times.py). model.cp_exchange=auto
+    # compares the exchanges that have this function, where the number of heads allows more than one.
     time: str | None = None
-    splits_heads: bool = False  # the devices divide the query heads
-    # Keys come block by block: kernels are those of `RING_KERNELS`, and the device with the last tokens works longest.
+    splits_heads: bool = False  # each device computes some of the query heads, so cp * tp must divide their number
+    # Keys come one block at a time. Only the kernels of `RING_KERNELS` can add up such blocks. The device with the last
+    # tokens of a sequence works longest, since its queries see all blocks.
     in_blocks: bool = False
 
 
@@ -38,10 +40,10 @@ CP_EXCHANGES = {
 
 
 class ExpertExchange(NamedTuple):
-    """How tokens reach experts of other devices, and how the results come back."""
+    """How tokens reach experts on other devices, and how the results come back (the mesh axis ep)."""
 
-    function: str  # place of what one device does: models/expert_exchanges.py says what it takes and gives
-    transfers: str  # place of what a step sends: as `gather_tokens` of costs/expert_transfers.py says it
+    function: str  # what one device does; models/expert_exchanges.py says its arguments and results
+    transfers: str  # what a step sends; arguments and result of `gather_tokens` (costs/expert_transfers.py)
     has_buffer: bool = False  # rows arrive in a buffer, which model.expert_buffer_factor bounds
 
 

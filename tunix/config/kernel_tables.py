@@ -1,15 +1,17 @@
-"""Kernels by name. Each is a function, given by its place, so that the config needs no jax."""
+"""Kernels by name. Each function is named as text, `module:function`, so that the config imports no jax."""
 
 from typing import NamedTuple
 
-# Kernels of attention; `models/attention.py` says what one takes and gives.
+# Kernels of attention; `models/attention.py` says the arguments and results of one.
 KERNELS = {
     "auto": "tunix.models.kernels:fastest",
     "flash": "tunix.models.flash:flash",
     "xla": "tunix.models.attention:plain",
     "cudnn": "tunix.models.attention:cudnn",
 }
-RING_KERNELS = ("auto", "flash", "xla")  # those that also compute blocks of a ring
+# Kernels that can attend to one block of keys after another (a ring). To add up the results, they also return the sum
+# of each softmax, which JAX's function for cuDNN does not.
+RING_KERNELS = ("auto", "flash", "xla")
 
 # Products of rows with the weights of their experts; `models/products.py` says what one takes.
 GROUPED = {
@@ -20,11 +22,11 @@ GROUPED = {
 
 
 class MatmulDtype(NamedTuple):
-    """Numbers that products of attention and MLP multiply in the place of those of training.compute_dtype."""
+    """A dtype in which attention and MLP multiply, in place of training.compute_dtype."""
 
-    product: str  # place of the product, which takes and gives what those in `models/products.py` do
-    numbers: str  # in words
-    speed: str  # key of a kind of device (conf/command/device) that is null where it has no such products
+    product: str  # the function; arguments and result of those in `models/products.py`
+    numbers: str  # what the numbers are called in messages
+    speed: str  # key in the files of conf/command/device; null in a file: that device cannot multiply this dtype
 
 
 # The values of training.matmul_dtype beside null.

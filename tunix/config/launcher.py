@@ -65,7 +65,8 @@ class Local(Section):
 class Nodes(Section):
     """Nodes of one kind, and the processes on each of them."""
 
-    # The key that counts new starts after exit code 75, whatever the reason; None: the launcher knows the reason.
+    # The key with the number of new starts after exit code 75. None: this launcher knows why the run stopped, and does
+    # not start it again after training.hard_stop.
     again_key: ClassVar[str | None] = None
     nodes: Count
     """Nodes of the run."""
@@ -155,6 +156,8 @@ class Slurm(Nodes):
     @property
     def time_limit_s(self) -> int | None:
         """`time_limit` in seconds; None where it is null or 0: no limit."""
+        # Slurm's forms: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS. The first number is minutes, or hours where
+        # there are days or two colons.
         days, _, rest = (self.time_limit or "0").rpartition("-")
         parts = [int(part) for part in rest.split(":")]
         hours, minutes, seconds = (*parts, 0, 0)[:3] if days or len(parts) == 3 else (0, *parts, 0)[:3]
@@ -240,7 +243,10 @@ class Ray(Nodes):
 
 
 def _refuse_ranks(extra_env: tuple[str, ...], who: str) -> None:
-    """Raise ValueError if the environment of a run has a variable that tells its processes apart."""
+    """Raise ValueError if the environment of a run sets the number or the address of a process.
+
+    `who` ends the message: who sets this variable. One value for all processes would give all of them one number.
+    """
     for name in (text.partition("=")[0] for text in extra_env):
         if name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
             raise ValueError(f"launcher.extra_env has {name}, which {who}; leave it out")

@@ -15,10 +15,10 @@ PROJECTIONS = (
 
 
 def match_projections(pattern: str | None) -> str | None:
-    """Return a regular expression of projections.
+    """Return the regular expression unchanged.
 
     Raises:
-        ValueError: it matches none of them.
+        ValueError: it matches no projection. A typo would otherwise train nothing, in silence.
     """
     if pattern is not None and not any(re.search(pattern, name) for name in PROJECTIONS):
         raise ValueError(f"matches none of {', '.join(PROJECTIONS)}")

@@ -68,4 +68,6 @@ class HeadSizes(NamedTuple):
     num_kv_heads: int
     dim: int  # width of queries and of keys
     value_dim: int
-    letters: str  # of key/value heads and of the width (sharding/dims.py): KH, or kh in layers with `GlobalHeads`
+    # The letters of both dimensions (sharding/dims.py): KH, or kh in layers with `GlobalHeads`. One model may have both
+    # kinds, and an equation must tell their sizes apart.
+    letters: str

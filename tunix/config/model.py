@@ -150,22 +150,31 @@ class Model(Section):
     @property
     def dims(self) -> dict[str, int]:
         """Size of each dimension of the weights by its letter (`tunix.sharding.dims.DIMS`)."""
-        dims = read_dims("model", self) | {"o": 1}
+        # Most sizes are a key of the model. Those that follow from several keys are added here.
+        dims = read_dims("model", self) | {"o": 1, "s": self.num_turns}
         if self.latent is not None:
+            # One projection makes keys and values of a latent. RoPE's part of the keys is apart: all heads share it.
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
-        dims["s"] = self.num_turns
         if self.layer_inputs is not None:
             dims["l"] = self.num_layers
+        # Heads must be divisible by cp only in an exchange that splits them; `auto` may take one that does not.
         exchange = CP_EXCHANGES.get(self.cp_exchange)
         if exchange is None or not exchange.splits_heads:
             del dims["n"]
-        if self.lora.quantize_base is not None:
+        if self.lora.quantize_base is not None:  # codes and scales take the place of the width D of a matrix
             dims["c"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
             dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)
         return dims
 
     def stack_of(self, layer: int) -> str:
-        """Return the name of the stack of equal blocks that a layer is in."""
+        """Return the name of the stack of equal blocks that a layer is in.
+
+        Layers with weights of the same shapes are one stack: their weights are one array [layers, ...], and a scan runs
+        over it. A stack for each kind of layer, for example with global_every=3 and heads of global layers' own:
+
+            layer    0               1               2       3               4               5
+            stack    local_blocks_0  local_blocks_1  blocks  local_blocks_0  local_blocks_1  blocks
+        """
         if self.is_linear(layer):
             return f"linear_blocks_{layer % self.global_every}"
         shared = "shared_" if self.is_shared(layer) else ""
@@ -197,9 +206,9 @@ class Model(Section):
 
     @property
     def num_turns(self) -> int:
-        """Equal parts of the layers in a row, between which stages may split them; 1 for layers that no stages split.
+        """Number of equal parts of the layers, which stages of the mesh axis pp may share; 1 if no stages can.
 
-        L G L G L G    3 turns, each a local and a global layer: 3 stages, and neither 2 nor 6
+        L G L G L G    3 turns, each a local and a global layer: 3 stages can share them, 2 or 6 cannot
         """
         first, *others = self.runs
         if others or self.shared_kv is not None or self.layer_inputs is not None:
@@ -208,19 +217,22 @@ class Model(Section):
 
     @property
     def keeps_base(self) -> bool:
-        """True where only updates are trained, from nothing: without them, the model is that of step 0."""
+        """True where only low-rank updates are trained, and they begin at zero.
+
+        Then the model without its updates is the model of step 0, and a run needs no second copy as its reference.
+        """
         return self.lora.rank > 0 and self.lora.train_also is None and self.init_adapter is None
 
     @property
     def num_rotated(self) -> int:
-        """Numbers of a head that RoPE rotates, where layers have no heads of their own (`heads_of`)."""
+        """How many numbers of a head RoPE rotates, in layers with heads of `head_dim`."""
         return self.head_dim if self.rotated_dim is None else self.rotated_dim
 
     def heads_of(self, layer: int) -> HeadSizes:
         """Return the sizes of the heads of a layer with attention."""
-        wide = self.global_heads
-        if wide is not None and self.is_global(layer):
-            return HeadSizes(wide.num_kv_heads, wide.head_dim, wide.head_dim, "kh")
+        own = self.global_heads
+        if own is not None and self.is_global(layer):
+            return HeadSizes(own.num_kv_heads, own.head_dim, own.head_dim, "kh")
         value_dim = self.head_dim if self.latent is None else self.latent.value_dim
         return HeadSizes(self.num_kv_heads, self.head_dim, value_dim, "KH")
 
@@ -240,7 +252,7 @@ class Model(Section):
         return capped | ({"with_sums": True} if self.attention_sinks else {})
 
     def windows(self, length: int) -> list[int]:
-        """Tokens that each layer attends to in a sequence of `length` tokens; a layer of linear attention to none."""
+        """Return how many tokens each layer attends to in a sequence of `length` tokens; 0 with linear attention."""
         local = length if self.sliding_window is None else min(length, self.sliding_window)
         local = local if self.linear_attention is None else 0
         return [length if self.is_global(layer) else local for layer in range(self.num_layers)]

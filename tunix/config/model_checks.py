@@ -1,4 +1,7 @@
-"""Keys of a model that must fit one another. A message names the keys, their values and the way out."""
+"""Checks of keys of a model that must fit one another. A message names the keys, their values and the way out.
+
+What depends on a mesh is checked elsewhere: `check_stages` (stage_checks.py), `check_divides` (sharding/mesh_shape.py).
+"""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -81,6 +84,7 @@ def _check_linear(model: "Model", linear: LinearAttention) -> None:
             f"model.sliding_window={model.sliding_window}: there are no local layers with model.linear_attention; "
             "set it to null"
         )
+    # The layers are stacks that take turns (`Model.stack_of`), and a stack has no name for a second kind of MLP.
     _check_equal_experts(model, "linear_attention")
 
 
@@ -101,7 +105,7 @@ def _check_global_heads(model: "Model", wide: GlobalHeads) -> None:
 
 
 def _check_equal_experts(model: "Model", part: str) -> None:
-    """Raise `ValueError` where the layers of a model with this part have experts that are not alike."""
+    """Raise `ValueError` where only some layers have experts, or experts have biases; `part` is a key of the model."""
     if not isinstance(model.mlp, ExpertsMlp):
         return
     for key, wanted in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
@@ -113,6 +117,8 @@ def _check_equal_experts(model: "Model", part: str) -> None:
 
 
 def _check_latent(model: "Model", latent: Latent) -> None:
+    # Each head has keys of its own, made of the latent; a norm, a sink or a gate has no place in the absorbed products
+    # that decode from latents (DeepSeek-V2, section 2.1).
     wanted_values: tuple[tuple[str, Any], ...] = (
         ("num_kv_heads", model.num_heads), ("qk_norm", "none"), ("attention_sinks", False),
         ("attention_gate", False),

@@ -1,4 +1,12 @@
-"""The way of a step through the stages of the layers (the mesh axis pp)."""
+"""How a step goes through the stages of the layers (the mesh axis pp).
+
+The sequences of a microbatch are cut into P parts, and S stages work on S parts at a time. In a tick each stage
+computes one part, so the last stage has the last part after P + S - 1 ticks. In S - 1 of them a stage has nothing to
+do: the bubble. models/pipeline.py (gpipe) and training/pipelined.py (1f1b, interleaved) have pictures.
+
+gpipe fills the stages once for each microbatch, 1f1b and interleaved once a step. interleaved cuts the layers of a
+stage into chunks, so that a tick is shorter and the same number of idle ticks takes less time.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PipelineShape(NamedTuple):
-    """The way of a step through the stages of the layers: parts of its microbatches, one after the other."""
+    """Sizes of a pipeline: stages, parts of a microbatch, microbatches and chunks, and what follows from them."""
 
     schedule: str  # key of `PIPELINE_SCHEDULES`
     num_stages: int  # S
@@ -41,12 +49,15 @@ class PipelineShape(NamedTuple):
 
     @property
     def ticks_per_part(self) -> float:
-        """Passes for each part of the step: 1 without a bubble."""
+        """Passes of a stage for each part of the step: 1 without a bubble, (P + S - 1) / P with gpipe."""
         return self.num_passes / (self.num_microbatches * self.num_parts)
 
     @property
     def runs_again(self) -> bool:
-        """True where the backward pass runs the forward pass of a stage again: only the rows that it took are kept."""
+        """True where the backward pass runs the forward pass of a stage again.
+
+        Only the rows that enter a stage are kept. Activations of all parts that are under way would not fit.
+        """
         return self.num_stages > 1
 
     @property
@@ -58,28 +69,28 @@ class PipelineShape(NamedTuple):
 class PipelineSchedule(NamedTuple):
     """When stages go forward and backward."""
 
-    gradients: str  # place of what computes a step's gradients: (`Program` of training/program.py) -> `Gradients`
+    gradients: str  # function that computes a step's gradients: `Program` (training/program.py) -> `Gradients`
     count_ticks: Callable[[PipelineShape], int]  # `PipelineShape.num_ticks`
     is_stream: bool  # `PipelineShape.is_stream`
     has_chunks: bool = False  # each stage has several chunks of layers, training.pipeline_chunks
 
 
-def _ticks_of_microbatches(shape: PipelineShape) -> int:
-    """Stages fill for each microbatch."""
+def _count_ticks_of_microbatches(shape: PipelineShape) -> int:
+    """Return the ticks of a step whose stages fill and empty once for each microbatch."""
     return shape.num_microbatches * (shape.num_parts + shape.fill)
 
 
-def _ticks_of_stream(shape: PipelineShape) -> int:
-    """Stages fill once a step."""
+def _count_ticks_of_stream(shape: PipelineShape) -> int:
+    """Return the ticks of a step whose stages fill and empty once."""
     return shape.num_chunks * shape.num_microbatches * shape.num_parts + shape.fill
 
 
 # The values of training.pipeline_schedule beside auto. Without stages it is gpipe.
 PIPELINE_SCHEDULES = {
-    "gpipe": PipelineSchedule("tunix.training.program:one_by_one", _ticks_of_microbatches, is_stream=False),
-    "1f1b": PipelineSchedule("tunix.training.program:as_stream", _ticks_of_stream, is_stream=True),
+    "gpipe": PipelineSchedule("tunix.training.program:one_by_one", _count_ticks_of_microbatches, is_stream=False),
+    "1f1b": PipelineSchedule("tunix.training.program:as_stream", _count_ticks_of_stream, is_stream=True),
     "interleaved": PipelineSchedule(
-        "tunix.training.program:as_stream", _ticks_of_stream, is_stream=True, has_chunks=True
+        "tunix.training.program:as_stream", _count_ticks_of_stream, is_stream=True, has_chunks=True
     ),
 }
 
@@ -93,6 +104,8 @@ def count_parts(training: "Training", mesh_sizes: Mapping[str, int]) -> int:
     stages, rows = num_stages(mesh_sizes), training.sequences_per_shard
     if stages == 1:
         return 1
+    # `rows` are the sequences of one device. Outside of the blocks the stages split the batch too, so `stages` devices
+    # have stages * rows sequences together. With `auto` each is a part of its own: most parts, the shortest bubble.
     parts = stages * rows if training.pipeline_microbatches == "auto" else training.pipeline_microbatches
     if parts % stages or rows % (parts // stages):
         legal = [stages * n for n in range(1, rows + 1) if rows % n == 0]

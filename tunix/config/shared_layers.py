@@ -1,4 +1,4 @@
-"""Layers that take keys and values of earlier ones, inputs of each layer, and the runs of equal layers (Gemma 4)."""
+"""Layers that share keys and values of earlier layers, inputs of each layer (both of Gemma 4), and runs of layers."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class SharedKv(Section):
-    """Last layers, which have no keys and values: a local one takes those of the last local layer before all of them,
-    a global one those of the last global layer."""
+    """Last layers, which have no keys and values of their own. A local one takes those of the last local layer before
+    all of them, a global one those of the last global layer."""
 
     layers: Count
     """Number of these layers."""
@@ -27,19 +27,20 @@ class LayerInputs(Section):
 
 
 class Run(NamedTuple):
-    """Layers in a row in which stacks of blocks take turns in the same order again and again."""
+    """Layers in a row whose stacks take turns in an order that repeats: one scan of the program."""
 
     layers: range
-    pattern: tuple[str, ...]  # names of the stacks of its first layers; then it begins again
+    pattern: tuple[str, ...]  # the stacks of its first layers, by name; the other layers repeat this order
 
 
 def list_runs(model: "Model") -> tuple[Run, ...]:
     """Return all layers of a model as runs.
 
-    Where layers share keys and values, the layers that leave them are in a run of one turn, just before the shared
-    ones, so that only this turn gives its keys and values to the program around the scan:
+    Layers whose keys and values are shared later are in a run of one turn, just before the layers that take them. Then
+    the scan over the other layers does not return keys and values, which would take the memory of all its layers.
 
-        global_every=3, 4 of 10 layers are shared    0 1 2 | 3 4 5 | 6 7 8 9       4 leaves those of 6, 7, 9; 5 of 8
+        global_every=3, 4 of 10 layers are shared    0 1 2 | 3 4 5 | 6 7 8 9
+                                                     local layers 6, 7 and 9 take those of 4, global layer 8 those of 5
     """
     names = [model.stack_of(layer) for layer in range(model.num_layers)]
     if model.shared_kv is None:
@@ -51,10 +52,12 @@ def list_runs(model: "Model") -> tuple[Run, ...]:
 
 
 def _list_runs(names: list[str], start: int) -> tuple[Run, ...]:
-    """Return one run whose pattern repeats, or else a run for each group of neighbours of one stack.
+    """Return one run if the layers repeat a pattern, else a run for each group of neighbours of one stack.
 
-    `names` are the stacks of the layers from number `start` on.
+    `names` are the stacks of the layers from number `start` on: L L G L L G is one run with the pattern L L G, and
+    D E E E is two runs, D and E.
     """
+    # The shortest pattern is found first. One that does not repeat at least twice is no pattern.
     for size in range(1, len(names) // 2 + 1):
         if names == names[:size] * (len(names) // size):
             return (Run(range(start, start + len(names)), tuple(names[:size])),)
@@ -64,9 +67,13 @@ def _list_runs(names: list[str], start: int) -> tuple[Run, ...]:
 
 
 def find_donors(model: "Model") -> dict[str, int]:
-    """Return the layers whose keys and values the shared layers take, by the letters of their heads; none is empty."""
+    """Return the layers that give their keys and values to the shared layers, by the letters of their heads.
+
+    {} in a model without shared layers.
+    """
     if model.shared_kv is None:
         return {}
+    # The last layer of each kind: a later one replaces an earlier one in the dict.
     return {model.heads_of(layer).letters: layer for layer in range(model.num_layers - model.shared_kv.layers)}
 
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
-    """Raise `UserError` where layers that are not all alike do not go on the stages of a mesh of these sizes.
+    """Raise `UserError` where the stages of a mesh of these sizes cannot share the layers of a model.
 
-    Stages run one program, each with weights of its own. So each stage must have layers of the same kinds in the same
-    order, and a layer takes nothing from another stage but the residual stream. `check_divides` has the same rules as
-    numbers (`Model.num_turns`); the reasons are here.
+    All stages run one program, each with its own weights. So each stage must have layers of the same kinds in the same
+    order, and only the residual stream goes from stage to stage. `check_divides` refuses the same meshes, by the number
+    `Model.num_turns`; the errors here say the reason, so they must come first.
     """
     stages = num_stages(sizes)
     if stages == 1:

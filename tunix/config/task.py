@@ -11,10 +11,10 @@ from tunix.config.rewards import RewardTerms
 
 
 class Cycle(NamedTuple):
-    """A reading of the data, and the optimizer steps that it serves."""
+    """How much data a run reads at one time, and how many optimizer steps use it."""
 
     samples: int  # sequences of a corpus, or prompts
-    steps: int
+    steps: int  # 1, or those that share the answers of one rollout
 
 
 class Task(Section):
@@ -31,7 +31,7 @@ class Task(Section):
     """Name of a loss, or `package.module:name` of your own (docs/extending.md); null takes the loss of the task."""
 
     def cycle(self, num_sequences: int) -> Cycle:
-        """Samples that are read at one time, where a step has so many sequences, and the steps that they serve."""
+        """Return what is read at one time for steps of `num_sequences` sequences."""
         return Cycle(num_sequences, 1)
 
 
@@ -124,12 +124,12 @@ class Grpo(Prompted):
         return self.steps_per_rollout * self.passes_per_rollout == 1
 
     def cycle(self, num_sequences: int) -> Cycle:
-        """Prompts of a rollout, and the steps from one rollout to the next."""
+        """Return the prompts of a rollout, and the steps from one rollout to the next."""
         prompts = round(self.oversample * self.num_prompts(num_sequences) * self.steps_per_rollout)
         return Cycle(prompts, self.steps_per_rollout * self.passes_per_rollout)
 
     def num_prompts(self, num_sequences: int) -> int:
-        """Groups that a step of so many sequences is made of.
+        """Return the number of prompts of a step of `num_sequences` answers: each prompt has a group of answers.
 
         Raises:
             UserError: the groups do not fill the sequences, with the nearest values that do.

@@ -218,7 +218,8 @@ class Training(Section):
         microbatches = self.batch_shape(mesh_sizes).num_microbatches
         parts = count_parts(self, mesh_sizes)
         schedule = choose_schedule(self, mesh_sizes)
-        chunks = self.pipeline_chunks  # read for each schedule: a key that nothing reads fails a test
+        # The key is read for each schedule, also where it has no effect: a key that nothing reads fails a test.
+        chunks = self.pipeline_chunks
         if not PIPELINE_SCHEDULES[schedule].has_chunks:
             chunks = 1
         return PipelineShape(schedule, num_stages(mesh_sizes), parts, microbatches, chunks)

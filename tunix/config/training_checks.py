@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tunix.base.errors import UserError
-from tunix.config.batch_stages import BatchShape, check_stages, training_in_stage
+from tunix.config.batch_stages import BatchShape, check_batch_stages, training_in_stage
 from tunix.config.pipeline_shape import choose_schedule, count_parts
 from tunix.config.step_ranges import read_steps
 from tunix.sharding.mesh_shape import data_shards
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_training(training: "Training") -> None:
-    """Raise ValueError where keys contradict one another on whatever mesh."""
+    """Raise ValueError where keys contradict one another, whatever the mesh is."""
     batch_keys = ("gradient_accumulation_steps", "global_batch_size", "global_batch_tokens")
     given = [f"training.{key}={getattr(training, key)}" for key in batch_keys if getattr(training, key) is not None]
     if len(given) > 1:
@@ -32,7 +32,7 @@ def check_training(training: "Training") -> None:
             f"training.remat_memory_gib={training.remat_memory_gib:g} says how much training.remat=budget may take; "
             f"training.remat={training.remat} takes what it needs: leave it out, or set training.remat=budget"
         )
-    check_stages(training)
+    check_batch_stages(training)
     ranges = [read_steps(text) for text in training.skip_steps]
     for before, after in pairwise(ranges):
         if after[0] <= before[-1]:
@@ -80,7 +80,7 @@ def find_batch_shape(training: "Training", mesh_sizes: Mapping[str, int]) -> Bat
             f"training.sync_gradients_every={training.sync_gradients_every} does not divide the {num_microbatches} "
             f"microbatches of a step; it may be {', '.join(map(str, legal))}"
         )
-    # What follows refuses keys that do not fit; what it returns is asked for where it is used.
+    # These raise errors for keys that do not fit; their results are not needed here.
     count_parts(training, mesh_sizes)
     choose_schedule(training, mesh_sizes)
     for number in range(len(training.batch_stages)):
