@@ -13,7 +13,7 @@ from support.harness import ROOT, RUN, cli, metrics
 import tunix
 from tunix.average import average
 from tunix.base.errors import UserError
-from tunix.cli.architecture import unlike_its_family
+from tunix.cli.architecture import describe_keys_outside_family
 from tunix.cli.command import read_settings
 from tunix.cli.compose import compose
 from tunix.cli.hydra_words import add_search_path
@@ -102,7 +102,7 @@ def test_a_family_of_ones_own(folder):
 
     model, expected = tunix.load_pretrained("hf", family=name), load_file(parity / "expected.safetensors")
     np.testing.assert_allclose(np.asarray(model(expected["tokens"])), expected["logits"], atol=1e-4)
-    assert unlike_its_family(model.cfg) == ""
+    assert describe_keys_outside_family(model.cfg) == ""
     words = {"checkpoint": "hf", "weights": "trained", "family": name, "adapter": None, "output": "out"}
     export(Export(**words, dtype="bfloat16", merge_lora=False, shard_gb=5.0))
     average(read_settings(Average, ["checkpoint=[hf,out]", f"family={name}", "output=mean", "dtype=bfloat16"]))

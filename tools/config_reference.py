@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from tunix.base.dotted import Choices
 from tunix.base.section import read_descriptions
 from tunix.cli.compose import compose
-from tunix.cli.keys import list_sections, tag, tag_key
+from tunix.cli.keys import find_tag, find_tag_key, list_sections
 from tunix.config import Config, Section
 from tunix.config.values import CONF
 
@@ -51,7 +51,7 @@ def page() -> str:
         kinds = list_sections(field.annotation)
         for kind in kinds:
             choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-            choice = tag(kind) if len(kinds) > 1 else None
+            choice = find_tag(kind) if len(kinds) > 1 else None
             parts.append(f"## {group}{f'={choice}' if choice else ''}\n")
             if kind is kinds[0]:
                 links.append(f"[{group}](#{group}{choice or ''})")  # a heading's "=" is not in its anchor
@@ -70,7 +70,7 @@ def _nested(section: type[Section], group: str, values: Section) -> list[str]:
     for name, field in section.model_fields.items():
         kinds = list_sections(field.annotation)
         for kind in kinds:
-            choice = f".{tag_key(kind)}={tag(kind)}" if len(kinds) > 1 else ""
+            choice = f".{find_tag_key(kind)}={find_tag(kind)}" if len(kinds) > 1 else ""
             parts.append(f"### {group}.{name}{choice}\n\n{_about(kind)}\n")
             chosen = getattr(values, name)
             parts.append(_table(kind, f"{group}.{name}.", chosen if isinstance(chosen, kind) else None))

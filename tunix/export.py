@@ -129,7 +129,7 @@ def _make_folder(output: Path, stack: ExitStack) -> Path:
 
 
 def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
-    if why := architecture.unlike_its_family(model.cfg):
+    if why := architecture.describe_keys_outside_family(model.cfg):
         raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {why}")
     model = model.merged()
     size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)

@@ -1,8 +1,10 @@
 """Architectures of models that exist already: a folder of Hugging Face's, an adapter, a run of tunix.
 
-config.json -> keys that it decides          (hf/config_json.py)
-conf/model/family/NAME.yaml -> all others    (or the file of values of a family of one's own)
-what the user gives -> must be the same, or is an error: nothing is changed in silence
+The values of the section `model` come from three places:
+
+    config.json                    the keys that it has          (hf/config_json.py)
+    conf/model/family/NAME.yaml    all other keys                (or the file of values of a family of the user's own)
+    the command line               must agree with both, else an error: nothing is changed in silence
 """
 
 import re
@@ -39,9 +41,9 @@ COMMON = {
 
 
 def fill_from_pretrained(values: dict[Any, Any]) -> None:
-    """Set what the folder of `model.init_from` decides: the architecture, and the tokenizer unless one is given.
+    """Set the architecture in `values` from the folder of `model.init_from`, and the tokenizer unless one is given.
 
-    The model may have more rows of vocabulary than the folder, for tokens that were added.
+    The model may have more rows of vocabulary than the folder, for new tokens.
 
     Raises:
         UserError: a key of the model that contradicts config.json.
@@ -68,7 +70,7 @@ def _check_family(path: str) -> None:
 
 
 def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
-    """Return the rows of vocabulary of a model that starts from a folder of tables with `in_files` rows."""
+    """Return the rows of vocabulary of a model whose initial weights have `in_files` rows."""
     given = values["model"].get("vocab_size")
     if given == "auto":
         given = count_rows(values, at_least=in_files)
@@ -85,7 +87,7 @@ def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
 def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
     """Return the rows of the embedding table (model.vocab_size=auto) for the tokenizer that the run will have.
 
-    `at_least` are the rows that are there already: they stay, if they are enough.
+    `at_least` is the number of rows of the initial weights. It stays if the tokenizer has no more tokens.
     """
     from tunix.tokenizer import vocabulary  # imported here: the import takes longer than checking a config
 
@@ -130,17 +132,19 @@ def _read_parts(path: Path) -> Any:
 
 
 def _fill(model: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
-    """Set keys of the model to what `where` decides; those that say how experts are trained may be given.
+    """Set keys of the model to the values `decided`, which come from the file `where`.
+
+    The user may give keys that say how experts are trained: they change nothing in what the weights compute.
 
     Raises:
-        UserError: a key that is given and contradicts what is decided.
+        UserError: the user has given a key with another value.
     """
     for key in sorted(decided):
         given = model.get(key)
         if key == "mlp" and given is not None:
             values = dict(given)
             decided["mlp"] |= {name: values.pop(name) for name in TRAINING_KEYS if name in values}
-            # A rate may be changed where experts have biases; whether they have any is decided.
+            # The file decides whether experts have biases. Where they have, the user may change the rate.
             if values.get("bias_rate") is not None and decided["mlp"].get("bias_rate") is not None:
                 decided["mlp"]["bias_rate"] = values.pop("bias_rate")
             _check_mlp(values, decided["mlp"], where)
@@ -150,17 +154,17 @@ def _fill(model: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
 
 
 def _check_mlp(given: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
-    """Raise `UserError` for a key of the MLP that is given and contradicts what is decided."""
+    """Raise `UserError` for a key of the MLP that the user has given with another value than `decided`."""
     for name, value in given.items():
         if value != decided.get(name):
             raise UserError(f"model.mlp.{name}={value}, but {where} says {decided.get(name)}; leave it out")
 
 
 def fill_from_adapter(model: dict[Any, Any]) -> None:
-    """Set what the adapter of `model.init_adapter` decides: rank, alpha and targets of the low-rank updates.
+    """Set rank, alpha and targets of the low-rank updates from the adapter of `model.init_adapter`.
 
     Raises:
-        UserError: there is no base, or one of the three is given and contradicts the adapter.
+        UserError: the user has given one of the three with another value.
     """
     source, lora = str(model["init_adapter"]), model["lora"]
     folder = hub.find(source, hub.ABOUT + hub.WEIGHTS, key="model.init_adapter")
@@ -168,12 +172,14 @@ def fill_from_adapter(model: dict[Any, Any]) -> None:
     defaults: Any = OmegaConf.load(CONF / "model" / "family" / "common.yaml").lora
     existing = list_projections(find_family(model["family"]))
 
-    def meaning(key: str, value: Any) -> Any:
+    def resolve(key: str, value: Any) -> Any:
+        """Return the projections that `targets` matches: two regular expressions may mean the same."""
         return [name for name in existing if re.search(str(value), name)] if key == "targets" else value
 
     for key, value in read.items():
-        if meaning(key, lora[key]) == meaning(key, value):
+        if resolve(key, lora[key]) == resolve(key, value):
             continue
+        # A value of the family's file was not typed by the user, so the adapter may replace it.
         if lora[key] != defaults[key]:
             raise UserError(
                 f"model.lora.{key}={lora[key]}, but the adapter in {folder} has {key}={value}; leave it out"
@@ -182,12 +188,13 @@ def fill_from_adapter(model: dict[Any, Any]) -> None:
 
 
 def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> None:
-    """Set what a run decides that another one starts from: the architecture, the tokenizer, and the checkpoint.
+    """Set architecture, tokenizer and checkpoint from the run in `folder`, which `model.init_from` names.
 
-    `step` None is the newest one of now, so that the run starts from the same weights whenever it is resumed.
+    `step` None means the newest checkpoint. Its number is written into the config: that run may go on and save more
+    checkpoints, and a resumed run must still know the weights that it started from.
 
     Raises:
-        UserError: a key of the model that contradicts the run's, or a run of low-rank updates.
+        UserError: the user has given a key of the model with another value, or the run trained low-rank updates.
     """
     model, tokenizer, found = values["model"], values["tokenizer"], read_saved(folder)["model"]
     if found["lora"]["rank"]:
@@ -209,7 +216,7 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
 def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> Model:
     """Return the model of a run's folder, or of one of Hugging Face's, on another mesh.
 
-    `family` is the dotted path of a family that tunix does not have, of a folder of Hugging Face's.
+    `family` is the dotted path of the user's own family, for a folder of Hugging Face's.
     """
     if not (folder / "config.yaml").is_file():
         return _describe_model(config_json.read_config(folder, family), f"{folder}/config.json", mesh_shape)
@@ -225,9 +232,9 @@ def _describe_model(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
     return validate(Model, values | {"mesh_shape": mesh_shape}, "model")
 
 
-def unlike_its_family(cfg: Model) -> str:
+def describe_keys_outside_family(cfg: Model) -> str:
     """Return in words which keys of the model its family's config.json cannot express; empty if there are none."""
-    # Written and read again: what comes back otherwise cannot be said in the family's keys.
+    # The config is translated to config.json and back. A key that comes back with another value cannot be expressed.
     try:
         where = "its config.json"
         read = config_json.translate_config(config_json.write_config(cfg), where, cfg.family)
@@ -238,15 +245,17 @@ def unlike_its_family(cfg: Model) -> str:
         key
         for key in sorted(Model.model_fields.keys() - COMMON - {"mesh_shape"})
         if _architecture(cfg, key) != _architecture(expressed, key)
+        # Another pattern of layers is no difference where all windows are as long as the context.
         and not (key == "global_every" and cfg.windows(cfg.context_length) == expressed.windows(cfg.context_length))
     ]
     return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)
 
 
 def _architecture(model: Model, key: str) -> Any:
-    """Return the value of a key of the model, without what says how experts are trained."""
+    """Return the value of a key of the model, without the parts that only training reads."""
     value = getattr(model, key)
     if key != "mlp":
         return value
     parts = value.model_dump(exclude=set(TRAINING_KEYS))
-    return parts | {"bias_rate": parts.get("bias_rate") is not None}  # a rate, of biases that are there or not
+    # config.json says that experts have biases, and nothing about their rate.
+    return parts | {"bias_rate": parts.get("bias_rate") is not None}

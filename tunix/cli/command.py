@@ -26,7 +26,7 @@ from tunix.processes import exits, member
 from tunix.processes.versions import list_versions
 
 S = TypeVar("S", bound=Section)
-JOINING = "distributed."  # begins the words that say which process of several this is
+JOINING = "distributed."  # words that begin so say which process of several this one is
 
 
 def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
@@ -59,10 +59,10 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
 
 
 def run_joined(name: str, distributed: Distributed, facts: dict[str, Any], work: Callable[[], int | None]) -> int:
-    """Return the exit code of `work()`, which one process does alone, or several that join before.
+    """Run `work` in one process, or in several that join first; return the exit code.
 
-    A parent watches over each of several, and a watchdog follows a process that fails. `facts` are values that must be
-    the same on all of them.
+    Each of several processes has a parent that watches it, and a watchdog that ends it when another one fails. `facts`
+    are values that must be the same on all of them.
     """
     if (code := member.supervise(distributed)) is not None:
         return code

@@ -31,7 +31,7 @@ from tunix.cli.hydra_words import (
 )
 from tunix.cli.mirrored import split_step
 from tunix.cli.mistakes import explain_errors, validate
-from tunix.cli.runs import OUTPUTS, find_resume_point, find_run, saved_home
+from tunix.cli.runs import OUTPUTS, find_resume_point, find_run, read_saved_home
 from tunix.cli.saved import upgrade
 from tunix.config import Config
 
@@ -47,7 +47,7 @@ class Job:
     run_dir: Path  # a new run takes this folder, or a free one beside it
     run_dir_is_explicit: bool  # the user chose the folder: a new run takes no other
     resume_step: int | None = None  # the STEP of resume=RUN_DIR/checkpoints/STEP
-    came_from: str | None = None  # of a resumed run: the home of its checkpoints, if it is not the run's folder
+    came_from: str | None = None  # a resumed run: the folder or address with the checkpoints of the run before
     hydra: dict[str, Any] | None = None  # Hydra's own settings, saved in the run's folder
 
     @property
@@ -139,7 +139,7 @@ def _resolve(value: Any) -> Any:
 
 
 def build(values: dict[Any, Any]) -> Config:
-    """Check plain `values` and return the config; raises `UserError` with a line for each error."""
+    """Check plain values, as YAML has them, and return the config; raises `UserError` with a line for each error."""
     return validate(Config, values)
 
 
@@ -156,6 +156,7 @@ def to_yaml(config: Config) -> str:
 
 def list_facts(config: Config) -> dict[str, Any]:
     """Return every key, with its value, on which all processes of a run must agree."""
+    # Hosts may keep their caches in different folders.
     return {key: value for key, value in flat(_drop_identity(config)).items() if key != "loading.cache_dir"}
 
 
@@ -174,7 +175,7 @@ def _compose_resumed(overrides: list[str], given: dict[str, Override]) -> Job:
     if composed.loading.allow_changed_data and composed.tokenizer.path is None:
         # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
         composed.tokenizer.path = str(run_dir.absolute() / "tokenizer")
-    home = saved_home(run_dir) or str(run_dir)
+    home = read_saved_home(run_dir) or str(run_dir)
     if not is_address(source):
         config = check(composed, fresh=False)
         return Job(config, overrides, run_dir, run_dir_is_explicit=True, resume_step=step, came_from=home)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.cli.foreign import find_key
-from tunix.cli.mistakes import unknown_key
+from tunix.cli.mistakes import explain_unknown_key
 from tunix.cli.saved import read_saved
 from tunix.config import Config
 from tunix.config.values import CONF
@@ -64,7 +64,7 @@ def check_section(override: Override) -> None:
     key = override.key_or_group
     section, _, rest = key.partition(".")
     if rest and section not in Config.model_fields and find_key(key):
-        raise UserError(unknown_key(key))
+        raise UserError(explain_unknown_key(key))
 
 
 def check_choice(override: Override) -> None:
@@ -100,6 +100,7 @@ def compose_saved(run_dir: Path, given: list[Override]) -> DictConfig:
         RUN_DIR/config.yaml -> brought up to date -+-> + keys -> config
     """
     saved = OmegaConf.create(read_saved(run_dir))
+    # Three kinds of words: choices of a group (`groups`), sets of held-out data (`sets`), and keys.
     groups = [word for word in given if (CONF / word.key_or_group).is_dir() and isinstance(word.value(), str)]
     sets = [word for word in groups if str(word.package or "").startswith(SETS)]
     groups = [word for word in groups if word not in sets]

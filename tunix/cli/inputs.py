@@ -1,4 +1,7 @@
-"""Files that a run will need: looked for before anything is written or submitted. Imports no jax."""
+"""Checks that the files of a run exist, before anything is written or submitted. Imports no jax.
+
+A job may wait in a queue for hours: a typo in a path should be found before, on the machine that submits it.
+"""
 
 import glob
 import re

@@ -1,4 +1,7 @@
-"""Command lines that mean something else than a newcomer may think: refused, or remarked on. Imports no jax."""
+"""Command lines that are legal and probably not what the user wants: refused, or answered with a remark.
+
+Imports no jax.
+"""
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import Job
@@ -30,10 +33,13 @@ def refuse_foreign_vocabulary(job: Job) -> None:
 
 
 def count_idle_rows(cfg: Config, num_tokens: int | None) -> int:
-    """Return the rows of the embedding that no token reaches, beyond a tenth of all; 0 if there are fewer.
+    """Return how many rows of the embedding belong to no token; 0 if they are a tenth of all rows or less.
+
+    A few such rows are normal: models round their vocabulary up to a multiple of 128, for example.
 
     Args:
-        num_tokens: of the tokenizer; None before it is known, then it is that of a tokenizer that the run trains.
+        num_tokens: tokens of the tokenizer; None where it is not read yet. Then the answer is known only for a
+            tokenizer that the run trains itself.
     """
     if num_tokens is None and (cfg.tokenizer.path is not None or cfg.data.source == "tokens"):
         return 0

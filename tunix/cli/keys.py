@@ -12,7 +12,10 @@ from tunix.config import Config, Section
 
 
 def list_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key as users type it, with its description; for a union, the keys of each variant in turn."""
+    """Yield every key as users type it, with its description.
+
+    A union of sections (data sources, optimizers, tasks) gives the keys of all its members, so a key may come twice.
+    """
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
         kinds = list_sections(field.annotation)
@@ -28,28 +31,46 @@ def list_sections(annotation: Any) -> list[type[Section]]:
     return [kind for kind in _list_types(annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
+def list_members(key: str) -> list[type[Section]]:
+    """Return the sections that a key of the config may hold: several for a union, none for a plain value."""
+    kinds: list[type[Section]] = [Config]
+    for part in key.split("."):
+        fields = [field for kind in kinds for name, field in kind.model_fields.items() if part in (name, field.alias)]
+        kinds = list_sections(fields[0].annotation) if fields else []
+    return kinds
+
+
+def is_mapping(key: str) -> bool:
+    """Return whether a key of the config takes names that the user chooses, like training.compiler_options."""
+    section, _, name = key.rpartition(".")
+    fields = [kind.model_fields[name] for kind in list_members(section) if name in kind.model_fields]
+    return any(typing.get_origin(field.annotation) is dict for field in fields)
+
+
 def find_variants(section: type[BaseModel] = Config) -> dict[tuple[str, str], type[Section]]:
     """Return the members of all unions (data sources, optimizers), by the key and the value that tell them apart."""
     found: dict[tuple[str, str], type[Section]] = {}
     for field in section.model_fields.values():
         kinds = list_sections(field.annotation)
-        found |= {(tag_key(kind), tag(kind)): kind for kind in kinds} if len(kinds) > 1 else {}
+        found |= {(find_tag_key(kind), find_tag(kind)): kind for kind in kinds} if len(kinds) > 1 else {}
         for kind in kinds:
             found |= find_variants(kind)
     return found
 
 
-def variant_of(values: Mapping[str, Any]) -> type[Section] | None:
-    """Return the member of a union that has these values, or None."""
+def find_variant(values: Mapping[str, Any]) -> type[Section] | None:
+    """Return the section that these values are meant for, by their tag; None if they have no known tag."""
     members = (find_variants().get((name, str(values.get(name)))) for name in TAGS)
     return next(filter(None, members), None)
 
 
-def without_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None, bool]:
+def drop_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None, bool]:
     """Return a path as users type it, the member of a union that it leads through, and whether null is legal there.
 
-    In the path of an error pydantic puts the tag of a union's member before the member's keys: data, text, paths. A
-    plain value of several types has the type that was tried behind its key: shared_filesystem, bool.
+    pydantic adds two kinds of words to the path of an error, which are no keys:
+
+        data, text, paths                      the tag of a union's member      the user types data.paths
+        distributed, shared_filesystem, bool   the type that it tried           ... distributed.shared_filesystem
     """
     parts: list[str] = []
     rest, kinds = list(path), [root]
@@ -57,7 +78,7 @@ def without_tags(path: list[str], root: type[Section] = Config) -> tuple[list[st
     types_of_value: list[Any] = []
     while rest and kinds:
         if len(kinds) > 1:
-            member = {tag(kind): kind for kind in kinds}.get(rest[0])
+            member = {find_tag(kind): kind for kind in kinds}.get(rest[0])
             kinds = [member] if member else []
             rest = rest[1:] if member else rest
             continue
@@ -83,11 +104,11 @@ def _list_types(annotation: Any) -> list[Any]:
 TAGS = ("source", "name", "kind")  # keys that tell the members of a union apart: a member has one of them
 
 
-def tag_key(kind: type[Section]) -> str:
-    """The key that tells a member of a union apart."""
+def find_tag_key(kind: type[Section]) -> str:
+    """Return the key that tells a member of a union apart: `source` of the data sources."""
     return next(name for name in TAGS if name in kind.model_fields)
 
 
-def tag(kind: type[Section]) -> str:
-    """The value of this key."""
-    return typing.get_args(kind.model_fields[tag_key(kind)].annotation)[0]
+def find_tag(kind: type[Section]) -> str:
+    """Return the value of this key: `jsonl` of a source that reads such files."""
+    return typing.get_args(kind.model_fields[find_tag_key(kind)].annotation)[0]

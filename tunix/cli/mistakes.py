@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.cli.foreign import find_key, find_value
-from tunix.cli.keys import list_keys, tag, variant_of, without_tags
+from tunix.cli.keys import drop_tags, find_tag, find_variant, is_mapping, list_keys, list_members
 from tunix.cli.saved import GONE
 from tunix.config import Config, ParameterGroup, Section
 
@@ -73,8 +73,8 @@ def explain_errors(root: type[Section] = Config) -> Iterator[None]:
         first = str(error).splitlines()[0] if str(error) else repr(cause)
         if unknown:
             parent: Any = getattr(cause, "parent_node", None) or {}
-            variant = variant_of(parent)
-            raise UserError(unknown_key(unknown, variant, root)) from None
+            variant = find_variant(parent)
+            raise UserError(explain_unknown_key(unknown, variant, root)) from None
         if "No match in the defaults list" in first:
             raise UserError(f"{first.split('. ')[0]}; write +{IN_QUOTES.findall(first)[0]}=...") from None
         if first.startswith("Could not append"):
@@ -134,15 +134,15 @@ def _join(mistakes: list[_Mistake]) -> str:
 
 
 def _explain(error: dict[str, Any]) -> _Mistake:
-    """Return one pydantic error in words: the key, the value, the way out."""
+    """Return an error of pydantic as a message: the key, the value, the way out."""
     # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
-    path, variant, takes_null = without_tags([str(part) for part in error["loc"] if "[" not in str(part)])
+    path, variant, takes_null = drop_tags([str(part) for part in error["loc"] if "[" not in str(part)])
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = error["msg"].removeprefix("Value error, ")
     if kind in EXPECTED:
         message = EXPECTED[kind].format(**error.get("ctx", {}))
     if kind == "extra_forbidden":
-        return _Mistake("", unknown_key(key, variant))
+        return _Mistake("", explain_unknown_key(key, variant))
     if kind == "missing":
         return _Mistake("", f"{key} is missing")
     if kind in ("literal_error", "union_tag_invalid"):
@@ -158,7 +158,7 @@ def _explain(error: dict[str, Any]) -> _Mistake:
     return _Mistake(f"{key}={value}", message[0].lower() + message[1:], "", takes_null and kind in EXPECTED)
 
 
-def unknown_key(key: str, variant: type[Section] | None = None, root: type[Section] = Config) -> str:
+def explain_unknown_key(key: str, variant: type[Section] | None = None, root: type[Section] = Config) -> str:
     """Return the message for a key that does not exist, with the most similar legal key."""
     if key in GONE:
         return f"{key} is gone: {GONE[key]}"
@@ -166,10 +166,17 @@ def unknown_key(key: str, variant: type[Section] | None = None, root: type[Secti
     head, _, leaf = key.rpartition(".")
     if root is Config and key not in legal and (hint := find_key(key)):
         return f"unknown key {key}; {hint}"
+    if root is Config and is_mapping(head):
+        return f"{head} has no {leaf} yet; write +{key}=VALUE to add it"
     if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
         return f"{head} is changed as a whole by ++{head}={{...}}"
     if variant and key in legal:  # a key of another variant
-        return f"unknown key {key}: {head}={tag(variant)} has none; its keys are {', '.join(variant.model_fields)}"
+        others = [find_tag(kind) for kind in list_members(head) if leaf in kind.model_fields]
+        way_out = f"; {head}={' or '.join(others)} has {leaf}" if others else ""
+        return (
+            f"unknown key {key}: {head}={find_tag(variant)} has none; "
+            f"its keys are {', '.join(variant.model_fields)}{way_out}"
+        )
     if head.startswith("optimizer.groups."):
         legal = [f"{head}.{name}" for name in ParameterGroup.model_fields]
     # `leaves` has one key for each last part, whatever its section; `here` has those of the section that was typed.

@@ -17,9 +17,10 @@ OUTPUTS = Path("outputs")
 
 
 def find_run(source: str) -> tuple[Path, int | None] | None:
-    """Return folder and step (None: the newest) of a run, from what the key `resume` accepts; None if it is no run.
+    """Return folder and step (None: the newest) of the run that `source` names; None if it names no run.
 
-    The folder is the home of the run's checkpoints (`checkpoint.folder`), or stands for one that is in a bucket.
+    `source` is what the key `resume` accepts. The folder is the one with the run's checkpoints (`checkpoint.folder`).
+    For a run in a bucket it is a folder of this machine that stands for the bucket (mirrored.py).
     """
     if is_address(source):
         address, step = split_step(source)
@@ -30,7 +31,7 @@ def find_run(source: str) -> tuple[Path, int | None] | None:
     if not is_run:
         return None
     run_dir, step = find_resume_point(source, None)
-    home = saved_home(run_dir)
+    home = read_saved_home(run_dir)
     if home is None or Path(home) == run_dir:
         return run_dir, step
     return (find_mirrored(home, "checkpoint")[0] if is_address(home) else Path(home)), step
@@ -40,6 +41,8 @@ def find_resume_point(value: str, project: str | None) -> tuple[Path, int | None
     """Return the run folder and step (None: the newest) that `resume=value` means; `project` is for "latest"."""
     if is_address(value):
         return find_mirrored(value, "resume")
+    if not value:
+        raise UserError("resume is empty; expected a run's folder, RUN_DIR/checkpoints/STEP or latest, or resume=null")
     path = Path(value)
     if value == "latest":
         project = project or OmegaConf.load(CONF / "config.yaml").project_name
@@ -59,7 +62,7 @@ def find_resume_point(value: str, project: str | None) -> tuple[Path, int | None
     return path, step
 
 
-def saved_home(run_dir: Path) -> str | None:
+def read_saved_home(run_dir: Path) -> str | None:
     """Return the `checkpoint.folder` of a run's saved config."""
     return load_saved(run_dir).get("checkpoint", {}).get("folder")
 

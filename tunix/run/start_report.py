@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from tunix.base.tables import as_text
-from tunix.cli.architecture import unlike_its_family
+from tunix.cli.architecture import describe_keys_outside_family
 from tunix.cli.intent import count_idle_rows
 from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
@@ -115,7 +115,7 @@ def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None
         size = f"{bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
         place = "in the host's memory" if training.ema_memory == "host" else size
         rows["copies"] = f"{', '.join(copies)}: {place}"
-    if why := unlike_its_family(cfg.model):
+    if why := describe_keys_outside_family(cfg.model):
         rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
     return rows
 
