@@ -130,7 +130,7 @@ def test_stages_out_of_order(tmp_path):
 @pytest.mark.slow
 def test_a_run_counts_what_each_source_gave_and_goes_on_with_the_mixture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [*RUN, *mixture(tmp_path), "model.mesh_shape=[[8],[fsdp]]", "evaluation.sample_tokens=0"]
+    words = [*RUN, *mixture(tmp_path), "model.mesh_shape=[[8],[fsdp]]", "scheduler=constant"]
     folder = tunix.train([*words, "hydra.run.dir=run"]).folder
     lines = metrics(folder)
     for line in lines:

@@ -19,7 +19,7 @@ NOTICED_S = 20  # in this test; benchmarks/faults.py measures
 @pytest.fixture
 def words(corpus) -> list[str]:
     return [*PAIR, "data=text", f"data.paths=['{corpus}']", "training.max_steps=100000", "evaluation.every_steps=null",
-            "checkpoint.save_every_steps=1000", "distributed.heartbeat_timeout_s=6", "scheduler=constant", "scheduler.warmup_steps=0"]  # fmt: skip
+            "checkpoint.save_every_steps=1000", "distributed.heartbeat_timeout_s=6", "scheduler.warmup_steps=0"]  # fmt: skip
 
 
 def seconds_to_end(run: Processes) -> float:

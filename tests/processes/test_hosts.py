@@ -102,7 +102,7 @@ def hosts(tmp_path) -> Iterator[Hosts]:
 @pytest.mark.nightly
 def test_the_link_is_cut_and_comes_back(hosts, corpus):
     """Both end with 76 in bounded time; the run goes on from the checkpoint of process 0 to the same digits."""
-    words = [*PAIR, "data=text", f"data.paths=['{corpus}']", "evaluation.every_steps=null", "scheduler=constant", "scheduler.warmup_steps=0",
+    words = [*PAIR, "data=text", f"data.paths=['{corpus}']", "evaluation.every_steps=null", "scheduler.warmup_steps=0",
              "training.max_steps=100000", "checkpoint.save_every_steps=10", "distributed.heartbeat_timeout_s=6", "distributed.step_deadline_s=600"]  # fmt: skip
     run, others = hosts.disks[0] / "run", hosts.disks[1] / "run"
     hosts.start(*words)

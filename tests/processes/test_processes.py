@@ -163,7 +163,6 @@ def test_a_mistake_is_everyones(words, tmp_path):
 def test_elastic(words, tmp_path):
     """One process, then two, told to stop, then three (refused: the batch does not divide), then one: one run, one
     data order."""
-    words = [*words, "scheduler=constant"]
     one = ["model.mesh_shape=[[1],[dp]]", "distributed.allow_idle_devices=true"]
     tunix.train([*words, "training.max_steps=2", *one, f"hydra.run.dir={tmp_path}/run"])
     with Processes(

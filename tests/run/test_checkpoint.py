@@ -138,7 +138,7 @@ def test_resume_under_another_strategy(run):
 
 
 def test_a_chosen_step_puts_newer_ones_aside(run, finished_copy):
-    folder = finished_copy()
+    folder = finished_copy(CONSTANT)
     run(f"resume={folder}/checkpoints/3", "training.max_steps=5")
     assert steps(folder) == [3, 5]
     (aside,) = folder.glob("checkpoints_put_aside_*")
@@ -146,7 +146,7 @@ def test_a_chosen_step_puts_newer_ones_aside(run, finished_copy):
 
 
 def test_a_longer_run_goes_on_where_it_ended(run, finished_copy):
-    folder = finished_copy()
+    folder = finished_copy(CONSTANT)
     run(f"resume={folder}", "training.max_steps=8")
     assert [line["step"] for line in metrics(folder)] == list(range(1, 9))
     tokens = [line["tokens"] for line in metrics(folder)]
@@ -267,7 +267,7 @@ def flip_a_bit(folder) -> None:
 
 @pytest.mark.parametrize("damage", [tear, flip_a_bit])
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly(run, finished_copy, damage):
-    folder = finished_copy()
+    folder = finished_copy(CONSTANT)
     damage(folder / "checkpoints" / "6")
     run(f"resume={folder}")
     log = (folder / "train.log").read_text()
@@ -279,7 +279,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(run, finished_copy, d
 
 
 def test_checkpoints_that_cannot_be_used_are_named(run, finished_copy):
-    folder = finished_copy()
+    folder = finished_copy(CONSTANT)
     with pytest.raises(UserError, match="has no checkpoint of step 4; it has 3, 6"):
         run(f"resume={folder}/checkpoints/4")
     for words, message in [
@@ -333,7 +333,7 @@ def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
 
 
 def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run, finished_copy):
-    folder = finished_copy()
+    folder = finished_copy(CONSTANT)
     shutil.rmtree(folder / "checkpoints")
     (folder / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
     run(f"resume={folder}")
@@ -380,7 +380,7 @@ def test_a_moving_average_goes_on_bit_identically_and_is_exported(run):
 
 def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
     """Of one run, with equal shares; of a run and Hugging Face's files, with others."""
-    run = finished()
+    run = finished(CONSTANT)
     monkeypatch.chdir(tmp_path)
 
     def averaged(*words: str):

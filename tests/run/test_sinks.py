@@ -19,7 +19,8 @@ from tunix.sinks.run_ids import keep_id, read_id
 def words(tmp_path, corpus, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     one = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
-    return [*RUN, "data=text", f"data.paths=['{corpus}']", *one, "hydra.run.dir=run"]
+    # At a constant rate the step does not know the length of the run: a longer one shares its compiled program.
+    return [*RUN, "data=text", f"data.paths=['{corpus}']", *one, "scheduler=constant", "hydra.run.dir=run"]
 
 
 class Memory:

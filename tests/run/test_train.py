@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def finished(corpus, tmp_path_factory) -> Path:
     """The folder of a run, for tests that only read it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("finished"))
-        names = ["project_name=demo", "run_name=first", "evaluation.sample_tokens=3"]
+        names = ["project_name=demo", "run_name=first", "evaluation.sample_tokens=3", "scheduler=constant"]
         return tunix.train([*RUN, "data=text", f"data.paths=['{corpus}']", MESH, *names]).folder
 
 
@@ -79,14 +80,15 @@ def test_metrics(finished):
     assert held_out[0]["perplexity"] == pytest.approx(math.exp(held_out[0]["loss"]))
 
 
-def test_one_run_at_a_time_writes_into_a_folder(words, monkeypatch):
-    folder = tunix.train([*words, "training.max_steps=1"]).folder
+def test_one_run_at_a_time_writes_into_a_folder(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(finished, tmp_path / "copied", symlinks=True)
     monkeypatch.setattr(lock, "HOLDER_S", 0.0)
     before = (folder / "metrics.jsonl").read_text()
     with lock.hold_lock(folder), pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
         tunix.train([f"resume={folder}", "training.max_steps=8"])
     assert (folder / "metrics.jsonl").read_text() == before
-    tunix.train([f"resume={folder}", "training.max_steps=2"])  # a lock ends with its process
+    assert tunix.train([f"resume={folder}", "training.max_steps=7"]).train["step"] == 7  # a lock ends with its process
 
 
 @pytest.mark.nightly
@@ -115,15 +117,18 @@ def test_tensorboard_reads_the_events(finished):
     assert "mesh_shape" in config.tensor_proto.string_val[0].decode()
 
 
-def test_no_events_are_written_where_nobody_wants_them(words):
-    silent = tunix.train([*words, "logging.sinks=[jsonl]", "training.max_steps=1"]).folder
-    assert not list(silent.glob("events.*"))
+def test_a_config_made_in_python_without_events(words):
+    result = tunix.train(compose([*words, "logging.sinks=[jsonl]", "training.max_steps=1"]).config)
+    assert result.train["step"] == 1
+    assert not list(result.folder.glob("events.*"))
 
 
 def test_held_out_numbers_are_the_same_on_every_mesh(words):
     """The same steps on each mesh, and the last one filled up with masked rows."""
     base = [
         *words,
+        "model.num_layers=1",
+        "model.global_every=1",
         "training.global_batch_size=8",
         "evaluation.num_sequences=13",
         "training.max_steps=2",
@@ -174,8 +179,8 @@ def test_runs_of_the_same_second_have_folders_of_their_own(words, monkeypatch):
     assert folders[1].name == f"{folders[0].name}_1"
 
 
-def test_a_folder_given_by_hand_is_not_shared(words):
-    tunix.train([*words, "hydra.run.dir=mine", "training.max_steps=1"])
+def test_a_folder_given_by_hand_is_not_shared(words, finished):
+    shutil.copytree(finished, "mine", symlinks=True)
     before = Path("mine/metrics.jsonl").read_text()
     with pytest.raises(UserError, match=r"hydra.run.dir=mine holds another run; resume=mine goes on with it"):
         tunix.train([*words, "hydra.run.dir=mine"])
@@ -227,7 +232,13 @@ def test_unknown_compiler_options_are_named(words):
         tunix.train([*words, "+training.compiler_options.xla_not_an_option=true"])
     assert not Path("outputs").exists()
     assert tunix.train(
-        [*words, "+training.compiler_options.xla_cpu_enable_fast_math=false", "training.max_steps=1"]
+        [
+            *words,
+            "+training.compiler_options.xla_cpu_enable_fast_math=false",
+            "training.max_steps=1",
+            "model.num_layers=1",
+            "model.global_every=1",
+        ]
     ).folder
 
 
@@ -243,8 +254,3 @@ def test_without_held_out_documents_there_is_no_evaluation(words):
     result = tunix.train([*words, "data.held_out_fraction=0"])
     assert result.held_out == {}
     assert result.train["step"] == 6
-
-
-def test_a_config_made_in_python(words):
-    config = compose([*words, "training.max_steps=1"]).config
-    assert tunix.train(config).train["step"] == 1

@@ -47,8 +47,10 @@ RUN = [  # and for whole runs
     *SMALL, "training.max_steps=6", "evaluation.num_sequences=8", "evaluation.every_steps=3",
     "evaluation.sample_tokens=0", "checkpoint.save_every_steps=3", "logging.every_steps=1",
 ]  # fmt: skip
-PAIR = [  # and for two processes of one device: each collective waits until the other process gets a core
-    *RUN, "model.num_layers=1", "model.global_every=1", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
+# And for two processes of one device: each collective waits until the other process gets a core. At a constant rate the
+# step does not know the length of the run: the tests share compiled programs.
+PAIR = [
+    *RUN, "scheduler=constant", "model.num_layers=1", "model.global_every=1", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
     "evaluation.num_sequences=2", "hydra.run.dir=run",
 ]  # fmt: skip
 ONE_DEVICE = "model.mesh_shape=[[1],[fsdp]]"
