@@ -33,7 +33,7 @@ from tunix.config import Export
 from tunix.export import export
 from tunix.run import object_arrays, objects
 from tunix.run.bucket_store import BucketStore
-from tunix.run.home import check_home
+from tunix.run.home import check_home, write_home
 from tunix.run.integrity import check_everything
 from tunix.run.record import Record
 from tunix.run.shared_store import SharedStore
@@ -296,6 +296,19 @@ def test_commands_take_addresses(run, texts, files, tmp_path):
     cfg = compose([f"model.init_from={home}", "data=jsonl", f"data.paths=['{texts}']"]).config
     assert cfg.model.init_from.startswith(f"{home}/checkpoints/")  # not a copy on this machine
     assert cfg.tokenizer.path == f"{home}/tokenizer"
+
+
+def test_of_two_runs_that_start_together_one_gets_the_folder(tmp_path):
+    """Both have found it free (`check_home`)."""
+    home = tmp_path / "disk"
+    job = compose([f"checkpoint.folder={home}"])
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(name)
+    write_home(job, tmp_path / "first", str(home))
+    with pytest.raises(UserError, match=f"checkpoint.folder={home} holds another run; resume={home} goes on with it"):
+        write_home(job, tmp_path / "second", str(home))
+    assert (home / "config.yaml").read_text() == "first"
 
 
 @pytest.mark.nightly

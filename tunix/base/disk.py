@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,21 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with replacing(path) as new:
         new.write_text(text)
+
+
+def create_file(path: Path, text: str) -> None:
+    """Write a new text file; raises `FileExistsError` where there is one. Of two processes that try, one makes it."""
+    try:
+        # "x" makes the file or fails, as one operation of the file system.
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A full disk may leave half a file, and the next process that tries would find it taken.
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.cache_dir") -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from tunix.base.buckets import explaining, filesystem, is_address, join, read_text, upload
-from tunix.base.disk import write_whole
+from tunix.base.disk import create_file, write_whole
 from tunix.base.errors import UserError
 from tunix.cli.compose import Job
 from tunix.cli.mirrored import COPIED, split_step
@@ -53,7 +53,11 @@ def _refuse_other_run(job: Job, home: str) -> None:
         return
     holds_run = read_text(join(home, CONFIG), KEY) is not None if is_address(home) else (Path(home) / CONFIG).is_file()
     if holds_run:
-        raise UserError(f"{KEY}={home} holds another run; resume={home} goes on with it")
+        raise _make_taken_error(home)
+
+
+def _make_taken_error(home: str) -> UserError:
+    return UserError(f"{KEY}={home} holds another run; resume={home} goes on with it")
 
 
 def _try_out(home: str, timeout_s: float) -> None:
@@ -84,16 +88,19 @@ def _write(job: Job, folder: Path, home: str) -> None:
                 # same time with the same address, only one gets it.
                 files.pipe_file(place, text.encode(), mode="overwrite" if job.config.resume else "create")
             except FileExistsError:
-                raise UserError(f"{KEY}={home} holds another run; resume={home} goes on with it") from None
+                raise _make_taken_error(home) from None
         for name in COPIED:
             if (folder / name).is_dir():
                 upload(folder / name, join(home, name), KEY)
         return
     try:
         Path(home).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(home) / CONFIG, text)
+        is_own = folder.samefile(home)  # its config.yaml is that of this run
+        (write_whole if job.config.resume or is_own else create_file)(Path(home) / CONFIG, text)
         for name in COPIED:
-            if (folder / name).is_dir() and folder != Path(home):
+            if (folder / name).is_dir() and not is_own:
                 shutil.copytree(folder / name, Path(home) / name, dirs_exist_ok=True)
+    except FileExistsError:
+        raise _make_taken_error(home) from None
     except OSError as error:
         raise UserError(f"{KEY}={home} cannot be written: {error.strerror}") from None

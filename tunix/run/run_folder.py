@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from tunix.base.buckets import is_address
-from tunix.base.disk import write_whole
+from tunix.base.disk import create_file, write_whole
 from tunix.base.errors import UserError
 from tunix.base.yaml_text import format_yaml
 from tunix.cli import compose
@@ -166,16 +166,9 @@ def _claim(job: compose.Job, folder: Path) -> Path:
     """Create a folder. The run that creates config.yaml in it owns it; two runs never share one."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        # "x" makes the file or fails, as one operation of the file system: of two runs that try, one gets the folder.
-        with (folder / "config.yaml").open("x") as file:
-            file.write(_format_config(job))
+        create_file(folder / "config.yaml", _format_config(job))
     except FileExistsError:
         raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
-    except OSError:
-        # A full disk may leave half a file, and with it the folder would belong to a run that never began.
-        with suppress(OSError):
-            (folder / "config.yaml").unlink()
-        raise
     return folder
 
 
