@@ -307,7 +307,7 @@ PRODUCTS = {
         """\
 PIPELINE_SCHEDULES = {
     "drained": PipelineSchedule(
-        "tunix.training.program:one_by_one", lambda shape: _ticks_of_microbatches(shape) + 1, is_stream=False
+        "tunix.training.program:one_by_one", lambda shape: _count_ticks_of_microbatches(shape) + 1, is_stream=False
     ),""",
         "training.pipeline_schedule=drained",
     ),
