@@ -28,7 +28,7 @@ from tunix.rl.pair_reference import add_reference
 from tunix.rl.quality import Numbers
 from tunix.run.run_folder import TOKENIZER
 from tunix.training.held_out import HeldOut
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.training.mesh_choices import build_layout, build_mesh, set_remat
 from tunix.training.program import assemble
 from tunix.training.state import Architecture, describe
 
@@ -98,7 +98,7 @@ def _make_config(cmd: Evaluate) -> Config:
     # An evaluation has no stages of the batch, which perhaps do not fit its devices.
     cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"batch_stages": ()})})
     if cfg.training.remat == "budget":  # a budget is for what the backward pass needs, and there is none here
-        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": "full"})})
+        cfg = set_remat(cfg, "full")
     own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
 

@@ -15,6 +15,7 @@ from tunix.plan.compiled import Compiled
 from tunix.plan.exchange_times import predict_beyond_mean_s, settle_exchange
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
 from tunix.plan.topology import PLATFORM, Cluster
+from tunix.training.mesh_choices import set_remat
 
 GIB = 2**30
 # What `training.remat=auto` takes on devices whose memory is known, where the step fits: the fastest policy, by the
@@ -173,14 +174,14 @@ def make_candidate(
     """
     # Copies of activations to the host take longer than computing them again: the fewer there are the better.
     if cfg.training.remat == "auto" and with_activations and cfg.training.offload != "activations":
-        fast = make_candidate(_with_remat(cfg, REMAT_THAT_FITS), sizes, choice, cluster)
-        if fast.memory <= cluster.kind.memory_gib * GIB * cfg.plan.memory_share:
+        fast = make_candidate(set_remat(cfg, REMAT_THAT_FITS), sizes, choice, cluster)
+        if fast.memory <= count_usable_bytes(cfg, cluster):
             return fast
     with_mesh, _ = settle_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
     program = find_program(with_mesh, sizes, PLATFORM)
     costs, rollout = derive_costs(program, with_activations), None
     if isinstance(cfg.task, Grpo):
-        rollout = plan_rollout(program, round(cluster.kind.memory_gib * GIB * cfg.plan.memory_share))
+        rollout = plan_rollout(program, round(count_usable_bytes(cfg, cluster)))
     # Each other shape of the batch is a candidate of its own: a stage with longer sequences may need the most memory.
     stages = {}
     for period in program.cfg.training.batch_schedule(sizes).periods[:-1]:
@@ -189,8 +190,9 @@ def make_candidate(
     return Candidate(sizes, program.cfg, costs, cluster, rollout, stages=tuple(stages.values()))
 
 
-def _with_remat(cfg: Config, policy: str) -> Config:
-    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": policy})})
+def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
+    """Return the bytes of a device that a run may use."""
+    return cluster.kind.memory_gib * GIB * cfg.plan.memory_share
 
 
 def list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:

@@ -18,6 +18,7 @@ from tunix.plan.ranking import explain_no_fit, fix_batch, rank
 from tunix.plan.topology import Cluster, read_topology
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, resolve, token_shards
+from tunix.training.mesh_choices import set_remat
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def _resolve_remat(cfg: Config) -> tuple[Config, str]:
         f"{cfg.plan.memory_share:.0%} of {kind.memory_gib:g}"
     )
     log.info("%s", reason)
-    return cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": policy})}), reason
+    return set_remat(cfg, policy), reason
 
 
 def _resolve_planned(cfg: Config) -> tuple[Config, str]:

@@ -15,7 +15,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.training import REMAT
 from tunix.costs.matmul_dtypes import check_matmul_dtype
-from tunix.plan.candidates import GIB, Candidate, derive_candidate, list_smaller, make_candidate
+from tunix.plan.candidates import GIB, Candidate, count_usable_bytes, derive_candidate, list_smaller, make_candidate
 from tunix.plan.compile_process import WORKERS, compile_all
 from tunix.plan.open_keys import describe_choice, find_open_key, list_choices
 from tunix.plan.topology import Cluster
@@ -62,7 +62,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     check_matmul_dtype(cfg, "gpu", cluster.kind.name)
     given, cfg = cfg, fix_batch(cfg, cluster.num_devices)
     budget_gib = cfg.training.remat_memory_gib
-    limit = GIB * (budget_gib or cluster.kind.memory_gib * cfg.plan.memory_share)
+    limit = GIB * budget_gib if budget_gib else count_usable_bytes(cfg, cluster)
     candidates: list[Candidate] = []
     refused = {}
     legal = []

@@ -70,6 +70,11 @@ def settle_remat(cfg: Config, platform: str | None) -> Config:
     if cfg.training.remat != "auto":
         return cfg
     policy = REMAT_BY_PLATFORM.get(platform or "", "full")
+    return set_remat(cfg, policy)
+
+
+def set_remat(cfg: Config, policy: str) -> Config:
+    """Return the config with this policy, a key of `REMAT`."""
     return cfg.model_copy(update={"training": cfg.training.model_copy(update={"remat": policy})})
 
 
