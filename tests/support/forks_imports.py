@@ -1,12 +1,23 @@
-"""What the fork server imports: the parts of a training that take long to import. Starts no backend."""
+"""What the fork server imports, and finds out about the installed packages: what each program would do again.
+
+Starts no backend of JAX.
+"""
 
 import gc
 
 import support.forks  # noqa: F401
+from tensorboard.plugins.text import metadata  # noqa: F401
+from tensorboard.summary.writer import event_file_writer  # noqa: F401
+from tensorboard.util import tensor_util  # noqa: F401
 
 import tunix.__main__
 import tunix.train_command
 import tunix.trainer  # noqa: F401
+from tunix.processes.versions import list_versions
+from tunix.run.environment import list_packages
+
+list_versions()
+list_packages()
 
 gc.collect()
 gc.freeze()  # a fork does not write to the pages of these objects by looking at them

@@ -20,7 +20,7 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|WEBHOOK", re.IGNOREC
 
 
 @cache
-def _list_packages() -> dict[str, str]:
+def list_packages() -> dict[str, str]:
     """Return the version of every installed package by its name."""
     packages: dict[str, str] = {}
     for each in metadata.distributions():
@@ -48,7 +48,7 @@ def describe_environment() -> dict[str, Any]:
         "git_commit": git("rev-parse", "HEAD"),
         "git_changes": (git("status", "--porcelain") or "").splitlines(),
         "git_diff": (git("diff", "HEAD") or "")[:MAX_DIFF],
-        "packages": _list_packages(),
+        "packages": list_packages(),
         "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],
         "processes": jax.process_count(),
         "variables": {
