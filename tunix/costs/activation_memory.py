@@ -27,10 +27,12 @@ from tunix.training.program import Program, abstract_batch
 from tunix.training.state import abstract_params, describe
 
 MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
-# Keys of the section training that say how many sequences there are.
-BATCH_KEYS = {
+# Keys of the section training that change nothing of what one sequence keeps: how many sequences there are, and when a
+# run ends.
+OTHER_KEYS = {
     "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "global_batch_tokens", "batch_stages",
-    "pipeline_microbatches", "pipeline_schedule", "pipeline_chunks",
+    "pipeline_microbatches", "pipeline_schedule", "pipeline_chunks", "max_steps", "max_tokens", "num_epochs",
+    "time_limit_s", "hard_stop", "skip_steps", "max_skipped_steps", "max_spikes", "compile_cache_gib",
 }  # fmt: skip
 QUEUES = 3  # of the rows of a microbatch: what enters the stages, what leaves them, and one of their gradients
 LONG = 2048  # tokens of a sequence on one device, of which all are traced
@@ -122,7 +124,7 @@ def _count_residual_bytes(program: Program) -> int:
     On stages, they are those of the same program without stages, whose axis then splits the batch alone.
     """
     cfg = program.cfg
-    config = cfg.model.model_dump_json(exclude={"mesh_shape"}), cfg.training.model_dump_json(exclude=BATCH_KEYS)
+    config = cfg.model.model_dump_json(exclude={"mesh_shape"}), cfg.training.model_dump_json(exclude=OTHER_KEYS)
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
     others = (size for axis, size in program.mesh.shape.items() if axis not in data_axes())
     key = (*config, program.layout.expert_exchange, *others)
