@@ -3,7 +3,7 @@
 Hydra reads some 30 files for each config, builds the list of defaults and merges the files; then come the overrides of
 single keys. The first part takes two thirds of the time and depends on the chosen files alone, of which the tests choose
 few. Only conf/config.yaml and what it names in conf/ is remembered: the saved config of a run and a folder that a test writes
-are read each time. What a word of an override says is remembered too, and YAML is read by libyaml.
+are read each time. Each file and what a word of an override says are remembered too, and YAML is read by libyaml.
 """
 
 import copy
@@ -17,6 +17,7 @@ import pytest
 import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -30,6 +31,8 @@ OWN = {"hydra.conf", str(CONF.absolute()), ""}  # places of config files: Hydra'
 _lists: dict[Any, DefaultsList] = {}  # by the chosen files
 _merged: dict[int, bytes] = {}  # the files merged, pickled, by the list of defaults in `_lists`
 _overrides: dict[str, Override] = {}  # by the word
+_files: dict[str, bytes] = {}  # the content of a file with its list of defaults, pickled, by the path below conf/
+_load_file = ConfigRepository.load_config
 _parse = OverridesParser.parse_rule
 _make_list, _merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 
@@ -38,16 +41,34 @@ def remember() -> None:
     """Let Hydra remember, in this process."""
     config_loader_impl.create_defaults_list = _remember_list
     ConfigLoaderImpl._compose_config_from_defaults_list = _remember_merged
+    ConfigRepository.load_config = _remember_file
     OverridesParser.parse_rule = _remember_override
     # `OmegaConf.load` imports it when it is called.
     omegaconf._utils.get_yaml_loader = cache(_make_loader)
+
+
+def _reads_own_files(repo: Any) -> bool:
+    return {source.path for source in repo.get_sources()} <= OWN
+
+
+def _remember_file(self: ConfigRepository, config_path: str) -> Any:
+    if not _reads_own_files(self):
+        return _load_file(self, config_path)
+    if config_path not in _files:
+        loaded = _load_file(self, config_path)
+        if loaded is None or loaded.path.startswith(
+            "structured:"
+        ):  # from Hydra's store, where saved configs come and go
+            return loaded
+        _files[config_path] = pickle.dumps(loaded)
+    return pickle.loads(_files[config_path])
 
 
 def _remember_list(
     repo: Any, config_name: str | None, overrides_list: list[Any], prepend_hydra: bool, skip_missing: bool
 ) -> DefaultsList:
     arguments = (repo, config_name, overrides_list, prepend_hydra, skip_missing)
-    if config_name != "config" or not {source.path for source in repo.get_sources()} <= OWN:
+    if config_name != "config" or not _reads_own_files(repo):
         return _make_list(*arguments)
     keys = Overrides(repo=repo, overrides_list=overrides_list).config_overrides  # overrides that choose no file
     files = tuple(word.input_line for word in overrides_list if not any(word is key for key in keys))
