@@ -10,7 +10,7 @@ train: .venv/installed
 	$(BIN)/python run_training.py $(ARGS)
 
 # Three workers on two cores: some tests wait (for Slurm, for a heartbeat that does not come).
-# `test` runs a twentieth of the cases marked `nightly`, in turn; `test-all` runs all of them, about twice as long.
+# `test` runs a fortieth of the cases marked `nightly`, in turn; `test-all` runs all of them, about twice as long.
 test: .venv/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 

@@ -28,7 +28,7 @@ hypothesis.settings.register_profile("tests", suppress_health_check=[hypothesis.
 hypothesis.settings.load_profile("tests")
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
-PARTS = 20  # of the nightly cases; a run of the tests has one part of them
+PARTS = 40  # of the nightly cases; a run of the tests has one part of them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +60,7 @@ def check_exceptions(items: list[pytest.Item]) -> None:
 
 
 def todays_part(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one of `PARTS` parts of these cases. The number of commits chooses it, so that twenty commits run all.
+    """Return one of `PARTS` parts of these cases. The number of commits chooses it, so that forty commits run all.
 
     Three neighbours stay in one part, because they share what their module prepares. A part has such groups from all
     over the tests: the cases of one module may take much longer than those of others.

@@ -1,4 +1,4 @@
-"""Twenty commits run every nightly case; a case that its mark names runs each time."""
+"""Forty commits run every nightly case; a case that its mark names runs each time."""
 
 import subprocess
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ import conftest
 import pytest
 
 
-def test_twenty_commits_run_all(monkeypatch):
-    cases, seen = list(range(100)), []
+def test_forty_commits_run_all(monkeypatch):
+    cases, seen = list(range(300)), []
     for count in range(990, 990 + conftest.PARTS):
         monkeypatch.setattr(subprocess, "run", lambda *_, count=count, **__: SimpleNamespace(stdout=f"{count}\n"))
         seen += conftest.todays_part(cases)

@@ -1,4 +1,4 @@
-"""What the fork server imports, and finds out about the installed packages: what each program would do again.
+"""What the fork server imports, and what it finds out about the installed packages: each program would do it again.
 
 Starts no backend of JAX.
 """
@@ -13,10 +13,8 @@ from tensorboard.util import tensor_util  # noqa: F401
 import tunix.__main__
 import tunix.train_command
 import tunix.trainer  # noqa: F401
-from tunix.processes.versions import list_versions
 from tunix.run.environment import list_packages
 
-list_versions()
 list_packages()
 
 gc.collect()

@@ -23,20 +23,14 @@ PACKAGES = (
 
 def list_versions() -> dict[str, str]:
     """Return versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
-    return {"python": platform.python_version(), "code of tunix": _hash_code(), **_find_versions()}
-
-
-@cache  # what this process runs is what it found at its start; a search for a package takes some 20 ms
-def _find_versions() -> dict[str, str]:
-    """Return the versions of those of `PACKAGES` that are installed."""
-    by_name: dict[str, str] = {}
+    by_name = {"python": platform.python_version(), "code of tunix": _hash_code()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             by_name[package] = metadata.version(package)
     return by_name
 
 
-@cache
+@cache  # the code that this process runs is that of its start
 def _hash_code() -> str:
     """Return a hash of tunix's own files: two copies of a development version have the same number."""
     root = Path(__file__).parents[1]
