@@ -13,7 +13,7 @@ from tunix.config.mlp import ExpertsMlp
 from tunix.config.values import CONF
 from tunix.families import FAMILIES, Family
 from tunix.sharding.dims import axis_names, needed_dims
-from tunix.training.program_checks import check_model
+from tunix.training.program_checks import check_model_on_mesh
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"
@@ -157,7 +157,7 @@ def _axes(model: Model) -> str:
         if axis in useless:
             continue
         try:
-            check_model(model, dict.fromkeys(axis_names(), 1) | {axis: 2})
+            check_model_on_mesh(model, dict.fromkeys(axis_names(), 1) | {axis: 2})
             allowed.append(f"`{axis}`")
         except UserError as error:
             refused.append(f"not `{axis}`: {str(error).split('; ')[0]}")

@@ -24,7 +24,7 @@ from tunix.sharding.arrays import to_global
 from tunix.sharding.dims import axis_names
 from tunix.training.mesh_choices import build_mesh
 from tunix.training.program import assemble
-from tunix.training.program_checks import check_model
+from tunix.training.program_checks import check_model_on_mesh
 
 TOLERANCE = 1e-5  # float32; sums in another order
 SEQUENCES, LENGTH = 8, 16
@@ -127,4 +127,4 @@ def test_the_other_axes_are_refused(family):
     tried = {axis for axes in MESHES[of_kind] for axis in axes.split(",")}
     for axis in {*axis_names()} - tried:
         with pytest.raises(UserError, match=REFUSED[of_kind][axis]):
-            check_model(cfg.model, dict.fromkeys(axis_names(), 1) | {axis: 2})
+            check_model_on_mesh(cfg.model, dict.fromkeys(axis_names(), 1) | {axis: 2})

@@ -11,7 +11,7 @@ from tunix.config.kernel_tables import GROUPED, KERNELS
 from tunix.config.low_rank import Lora, match_projections
 from tunix.config.mixers import GlobalHeads, HeadSizes, Latent, LinearAttention, QueryGrowth
 from tunix.config.mlp import AnyMlp, ExpertsMlp
-from tunix.config.model_checks import check_model
+from tunix.config.model_checks import check_model_keys
 from tunix.config.rope import RopeScaling
 from tunix.config.shared_layers import LayerInputs, Run, SharedKv, list_runs
 from tunix.families import FAMILIES, Family
@@ -274,5 +274,5 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Model":
-        check_model(self)
+        check_model_keys(self)
         return self

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tunix.config.model import Model
 
 
-def check_model(model: "Model") -> None:
+def check_model_keys(model: "Model") -> None:
     """Raise ValueError where keys of the model contradict one another; the message says which, and the way out."""
     if model.num_heads % model.num_kv_heads:
         raise ValueError(

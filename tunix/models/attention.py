@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.models.exchanges import find_exchange
+from tunix.models.exchanges import find_attention_exchange
 from tunix.models.kernels import branches_are_cheap
 from tunix.models.seen import Seen
 from tunix.models.soft_cap import soft_cap
@@ -49,7 +49,7 @@ def attend(
 
     def attend_on_device(q, k, v, seen):
         k, v = (layout.own_kv_heads(x, q.shape[2], kv_letter) for x in (k, v))
-        return find_exchange(method.exchange)(method.kernel, q, k, v, seen, **method.options)
+        return find_attention_exchange(method.exchange)(method.kernel, q, k, v, seen, **method.options)
 
     in_specs = (q_spec, kv_spec, kv_spec, seen_spec)
     out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in method.options else q_spec

@@ -65,7 +65,7 @@ def choose_exchange(model: Model, sizes: Mapping[str, int] | None = None) -> Cho
     return Choice("ring", f"{together}={num_devices} does not divide the {model.num_heads} query heads")
 
 
-def find_exchange(name: str) -> Exchange:
+def find_attention_exchange(name: str) -> Exchange:
     """Return the exchange with this key of `CP_EXCHANGES`; that of `none` exchanges nothing."""
     return keep_here if name == "none" else import_object(CP_EXCHANGES[name].function)
 

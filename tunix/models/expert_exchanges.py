@@ -150,7 +150,7 @@ def exchange_rows(tokens: Tokens, own: OwnExperts) -> tuple[jax.Array, jax.Array
 Exchange = Callable[[Tokens, OwnExperts], tuple[jax.Array, jax.Array]]
 
 
-def find_exchange(name: str) -> Exchange:
+def find_expert_exchange(name: str) -> Exchange:
     """Return the exchange with this key of `EXPERT_EXCHANGES`."""
     return import_object(EXPERT_EXCHANGES[name].function)
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.block_sums import BlockSums
-from tunix.models.expert_exchanges import OwnExperts, Tokens, find_exchange
+from tunix.models.expert_exchanges import OwnExperts, Tokens, find_expert_exchange
 from tunix.models.layers import ACTIVATIONS, MLP, Matrix, unchanged
 from tunix.models.products import grouped_product, product
 from tunix.models.router import Router, Routes
@@ -128,7 +128,7 @@ class Experts(nnx.Module):
             tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares)))
             compute = partial(self._compute_rows, weights)
             own = OwnExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.room, compute)
-            y, dropped = find_exchange(layout.expert_exchange)(tokens, own)
+            y, dropped = find_expert_exchange(layout.expert_exchange)(tokens, own)
             dropped = _sum_over_devices(dropped, width_axes)
             if layout.stream_axes:
                 y = y.reshape(shape).astype(x.dtype)

@@ -91,16 +91,16 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         chosen = _find_faster(candidates, limit)
     fit = [each for each in candidates if each.memory <= limit]
     return Ranking(
-        sorted(fit, key=lambda each: (each.compiled is None, -each.tokens_per_s)),
-        sorted((each for each in candidates if each.memory > limit), key=lambda each: each.memory),
-        refused,
-        limit,
-        cfg.training.global_batch_size if cfg is not given else None,
-        num_slower,
-        num_hopeless,
-        find_open_key(cfg),
-        "training.remat_memory_gib" if budget_gib else "plan.memory_share",
-        cfg.training.remat in ("auto", "budget"),
+        fit=sorted(fit, key=lambda each: (each.compiled is None, -each.tokens_per_s)),
+        too_large=sorted((each for each in candidates if each.memory > limit), key=lambda each: each.memory),
+        refused=refused,
+        limit=limit,
+        global_batch_size=cfg.training.global_batch_size if cfg is not given else None,
+        num_slower=num_slower,
+        num_hopeless=num_hopeless,
+        open_key=find_open_key(cfg),
+        limit_key="training.remat_memory_gib" if budget_gib else "plan.memory_share",
+        chooses_remat=cfg.training.remat in ("auto", "budget"),
     )
 
 

@@ -27,7 +27,7 @@ from tunix.training.mesh_choices import build_layout, choose_sync, find_platform
 from tunix.training.optim import make_optimizer, make_schedule
 from tunix.training.overlap import Options, Overlap, choose_overlap, keep_known_options
 from tunix.training.pipelined import make_pipelined_gradients
-from tunix.training.program_checks import check_host_memory, check_model, check_pipeline_chunks
+from tunix.training.program_checks import check_host_memory, check_model_on_mesh, check_pipeline_chunks
 from tunix.training.spikes import SpikeGuard, make_guard
 from tunix.training.state import (
     Architecture,
@@ -197,7 +197,7 @@ def assemble(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None
     for heads in cfg.model.kinds_of_heads:
         choose_kernel(cfg.model.attention, heads.dim, layout.compute, cfg.model.attention_options)
     choose_expert_products(cfg.model.expert_products, layout.compute)
-    check_model(cfg.model, mesh.shape)
+    check_model_on_mesh(cfg.model, mesh.shape)
     check_expert_exchange(cfg.model, layout.expert_exchange, mesh_device())
     check_pipeline_chunks(cfg, mesh)
     check_host_memory(cfg, mesh)

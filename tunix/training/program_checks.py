@@ -12,7 +12,7 @@ from tunix.sharding.arrays import has_host_memory
 from tunix.sharding.mesh_shape import check_divides, nearest
 
 
-def check_model(model: Model, sizes: Mapping[str, int]) -> None:
+def check_model_on_mesh(model: Model, sizes: Mapping[str, int]) -> None:
     """Raise `UserError` where a model does not run on a mesh of these sizes, whatever the training is."""
     check_stages(model, sizes)
     check_divides(model.dims, sizes)
@@ -25,7 +25,7 @@ def check_on_mesh(cfg: Config, sizes: Mapping[str, int]) -> None:
     A batch that is left open (`training.micro_batch_size=auto`) fits every mesh.
     """
     # First the model: of the reasons against a mesh, its reasons say most.
-    check_model(cfg.model, sizes)
+    check_model_on_mesh(cfg.model, sizes)
     check_divides(cfg.dims, sizes)  # `cfg.dims` has the tokens of a sequence too
     if cfg.training.micro_batch_size != "auto":
         cfg.training.batch_shape(sizes)
