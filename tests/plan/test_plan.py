@@ -30,7 +30,7 @@ from tunix.plan.described_devices import find_backend
 from tunix.plan.exchange_times import count_pairs_in_ring, settle_exchange
 from tunix.plan.open_keys import list_micro_batch_sizes
 from tunix.plan.ranking import _pick_to_compile, rank
-from tunix.plan.text import format_text, make_record
+from tunix.plan.text import _list_refused, format_text, make_record
 from tunix.plan.topology import read_topology
 from tunix.sharding.dims import axis_names
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
@@ -207,6 +207,11 @@ def test_stages_are_refused_with_their_reason(run):
     refused = json.loads(run(*SMALL, *words)[1])["refused"]
     reason = "model.layer_inputs gives a layer arrays that do not travel from stage to stage"
     assert reason in refused['[[2],["pp"]]']
+
+
+def test_meshes_that_are_refused_for_one_reason_share_a_line():
+    lines = _list_refused({"A": "ep=2 splits experts", "B": "ep=2 splits experts", "C": "ep=4 splits experts"})
+    assert lines == ["refused 2 meshes, like A: ep=2 splits experts", "refused C: ep=4 splits experts"]
 
 
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])

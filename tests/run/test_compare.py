@@ -93,6 +93,11 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, runs):
         ("config.yaml", "]x: [", "config.yaml cannot be read (ParserError)"),
         ("config.yaml", "text", "config.yaml is not the config of a run"),
         ("metrics.jsonl", '{"step": 1}\n[1]}\n', "metrics.jsonl, line 2, is not JSON"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "tokens": 8}\n',
+            "metrics.jsonl: a line of training has no step_time_s, so the run",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(runs, file, text, message):

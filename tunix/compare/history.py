@@ -15,6 +15,13 @@ from tunix.cli.saved import upgrade
 
 Line = dict[str, Any]  # one line of metrics.jsonl: numbers by name
 IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a run trains
+NEEDED = (
+    "step",
+    "tokens",
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+)  # in each line of training
 AXES = {"step": "steps", "tokens": "tokens", "hours": "hours of steps"}  # of the picture, with their titles
 
 
@@ -67,7 +74,7 @@ def read_history(folder: Path) -> History:
     """Read a run's folder, whose name is the name of the run.
 
     Raises:
-        UserError: it is no folder of a run, or has no line of training.
+        UserError: it is no folder of a run, has no line of training, or one that lacks a number.
     """
     config, lines = folder / "config.yaml", folder / "metrics.jsonl"
     if not config.is_file():
@@ -77,6 +84,9 @@ def read_history(folder: Path) -> History:
     steps = [record for record in records if "split" not in record]
     if not steps:
         raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
+    for name in NEEDED:
+        if any(name not in record for record in steps):
+            raise UserError(f"{lines}: a line of training has no {name}, so the run cannot be compared")
     held_out = [record for record in records if record.get("split") == "held_out"]
     seconds = sum(record["step_time_s"] for record in steps)
     return History(folder.resolve().name, folder, keys, _keep_newest(steps), _keep_newest(held_out), seconds)
