@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, exit codes, what is on the terminal and on the disk."""
 
+import logging
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from support.devices import xla_flags
 from support.forks import Started, start
 from support.harness import ROOT, RUN, cli, cli_here, metrics
 
+from tunix.cli.command import print_warnings
 from tunix.cli.compose import build, compose, to_yaml
 
 
@@ -57,6 +59,7 @@ def test_wrong_input(more, message, words, tmp_path):
         (["--multirun", "training.seq_len=abc,def"], "training.seq_len=abc: expected a whole number"),
         (["--cfg", "job", "modl=1"], "unknown key modl; did you mean model?"),
         (["resume=nowhere"], "resume=nowhere: nowhere is not a run's folder"),
+        (["model.init_from=latest"], "model.init_from=latest: there is no outputs/"),
         (["training.micro_batchsize=4"], "did you mean training.micro_batch_size?"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -84,6 +87,26 @@ def test_help_and_info(tmp_path):
     assert "docs/config.md" in shown
     assert "tiny" in cli_here("--info", "defaults", cwd=tmp_path).stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_for_a_pipe_that_closes(tmp_path):
+    """`run_training.py --help | head` ends quietly, where `head` leaves before all is written."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, ROOT / "run_training.py", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_warnings_of_a_command_are_their_text_alone(monkeypatch, capsys):
+    """Whatever a library, like orbax, has set up before."""
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.root, "handlers", [])
+        logging.basicConfig()
+        print_warnings()
+        logging.getLogger("tunix.data.corpus").warning("corpus: left out")
+    assert capsys.readouterr().err == "corpus: left out\n"
 
 
 @pytest.mark.nightly

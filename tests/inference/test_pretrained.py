@@ -62,7 +62,7 @@ def without_norm(folder):
 
 
 BAD = {
-    "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json"),
+    "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json; give a folder or an ID of the Hugging Face hub, or a run's"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are apertus, deepseek_v3, exaone4"),
     "unknown key": (lambda folder: change_config(folder, num_experts=8), "num_experts=8 is not understood for model_type=llama"),

@@ -149,6 +149,7 @@ MISTAKES = [
     (["prompt=a", "seed=99999999999999999999"], "seed=99999999999999999999: expected a number below 2147483648"),
     (["prompt=a", "output=."], "output=. must end in .csv or .jsonl"),
     (["prompt=a", "output=folder.csv"], "output=folder.csv cannot be written: it is a folder"),
+    (["prompt="], "prompt is empty: it has no token to continue from; give prompt=TEXT"),
     (["input=none.csv"], "input=none.csv cannot be read: No such file or directory"),
     ([".csv", ""], "is empty"),
     ([".csv", "id,question\n1,a\n"], "has no prompt in row 1; column=NAME says which column holds the prompts; row 1 has the columns id, question"),

@@ -211,7 +211,7 @@ def test_stages_are_refused_with_their_reason(run):
 
 def test_meshes_that_are_refused_for_one_reason_share_a_line():
     lines = _list_refused({"A": "ep=2 splits experts", "B": "ep=2 splits experts", "C": "ep=4 splits experts"})
-    assert lines == ["refused 2 meshes, like A: ep=2 splits experts", "refused C: ep=4 splits experts"]
+    assert lines == ["refused A B: ep=2 splits experts", "refused C: ep=4 splits experts"]
 
 
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])

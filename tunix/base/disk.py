@@ -15,8 +15,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises `UserError` where there is none."""
     try:
         value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} is not a model's folder: it has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

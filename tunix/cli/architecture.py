@@ -219,7 +219,9 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> M
     `family` is the dotted path of the user's own family, for a folder of Hugging Face's.
     """
     if not (folder / "config.yaml").is_file():
-        return _describe_model(config_json.read_config(folder, family), f"{folder}/config.json", mesh_shape)
+        return _describe_model(
+            config_json.read_config(folder, family, "checkpoint"), f"{folder}/config.json", mesh_shape
+        )
     return validate(Model, read_saved(folder)["model"] | {"mesh_shape": mesh_shape}, "model")
 
 

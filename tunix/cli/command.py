@@ -6,6 +6,7 @@ join by `run_joined`.
 """
 
 import argparse
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -39,10 +40,8 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     """
     words, name = sys.argv[1:], section.__name__.lower()
     if "--help" in words or "-h" in words:
-        print(f"python -m tunix.{name} key=value ...\n\n{section.__doc__}\n")
-        for key, description in list_keys(section):
-            print(f"  {key:24} {description}")
-        return 0
+        return exits.print_for_pipe(lambda: _print_help(section))
+    print_warnings()
     fields = section.model_fields
     joins = [word for word in words if word.startswith(JOINING)]
     others = [word for word in words if "overrides" in fields and word.split("=")[0] not in fields]
@@ -56,6 +55,20 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         return run_joined(name, compose.compose(joins).config.distributed, facts, lambda: _print_once(work(settings)))
 
     return exits.report_errors(run)
+
+
+def _print_help(section: type[Section]) -> None:
+    print(f"python -m tunix.{section.__name__.lower()} key=value ...\n\n{section.__doc__}\n")
+    for key, description in list_keys(section):
+        print(f"  {key:24} {description}")
+
+
+def print_warnings() -> None:
+    """Print warnings on stderr, as their text alone.
+
+    `force`: orbax, which some commands import, has set up logging with another format already.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
 
 
 def run_joined(name: str, distributed: Distributed, facts: dict[str, Any], work: Callable[[], int | None]) -> int:

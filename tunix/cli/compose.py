@@ -115,7 +115,7 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
         values: dict[Any, Any] = {key: _resolve(value) for key, value in own.items()}
     upgrade(values)
     if fresh and values["model"].get("init_from"):
-        if run := find_run(str(values["model"]["init_from"])):
+        if run := find_run(str(values["model"]["init_from"]), "model.init_from"):
             fill_from_run(values, *run)
         else:
             fill_from_pretrained(values)

@@ -114,6 +114,8 @@ class Generate(Section):
     def _check(self) -> "Generate":
         if self.prompt is not None and self.input is not None:
             raise ValueError("prompt and input are both given; keep one")
+        if self.prompt == "":
+            raise ValueError("prompt is empty: it has no token to continue from; give prompt=TEXT")
         if self.prompt is None and self.input is None and not self.chat:
             raise ValueError("give prompt=TEXT, input=FILE or chat=true")
         if not self.chat and (self.system or self.chat_template):

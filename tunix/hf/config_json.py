@@ -60,15 +60,21 @@ DERIVED = (
 MAX_LAYERS = 10_000  # a larger number is that of a damaged file
 
 
-def read_config(folder: Path, family: str | None = None) -> dict[str, Any]:
+def read_config(folder: Path, family: str | None = None, key: str = "model.init_from") -> dict[str, Any]:
     """Read the keys of the section `model` that config.json decides; the family's file of values decides the others.
 
-    `family` is a name or a dotted path; None finds the one of tunix's that has the file's model_type.
+    `family` is a name or a dotted path; None finds the one of tunix's that has the file's model_type. `key` is the key
+    that names the folder, for messages.
 
     Raises:
         UserError: there is no config.json, or it has a key or value that is not understood; the message names it.
     """
     where = f"{folder}/config.json"
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{key}={folder} is not a model's folder: it has no config.json; give a folder or an ID of the Hugging "
+            "Face hub, or a run's folder, which has a config.yaml"
+        )
     try:
         return translate_config(read_json(folder / "config.json"), where, family)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:

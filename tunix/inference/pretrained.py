@@ -193,12 +193,12 @@ def _fetch(source: str, patterns: tuple[str, ...], key: str = "checkpoint") -> P
     return peers.main_first(lambda: find(source, patterns, key=key), f"looking for the {key}")
 
 
-def find_checkpoint(checkpoints: Path, step: int | None) -> Path:
-    """Return the folder of a run's checkpoint; step None is the newest."""
+def find_checkpoint(checkpoints: Path, step: int | None, key: str = "checkpoint") -> Path:
+    """Return the folder of a run's checkpoint; step None is the newest, `key` is for messages."""
     steps = list_numbers(checkpoints)
     if not steps or step not in (None, *steps):
         asked = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
-        raise UserError(f"checkpoint: {checkpoints} has {asked}; it has {', '.join(map(str, steps)) or 'none'}")
+        raise UserError(f"{key}: {checkpoints} has {asked}; it has {', '.join(map(str, steps)) or 'none'}")
     return (checkpoints / str(steps[-1] if step is None else step)).absolute()
 
 

@@ -29,7 +29,7 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
     source = cfg.model.init_from
     if source is None or cfg.resume:
         return
-    if run := find_run(source):
+    if run := find_run(source, "model.init_from"):
         checkpoint = _find_checkpoint_of(cfg, *run)
         if peers.first_of_host():
             refuse_damaged_checkpoint(checkpoint)
@@ -60,7 +60,7 @@ def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
 
 
 def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
-    if run := find_run(source):
+    if run := find_run(source, "model.init_from"):
         # A run without low-rank updates has no arrays for them: they are left out of the read, and made by step 0.
         abstract = abstract_params(program.arch, mesh)
         own, lacking = _split_updates(abstract)
@@ -76,7 +76,7 @@ def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:
             f"model.lora.quantize_base={cfg.model.lora.quantize_base} quantizes weights of Hugging Face's files only; "
             f"write them first: python -m tunix.export checkpoint={folder} output=DIR, then model.init_from=DIR"
         )
-    return find_checkpoint(folder / "checkpoints", step)
+    return find_checkpoint(folder / "checkpoints", step, "model.init_from")
 
 
 def _split_updates(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

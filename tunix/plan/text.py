@@ -60,16 +60,17 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
 
 
 def _list_refused(refused: dict[str, str]) -> list[str]:
-    """Return a line for each reason why meshes are refused; of many meshes, a line for each key that does not fit."""
-    groups: dict[str, list[str]] = {}
+    """Return a line for each reason, with its meshes; of many meshes, a line with one mesh for each key."""
+    if len(refused) <= MANY:
+        meshes: dict[str, list[str]] = {}
+        for mesh, reason in refused.items():
+            meshes.setdefault(reason, []).append(mesh)
+        return [f"refused {' '.join(names)}: {reason}" for reason, names in meshes.items()]
+    # Many meshes are refused for the same key, which a reason names before its first `=`.
+    examples: dict[str, list[str]] = {}
     for mesh, reason in refused.items():
-        # Many meshes are refused for the same key, which a reason names before its first `=`.
-        key = reason.split(" is not divisible")[0].split("=")[0] if len(refused) > MANY else reason
-        groups.setdefault(key, []).append(f"{mesh}: {reason}")
-    return [
-        f"refused {lines[0]}" if len(lines) == 1 else f"refused {len(lines):,} meshes, like {lines[0]}"
-        for lines in groups.values()
-    ]
+        examples.setdefault(reason.split(" is not divisible")[0].split("=")[0], []).append(f"{mesh}: {reason}")
+    return [f"refused {len(lines):,} meshes, like {lines[0]}" for lines in examples.values()]
 
 
 def _make_mesh_table(ranking: Ranking, cluster: Cluster) -> Table:

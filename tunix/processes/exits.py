@@ -24,6 +24,18 @@ def report_errors(work: Callable[[], int | None]) -> int:
         return ending.code
 
 
+def print_for_pipe(work: Callable[[], int | None]) -> int:
+    """Return the exit code of `work()`, which only prints; 0 where a pipe's reader leaves early, as `head` does."""
+    try:
+        code = work() or 0
+        sys.stdout.flush()  # an error of this comes here, and not when Python ends
+    except BrokenPipeError:
+        # Python writes at its end what is left in its buffer, which would be the same error again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
 def find_exit_code(status: int) -> int:
     """Return the exit code for the `Popen.returncode` of a child: a negative number is the signal that ended it."""
     if status == -signal.SIGABRT:  # JAX's runtime aborts a process that has lost its peers

@@ -118,7 +118,7 @@ def _describe_trained(cfg: Config, arch: Architecture, state: State) -> dict[str
 def _describe_added_rows(cfg: Config) -> str:
     """Return in words how many rows of vocabulary the model has beyond those of the files it starts from."""
     source = cfg.model.init_from
-    if source is None or cfg.resume or find_run(source):
+    if source is None or cfg.resume or find_run(source, "model.init_from"):
         return ""
     in_files = read_num_rows(find(source), find_family(cfg.model.family))
     added = cfg.model.vocab_size - in_files

@@ -141,7 +141,7 @@ def find_model_files(init_from: str) -> Path | None:
 
     None for a run that began without such files.
     """
-    if run := find_run(init_from):
+    if run := find_run(init_from, "model.init_from"):
         return _existing(run[0] / FILES)
     return find(init_from)
 

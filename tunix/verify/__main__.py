@@ -13,7 +13,6 @@ trains on it alone and the others wait. So one device is compared with a cluster
 """
 
 import argparse
-import logging
 import os
 import sys
 from typing import Any
@@ -105,8 +104,7 @@ def _find_checked_folder(words: list[str]) -> str | None:
 def main() -> int:
     """Run the command line and return its exit code."""
     args = _read_arguments()
-    # `force`: orbax, which is imported above, has set up logging with another format already.
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    command.print_warnings()
 
     def work() -> int:
         if folder := _find_checked_folder(args.overrides):

@@ -94,7 +94,7 @@ def _find_shared_work(cfg: Config) -> str:
     if DOCUMENTS[cfg.task.documents].asks_peers:
         return f"task={cfg.task.name}"
     source = cfg.model.init_from
-    return f"model.init_from={source}" if source and find_run(source) else ""
+    return f"model.init_from={source}" if source and find_run(source, "model.init_from") else ""
 
 
 def choose_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict[str, int]]:
