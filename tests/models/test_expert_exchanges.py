@@ -17,6 +17,7 @@ from support.installs import cuda_plugin
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.models import expert_exchanges
+from tunix.models.draws import Draws
 from tunix.models.expert_exchanges import choose_expert_exchange, count_rows
 from tunix.models.expert_rows import Trips, limit_to_room, plan_rows
 from tunix.models.experts import Experts
@@ -98,7 +99,7 @@ def results_of_a_layer(*words: str, mesh_shape: str = "[[2,2,2],[fsdp,ep,tp]]", 
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
-        layer, state = nnx.split(Experts(cfg.model, layout, nnx.Rngs(0)))
+        layer, state = nnx.split(Experts(cfg.model, layout, Draws(jax.random.key(0))))
         x, g = (np.random.default_rng(seed).normal(size=(8, 6, 16)).astype(np.float32) for seed in (0, 1))
 
         def loss(state, x):

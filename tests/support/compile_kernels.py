@@ -23,6 +23,7 @@ from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.costs.hlo import read_collectives
 from tunix.costs.schedule import Speeds, walk
 from tunix.models.attention import Method, attend
+from tunix.models.draws import Draws
 from tunix.models.experts import Experts
 from tunix.models.flash import flash
 from tunix.models.seen import seen_in_row
@@ -59,7 +60,7 @@ def compile_experts(mesh: Mesh, kind: str, num_tokens: int = 4096) -> dict[str, 
     """Return what the program of a layer of Qwen 3 30B-A3B with its gradients has, and what its definition says."""
     cfg = compose(["model=qwen3_30b_a3b", "model.mesh_shape=[[1],[fsdp]]", "training.param_dtype=bfloat16"]).config
     layout = build_layout(cfg, mesh)
-    layer, state = nnx.split(nnx.eval_shape(lambda: Experts(cfg.model, layout, nnx.Rngs(0))))
+    layer, state = nnx.split(nnx.eval_shape(lambda: Experts(cfg.model, layout, Draws(None))))
     shaped = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P())), state
     )

@@ -190,10 +190,10 @@ STORES = {
         "MIXERS = {",
         """\
 class Shifted(Attention):
-    def __init__(self, cfg, layout, rngs):
+    def __init__(self, cfg, layout, draws):
         from tunix.models.layers import Bias
 
-        super().__init__(cfg, layout, rngs)
+        super().__init__(cfg, layout, draws)
         self.shift = Bias("BtD", cfg, layout)
 
     def __call__(self, x, *others):
@@ -231,12 +231,12 @@ AnyMlp = Annotated[NarrowMlp | """,
                 "MLPS = {",
                 """\
 class Narrow(nnx.Module):
-    def __init__(self, cfg, layout, rngs):
+    def __init__(self, cfg, layout, draws):
         from tunix.models.layers import Einsum
 
         self.layout = layout
-        self.up = Einsum("mlp.up", "BTD,Dg->BTg", cfg, layout, rngs)
-        self.down = Einsum("mlp.down", "BTg,gD->BtD", cfg, layout, rngs)
+        self.up = Einsum("mlp.up", "BTD,Dg->BTg", cfg, layout, draws)
+        self.down = Einsum("mlp.down", "BTg,gD->BtD", cfg, layout, draws)
 
     def __call__(self, x, noise):
         from tunix.models.block_sums import NO_SUMS

@@ -12,6 +12,7 @@ from flax import nnx
 
 from tunix.config import Model
 from tunix.models.block_sums import BlockSums
+from tunix.models.draws import Draws
 from tunix.models.experts import Experts
 from tunix.models.layers import MLP
 from tunix.models.norms import NORMS
@@ -21,12 +22,12 @@ from tunix.sharding.layout import Layout
 class ExpertsBesideMlp(nnx.Module):
     """An MLP and experts, whose results are added: [B, t, D] of the residual stream -> [B, t, D]."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         # Both parts have norms of their own, so the block has none before them.
         def norm() -> Any:
             return NORMS[cfg.norm]("BtD", cfg, layout)
 
-        self.dense, self.experts = MLP(cfg, layout, rngs, "gated"), Experts(cfg, layout, rngs)
+        self.dense, self.experts = MLP(cfg, layout, draws, "gated"), Experts(cfg, layout, draws)
         self.pre_dense, self.post_dense = norm(), norm()
         self.pre_experts, self.post_experts = norm(), norm()
 

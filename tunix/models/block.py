@@ -13,6 +13,7 @@ from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.beside import ExpertsBesideMlp
 from tunix.models.block_sums import BlockSums
+from tunix.models.draws import Draws
 from tunix.models.experts import Experts
 from tunix.models.grouped_query import Attention
 from tunix.models.latent import Heads, LatentAttention
@@ -41,7 +42,7 @@ class PartKind(NamedTuple):
     """A kind of a part of a block. A layer takes the first of a table that it has."""
 
     has: Callable[[Model, int], bool]  # whether a layer of a model, given by its number, has this kind
-    make: Callable[[Model, Layout, nnx.Rngs], nnx.Module]
+    make: Callable[[Model, Layout, Draws], nnx.Module]
 
 
 MIXERS = {
@@ -98,18 +99,18 @@ class Block(nnx.Module):
     `mixer` is a key of `MIXERS`, `mlp` one of `MLPS`.
     """
 
-    def __init__(self, cfg: Model, layout: Layout, mixer: str, mlp: str, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, mixer: str, mlp: str, draws: Draws):
         def norm(is_there: bool) -> Any:
             return NORMS[cfg.norm]("BtD", cfg, layout) if is_there else unchanged
 
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        self.attention = MIXERS[mixer].make(cfg, layout, rngs)
-        self.mlp = MLPS[mlp].make(cfg, layout, rngs)
+        self.attention = MIXERS[mixer].make(cfg, layout, draws)
+        self.mlp = MLPS[mlp].make(cfg, layout, draws)
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
         self.scale = LayerScale("BtD", layout) if cfg.layer_scale else unchanged
-        self.input_gate = InputGate(cfg, layout, rngs) if cfg.layer_inputs is not None else None
+        self.input_gate = InputGate(cfg, layout, draws) if cfg.layer_inputs is not None else None
 
     def __call__(
         self, x, positions, rope, mix: Mix, noise: Noise | None = None, inputs: jax.Array | None = None

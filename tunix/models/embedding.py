@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
+from tunix.models.draws import Draws
 from tunix.models.products import product
 from tunix.models.soft_cap import soft_cap
 from tunix.sharding.equations import Equation
@@ -14,11 +15,11 @@ from tunix.sharding.layout import Layout
 class Embedding(nnx.Module):
     """Token vectors [V, D]; with a tied head used at both ends of the decoder."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         self.equation, self.layout, self.product = Equation("BTD,VD->BTV"), layout, "plain"
         self.scale = (cfg.embed_dim**0.5 if cfg.scaled_embedding else 1.0) * cfg.embedding_multiplier
         self.divisor, self.cap = cfg.logits_divisor, cfg.logits_cap
-        table = jax.random.normal(rngs.params(), (cfg.vocab_size, cfg.embed_dim), layout.param) * cfg.embed_dim**-0.5
+        table = draws.normal((cfg.vocab_size, cfg.embed_dim), layout.param, cfg.embed_dim**-0.5)
         self.table = nnx.Param(table, equation=self.equation)
 
     def gathered(self) -> jax.Array:
@@ -42,12 +43,10 @@ class Embedding(nnx.Module):
 class LearnedPositions(nnx.Module):
     """A vector for each place in the context [P, D], added to the vector of the token there."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         self.equation, self.layout = Equation("BtP,PD->BtD"), layout
         shape = (cfg.context_length, cfg.embed_dim)
-        self.table = nnx.Param(
-            jax.random.normal(rngs.params(), shape, layout.param) * cfg.embed_dim**-0.5, equation=self.equation
-        )
+        self.table = nnx.Param(draws.normal(shape, layout.param, cfg.embed_dim**-0.5), equation=self.equation)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """[B, t, D] and [B, T] int32 -> [B, t, D]"""

@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.block_sums import BlockSums
+from tunix.models.draws import Draws
 from tunix.models.expert_exchanges import OwnExperts, Tokens, find_expert_exchange
 from tunix.models.layers import ACTIVATIONS, MLP, Matrix, unchanged
 from tunix.models.products import grouped_product, product
@@ -68,21 +69,21 @@ class ExpertBias(nnx.Module):
 class Experts(nnx.Module):
     """The experts of a layer behind their router, and a shared one beside them: [B, t, D] -> [B, t, D]."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.weighs_inputs = cfg.mlp.weighted == "inputs"
         self.product, self.room = partial(grouped_product, kind=cfg.expert_products), cfg.expert_buffer_factor
-        self.router = Router(cfg, layout, rngs)
+        self.router = Router(cfg, layout, draws)
         qtype = cfg.lora.quantize_base
-        self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, rngs, qtype)
-        self.expert_up = Matrix("BTXD,XDG->BTXG", cfg, layout, rngs, qtype)
-        self.expert_down = Matrix("BTXG,XGD->BTXD", cfg, layout, rngs, qtype)
+        self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, draws, qtype)
+        self.expert_up = Matrix("BTXD,XDG->BTXG", cfg, layout, draws, qtype)
+        self.expert_down = Matrix("BTXG,XGD->BTXD", cfg, layout, draws, qtype)
         self.gate_bias, self.up_bias, self.down_bias = (
             ExpertBias(letters, cfg, layout) if cfg.mlp.biases else None for letters in ("XG", "XG", "XD")
         )
-        self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, rngs, "gated", width="U")
-        self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, rngs) if cfg.mlp.shared_gate else None
+        self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, draws, "gated", width="U")
+        self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, draws) if cfg.mlp.shared_gate else None
 
     def __call__(self, x, noise, routed=None) -> tuple[jax.Array, BlockSums]:
         """Return [B, t, D], and the sums of the router, which takes `routed` [B, t, D], or x where that is None."""

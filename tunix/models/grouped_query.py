@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
+from tunix.models.draws import Draws
 from tunix.models.latent import Attend, Heads
 from tunix.models.layers import Bias, Einsum, unchanged
 from tunix.models.norms import NORMS, divide_by_rms
@@ -31,20 +32,20 @@ class Attention(nnx.Module):
     alone.
     """
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, letters: str = "KH", has_kv: bool = True):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws, letters: str = "KH", has_kv: bool = True):
         self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
         self.kv_letter, width = letters[0], letters[1]
-        self.q = Einsum("attention.q", f"BTD,DN{width}->BTN{width}", cfg, layout, rngs)
-        self.k = Einsum("attention.k", f"BTD,D{letters}->BT{letters}", cfg, layout, rngs) if has_kv else None
+        self.q = Einsum("attention.q", f"BTD,DN{width}->BTN{width}", cfg, layout, draws)
+        self.k = Einsum("attention.k", f"BTD,D{letters}->BT{letters}", cfg, layout, draws) if has_kv else None
         has_values = letters == "KH" or cfg.global_heads is None or not cfg.global_heads.values_are_keys
         has_values = has_values and has_kv
-        self.v = Einsum("attention.v", f"BTD,D{letters}->BT{letters}", cfg, layout, rngs) if has_values else None
-        self.o = Einsum("attention.o", f"BTN{width},N{width}D->BtD", cfg, layout, rngs)
+        self.v = Einsum("attention.v", f"BTD,D{letters}->BT{letters}", cfg, layout, draws) if has_values else None
+        self.o = Einsum("attention.o", f"BTN{width},N{width}D->BtD", cfg, layout, draws)
         self.q_norm = self._norm(f"BTN{width}", cfg, layout)
         self.k_norm = self._norm(f"BT{letters}", cfg, layout) if has_kv else unchanged
         self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
         gate_equation = f"BTD,DN{width}->BTN{width}"
-        self.gate = Einsum("attention.gate", gate_equation, cfg, layout, rngs) if cfg.attention_gate else None
+        self.gate = Einsum("attention.gate", gate_equation, cfg, layout, draws) if cfg.attention_gate else None
 
     def _norm(self, letters: str, cfg: Model, layout: Layout) -> Any:
         """Return the norm of queries or keys, over each head or over all heads together."""

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
+from tunix.models.draws import Draws
 from tunix.models.layers import Einsum
 from tunix.models.norms import NORMS
 from tunix.models.positions import apply_rope
@@ -41,21 +42,21 @@ class Heads(NamedTuple):
 class LatentAttention(nnx.Module):
     """Attention [B, t, D] -> [B, t, D], and its cache, over keys and values made of a latent."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
         self.num_plain = cfg.head_dim - cfg.num_rotated  # numbers of a query and of a key that are not rotated
         assert cfg.latent is not None
         self.queries_have_latent = cfg.latent.query_dim is not None
         if self.queries_have_latent:
-            self.q_down = Einsum("attention.q_down", "BTD,DQ->BTQ", cfg, layout, rngs)
-            self.q = Einsum("attention.q", "BTQ,QNH->BTNH", cfg, layout, rngs)
+            self.q_down = Einsum("attention.q_down", "BTD,DQ->BTQ", cfg, layout, draws)
+            self.q = Einsum("attention.q", "BTQ,QNH->BTNH", cfg, layout, draws)
             self.q_norm = NORMS[cfg.norm]("BTQ", cfg, layout)
         else:
-            self.q_whole = Einsum("attention.q_whole", "BTD,DNH->BTNH", cfg, layout, rngs)
-        self.kv_down = Einsum("attention.kv_down", "BTD,DC->BTC", cfg, layout, rngs)
-        self.k = Einsum("attention.k", "BTD,DR->BTR", cfg, layout, rngs)
-        self.kv_up = Einsum("attention.kv_up", "BTC,CNO->BTNO", cfg, layout, rngs)
-        self.o = Einsum("attention.o", "BTNW,NWD->BtD", cfg, layout, rngs)
+            self.q_whole = Einsum("attention.q_whole", "BTD,DNH->BTNH", cfg, layout, draws)
+        self.kv_down = Einsum("attention.kv_down", "BTD,DC->BTC", cfg, layout, draws)
+        self.k = Einsum("attention.k", "BTD,DR->BTR", cfg, layout, draws)
+        self.kv_up = Einsum("attention.kv_up", "BTC,CNO->BTNO", cfg, layout, draws)
+        self.o = Einsum("attention.o", "BTNW,NWD->BtD", cfg, layout, draws)
         self.kv_norm = NORMS[cfg.norm]("BTC", cfg, layout)
 
     def __call__(self, x, positions, rope, mix, noise):

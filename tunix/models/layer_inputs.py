@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
+from tunix.models.draws import Draws
 from tunix.models.layers import ACTIVATIONS, Matrix
 from tunix.models.norms import NORMS
 from tunix.models.products import product
@@ -24,13 +25,13 @@ from tunix.sharding.layout import Layout
 class LayerInputs(nnx.Module):
     """Vectors of the tokens for each layer: rows of a table [V, l, p], and a projection of the embedding."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         self.equation, self.layout = Equation("BtV,Vlp->Btlp"), layout
         shape = [cfg.dims[letter] for letter in self.equation.w]
         self.width, self.projection_scale = cfg.dims["p"], cfg.embed_dim**-0.5
-        table = jax.random.normal(rngs.params(), shape, layout.param) * self.width**-0.5
+        table = draws.normal(shape, layout.param, self.width**-0.5)
         self.table = nnx.Param(table, equation=self.equation)
-        self.projection = Matrix("BtD,Dlp->Btlp", cfg, layout, rngs)
+        self.projection = Matrix("BtD,Dlp->Btlp", cfg, layout, draws)
         self.norm = NORMS[cfg.norm]("Btlp", cfg, layout)
 
     def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
@@ -46,10 +47,10 @@ class LayerInputs(nnx.Module):
 class InputGate(nnx.Module):
     """The part of a block that takes the layer's inputs: [B, t, D] and [B, t, p] -> [B, t, D]."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         self.layout, self.activation = layout, ACTIVATIONS[cfg.mlp.activation]
-        self.gate = Matrix("BtD,Dp->Btp", cfg, layout, rngs)
-        self.down = Matrix("Btp,pD->BtD", cfg, layout, rngs)
+        self.gate = Matrix("BtD,Dp->Btp", cfg, layout, draws)
+        self.down = Matrix("Btp,pD->BtD", cfg, layout, draws)
         self.norm = NORMS[cfg.norm]("BtD", cfg, layout)
 
     def __call__(self, x: jax.Array, inputs: jax.Array) -> jax.Array:

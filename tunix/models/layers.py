@@ -12,6 +12,7 @@ from jax.sharding import reshard
 
 from tunix.config import PROJECTIONS, Model
 from tunix.models.block_sums import NO_SUMS, BlockSums
+from tunix.models.draws import Draws
 from tunix.models.noise import Noise
 from tunix.models.products import product
 from tunix.models.quantized import dequantize, quantize
@@ -93,12 +94,12 @@ class Matrix(nnx.Module):
     in the `order` of this kind.
     """
 
-    def __init__(self, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs, qtype: str | None = None):
+    def __init__(self, equation: str, cfg: Model, layout: Layout, draws: Draws, qtype: str | None = None):
         self.equation, self.layout, self.product, self.qtype = Equation(equation), layout, "plain", qtype
         fan_in = math.prod(cfg.dims[letter] for letter in self.equation.summed)
         shape = [cfg.dims[letter] for letter in self.equation.w]
         # With variance 1 / fan-in, numbers of y have the variance of those of x.
-        weight = jax.random.normal(rngs.params(), shape, layout.param) * fan_in**-0.5
+        weight = draws.normal(shape, layout.param, fan_in**-0.5)
         if self.qtype is None:
             self.w = nnx.Param(weight, equation=self.equation)
         else:
@@ -132,15 +133,15 @@ class Einsum(Matrix):
     bias [N, H] if `model.biases` names the projection.
     """
 
-    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, draws: Draws):
         # Blocks of codes lie along D, so a weight without it rests as it is.
         qtype = cfg.lora.quantize_base if "D" in Equation(equation).w else None
-        super().__init__(equation, cfg, layout, rngs, qtype)
+        super().__init__(equation, cfg, layout, draws, qtype)
         self.result_name = f"product.{name}"  # by which remat policies keep the result
         has_bias = cfg.biases is not None and re.search(cfg.biases, name)
         self.bias = Bias(self.equation.y, cfg, layout) if has_bias else unchanged
         has_update = cfg.lora.rank and re.search(cfg.lora.targets, name)
-        self.lora = LowRank(name, self.equation, cfg, layout, rngs) if has_update else None
+        self.lora = LowRank(name, self.equation, cfg, layout, draws) if has_update else None
 
     def __call__(self, x: jax.Array, noise: Noise | None = None) -> jax.Array:
         """`noise` draws what dropout leaves out, and is None outside of training."""
@@ -152,13 +153,13 @@ class Einsum(Matrix):
 class LowRank(nnx.Module):
     """A product's low-rank update x a b * alpha / r, zero at first (LoRA, arXiv:2106.09685)."""
 
-    def __init__(self, name: str, updated: Equation, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, name: str, updated: Equation, cfg: Model, layout: Layout, draws: Draws):
         self.first, self.second = updated.low_rank()
         self.layout, self.scale, self.dropout = layout, cfg.lora.alpha / cfg.lora.rank, cfg.lora.dropout
         self.place = PROJECTIONS.index(name)
         fan_in = math.prod(cfg.dims[letter] for letter in self.first.summed)
         a, b = ([cfg.dims[letter] for letter in equation.w] for equation in (self.first, self.second))
-        self.a = nnx.Param(jax.random.normal(rngs.params(), a, layout.param) * fan_in**-0.5, equation=self.first)
+        self.a = nnx.Param(draws.normal(a, layout.param, fan_in**-0.5), equation=self.first)
         # a is random and b is 0: the update is 0 at first, and b has a gradient. With both at 0 neither would have one.
         self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
 
@@ -176,15 +177,15 @@ class LowRank(nnx.Module):
 class MLP(nnx.Module):
     """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, t, D] -> [B, t, D]."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs, kind: str, width: str = "F"):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws, kind: str, width: str = "F"):
         """`width` is the letter of the hidden width."""
         into, out = f"BTD,D{width}->BT{width}", f"BT{width},{width}D->BtD"
         self.layout = layout
         is_trained = cfg.mlp.activation == "xielu"  # the only activation with parameters
         self.activation = Xielu(f"BT{width}", layout) if is_trained else ACTIVATIONS[cfg.mlp.activation]
-        self.gate = Einsum("mlp.gate", into, cfg, layout, rngs) if kind == "gated" else None
-        self.up = Einsum("mlp.up", into, cfg, layout, rngs)
-        self.down = Einsum("mlp.down", out, cfg, layout, rngs)
+        self.gate = Einsum("mlp.gate", into, cfg, layout, draws) if kind == "gated" else None
+        self.up = Einsum("mlp.up", into, cfg, layout, draws)
+        self.down = Einsum("mlp.down", out, cfg, layout, draws)
 
     def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
         """Return [B, t, D], and sums for the loss, of which this kind has none."""

@@ -21,6 +21,7 @@ from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.models.delta_rule import number_runs, run_chunks, step
+from tunix.models.draws import Draws
 from tunix.models.layers import Bias, Einsum
 from tunix.models.norms import RMSNorm
 from tunix.sharding.equations import Equation
@@ -50,17 +51,17 @@ class Recurrence(NamedTuple):
 class LinearAttention(nnx.Module):
     """Gated delta rule [B, t, D] -> [B, t, D], and its cache: a `Memory`."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
         self.layout = layout
-        self.q = Einsum("attention.q", "BTD,DIE->BTIE", cfg, layout, rngs)
-        self.k = Einsum("attention.k", "BTD,DIE->BTIE", cfg, layout, rngs)
-        self.v = Einsum("attention.v", "BTD,DJM->BTJM", cfg, layout, rngs)
-        self.gate = Einsum("attention.gate", "BTD,DJM->BTJM", cfg, layout, rngs)
-        self.beta = Einsum("attention.beta", "BTD,DJ->BTJ", cfg, layout, rngs)
-        self.decay = Einsum("attention.decay", "BTD,DJ->BTJ", cfg, layout, rngs)
-        self.o = Einsum("attention.o", "BTJM,JMD->BtD", cfg, layout, rngs)
-        self.q_filter, self.k_filter, self.v_filter = (Filter(letters, cfg, layout, rngs) for letters in LETTERS[:3])
-        self.rate = Decay("BTJ", cfg, layout, rngs)
+        self.q = Einsum("attention.q", "BTD,DIE->BTIE", cfg, layout, draws)
+        self.k = Einsum("attention.k", "BTD,DIE->BTIE", cfg, layout, draws)
+        self.v = Einsum("attention.v", "BTD,DJM->BTJM", cfg, layout, draws)
+        self.gate = Einsum("attention.gate", "BTD,DJM->BTJM", cfg, layout, draws)
+        self.beta = Einsum("attention.beta", "BTD,DJ->BTJ", cfg, layout, draws)
+        self.decay = Einsum("attention.decay", "BTD,DJ->BTJ", cfg, layout, draws)
+        self.o = Einsum("attention.o", "BTJM,JMD->BtD", cfg, layout, draws)
+        self.q_filter, self.k_filter, self.v_filter = (Filter(letters, cfg, layout, draws) for letters in LETTERS[:3])
+        self.rate = Decay("BTJ", cfg, layout, draws)
         self.out_norm = RMSNorm("BTJM", cfg, layout)
 
     def __call__(self, x, positions, rope, mix, noise):
@@ -104,15 +105,13 @@ class LinearAttention(nnx.Module):
 class Filter(nnx.Module):
     """Causal convolution of each channel of [B, T, I, E] or [B, T, J, M] with Z numbers of its own, then SiLU."""
 
-    def __init__(self, letters: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, letters: str, cfg: Model, layout: Layout, draws: Draws):
         channels = letters[2:]
         self.equation, self.layout = Equation(f"{letters}oZ,{channels}oZ->{letters}oZ"), layout
         self.token_equation = Equation(f"{letters},{channels}->{letters}")
         self.size = cfg.dims["Z"]
         shape = [cfg.dims[letter] for letter in self.equation.w]
-        self.w = nnx.Param(
-            jax.random.normal(rngs.params(), shape, layout.param) * self.size**-0.5, equation=self.equation
-        )
+        self.w = nnx.Param(draws.normal(shape, layout.param, self.size**-0.5), equation=self.equation)
 
     def __call__(self, x: jax.Array, runs: jax.Array) -> jax.Array:
         """Filter rows: tokens of other runs [B, T], and those before the row, count as 0.
@@ -157,13 +156,13 @@ class Filter(nnx.Module):
 class Decay(nnx.Module):
     """Logarithm of the share of the memory that stays: -exp(log_rate) * softplus(x + shift), of [B, T, J], float32."""
 
-    def __init__(self, letters: str, cfg: Model, layout: Layout, rngs: nnx.Rngs):
+    def __init__(self, letters: str, cfg: Model, layout: Layout, draws: Draws):
         self.equation, self.layout = Equation(f"{letters},{letters[2:]}->{letters}"), layout
         self.shift = Bias(letters, cfg, layout)
         shape = [cfg.dims[letter] for letter in letters[2:]]
-        rates = jax.random.uniform(rngs.params(), shape, minval=0.01, maxval=LARGEST_RATE)
+        rates = draws.uniform(shape, 0.01, LARGEST_RATE)
         self.log_rate = nnx.Param(jnp.log(rates).astype(layout.param), equation=self.equation)
-        log_steps = jax.random.uniform(rngs.params(), shape, minval=jnp.log(SLOWEST), maxval=jnp.log(FASTEST))
+        log_steps = draws.uniform(shape, jnp.log(SLOWEST), jnp.log(FASTEST))
         steps = jnp.exp(log_steps)
         self.shift.b.set_value((steps + jnp.log(-jnp.expm1(-steps))).astype(layout.param))  # softplus of it is a step
 

@@ -11,6 +11,7 @@ from flax import nnx
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.models.block_sums import BlockSums, Routing
+from tunix.models.draws import Draws
 from tunix.models.layers import Bias, Matrix, unchanged
 from tunix.models.norms import RMSNorm
 from tunix.models.products import product
@@ -42,8 +43,8 @@ class Routes(NamedTuple):
 class Router(Matrix):
     """Scores of experts for a token, and the choice of the best: [B, t, D] -> `Routes`, and sums for the loss."""
 
-    def __init__(self, cfg: Model, layout: Layout, rngs: nnx.Rngs):
-        super().__init__("BtD,DY->BtY", cfg, layout, rngs)  # each device has whole experts' scores of its own tokens
+    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
+        super().__init__("BtD,DY->BtY", cfg, layout, draws)  # each device has whole experts' scores of its own tokens
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.mlp = cfg.mlp
         self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else unchanged

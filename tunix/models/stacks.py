@@ -36,6 +36,7 @@ from tunix.models.block_sums import (
     join_runs,
     join_stages,
 )
+from tunix.models.draws import Draws
 from tunix.models.forward import Forward, Layer, Rows
 from tunix.models.noise import Noise
 from tunix.models.pipeline import run_stages, spread_seed
@@ -54,14 +55,14 @@ class Stack(NamedTuple):
     mixer: str  # key of `MIXERS`
     mlp: str  # key of `MLPS`
 
-    def make(self, cfg: Model, layout: Layout, rngs: nnx.Rngs) -> nnx.Module:
+    def make(self, cfg: Model, layout: Layout, draws: Draws) -> nnx.Module:
         """Return its blocks as one module, whose parameters have a first dimension L."""
 
-        def make_one(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
-            return nnx.split(Block(cfg, layout, self.mixer, self.mlp, nnx.Rngs(key)))
+        def make_one(key: jax.Array | None) -> tuple[nnx.GraphDef, nnx.State]:
+            return nnx.split(Block(cfg, layout, self.mixer, self.mlp, Draws(key)))
 
         # `vmap` over keys makes the parameters of all layers as arrays [L, ...], each layer from a key of its own.
-        graphdef, params = jax.vmap(make_one)(jax.random.split(rngs.params(), len(self.layers)))
+        graphdef, params = jax.vmap(make_one, axis_size=len(self.layers))(draws.split(len(self.layers)))
         return nnx.merge(graphdef, params)
 
 

@@ -11,6 +11,7 @@ from tunix.config import Model
 from tunix.models.attention import Method, attend
 from tunix.models.block import Mix
 from tunix.models.block_sums import BlockSums
+from tunix.models.draws import Draws
 from tunix.models.embedding import Embedding, LearnedPositions
 from tunix.models.exchanges import choose_exchange
 from tunix.models.forward import Forward, Layer, Rows
@@ -34,7 +35,7 @@ class Transformer(nnx.Module):
         self,
         cfg: Model,
         layout: Layout,
-        rngs: nnx.Rngs,
+        draws: Draws,
         remat: Remat = KEEP_ALL,
         parts_per_stage: int | None = None,
         prefetch: bool = False,
@@ -42,14 +43,14 @@ class Transformer(nnx.Module):
         self.cfg, self.layout, self.remat, self.parts_per_stage = cfg, layout, remat, parts_per_stage
         self.prefetch = prefetch
         self.block_layout = layout.inside_stage()  # of one stage's arrays; without stages it is `layout`
-        self.embedding = Embedding(cfg, layout, rngs)
-        self.positions = LearnedPositions(cfg, layout, rngs) if cfg.positions == "learned" else None
+        self.embedding = Embedding(cfg, layout, draws)
+        self.positions = LearnedPositions(cfg, layout, draws) if cfg.positions == "learned" else None
         # Names of attributes are names of parameters, in checkpoints too.
         for stack in list_stacks(cfg):
-            setattr(self, stack.name, stack.make(cfg, self.block_layout, rngs))
+            setattr(self, stack.name, stack.make(cfg, self.block_layout, draws))
         self.final_norm = NORMS[cfg.norm]("BtD", cfg, layout)
-        self.head = None if cfg.tied_head else Embedding(cfg, layout, rngs)
-        self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, rngs)
+        self.head = None if cfg.tied_head else Embedding(cfg, layout, draws)
+        self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, draws)
 
     @property
     def stacks(self) -> Stacks:

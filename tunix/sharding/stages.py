@@ -58,7 +58,8 @@ def _find_mapped_axes(arguments: Sequence[Any], dims: Sequence[int | None]) -> A
             entries.append(None if sharding is None else sharding.spec.partitions[dim])
     if len(set(entries)) > 1:
         raise ValueError(f"vmap: the mapped dimensions of the arguments are split in different ways: {entries}")
-    return (entries[0],) if isinstance(entries[0], str) else entries[0]
+    axes = entries[0] if entries else None
+    return (axes,) if isinstance(axes, str) else axes
 
 
 # JAX 0.10.2, the version that is locked, asks the arguments of `vmap` for `spec[dim]`. Weights that are gathered for

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
+from tunix.models.draws import Draws
 from tunix.models.paths import parameter_name
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
@@ -137,8 +138,10 @@ def describe(
 
 
 def _describe(cfg: Model, layout: Layout, remat: Remat, parts_per_stage: int | None, prefetch: bool) -> Architecture:
-    model = nnx.eval_shape(lambda: Transformer(cfg, layout, nnx.Rngs(0), remat, parts_per_stage, prefetch))
-    graphdef, variables = nnx.split(model)
+    # `eval_shape` of JAX, not of NNX: that one also takes the model apart and puts it together again.
+    graphdef, variables = jax.eval_shape(
+        lambda: nnx.split(Transformer(cfg, layout, Draws(None), remat, parts_per_stage, prefetch))
+    )
 
     active_share = cfg.mlp.experts_per_token / cfg.mlp.num_experts if isinstance(cfg.mlp, ExpertsMlp) else 1.0
 
@@ -177,7 +180,7 @@ def new_state(
 
     `given` is a tree of parameters that exist already, with None for those to be made.
     """
-    params = nnx.to_pure_dict(nnx.state(Transformer(arch.model, arch.layout, nnx.Rngs(jax.random.key(seed)))))
+    params = nnx.to_pure_dict(nnx.state(Transformer(arch.model, arch.layout, Draws(jax.random.key(seed)))))
     params = params if given is None else arch.merge(given, params)
     return start_state(arch, optimizer, copies, guard, params)
 
