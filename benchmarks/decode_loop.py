@@ -20,7 +20,7 @@ def main(words: list[str]) -> None:
 
     from tunix.cli.compose import compose
     from tunix.costs.rollout_memory import derive_rollout_costs
-    from tunix.costs.schedule import Speeds, walk
+    from tunix.costs.schedule import Speeds, predict_time
     from tunix.inference.drawing import Sampling
     from tunix.inference.sampling import Sampler
     from tunix.plan.described_devices import describe_devices
@@ -40,7 +40,7 @@ def main(words: list[str]) -> None:
     hlo = compiled.as_text() or ""
     # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
     counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)
-    moved = walk(_body_of_loop(hlo), [], counting).compute_s
+    moved = predict_time(_body_of_loop(hlo), [], counting).compute_s
     parts = derive_rollout_costs(program, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
     kept = {"weights": parts["gathered weights"], "keys and values": parts["cache"]}
     kept["logits"] = 3 * 4 * rows * cfg.model.vocab_size  # written once; read for their largest and for their weights

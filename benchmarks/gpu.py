@@ -167,7 +167,7 @@ def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
     import jax
 
     from tunix.cli.compose import compose
-    from tunix.costs.devices import device_kinds, find_kind
+    from tunix.costs.devices import find_kind, read_device_kinds
     from tunix.plan.compiled import compile_for
     from tunix.plan.topology import Cluster
 
@@ -176,7 +176,7 @@ def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
     figures: dict[str, Any] = {"device": device.device_kind}
     if device.platform != "gpu":  # a plan predicts GPUs
         return figures | ({} if only_compile else train(cfg, device, 2 if tiny else STEPS))
-    kind = find_kind(device.device_kind) or device_kinds()["h100"]
+    kind = find_kind(device.device_kind) or read_device_kinds()["h100"]
     predicted, _ = compile_for(cfg, Cluster(kind, 1, 1), [device])
     limit = (device.memory_stats() or {}).get("bytes_limit")
     figures |= {

@@ -20,7 +20,7 @@ from tunix.cli.compose import compose
 from tunix.config import Config
 from tunix.costs.derived import derive
 from tunix.costs.hlo import read_collectives
-from tunix.costs.schedule import walk
+from tunix.costs.schedule import predict_time
 from tunix.plan.assumptions import HBM_SHARE, assume_speeds, derive_kernel_data
 from tunix.plan.candidates import Candidate
 from tunix.plan.compiled import compile_for
@@ -74,7 +74,7 @@ class Run:
         for factor in factors:
             kind = cluster.kind.model_copy(update={"efficiency": factor * cluster.kind.efficiency})
             speeds = assume_speeds(replace(cluster, kind=kind), sizes)
-            walked = walk(hlo, collectives, speeds, derive_kernel_data(cfg, kind.name, sizes))
+            walked = predict_time(hlo, collectives, speeds, derive_kernel_data(cfg, kind.name, sizes))
             times.append(walked.step_s + self.unfused_s())
         return times
 

@@ -58,7 +58,7 @@ def measure(folder: str, batch: str) -> dict:
         drawn = best(lambda: model.sampler.rollout(weights, Request(tokens), Sampling(NEW + 1)), 2)
     cfg = model.cfg
     slots = (
-        2 * sum(cfg.windows(PROMPT + NEW // 2)) * cfg.num_kv_heads * cfg.head_dim * 4
+        2 * sum(cfg.list_windows(PROMPT + NEW // 2)) * cfg.num_kv_heads * cfg.head_dim * 4
     )  # half way, as they are filled
     return {
         "seconds": (long - short) / NEW,

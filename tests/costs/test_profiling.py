@@ -26,10 +26,10 @@ from tunix.costs import communication_report
 from tunix.costs.communication import format_scope, measure, predict
 from tunix.costs.communication_report import COLOURS, EXPOSED, draw_communication
 from tunix.costs.derived import derive
-from tunix.costs.devices import device_kinds
+from tunix.costs.devices import read_device_kinds
 from tunix.costs.hlo import Collective, read_collectives
 from tunix.costs.timeline import UNKNOWN, measure_devices, read_events
-from tunix.costs.transfers import Transfer, seconds
+from tunix.costs.transfers import Transfer, predict_seconds
 from tunix.run.trace import CommunicationTrace
 from tunix.sharding.dims import axis_names
 from tunix.trainer import run
@@ -189,7 +189,7 @@ def test_kernels_of_a_gpu():
     gather = Collective(
         "all-gather-start.3", "all-gather", "bf16", 10_000, (0, 1, 2, 3), 2, "jit(train_step)/jvp(blocks)/mlp/reshard"
     )
-    kind, sizes = device_kinds()["h200"], dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
+    kind, sizes = read_device_kinds()["h200"], dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
     transfer = Transfer("all-gather", ("dp", "fsdp"), 30_000)
     communication = measure(4, 1, found, [gather], sizes, predict([transfer], sizes, kind, 4))
     [row] = communication.rows
@@ -199,7 +199,7 @@ def test_kernels_of_a_gpu():
     assert communication.num_lost == 1  # of two executions
     predicted = communication.predicted["all-gather", ("fsdp",)]
     assert predicted.num_bytes == 30_000
-    assert predicted.time_s == pytest.approx(seconds(transfer, sizes, kind, 4))
+    assert predicted.time_s == pytest.approx(predict_seconds(transfer, sizes, kind, 4))
     text = communication_report.format_text(communication)
     assert "INCOMPLETE: the trace lacks 1 executions" in text
     assert "0.002 ms of NCCL kernels for which the trace names no instruction" in text
@@ -224,7 +224,7 @@ def test_axes_of_a_collective(groups, axes):
     hlo = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %x.1 = f32[8]{{0}} {kind}(%p), channel_id=1, {groups}, metadata={{}}\n}}"
     [found] = read_collectives(hlo)
     assert found.name == "x.1"
-    assert found.axes({"dp": 2, "fsdp": 2, "tp": 2}) == axes
+    assert found.find_axes({"dp": 2, "fsdp": 2, "tp": 2}) == axes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tunix.costs.hlo import read_collectives
-from tunix.costs.schedule import KernelData, Speeds, walk
+from tunix.costs.schedule import KernelData, Speeds, predict_time
 
 HLO = """HloModule step, is_scheduled=true
 
@@ -55,7 +55,7 @@ PRODUCT, MOVED = 2 * 64 * 128 * 32, 2 * 100 * 4 + 4  # FLOPs; bytes: one row rea
 def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
     found = read_collectives(HLO)
     assert [each.times for each in found] == [5]
-    timeline = walk(
+    timeline = predict_time(
         HLO,
         found,
         Speeds(
@@ -81,7 +81,7 @@ def test_products_of_8_bit_floats_have_their_own_speed():
         launch_s=0.0,
         collective_s=lambda _: 0.0,
     )  # fmt: skip
-    assert walk(hlo, read_collectives(hlo), speeds).compute_s == pytest.approx(5 * (MOVED + 1e5))
+    assert predict_time(hlo, read_collectives(hlo), speeds).compute_s == pytest.approx(5 * (MOVED + 1e5))
 
 
 CONDITIONAL = """HloModule step, is_scheduled=true
@@ -110,7 +110,7 @@ ENTRY %main (which: pred[], x: f32[10]) -> f32[10] {
 )
 def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
     hlo = CONDITIONAL.replace("BRANCHES", written)
-    timeline = walk(
+    timeline = predict_time(
         hlo,
         [],
         Speeds(
@@ -158,9 +158,9 @@ def test_copies_to_the_host_go_on_beside_arithmetic():
         launch_s=0.0, collective_s=lambda _: 0.0,
     )  # fmt: skip
     # 800 bytes of the device end with the slice; the kernel waits for the host; the second copy ends meanwhile.
-    assert walk(COPIES, [], speeds).compute_s == 400 + 200
+    assert predict_time(COPIES, [], speeds).compute_s == 400 + 200
     slower = replace(speeds, host_bytes_per_s=0.5)
-    assert walk(COPIES, [], slower).compute_s == 800 + 400
+    assert predict_time(COPIES, [], slower).compute_s == 800 + 400
 
 
 KERNEL = """HloModule step, is_scheduled=true
@@ -187,7 +187,7 @@ OF_KERNELS = Speeds(
 
 def test_attention_kernels_have_the_products_of_the_pairs_that_they_compute():
     """Three for each pair, at the speed of kernels."""
-    timeline = walk(KERNEL, [], OF_KERNELS, KernelData(pairs_per_row=1000.0))
+    timeline = predict_time(KERNEL, [], OF_KERNELS, KernelData(pairs_per_row=1000.0))
     assert timeline.flops == 2 * 3 * 2 * 4 * 64 * 1000
     assert timeline.compute_s == pytest.approx(timeline.flops / 10)
 
@@ -207,10 +207,10 @@ ENTRY %main (rows: bf16[640,64], w: bf16[8,64,32], begin: s32[8]) -> bf16[8,64,3
 def test_grouped_kernels_have_the_products_of_the_rows_of_their_own_experts():
     """A device has 8 of 16 experts, so half of the rows are others'; a kernel computes a few rows more for each expert."""
     data = KernelData(num_experts=16, empty_rows={"grouped_forward": 4.0, "grouped_d_weights": 2.0})
-    timeline = walk(GROUPED, [], OF_KERNELS, data)
+    timeline = predict_time(GROUPED, [], OF_KERNELS, data)
     assert timeline.flops == 2 * 64 * 32 * (320 + 8 * 4 + 320 + 8 * 2)
     assert timeline.compute_s == pytest.approx(timeline.flops / 10)
     slow_memory = replace(OF_KERNELS, kernel_flops_per_s=1e30, bytes_per_s=1.0)
     read_and_written = 2 * (320 * (64 + 32) + 8 * 64 * 32)
-    assert walk(GROUPED, [], slow_memory, data).compute_s == pytest.approx(2 * read_and_written)
-    assert math.isnan(walk(GROUPED, [], OF_KERNELS).flops)
+    assert predict_time(GROUPED, [], slow_memory, data).compute_s == pytest.approx(2 * read_and_written)
+    assert math.isnan(predict_time(GROUPED, [], OF_KERNELS).flops)

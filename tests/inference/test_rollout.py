@@ -110,9 +110,9 @@ def test_the_loop_moves_nothing_between_data_shards(rollout_on):
         with jax.set_mesh(rollout.mesh):
             compiled = rollout.sampler.compile_stretch(rollout.params, 4, 8, 32, HOW)
         inside = [each for each in read_collectives(compiled.as_text()) if "while" in each.scope]
-        axes = {axis for each in inside for axis in each.axes(dict(rollout.mesh.shape))}
+        axes = {axis for each in inside for axis in each.find_axes(dict(rollout.mesh.shape))}
         assert not axes & set(data_axes()), mesh
-        assert {each.kind for each in inside if each.axes(dict(rollout.mesh.shape))} == kinds
+        assert {each.kind for each in inside if each.find_axes(dict(rollout.mesh.shape))} == kinds
 
 
 def test_sizes():

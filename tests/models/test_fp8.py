@@ -14,7 +14,7 @@ from support.installs import cuda_plugin, one_at_a_time
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
 from tunix.costs.derived import derive
-from tunix.costs.devices import device_kinds, peak_tflops
+from tunix.costs.devices import compute_peak_tflops, read_device_kinds
 from tunix.costs.matmul_dtypes import check_matmul_dtype
 from tunix.models.products import product
 from tunix.models.remat import Remat, make_policy
@@ -163,10 +163,10 @@ def test_only_chips_that_have_them():
 
 
 def test_the_peak_is_that_of_each_product():
-    kind = device_kinds()["h100"]
-    assert [peak_tflops(kind, "fp8", share) for share in (0.0, 1.0)] == pytest.approx([989, 1979])
-    assert peak_tflops(kind, None, 0.0) == 989
-    assert peak_tflops(kind, "fp8", 0.5) == pytest.approx(2 / (1 / 989 + 1 / 1979))
+    kind = read_device_kinds()["h100"]
+    assert [compute_peak_tflops(kind, "fp8", share) for share in (0.0, 1.0)] == pytest.approx([989, 1979])
+    assert compute_peak_tflops(kind, None, 0.0) == 989
+    assert compute_peak_tflops(kind, "fp8", 0.5) == pytest.approx(2 / (1 / 989 + 1 / 1979))
     for word, num_bits in ((FP8, 8), ("training.matmul_dtype=null", 16)):
         cfg = compose([*SMALL, word]).config
         sizes = dict.fromkeys(axis_names(), 1)

@@ -14,13 +14,13 @@ from tunix.cli.compose import compose
 from tunix.config import DeviceKind
 from tunix.config.training import REMAT
 from tunix.costs.derived import derive
-from tunix.costs.devices import device_kinds, find_kind, on_network
+from tunix.costs.devices import find_kind, read_device_kinds, replace_network
 from tunix.costs.hlo import read_collectives
-from tunix.costs.links import LINK_SHARE, Group, collective_s
+from tunix.costs.links import LINK_SHARE, Group, predict_collective_s
 from tunix.costs.program_cache import find_program
 from tunix.costs.rollout_memory import USABLE, choose_rows
 from tunix.costs.schedule import StepTime
-from tunix.costs.transfers import Transfer, seconds
+from tunix.costs.transfers import Transfer, predict_seconds
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.candidates import make_candidate
@@ -109,11 +109,11 @@ def test_memory_is_derived_where_there_is_no_cudnn():
 
 
 def test_large_collectives_are_as_fast_as_the_slowest_link():
-    kind, sizes = device_kinds()["h200"], dict.fromkeys(axis_names(), 1) | {"dp": 2, "fsdp": 4, "tp": 4}
+    kind, sizes = read_device_kinds()["h200"], dict.fromkeys(axis_names(), 1) | {"dp": 2, "fsdp": 4, "tp": 4}
     link, network = kind.link_gb_per_s * LINK_SHARE, kind.network.nic_gb_per_s * kind.network.share
 
     def gigabyte(kind_of_transfer: str, *axes: str, per_node: int = 8) -> float:
-        whole = seconds(Transfer(kind_of_transfer, axes, 10**12), sizes, kind, per_node)
+        whole = predict_seconds(Transfer(kind_of_transfer, axes, 10**12), sizes, kind, per_node)
         return whole / 1000
 
     assert gigabyte("all-gather", "tp") == pytest.approx(0.75 / link, rel=1e-3)
@@ -130,11 +130,11 @@ def test_large_collectives_are_as_fast_as_the_slowest_link():
 
 def test_small_collectives_wait_for_their_hops():
     """Latency as NCCL counts it: of the protocol that is fastest for the size; a tree has fewer hops than a ring."""
-    kind = device_kinds()["h100"]
+    kind = read_device_kinds()["h100"]
     eight, many = Group(8, 8), Group(128, 8)
 
     def microseconds(name: str, num_bytes: float, group: Group, on: DeviceKind = kind) -> float:
-        return 1e6 * collective_s(name, num_bytes, group, on, 8)
+        return 1e6 * predict_collective_s(name, num_bytes, group, on, 8)
 
     assert microseconds("all-gather", 0, Group(1, 1)) == 0
     assert microseconds("all-gather", 0, eight) == pytest.approx(6.6 + 7 * 0.6)
@@ -143,15 +143,15 @@ def test_small_collectives_wait_for_their_hops():
     assert microseconds("all-reduce", 10**10, many) < 2.01 * microseconds("all-gather", 10**10, many)  # by ring
     split = 1000 * microseconds("all-gather", 10**6, many)
     assert split > 3 * microseconds("all-gather", 10**9, many)
-    far = on_network(kind, "efa_400")
+    far = replace_network(kind, "efa_400")
     assert microseconds("all-gather", 0, many, far) == pytest.approx(microseconds("all-gather", 0, many) + 15 * 75)
     assert microseconds("all-gather", 0, eight, far) == microseconds("all-gather", 0, eight)
-    slow = on_network(kind, "tcpx_200")
+    slow = replace_network(kind, "tcpx_200")
     assert microseconds("all-gather", 10**10, many, slow) == pytest.approx(
         4 * microseconds("all-gather", 10**10, many), rel=0.1
     )
     with pytest.raises(UserError, match="plan.network=tcpx: there is no such network; .* did you mean tcpx_200"):
-        on_network(kind, "tcpx")
+        replace_network(kind, "tcpx")
 
 
 def test_derived_collectives_are_counted():
@@ -164,8 +164,8 @@ def test_derived_collectives_are_counted():
 
 
 def test_peaks_are_those_of_the_kinds():
-    assert find_kind("NVIDIA H100 80GB HBM3") == device_kinds()["h100"]
-    assert find_kind("NVIDIA H100 PCIe") == device_kinds()["h100_pcie"]
+    assert find_kind("NVIDIA H100 80GB HBM3") == read_device_kinds()["h100"]
+    assert find_kind("NVIDIA H100 PCIe") == read_device_kinds()["h100_pcie"]
     assert find_kind("cpu") is None
 
 
@@ -475,7 +475,7 @@ def test_rollouts_are_counted():
 
 def test_a_kind_of_ones_own(run, tmp_path):
     own = tmp_path / "toaster.yaml"
-    own.write_text(json.dumps(device_kinds()["h100"].model_dump() | {"name": "Toaster"}))
+    own.write_text(json.dumps(read_device_kinds()["h100"].model_dump() | {"name": "Toaster"}))
     code, out, _ = run(*SMALL, f"plan.topology={own}:2", "model.mesh_shape=[[2],[fsdp]]", "--json")
     assert code == 0
     assert json.loads(out)["device"]["name"] == "Toaster"

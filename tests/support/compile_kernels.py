@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tunix.cli.compose import compose
 from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.costs.hlo import read_collectives
-from tunix.costs.schedule import Speeds, walk
+from tunix.costs.schedule import Speeds, predict_time
 from tunix.models.attention import Method, attend
 from tunix.models.draws import Draws
 from tunix.models.experts import Experts
@@ -76,7 +76,7 @@ def compile_experts(mesh: Mesh, kind: str, num_tokens: int = 4096) -> dict[str, 
     counts = Counter(re.findall(r'name = "(grouped_\w+)"', text))
     return {
         "kernels": dict(sorted(counts.items())),
-        "flops": walk(text, [], WITHOUT_TIME, derive_kernel_data(cfg, kind, dict(mesh.shape))).flops,
+        "flops": predict_time(text, [], WITHOUT_TIME, derive_kernel_data(cfg, kind, dict(mesh.shape))).flops,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
     }
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tunix.cli.compose import compose
-from tunix.costs.hlo import ARRAY, array_bytes, read_computations
+from tunix.costs.hlo import ARRAY, count_array_bytes, read_computations
 from tunix.costs.instruction_work import FREE, count_moved_bytes
 from tunix.costs.instructions import Instruction, parse_instructions
 from tunix.plan.compiled import compile_for
@@ -48,7 +48,7 @@ def moments_on_host(program: dict[str, list[Instruction]]) -> dict[str, int]:
     for instruction in (each for lines in program.values() for each in lines if each.opcode == "copy-start"):
         target = instruction.type.split("}")[0]  # of (target, source, context)
         if ON_HOST in target:
-            copied += sum(array_bytes(*array) for array in ARRAY.findall(target))
+            copied += sum(count_array_bytes(*array) for array in ARRAY.findall(target))
     return {"rests_on_host": held, "copied_to_host": copied}
 
 

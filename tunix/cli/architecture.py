@@ -248,7 +248,9 @@ def describe_keys_outside_family(cfg: Model) -> str:
         for key in sorted(Model.model_fields.keys() - COMMON - {"mesh_shape"})
         if _architecture(cfg, key) != _architecture(expressed, key)
         # Another pattern of layers is no difference where all windows are as long as the context.
-        and not (key == "global_every" and cfg.windows(cfg.context_length) == expressed.windows(cfg.context_length))
+        and not (
+            key == "global_every" and cfg.list_windows(cfg.context_length) == expressed.list_windows(cfg.context_length)
+        )
     ]
     return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)
 

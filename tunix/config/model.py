@@ -251,7 +251,7 @@ class Model(Section):
         capped = {} if self.attention_cap is None else {"cap": self.attention_cap}
         return capped | ({"with_sums": True} if self.attention_sinks else {})
 
-    def windows(self, length: int) -> list[int]:
+    def list_windows(self, length: int) -> list[int]:
         """Return how many tokens each layer attends to in a sequence of `length` tokens; 0 with linear attention."""
         local = length if self.sliding_window is None else min(length, self.sliding_window)
         local = local if self.linear_attention is None else 0

@@ -49,24 +49,24 @@ def count_activation_bytes(program: Program) -> int:
     own_tokens = find_shard_shape((training.seq_len,), layout.activation("T"), mesh)[0]
     words = find_shard_shape((program.cfg.model.vocab_size,), layout.activation("V"), mesh)[0]
 
-    def logits(num_rows: int, num_tokens: int) -> float:
+    def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
         return 1.75 * count_chunk_positions(training.loss_chunk_size, num_rows, num_tokens) * words * 4
 
     num_rows, residual = training.sequences_per_shard, _count_residual_bytes(program)
     if pipeline.num_stages == 1:
-        return round(num_rows * (residual + max(inside, logits(num_rows, own_tokens))))
+        return round(num_rows * (residual + max(inside, count_logit_bytes(num_rows, own_tokens))))
     # With stages: what ticks keep, `num_kept` rows of a part, and the larger of what is at work in one tick.
     row = _count_stream_bytes(program) + 4 * (own_tokens + training.seq_len)  # with its positions and segments
     rows_of_part = count_part_rows(program.cfg, mesh)
     at_work = rows_of_part * (residual / (pipeline.num_stages * pipeline.num_chunks) + inside)
     if pipeline.is_stream:
-        loss = rows_of_part * logits(rows_of_part, own_tokens // pipeline.num_stages)
+        loss = rows_of_part * count_logit_bytes(rows_of_part, own_tokens // pipeline.num_stages)
         num_kept = 2 * pipeline.num_stages * pipeline.num_chunks + QUEUES
         return round(num_kept * rows_of_part * row + max(at_work, loss))
     # GPipe keeps the rows of each tick of a microbatch; a stream keeps them until its backward pass comes by (Turns).
     num_kept = pipeline.num_ticks // pipeline.num_microbatches
-    queues_and_loss = num_rows * (QUEUES * row + logits(num_rows, own_tokens))
+    queues_and_loss = num_rows * (QUEUES * row + count_logit_bytes(num_rows, own_tokens))
     return round(num_kept * rows_of_part * row + max(at_work, queues_and_loss))
 
 

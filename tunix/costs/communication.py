@@ -16,7 +16,7 @@ from tunix.config import DeviceKind
 from tunix.costs.hlo import Collective
 from tunix.costs.links import BUS_FACTORS
 from tunix.costs.timeline import UNKNOWN, Timeline
-from tunix.costs.transfers import Transfer, seconds
+from tunix.costs.transfers import Transfer, predict_seconds
 
 # Parts of JAX's name stack that JAX adds by itself; only the names that our source gave are shown.
 NO_SCOPE = re.compile(r"while|body|closed_call|checkpoint|cond|branch_\d+_fun|rematted_computation|.*->.*|")
@@ -73,7 +73,7 @@ class Communication:
     def steps(self) -> str:
         return f"steps {self.first_step} to {self.first_step + self.num_steps - 1}"
 
-    def mean(self, name: str) -> float:
+    def average(self, name: str) -> float:
         """Return the mean of `Timeline.name` over devices and steps, in seconds per step."""
         total_s = sum(getattr(timeline, name) for timeline in self.timelines.values())
         return total_s / len(self.timelines) / self.num_steps
@@ -103,7 +103,7 @@ def measure(
     """
     share = 1 / (num_steps * len(timelines))
 
-    def mean_times(name: str) -> tuple[float, float]:
+    def average_times(name: str) -> tuple[float, float]:
         """Return mean time and exposed time of the instruction `name`, in seconds per step and device."""
         totals = [each.collectives[name] for each in timelines.values() if name in each.collectives]
         return share * sum(time_s for _, time_s, _ in totals), share * sum(exposed_s for *_, exposed_s in totals)
@@ -111,11 +111,11 @@ def measure(
     rows = []
     for collective in collectives:
         if collective.group_size > 1:
-            time_s, exposed_s = mean_times(collective.name)
+            time_s, exposed_s = average_times(collective.name)
             rows.append(
                 Row(
                     kind=collective.kind,
-                    axes=collective.axes(sizes),
+                    axes=collective.find_axes(sizes),
                     group_size=collective.group_size,
                     count=collective.times,
                     num_bytes=collective.num_bytes * collective.times,
@@ -127,7 +127,9 @@ def measure(
                 )
             )
     rows.sort(key=lambda row: -row.time_s)
-    return Communication(first_step, num_steps, timelines, rows, _sum_by_axes(rows), predicted, mean_times(UNKNOWN)[0])
+    return Communication(
+        first_step, num_steps, timelines, rows, _sum_by_axes(rows), predicted, average_times(UNKNOWN)[0]
+    )
 
 
 def _sum_by_axes(rows: list[Row]) -> list[Row]:
@@ -153,7 +155,7 @@ def predict(
         before = predicted.get((transfer.kind, axes), Prediction(0, 0.0 if kind else None))
         time_s = None
         if kind and before.time_s is not None:
-            time_s = before.time_s + seconds(transfer, dict(sizes), kind, per_node)
+            time_s = before.time_s + predict_seconds(transfer, dict(sizes), kind, per_node)
         predicted[transfer.kind, axes] = Prediction(before.num_bytes + transfer.num_bytes, time_s)
     return predicted
 

@@ -19,7 +19,7 @@ COLUMNS = (
 
 def format_text(communication: Communication) -> str:
     """Format the sums, then a table by mesh axis and a table by collective."""
-    step_s, all_s, exposed_s = (communication.mean(name) for name in ("span_s", "communication_s", "exposed_s"))
+    step_s, all_s, exposed_s = (communication.average(name) for name in ("span_s", "communication_s", "exposed_s"))
     timelines = communication.timelines
     devices = sorted(timelines, key=lambda device: timelines[device].communication_s)
     least, most = (
@@ -104,7 +104,7 @@ def _format_ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f}"
 
 
-def to_csv(communication: Communication) -> str:
+def format_csv(communication: Communication) -> str:
     """Return CSV with one line for each collective of a step."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -128,7 +128,7 @@ def draw_communication(communication: Communication) -> bytes:
 
     A vertical line across a bar marks the predicted time.
     """
-    step_s, exposed_s = communication.mean("span_s"), communication.mean("exposed_s")
+    step_s, exposed_s = communication.average("span_s"), communication.average("exposed_s")
     labels = ["step"]
     bars = [Bar({ARITHMETIC: step_s - exposed_s, EXPOSED: exposed_s}, f"{1e3 * step_s:,.2f} ms")]
     for row in communication.per_axis:

@@ -7,7 +7,7 @@ import jax
 from tunix.config import Config
 from tunix.costs.activation_memory import count_activation_bytes
 from tunix.costs.expert_transfers import list_expert_transfers
-from tunix.costs.matmul_dtypes import matmul_share
+from tunix.costs.matmul_dtypes import compute_matmul_share
 from tunix.costs.product_transfers import list_product_transfers
 from tunix.costs.program_cache import find_program
 from tunix.costs.state_memory import count_state_bytes
@@ -63,7 +63,7 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
         flops,
         all_flops + _count_pipeline_flops(program, all_flops, forward_flops, num_tokens),
         batch.num_tokens,
-        matmul_share(cfg, arch, batch.seq_len),
+        compute_matmul_share(cfg, arch, batch.seq_len),
     )
 
 

@@ -46,7 +46,7 @@ class Collective:
         """Number of devices that communicate with each other."""
         return len(self.group)
 
-    def axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    def find_axes(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """Return the axes over which the collective communicates, on a mesh with these axis sizes."""
         coordinates = np.unravel_index(self.group, tuple(sizes.values()))
         # Devices of a group differ in their coordinates (ptp is max - min) exactly along the axes they talk over.
@@ -103,11 +103,11 @@ def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
 
 
 def _parse(line: str, match: re.Match, times: int) -> Collective:
-    arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"])]
+    arrays = [(dtype, count_array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"])]
     if match["start"] and match["kind"] != "all-reduce":
         # The type of a -start is (operands, results), and may end with numbers without dimensions that only XLA needs.
-        arrays = [(dtype, array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"]) if dims]
-    sizes, group = [size for _, size in arrays], _group(line)
+        arrays = [(dtype, count_array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"]) if dims]
+    sizes, group = [size for _, size in arrays], _read_group(line)
     if match["kind"] == "ragged-all-to-all":
         num_bytes = min(sizes[:2])  # of the operand and the result: no more rows travel than the smaller one has
     elif match["start"] and match["kind"] != "all-reduce":
@@ -120,7 +120,7 @@ def _parse(line: str, match: re.Match, times: int) -> Collective:
     return Collective(match["name"], match["kind"], arrays[0][0], num_bytes, group, times, scope[1] if scope else "")
 
 
-def array_bytes(dtype: str, dims: str) -> int:
+def count_array_bytes(dtype: str, dims: str) -> int:
     """Return the bytes of HLO's `dtype[dims]`.
 
     The first number in a dtype's name is its bits (bf16, u4, f8e4m3fn). `pred` takes a byte, `token` takes none.
@@ -130,7 +130,7 @@ def array_bytes(dtype: str, dims: str) -> int:
     return -(-math.prod(int(dim) for dim in dims.split(",") if dim) * bits // 8)
 
 
-def _group(line: str) -> tuple[int, ...]:
+def _read_group(line: str) -> tuple[int, ...]:
     """Return the first group of devices. HLO writes groups in four ways: by mesh, by iota, as a list, as pairs.
 
     by mesh:   replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp'}
@@ -149,18 +149,18 @@ def _group(line: str) -> tuple[int, ...]:
             else:
                 dims.append(size)
                 taken.append(f"'{axis}'" in named[3])
-        devices = _iota(named[2]) if named[2] else np.arange(math.prod(dims))
+        devices = _read_iota(named[2]) if named[2] else np.arange(math.prod(dims))
         group = devices.reshape(dims)[tuple(slice(None) if is_taken else 0 for is_taken in taken)]
         return tuple(map(int, group.flat))
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=(\S+)", line):
-        return tuple(map(int, _iota(iota[2]).flat[: int(iota[1])]))
+        return tuple(map(int, _read_iota(iota[2]).flat[: int(iota[1])]))
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return tuple(map(int, listed[1].split(",")))
     pairs = re.findall(r"[{,]\{(\d+),(\d+)\}", line) if "source_target_pairs=" in line else []
     return next(((int(source), int(target)) for source, target in pairs if source != target), (0,))
 
 
-def _iota(text: str) -> np.ndarray:
+def _read_iota(text: str) -> np.ndarray:
     """Read device numbers: `[4,2]T(1,0)` is 0, 1, 2, ... in these dimensions, transposed; `0,2,1,3` is a list."""
     if not (match := _IOTA.match(text)):
         return np.array([int(number) for number in text.split(",")])

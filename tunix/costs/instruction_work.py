@@ -27,7 +27,7 @@ class Work(NamedTuple):
     device_bytes: float = 0
     host_bytes: float = 0
 
-    def plus(self, other: "Work") -> "Work":
+    def add(self, other: "Work") -> "Work":
         """Return the sum of both."""
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
@@ -49,13 +49,13 @@ def count_fusion(name: str, program: Computations) -> Work:
     work = Work()
     # FLOPs come from inside, bytes from the edges: parameters that are read, and the root that is written.
     for instruction in scope.values():
-        work = work.plus(Work(_count_flops(instruction, scope)))
+        work = work.add(Work(_count_flops(instruction, scope)))
         if instruction.called and instruction.opcode == "fusion":
-            work = work.plus(Work(count_fusion(instruction.called, program).flops))  # its arrays are in registers too
+            work = work.add(Work(count_fusion(instruction.called, program).flops))  # its arrays are in registers too
         if instruction.opcode == "parameter":
             parts = [_count_read(user, instruction, scope) for user in _find_users(instruction, scope)]
-            work = work.plus(_count_moved(instruction, min(instruction.num_bytes, sum(parts))))
-    return work.plus(_count_written(list(scope.values())[-1], scope)) if scope else work
+            work = work.add(_count_moved(instruction, min(instruction.num_bytes, sum(parts))))
+    return work.add(_count_written(list(scope.values())[-1], scope)) if scope else work
 
 
 def _count_moved(array: Instruction, num_bytes: int) -> Work:
@@ -92,7 +92,7 @@ def _count_written(root: Instruction, scope: Scope) -> Work:
     """Count what a fusion writes; `root` is its last instruction, the result."""
     if root.opcode == "tuple":
         parts = [_count_written(scope[name], scope) for name in root.operands]
-        return reduce(Work.plus, parts, Work())
+        return reduce(Work.add, parts, Work())
     if root.opcode == "bitcast":
         return _count_written(scope[root.operands[0]], scope)
     updates = root.opcode == "dynamic-update-slice"

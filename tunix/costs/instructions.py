@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from tunix.costs.hlo import ARRAY, array_bytes
+from tunix.costs.hlo import ARRAY, count_array_bytes
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
@@ -24,13 +24,13 @@ class Instruction:
 
     @property
     def num_bytes(self) -> int:
-        return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.type))
+        return sum(count_array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.type))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the result in the host's memory."""
         arrays = _PLACED_ARRAY.findall(self.type)
-        return sum(array_bytes(dtype, dims) for dtype, dims, layout in arrays if _HOST in layout)
+        return sum(count_array_bytes(dtype, dims) for dtype, dims, layout in arrays if _HOST in layout)
 
     @property
     def dims(self) -> list[int]:

@@ -66,7 +66,7 @@ class Group:
         return -(-self.size // self.per_node)
 
 
-def bandwidth(group: Group, kind: DeviceKind, node_size: int) -> float:
+def find_bandwidth(group: Group, kind: DeviceKind, node_size: int) -> float:
     """Return the bytes per second of the slowest link of a ring through the group.
 
     Devices of a node share its network cards: a group with several devices there has their shares together.
@@ -78,14 +78,14 @@ def bandwidth(group: Group, kind: DeviceKind, node_size: int) -> float:
     return min(in_node, group.per_node * share) * 1e9
 
 
-def collective_s(name: str, num_bytes: float, group: Group, kind: DeviceKind, node_size: int) -> float:
+def predict_collective_s(name: str, num_bytes: float, group: Group, kind: DeviceKind, node_size: int) -> float:
     """Return the seconds of one collective on an array of `num_bytes`, if nothing else is sent.
 
     `name` is one of `BUS_FACTORS`, which says what the array is; `node_size` are the devices of a node.
     """
     if group.size == 1:
         return 0.0
-    speed = bandwidth(group, kind, node_size)
+    speed = find_bandwidth(group, kind, node_size)
     hops, network_hops = count_hops(name, group)
     sent = BUS_FACTORS[name](group.size) * num_bytes
     best = math.inf

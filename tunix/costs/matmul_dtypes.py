@@ -5,7 +5,7 @@ import jax
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.kernel_tables import MATMUL_DTYPES
-from tunix.costs.devices import device_kinds, find_kind, matmul_tflops, peak_tflops
+from tunix.costs.devices import compute_peak_tflops, find_kind, find_matmul_tflops, read_device_kinds
 from tunix.models.flops import flops_per_token
 from tunix.models.paths import parameter_name
 from tunix.sharding.equations import Equation
@@ -21,16 +21,16 @@ def check_matmul_dtype(cfg: Config, platform: str, device_kind: str) -> None:
     CPUs are no mistake: they emulate it, for tests and for a look at the loss. `device_kind` is the driver's name.
     """
     dtype, kind = cfg.training.matmul_dtype, find_kind(device_kind)
-    if dtype is None or platform == "cpu" or (kind is not None and matmul_tflops(kind, dtype) is not None):
+    if dtype is None or platform == "cpu" or (kind is not None and find_matmul_tflops(kind, dtype) is not None):
         return
-    chips = ", ".join(each.name for each in device_kinds().values() if matmul_tflops(each, dtype) is not None)
+    chips = ", ".join(each.name for each in read_device_kinds().values() if find_matmul_tflops(each, dtype) is not None)
     raise UserError(
         f"training.matmul_dtype={dtype}: {device_kind} has no products of {MATMUL_DTYPES[dtype].numbers} that are "
         f"known here; {chips} have them, and CPUs emulate them. Leave training.matmul_dtype=null"
     )
 
 
-def matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float:
+def compute_matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float:
     """Return the share of a step's model FLOPs that products of `training.matmul_dtype` have; 0 without it."""
     if cfg.training.matmul_dtype is None:
         return 0.0
@@ -42,10 +42,12 @@ def matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float:
     return flops / flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, seq_len)
 
 
-def run_peak_tflops(cfg: Config, arch: Architecture, seq_len: int, device_kind: str) -> float | None:
+def find_run_peak_tflops(cfg: Config, arch: Architecture, seq_len: int, device_kind: str) -> float | None:
     """Return the peak of one device for a run's products, by the driver's name; None if the name is not known."""
     kind = find_kind(device_kind)
-    return peak_tflops(kind, cfg.training.matmul_dtype, matmul_share(cfg, arch, seq_len)) if kind else None
+    return (
+        compute_peak_tflops(kind, cfg.training.matmul_dtype, compute_matmul_share(cfg, arch, seq_len)) if kind else None
+    )
 
 
 def _is_narrow(name: str, equation: Equation) -> bool:

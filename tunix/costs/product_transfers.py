@@ -43,16 +43,16 @@ def list_product_transfers(program: Program) -> list[Transfer]:
         count = round(batch.num_microbatches * times)
         transfers.append(Transfer(kind, axes, round(count * num_bytes), overlaps=False, count=count))
 
-    def num_numbers(letters: str) -> int:
+    def count_numbers(letters: str) -> int:
         return math.prod(find_shard_shape([sizes[letter] for letter in letters], layout.activation(letters), mesh))
 
     for kind, letters, axes, times in (*_list_in_blocks(program), *_list_at_ends(program)):
         if axes and times:
-            add(kind, axes, num_numbers(letters) * item, times)
+            add(kind, axes, count_numbers(letters) * item, times)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
         layers = cfg.model.num_expert_layers * program.pipeline.ticks_per_part
         forward = 1 + program.remat.computes_again("product") + program.pipeline.runs_again
-        choices = num_numbers("BT") * cfg.model.mlp.experts_per_token * 4
+        choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
         add("all-gather", layout.stream_axes, choices, 2 * forward * layers)
         add("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
     return transfers

@@ -14,11 +14,11 @@ from tunix.costs.activation_memory import estimate_inside_bytes
 from tunix.costs.rollout_sizes import (
     SMALLEST_PROMPT,
     choose_fewer_rows,
+    count_prompts_at_once,
     count_slots,
     find_next_look,
     fit_as_matrices,
     pad_prompt,
-    prompts_at_once,
     spread_prompts,
 )
 from tunix.costs.transfers import count_shard_bytes, find_gathered_dtype, find_shard_shape
@@ -45,7 +45,7 @@ class RolloutCosts:
     def memory(self) -> int:
         return sum(self.num_bytes.values())
 
-    def seconds(self, kind: DeviceKind) -> float:
+    def predict_seconds(self, kind: DeviceKind) -> float:
         """Return the time of these rows, all of them as long as they may be, where memory or products are the limit."""
         return max(
             self.bytes_read / (kind.hbm_gb_per_s * 1e9), self.flops / (kind.peak_tflops * 1e12 * kind.efficiency)
@@ -70,14 +70,14 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
     assert isinstance(task, Grpo)
     cycle = task.cycle(program.batch.num_sequences)
     rows = choose_rows(program, device_bytes)
-    at_once = min(cycle.samples, prompts_at_once(rows, task.group_size) or cycle.samples)
+    at_once = min(cycle.samples, count_prompts_at_once(rows, task.group_size) or cycle.samples)
     costs = _derive_wave_costs(program, at_once, device_bytes)
     waves = math.ceil(cycle.samples / at_once)
     longest_prompt = _find_longest_prompt(program.cfg)
-    return RolloutPlan(cycle.samples, longest_prompt, cycle.steps, waves, costs, reference_bytes(program))
+    return RolloutPlan(cycle.samples, longest_prompt, cycle.steps, waves, costs, count_reference_bytes(program))
 
 
-def reference_bytes(program: Program) -> int:
+def count_reference_bytes(program: Program) -> int:
     """Return the bytes of one device for the reference of task.kl_coefficient; 0 where no second model is kept."""
     task = program.cfg.task
     if not (isinstance(task, Grpo) and task.kl_coefficient) or program.cfg.model.keeps_base:
@@ -115,7 +115,7 @@ def choose_rows(program: Program, device_bytes: int | None) -> int | None:
         return task.rollout_rows
     if device_bytes is None:
         return None
-    free = USABLE * device_bytes - bytes_per_device(program.abstract) - reference_bytes(program)
+    free = USABLE * device_bytes - bytes_per_device(program.abstract) - count_reference_bytes(program)
     count = task.cycle(program.batch.num_sequences).samples
     # Halves, so that few sizes are tried. The answers to one prompt stay together: its keys are computed once.
     while count > 1 and _derive_wave_costs(program, count, device_bytes).memory > free:
@@ -196,7 +196,7 @@ def _count_cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: i
     A local layer has as many slots as its window. A layer of linear attention has a memory of fixed size.
     """
     model, layout = program.cfg.model, program.layout
-    windows, num_bytes = model.windows(num_slots), 0
+    windows, num_bytes = model.list_windows(num_slots), 0
     for heads, layers in model.kinds_of_heads.items():
         own_heads = find_shard_shape((heads.num_kv_heads,), layout.activation(heads.letters[0]), mesh)[0]
         numbers = 2 * own_heads * heads.dim if model.latent is None else model.latent.dim + model.num_rotated

@@ -29,7 +29,7 @@ def pad_prompts(num_prompts: int) -> int:
     return power * 3 // 4 if power >= 4 and num_prompts <= power * 3 // 4 else power
 
 
-def prompts_at_once(rows_at_once: int | None, answers_per_prompt: int) -> int | None:
+def count_prompts_at_once(rows_at_once: int | None, answers_per_prompt: int) -> int | None:
     """Return the prompts that are answered at one time, where so many answers are drawn; None for all."""
     return None if rows_at_once is None else max(1, rows_at_once // answers_per_prompt)
 

@@ -90,7 +90,7 @@ class StepTime:
         )
 
 
-def walk(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelData | None = None) -> StepTime:
+def predict_time(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelData | None = None) -> StepTime:
     """Predict the time of a scheduled program.
 
     `hlo` is the text of `compiled.as_text()`, `collectives` are those that `read_collectives` found in it. `data` is

@@ -135,9 +135,9 @@ def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
     # What lies between two times is covered as much as what lies before the second, less what lies before the first.
     until = np.concatenate([[0.0], np.cumsum(by[:, 1] - by[:, 0])])  # total length of the first n of `by`
 
-    def before(time: np.ndarray) -> np.ndarray:
+    def measure_before(time: np.ndarray) -> np.ndarray:
         """Return the total length of `by` before each time."""
         index = np.searchsorted(by[:, 0], time, side="right")
         return until[index] - np.maximum(0.0, by[np.maximum(index - 1, 0), 1] - time) * (index > 0)
 
-    return before(intervals[:, 1]) - before(intervals[:, 0])
+    return measure_before(intervals[:, 1]) - measure_before(intervals[:, 0])

@@ -13,7 +13,7 @@ from tunix.base.dotted import import_object
 from tunix.config import Config, DeviceKind
 from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.mixers import HeadSizes
-from tunix.costs.links import Group, collective_s
+from tunix.costs.links import Group, predict_collective_s
 from tunix.models.exchanges import choose_exchange, count_repeats
 from tunix.sharding.dims import axis_names, token_axes
 from tunix.sharding.layout import Layout
@@ -35,14 +35,16 @@ class Transfer:
     count: int = 1  # executions in one step, which have equal shares of the bytes
 
 
-def seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_node: int) -> float:
+def predict_seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_node: int) -> float:
     """Return the time of all executions of a transfer, if nothing else uses the links.
 
     Neighbours on inner axes are neighbours in a node.
     """
     size = count_devices(sizes, transfer.axes)
     group = Group(size, min(_count_neighbours(transfer.axes, sizes, per_node), size))
-    return transfer.count * collective_s(transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node)
+    return transfer.count * predict_collective_s(
+        transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node
+    )
 
 
 def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:

@@ -17,7 +17,7 @@ from tunix.base.errors import UserError
 from tunix.cli.compose import Job
 from tunix.costs.devices import find_kind
 from tunix.costs.links import BUS_FACTORS
-from tunix.costs.transfers import Transfer, seconds
+from tunix.costs.transfers import Transfer, predict_seconds
 from tunix.doctor.findings import Finding, Status
 from tunix.doctor.machine import find_existing
 from tunix.processes import peers
@@ -155,7 +155,9 @@ def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
     times = [float(text) for text in peers.gather(repr(time_s), "times")]
     middle, slowest = float(np.median(times)), int(np.argmax(times))
     kind = find_kind(mesh.devices.flat[0].device_kind)
-    predicted = seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
+    predicted = (
+        predict_seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
+    )
     bus = num_bytes / middle / 1e9 * BUS_FACTORS[collective](size)
     return Link(axis, size, collective, num_bytes, middle, slowest, times[slowest], bus, predicted)
 

@@ -153,7 +153,7 @@ class Sampler:
             end = find_next_look(number, last)
             rows, numbers = self._drop_ended_rows(rows, numbers, drafts)
             # Each layer's cache is as long as its window allows; only those grow that have become too short.
-            windows = model.cfg.windows(count_slots(length + end, length + last))
+            windows = model.cfg.list_windows(count_slots(length + end, length + last))
             if windows != list_slots(rows.cache):
                 rows = rows._replace(cache=self.grow(rows.cache, tuple(windows)))
             stretch = Stretch(*map(np.int32, (length, number, end)))

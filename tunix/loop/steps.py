@@ -12,7 +12,7 @@ import jax
 
 from tunix.base.errors import Finished, Stopped
 from tunix.cli.compose import to_yaml
-from tunix.costs.matmul_dtypes import run_peak_tflops
+from tunix.costs.matmul_dtypes import find_run_peak_tflops
 from tunix.data.batch import Batch
 from tunix.data.batches import BatchSource, Numbers
 from tunix.data.position import Position
@@ -165,7 +165,7 @@ def open_loop(
         metrics.text("config", to_yaml(cfg), start.step)
         metrics.text("report", setup.report, start.step)
         seq_len, device_kind = progress.sizes.batch.seq_len, mesh.devices.flat[0].device_kind
-        peak = run_peak_tflops(cfg, setup.program.arch, seq_len, device_kind)
+        peak = find_run_peak_tflops(cfg, setup.program.arch, seq_len, device_kind)
         every = cfg.logging.layer_norms_every
         yield Loop(
             setup,

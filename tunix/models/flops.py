@@ -65,7 +65,7 @@ def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:
         "chunk": lambda window: (context - 1) % window + 1,
     }[cfg.local_attention]
     # Token n of a row sees n tokens; with a window of 4: 1 2 3 4 4 4; with chunks of 4: 1 2 3 4 1 2.
-    windows = cfg.windows(seq_len)
+    windows = cfg.list_windows(seq_len)
     return float(sum(count_local(windows[layer]).mean() for layer in layers))
 
 

@@ -114,7 +114,7 @@ class Stacks:
         number and window are Python's.
         """
         # No scan: its carry has one shape for all layers, and caches of local and of global layers have two.
-        windows, caches = self.cfg.windows(forward.length), []
+        windows, caches = self.cfg.list_windows(forward.length), []
         ropes = {stack.name: forward.rope(self.cfg, stack.layers) for stack in self}
         for number in range(self.cfg.num_layers):
             name = self.cfg.stack_of(number)
@@ -130,7 +130,7 @@ class Stacks:
 
     def layers_of(self, name: str, forward: Forward) -> tuple[Any, Layer]:
         """Return parameters and values of the layers of a stack, arrays [L, ...]."""
-        layers, windows = self.stacks[name].layers, self.cfg.windows(forward.length)
+        layers, windows = self.stacks[name].layers, self.cfg.list_windows(forward.length)
         numbers, own_windows = jnp.asarray(layers), jnp.asarray([windows[layer] for layer in layers])
         inputs = None if forward.inputs is None else _take_layers(forward.inputs, list(layers))
         return nnx.state(self.modules[name]), Layer(numbers, own_windows, forward.rope(self.cfg, layers), inputs)

@@ -8,7 +8,7 @@ from tunix.config import Config
 from tunix.config.mlp import ExpertsMlp
 from tunix.costs.hlo import Collective
 from tunix.costs.schedule import KernelData, Speeds
-from tunix.costs.transfers import Transfer, seconds
+from tunix.costs.transfers import Transfer, predict_seconds
 from tunix.models import grouped_blocks
 from tunix.models.chips import find_row_of_chip
 from tunix.models.expert_exchanges import choose_expert_exchange, experts_with_room
@@ -32,10 +32,10 @@ def assume_speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
     kind = cluster.kind
 
     def collective_s(collective: Collective) -> float:
-        axes = collective.axes(sizes)
+        axes = collective.find_axes(sizes)
         if not axes:
             return 0.0
-        return seconds(Transfer(collective.kind, axes, collective.num_bytes), sizes, kind, cluster.per_node)
+        return predict_seconds(Transfer(collective.kind, axes, collective.num_bytes), sizes, kind, cluster.per_node)
 
     products = kind.peak_tflops * 1e12 * kind.efficiency
     fp8 = (kind.fp8_tflops or kind.peak_tflops) * 1e12 * kind.efficiency
@@ -51,7 +51,7 @@ def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> 
     model, length, num_devices = cfg.model, cfg.training.seq_len, token_shards(sizes)
     pairs, in_ring, flash_blocks = math.nan, dict[str, float](), find_row_of_chip(BLOCKS, device_kind)
     if flash_blocks is not None:
-        windows = model.windows(length)
+        windows = model.list_windows(length)
         with_kernel = [  # that run the kernel
             (windows[layer], blocks_for(flash_blocks, heads.dim).forward)
             for heads, layers in model.kinds_of_heads.items()

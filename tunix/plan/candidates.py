@@ -6,10 +6,10 @@ from typing import Any
 from tunix.config import Config
 from tunix.config.task import Grpo
 from tunix.costs.derived import Costs, derive_costs
-from tunix.costs.devices import peak_tflops
+from tunix.costs.devices import compute_peak_tflops
 from tunix.costs.program_cache import find_program
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
-from tunix.costs.transfers import seconds
+from tunix.costs.transfers import predict_seconds
 from tunix.models.expert_exchanges import choose_expert_exchange
 from tunix.plan.compiled import Compiled
 from tunix.plan.exchange_times import predict_beyond_mean_s, settle_exchange
@@ -81,7 +81,7 @@ class Candidate:
         """Seconds of rollouts for each step, if every answer is as long as it may be."""
         if self.rollout is None:
             return 0.0
-        return self.rollout.waves * self.rollout.costs.seconds(self.cluster.kind) / self.rollout.steps
+        return self.rollout.waves * self.rollout.costs.predict_seconds(self.cluster.kind) / self.rollout.steps
 
     @property
     def source(self) -> str:
@@ -124,7 +124,7 @@ class Candidate:
 
     def _derived_s(self, *, overlaps: bool) -> float:
         chosen = [transfer for transfer in self.costs.transfers if transfer.overlaps == overlaps]
-        return sum(seconds(each, self.sizes, self.cluster.kind, self.cluster.per_node) for each in chosen)
+        return sum(predict_seconds(each, self.sizes, self.cluster.kind, self.cluster.per_node) for each in chosen)
 
     @property
     def step_s(self) -> float:
@@ -136,7 +136,7 @@ class Candidate:
 
     @property
     def _peak_tflops(self) -> float:
-        return peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
+        return compute_peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
 
     @property
     def mfu(self) -> float:

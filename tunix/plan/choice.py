@@ -10,7 +10,7 @@ import jax
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.costs.devices import find_kind, on_network
+from tunix.costs.devices import find_kind, replace_network
 from tunix.plan.candidates import GIB, make_candidate
 from tunix.plan.exchange_times import settle_exchange
 from tunix.plan.open_keys import describe_choice, find_open_key, replace_mesh
@@ -125,7 +125,7 @@ def _describe_cluster(cfg: Config) -> Cluster:
     """Describe this run's devices as a cluster. If their kind is not known, the kind of plan.topology replaces it."""
     kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
     if cfg.plan.network:
-        kind = on_network(kind, cfg.plan.network)
+        kind = replace_network(kind, cfg.plan.network)
     num_devices = jax.device_count()
     if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
         num_devices = math.prod(cfg.model.mesh_shape[0])  # other devices stay idle, if that is allowed

@@ -12,7 +12,7 @@ import jax
 
 from tunix.config import Config
 from tunix.costs.hlo import Collective, read_collectives
-from tunix.costs.schedule import StepTime, walk
+from tunix.costs.schedule import StepTime, predict_time
 from tunix.plan.assumptions import assume_speeds, derive_kernel_data
 from tunix.plan.topology import Cluster
 from tunix.training.mesh_choices import build_mesh
@@ -70,7 +70,7 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=temporary_bytes,
         traffic=sum_by_axes(collectives, sizes),
-        step_time=walk(hlo, collectives, assume_speeds(cluster, sizes), data) if timed else None,
+        step_time=predict_time(hlo, collectives, assume_speeds(cluster, sizes), data) if timed else None,
         compile_s=time.perf_counter() - begun,
     ), hlo
 
@@ -79,7 +79,7 @@ def sum_by_axes(collectives: list[Collective], sizes: dict[str, int]) -> list[Ax
     """Add up the collectives of a step by kind, mesh axes and dtype. A group of one device does not count."""
     sums: dict[tuple[str, tuple[str, ...], str], AxisTraffic] = {}
     for collective in collectives:
-        if axes := collective.axes(sizes):
+        if axes := collective.find_axes(sizes):
             key = (collective.kind, axes, collective.dtype)
             before = sums.get(key, AxisTraffic(*key, 0, 0))
             num_bytes = before.num_bytes + collective.times * collective.num_bytes

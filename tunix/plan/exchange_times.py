@@ -26,7 +26,7 @@ from tunix.config import Config
 from tunix.config.exchange_tables import CP_EXCHANGES
 from tunix.config.kernel_tables import RING_KERNELS
 from tunix.config.mixers import HeadSizes
-from tunix.costs.transfers import LocalHeads, Transfer, measure_heads, seconds, swap_heads
+from tunix.costs.transfers import LocalHeads, Transfer, measure_heads, predict_seconds, swap_heads
 from tunix.models.attention import choose_query_block
 from tunix.models.chips import find_row_of_chip
 from tunix.models.exchanges import choose_exchange, is_in_blocks
@@ -136,7 +136,7 @@ def _list_places(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterat
     pipeline = cfg.training.pipeline(sizes)
     again = read_remat(cfg.training).computes_again("attention") + pipeline.runs_again
     microbatches = pipeline.num_microbatches * pipeline.ticks_per_part
-    windows = model.windows(cfg.training.seq_len)
+    windows = model.list_windows(cfg.training.seq_len)
     for kind, layers in model.kinds_of_heads.items():
         num_layers = Counter(windows[layer] for layer in layers)
         yield Place(cfg, sizes, cluster, kind, heads[kind], kernels[kind], again, microbatches, num_layers)
@@ -153,7 +153,7 @@ def time_of_ulysses(place: Place, window: int) -> float:
         pairs = (length + min(length, choose_query_block(length))) * length / 2
     times, count = _predict_pair_times(place, place.kernel), pairs * heads.rows * heads.queries / heads.num_devices
     computing_s = count * ((1 + place.again) * times.forward + times.backward)
-    return computing_s + seconds(swap, place.sizes, kind, place.cluster.per_node)
+    return computing_s + predict_seconds(swap, place.sizes, kind, place.cluster.per_node)
 
 
 def time_of_ring(place: Place, window: int) -> float:
@@ -164,7 +164,7 @@ def time_of_ring(place: Place, window: int) -> float:
     def hop(itemsize: int) -> float:
         """Return the seconds in which keys and values, or their gradients, come to the next device."""
         transfer = Transfer("collective-permute", token_axes(), 2 * heads.numbers * heads.keys * itemsize, count=2)
-        return seconds(transfer, place.sizes, place.cluster.kind, place.cluster.per_node)
+        return predict_seconds(transfer, place.sizes, place.cluster.kind, place.cluster.per_node)
 
     keys, gradients = hop(heads.itemsize), hop(4)
     # In step j the keys of step j + 1 travel, and backward the gradients of step j - 1. The last ones go home alone.

@@ -13,7 +13,7 @@ from rich.table import Table
 from tunix.base.errors import UserError
 from tunix.base.tables import as_text
 from tunix.config import DeviceKind
-from tunix.costs.devices import matmul_tflops
+from tunix.costs.devices import find_matmul_tflops
 from tunix.models.exchanges import choose_exchange
 from tunix.plan.assumptions import HBM_SHARE
 from tunix.plan.candidates import GIB, Candidate
@@ -139,7 +139,7 @@ def _narrow_products(kind: DeviceKind, candidates: list[Candidate]) -> str:
         return ""
     share, dtype = max(each.costs.matmul_share for each in candidates), candidates[0].cfg.training.matmul_dtype
     assert dtype is not None
-    return f" ({share:.0%} of the arithmetic {dtype}: of {matmul_tflops(kind, dtype):g})"
+    return f" ({share:.0%} of the arithmetic {dtype}: of {find_matmul_tflops(kind, dtype):g})"
 
 
 def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:

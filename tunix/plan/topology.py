@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import DeviceKind
-from tunix.costs.devices import device_kinds, on_network, read_kind
+from tunix.costs.devices import read_device_kinds, read_kind, replace_network
 
 PLATFORM = "gpu"  # of all kinds of conf/command/device, whichever compiler is installed
 
@@ -43,11 +43,11 @@ def read_topology(text: str, network: str | None = None) -> Cluster:
         raise UserError(f"plan.topology={text}: expected KIND:GPUS or KIND:NODESxGPUS like h200:8 or h200:32x8")
     nodes, per_node = map(int, numbers if len(numbers) == 2 else ("1", *numbers))
     kind = _read_kind(name)
-    return Cluster(on_network(kind, network) if network else kind, nodes, per_node)
+    return Cluster(replace_network(kind, network) if network else kind, nodes, per_node)
 
 
 def _read_kind(name: str) -> DeviceKind:
-    known, path = device_kinds(), Path(name).expanduser()
+    known, path = read_device_kinds(), Path(name).expanduser()
     if name in known:
         return known[name]
     if path.suffix != ".yaml":

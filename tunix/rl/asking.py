@@ -14,7 +14,7 @@ from tunix.config import Config
 from tunix.config import Sampling as SamplingKeys
 from tunix.config.task import Grpo
 from tunix.costs.rollout_memory import choose_rows, read_device_bytes
-from tunix.costs.rollout_sizes import prompts_at_once
+from tunix.costs.rollout_sizes import count_prompts_at_once
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.inference.answers import Answer
 from tunix.inference.drawing import choose_sampling
@@ -97,7 +97,7 @@ class Asker:
         """
         begun = time.perf_counter()
         request = Request([prompt.tokens for prompt in prompts], group_size, seed)
-        how, at_once = choose_sampling(keys, self.stop), prompts_at_once(self.rows_at_once, group_size)
+        how, at_once = choose_sampling(keys, self.stop), count_prompts_at_once(self.rows_at_once, group_size)
         answers = self.sampler.rollout(params, request, how, at_once, between_stretches)
         if between_stretches is not None:
             between_stretches()

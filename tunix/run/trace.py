@@ -136,7 +136,7 @@ class CommunicationTrace:
         predicted = predict(costs.transfers, sizes, kind, per_host)
         communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, collectives, sizes, predicted)
         text, png = communication_report.format_text(communication), draw_communication(communication)
-        for name, content in (("txt", text), ("csv", communication_report.to_csv(communication))):
+        for name, content in (("txt", text), ("csv", communication_report.format_csv(communication))):
             (self.folder / f"communication.{name}").write_text(content)
         (self.folder / "communication.png").write_bytes(png)
         self.metrics.text("communication", text, step)
