@@ -14,7 +14,7 @@ from tunix.training.balance import move_biases
 from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
 from tunix.training.layer_norms import NORMS, compute_norms_if_due
 from tunix.training.optim import Schedule
-from tunix.training.scores import ROUTING, LossFn, Sums, add_sums, report_sums
+from tunix.training.scores import ROUTING, LossFn, Sums, report_sums
 from tunix.training.spikes import SpikeGuard
 from tunix.training.state import Architecture, State, Weight, add_gradients, lay_out_for_optimizer
 
@@ -182,21 +182,17 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
             loss = loss_fn(arch.module(arch.merge(trained, weights)), batch, seed)
             return loss.objective, (loss.weight, loss.sums)
 
-        def microbatch(carry, inputs):
-            (_, (weight, sums)), grads = jax.value_and_grad(objective, has_aux=True)(arch.trained(weights), *inputs)
-            total, (total_weight, total_sums) = carry
-            return (add_gradients(total, grads), (total_weight + weight, add_sums(total_sums, sums))), None
+        def microbatch(total, inputs):
+            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(arch.trained(weights), *inputs)
+            return add_gradients(total, grads), reported
 
-        def group(carry, inputs):
-            grads, reported = carry
-            (part, reported), _ = jax.lax.scan(microbatch, (zeros(own_part=not in_blocks), reported), inputs)
-            return (add_gradients(grads, part if in_blocks else sum_over_devices(part)), reported), None
+        def group(total, inputs):
+            part, reported = jax.lax.scan(microbatch, zeros(own_part=not in_blocks), inputs)
+            return add_gradients(total, part if in_blocks else sum_over_devices(part)), reported
 
-        # A scan begins with zeros of the shapes that it returns, and the loss decides which sums there are.
-        first = jax.tree.map(lambda x: x[0], (batch, seeds))
-        shapes = jax.eval_shape(lambda: objective(arch.trained(weights), *first)[1])
-        nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        grads, (weight, sums) = jax.lax.scan(group, (zeros(own_part=False), nothing), groups)[0]
+        grads, reported = jax.lax.scan(group, zeros(own_part=False), groups)
+        # [groups, sync_every, ...]: the numbers of each microbatch.
+        weight, sums = jax.tree.map(lambda x: jnp.sum(x, axis=(0, 1)), reported)
         return grads, weight, sums
 
     return gradients
