@@ -105,9 +105,9 @@ def print_compiled(kinds: Sequence[str]) -> None:
             cfg = compose_step(model, f"[[{NODE}],[fsdp]]", remat, micro_batch_size, "plan.num_compiled=1")
             ranking = rank(cfg, cluster)
             candidate = (ranking.fit or ranking.too_large)[0]
-            hidden = 1 - candidate.exposed_s / candidate.communication_s
+            hidden = 1 - candidate.time.exposed_s / candidate.time.communication_s
             print(
-                f"| {model}, {kind} | {micro_batch_size} | {remat} | {candidate.step_s:.3f} s | {hidden:.0%} "
+                f"| {model}, {kind} | {micro_batch_size} | {remat} | {candidate.time.step_s:.3f} s | {hidden:.0%} "
                 f"| {candidate.mfu:.0%} | {candidate.memory / GIB:.1f} GiB |{candidate.note}",
                 flush=True,
             )

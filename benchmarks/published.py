@@ -91,7 +91,7 @@ class Run:
         """Return the predicted seconds of a step that is not compiled."""
         sizes = explicit_sizes(self.cfg.model.mesh_shape)
         assert sizes is not None
-        return Candidate(sizes, self.cfg, derive(self.cfg, sizes), self.cluster).step_s + self.unfused_s()
+        return Candidate(sizes, self.cfg, derive(self.cfg, sizes), self.cluster).time.step_s + self.unfused_s()
 
 
 def main(words: list[str]) -> None:

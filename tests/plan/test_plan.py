@@ -359,7 +359,7 @@ def test_the_exchange_of_attention_that_is_faster(monkeypatch):
     assert list(count_pairs_in_ring(4096, 512, num_devices=8) > 0) == [True] * 2 + [False] * 6
     ring = make_candidate(compose([*words, "model.cp_exchange=ring"]).config, sizes, None, cluster, False)
     ulysses = make_candidate(compose([*words, "model.cp_exchange=ulysses"]).config, sizes, None, cluster, False)
-    assert ring.compute_s > ulysses.compute_s
+    assert ring.time.compute_s > ulysses.time.compute_s
 
     small = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,cp]]"]).config
     assert resolve_auto(small) == (small, ""), "the speed of CPUs is not known"
@@ -456,7 +456,7 @@ def test_rollouts_are_counted():
     least = 511 * weights + 16 * cache_row * 512 * 511  # half of the longest prompt and answer, on average
     assert least < one.rollout.costs.bytes_read < 2.5 * least
     assert one.rollout_s == pytest.approx(one.rollout.costs.bytes_read / 3.35e12, rel=1e-3)
-    assert one.tokens_per_s == pytest.approx(one.costs.tokens_per_step / (one.step_s + one.rollout_s))
+    assert one.tokens_per_s == pytest.approx(one.costs.tokens_per_step / (one.time.step_s + one.rollout_s))
     assert two.rollout.costs.rows == 32
     assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
     assert best("task.rollout_rows=64").rollout.waves == 2

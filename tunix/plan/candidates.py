@@ -1,6 +1,7 @@
 """A mesh with the costs and the predicted time of a step on it, derived or compiled."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tunix.config import Config
@@ -9,10 +10,11 @@ from tunix.costs.derived import Costs, derive_costs
 from tunix.costs.devices import compute_peak_tflops
 from tunix.costs.program_cache import find_program
 from tunix.costs.rollout_memory import RolloutPlan, plan_rollout
-from tunix.costs.transfers import predict_seconds
+from tunix.costs.schedule import StepTime
 from tunix.models.expert_exchanges import choose_expert_exchange
 from tunix.plan.compiled import Compiled
-from tunix.plan.exchange_times import predict_beyond_mean_s, settle_exchange
+from tunix.plan.derived_time import derive_time
+from tunix.plan.exchange_times import settle_exchange
 from tunix.plan.open_keys import find_open_key, list_choices, replace_mesh
 from tunix.plan.topology import PLATFORM, Cluster
 from tunix.training.mesh_choices import set_remat
@@ -21,12 +23,14 @@ GIB = 2**30
 # What `training.remat=auto` takes on devices whose memory is known, where the step fits: the fastest policy, by the
 # predictions of docs/performance.md. Derived memory is more than compiled (docs/plan.md), so what fits by it fits.
 REMAT_THAT_FITS = "dots"
-PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take, if the step is not compiled
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mesh, the costs of a step on it, and the predicted time."""
+    """A mesh, the costs of a step on it, and the predicted time.
+
+    Its memory is that of the step or of a rollout, whichever is larger; its time is both, one after the other.
+    """
 
     sizes: dict[str, int]  # devices along each mesh axis
     cfg: Config  # with this mesh
@@ -90,63 +94,22 @@ class Candidate:
             return "derived"
         return "compiled" if self.compiled.step_time else "compiled by CPU"
 
-    @property
-    def compute_s(self) -> float:
+    @cached_property
+    def time(self) -> StepTime:
+        """Time of a step, without rollouts: of the compiled step's schedule, or derived."""
         if self.compiled and self.compiled.step_time:
-            return self.compiled.step_time.compute_s
-        kind, num_bytes = self.cluster.kind, self.costs.num_bytes
-        # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
-        update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
-        bf16 = kind.peak_tflops * 1e12 * kind.efficiency
-        products_s = self.costs.flops / (self._peak_tflops * 1e12 * kind.efficiency)
-        # What is no product takes as long beside products of 8-bit floats as beside others.
-        others_s = self.costs.flops / bf16 * (1 / PRODUCTS_SHARE - 1)
-        beyond_mean_s = predict_beyond_mean_s(self.cfg, self.sizes, self.cluster, bf16 * PRODUCTS_SHARE)
-        return products_s + others_s + update_s + beyond_mean_s
-
-    @property
-    def communication_s(self) -> float:
-        """Seconds of all collectives, hidden behind arithmetic or not."""
-        if self.compiled and self.compiled.step_time:
-            return self.compiled.step_time.communication_s
-        return self._derived_s(overlaps=True) + self._derived_s(overlaps=False)
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of communication for which arithmetic waits.
-
-        The compiled step's schedule shows them. Derived, they are all communication that cannot overlap arithmetic,
-        and the part of the rest that takes longer than arithmetic.
-        """
-        if self.compiled and self.compiled.step_time:
-            return self.compiled.step_time.exposed_s
-        return max(0.0, self._derived_s(overlaps=True) - self.compute_s) + self._derived_s(overlaps=False)
-
-    def _derived_s(self, *, overlaps: bool) -> float:
-        chosen = [transfer for transfer in self.costs.transfers if transfer.overlaps == overlaps]
-        return sum(predict_seconds(each, self.sizes, self.cluster.kind, self.cluster.per_node) for each in chosen)
-
-    @property
-    def step_s(self) -> float:
-        return self.compute_s + self.exposed_s
+            return self.compiled.step_time
+        return derive_time(self.cfg, self.sizes, self.costs, self.cluster)
 
     @property
     def tokens_per_s(self) -> float:
-        return self.costs.tokens_per_step / (self.step_s + self.rollout_s)
-
-    @property
-    def _peak_tflops(self) -> float:
-        return compute_peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
+        return self.costs.tokens_per_step / (self.time.step_s + self.rollout_s)
 
     @property
     def mfu(self) -> float:
         """Share of the peak: of `training.matmul_dtype` where products have it, of bf16 elsewhere."""
-        return self.costs.model_flops / self.step_s / (self._peak_tflops * 1e12)
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of one device in one step, including those that rematerialisation computes twice."""
-        return self.compiled.step_time.flops if self.compiled and self.compiled.step_time else self.costs.flops
+        peak = compute_peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
+        return self.costs.model_flops / self.time.step_s / (peak * 1e12)
 
 
 def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:

@@ -110,7 +110,7 @@ def _choose(cfg: Config, cluster: Cluster) -> dict:
         choice, also = getattr(best.cfg.training, key), f", {describe_choice(cfg, best.cfg)}"
     message = (
         f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}{also}; predicted ({best.source}): "
-        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.step_s:.3g} s a step"
+        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.time.step_s:.3g} s a step"
     )
     return {"sizes": best.sizes, "choice": choice, "message": message}
 

@@ -39,6 +39,6 @@ def _make_time_bar(candidate: Candidate) -> Bar:
 
     Hidden communication runs at the same time as arithmetic, so it is drawn as a part of the arithmetic's length.
     """
-    hidden = min(candidate.compute_s, candidate.communication_s - candidate.exposed_s)
-    parts = dict(zip(TIME, (candidate.compute_s - hidden, hidden, candidate.exposed_s), strict=True))
-    return Bar(parts, f"{candidate.step_s:.3g} s, MFU {candidate.mfu:.0%}")
+    hidden = min(candidate.time.compute_s, candidate.time.communication_s - candidate.time.exposed_s)
+    parts = dict(zip(TIME, (candidate.time.compute_s - hidden, hidden, candidate.time.exposed_s), strict=True))
+    return Bar(parts, f"{candidate.time.step_s:.3g} s, MFU {candidate.mfu:.0%}")

@@ -90,10 +90,10 @@ def _make_mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
             each.source,
             *(f"{each.num_bytes[name] / GIB:.2f}" for name in memory),
             f"{each.memory / GIB:.2f}{' !' if each.memory > ranking.limit else ''}",
-            *(f"{value:.3f}" for value in (each.compute_s, each.exposed_s, each.step_s)),
+            *(f"{value:.3f}" for value in (each.time.compute_s, each.time.exposed_s, each.time.step_s)),
             f"{each.tokens_per_s:,.0f}",
             f"{each.mfu:.1%}",
-            f"{each.exposed_s / each.step_s:.0%}",
+            f"{each.time.exposed_s / each.time.step_s:.0%}",
             *((f"{each.rollout_memory / GIB:.2f}", f"{each.rollout_s:.3f}") if rollout else ()),
         )
     return table
@@ -127,7 +127,7 @@ def _make_stage_table(candidate: Candidate) -> Table:
             *(f"{number:,}" for number in numbers),
             each.source,
             f"{each.memory / GIB:.2f}",
-            f"{each.step_s:.3f}",
+            f"{each.time.step_s:.3f}",
             f"{each.tokens_per_s:,.0f}",
         )
     return table
@@ -193,14 +193,14 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
         "collectives": [asdict(each) for each in compiled.traffic] if compiled else None,
         "compile_s": compiled.compile_s if compiled else None,
         "not_compiled": candidate.note or None,
-        "tflop_per_step_per_device": candidate.flops / 1e12,
+        "tflop_per_step_per_device": candidate.time.flops / 1e12,
         "tokens_per_step": candidate.costs.tokens_per_step,
         "predicted": {
-            "compute_s": candidate.compute_s,
-            "communication_s": candidate.communication_s,
-            "exposed_communication_s": candidate.exposed_s,
-            "exposed_share": candidate.exposed_s / candidate.step_s,
-            "step_time_s": candidate.step_s,
+            "compute_s": candidate.time.compute_s,
+            "communication_s": candidate.time.communication_s,
+            "exposed_communication_s": candidate.time.exposed_s,
+            "exposed_share": candidate.time.exposed_s / candidate.time.step_s,
+            "step_time_s": candidate.time.step_s,
             "tokens_per_s": candidate.tokens_per_s,
             "mfu": candidate.mfu,
             "rollout_s": candidate.rollout_s if candidate.rollout else None,
