@@ -1,13 +1,10 @@
 """The GPU's own program of a small step: what its update moves, and what travels to the host's pinned memory."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from support.harness import ROOT
-from support.installs import cuda_plugin, one_at_a_time
+from support.gpu_compiler import compile_for_gpu
+from support.installs import one_at_a_time
 
 LAYERS, ROWS = 2, 4 * 512  # of tests/support/compile_steps.py: layers, and tokens of a microbatch
 
@@ -20,18 +17,9 @@ def compiled(cache_dir, installs_dir):
         file = cache_dir / f"gpu_memory {name}.json"
         with one_at_a_time("gpu_memory"):
             if not file.exists():
-                path = [cuda_plugin(installs_dir), str(ROOT), os.environ.get("PYTHONPATH")]
-                environment = {
-                    **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "JAX_PLATFORMS": "cpu",
-                    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-                }  # fmt: skip
-                done = subprocess.run(
-                    [sys.executable, str(ROOT / "tests" / "support" / "compile_steps.py"), name],
-                    env=environment, capture_output=True, text=True, check=False, timeout=600,
-                )  # fmt: skip
-                assert done.returncode == 0, done.stderr
+                lines = compile_for_gpu("compile_steps.py", name, installs_dir=installs_dir)
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(done.stdout.splitlines()[-1])
+                file.write_text(lines[-1])
             return json.loads(file.read_text())[name]
 
     return compile_step

@@ -1,14 +1,11 @@
 """The GPU's own program of a step, compiled for clusters that are not there: it moves and holds what it should."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.harness import ROOT
-from support.installs import cuda_plugin, one_at_a_time
+from support.gpu_compiler import run_with_plugin
+from support.installs import one_at_a_time
 
 from tunix.plan.ranking import DERIVED_MARGIN
 
@@ -29,25 +26,21 @@ PROGRAMS = {
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
-def compile_plan(name: str, cache_dir: Path, plugin: str) -> dict:
+def compile_plan(name: str, cache_dir: Path, installs_dir: Path) -> dict:
     """Return what `python -m tunix.plan --json` says of a program; one worker of the session asks, all read."""
     file = cache_dir / f"gpu_program {name}.json"
-    with one_at_a_time("gpu_programs"):
+    with one_at_a_time("gpu_plans"):
         if not file.exists():
-            path = os.pathsep.join(filter(None, [plugin, os.environ.get("PYTHONPATH")]))
-            done = subprocess.run(
-                [sys.executable, "-m", "tunix.plan", *PROGRAMS[name][0], "plan.output=null", "--json"],
-                cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=600,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
+            words = ["-m", "tunix.plan", *PROGRAMS[name][0], "plan.output=null", "--json"]
+            printed = run_with_plugin(*words, installs_dir=installs_dir)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(done.stdout)
+            file.write_text(printed)
         return json.loads(file.read_text())["fit"][0]
 
 
 @pytest.fixture(params=["1b on 8", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*PROGRAMS][1:])])
 def program(request, cache_dir, installs_dir) -> tuple[dict, float, float]:
-    found = compile_plan(request.param, cache_dir, cuda_plugin(installs_dir))
+    found = compile_plan(request.param, cache_dir, installs_dir)
     assert found["source"] == "compiled", found["not_compiled"]
     return found, *PROGRAMS[request.param][1:]
 

@@ -1,9 +1,6 @@
 """Exchanges of experts: rows go where their experts are and come back; what finds no room is dropped and counted."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.harness import ROOT, experts
-from support.installs import cuda_plugin
+from support.gpu_compiler import compile_for_gpu
+from support.harness import experts
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -200,14 +197,7 @@ def test_mistakes(words, message):
 @pytest.mark.parametrize("words", [[], ["model.expert_buffer_factor=1.25", "training.sequence_parallel=false"]])
 def test_gpu_program_sends_rows(words, installs_dir):
     """Compiled for eight H100s: forward, again, and backward; no token is gathered, and bytes are those of theory."""
-    path = os.pathsep.join([cuda_plugin(installs_dir), str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "compile_rows.py"), *words],
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(compile_for_gpu("compile_rows.py", *words, installs_dir=installs_dir)[-1])
     layers, num_choices, row = 2, 512 * 2, 256 * 2
     # A row goes there and back forward and again (a norm behind the experts needs the results), and so do gradients;
     # the share of a row goes there twice, and its gradient back.

@@ -1,17 +1,14 @@
 """Attention on ranges: its numbers, interpreted on CPUs; its programs, compiled for GPUs that are not there."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import ROOT, batch, cli, cli_here, program
-from support.installs import cuda_plugin, one_at_a_time
+from support.gpu_compiler import compile_for_gpu
+from support.harness import batch, cli, cli_here, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -190,16 +187,8 @@ def test_a_kernel_is_compared_with_the_plain_one_before_the_first_step():
 
 
 def compile_kernels(chip: str, what: str, installs_dir) -> str:
-    """Return what tests/support/compile_kernels.py prints last, in a process that has XLA's GPU compiler."""
-    path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    with one_at_a_time("gpu_programs"):
-        done = subprocess.run(
-            [sys.executable, "tests/support/compile_kernels.py", chip, what],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()[-1]
+    """Return what tests/support/compile_kernels.py prints last."""
+    return compile_for_gpu("compile_kernels.py", chip, what, installs_dir=installs_dir)[-1]
 
 
 # Programs of the H200 are compiled in tests/costs/test_gpu_program.py.

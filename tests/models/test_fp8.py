@@ -1,15 +1,11 @@
 """Products of 8-bit floats: exact where 8 bits are enough, alike on every mesh, refused where no chip has them."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import ROOT, SGD, SMALL, Program, batch, program
-from support.installs import cuda_plugin, one_at_a_time
+from support.gpu_compiler import compile_for_gpu
+from support.harness import SGD, SMALL, Program, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -178,12 +174,5 @@ def test_the_peak_is_that_of_each_product():
 
 def test_gpus_multiply_8_bits(installs_dir):
     """The compiled program of a product and its gradients for an H100: three products of 8-bit floats, and no other."""
-    path = os.pathsep.join(filter(None, [cuda_plugin(installs_dir), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    with one_at_a_time("gpu_programs"):
-        done = subprocess.run(
-            [sys.executable, "tests/support/compile_fp8.py", "h100"],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["f8e4m3fn f8e4m3fn", "f8e4m3fn f8e5m2", "f8e5m2 f8e4m3fn"]
+    found = compile_for_gpu("compile_fp8.py", "h100", installs_dir=installs_dir)
+    assert found == ["f8e4m3fn f8e4m3fn", "f8e4m3fn f8e5m2", "f8e5m2 f8e4m3fn"]

@@ -33,7 +33,8 @@ from support.as_main import run_to_the_end
 ROOT = Path(__file__).parents[2]
 # Read when Python starts or when jax is imported: a fork would keep those of the server.
 READ_AT_IMPORT = ("JAX_", "PYTHON", "LD_", "TF_CPP_", "NPY_", "OMP_", "OPENBLAS_")
-EXCEPT = ("PYTHONPATH", "PYTHONUNBUFFERED")  # a fork takes them up
+# A fork takes up the first two; the third is read when the plugin for GPUs is loaded.
+EXCEPT = ("PYTHONPATH", "PYTHONUNBUFFERED", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
 
 _server_environment: dict[str, str] = {}
 

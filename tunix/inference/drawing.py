@@ -63,6 +63,8 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, number: jax.Array, 
 
     @partial(jax.shard_map, in_specs=(split, PartitionSpec(), split, PartitionSpec()), out_specs=split)
     def on_each_shard(logits, key, rows, number):
+        if how.temperature == 0:
+            return choose_likeliest(logits)
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), number))(rows)
         return choose(logits, keys, how)
 
@@ -70,11 +72,14 @@ def draw(logits: jax.Array, key: jax.Array, rows: jax.Array, number: jax.Array, 
         return on_each_shard(reshard(logits, split), key, rows, number)
 
 
+def choose_likeliest(logits: jax.Array) -> Drawn:
+    """Take the likeliest token of each row of logits [B, V] float32."""
+    tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+    return Drawn(tokens, _compute_log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
+
+
 def choose(logits: jax.Array, keys: jax.Array, how: Sampling) -> Drawn:
-    """Draw a token for each row of logits [B, V] float32, with a key of its own, [B]."""
-    if how.temperature == 0:
-        tokens = jnp.argmax(logits, -1).astype(jnp.int32)
-        return Drawn(tokens, _compute_log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
+    """Draw a token for each row of logits [B, V] float32, with a key of its own, [B]; not at temperature 0."""
     scaled = _filter(logits / how.temperature, how)
     top = jnp.max(scaled, -1, keepdims=True)
     weights = _split_blocks(jnp.exp(scaled - top))  # the largest is 1: the sums stay in the range of float32
