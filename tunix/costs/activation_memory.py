@@ -64,7 +64,8 @@ def count_activation_bytes(program: Program) -> int:
         loss = rows_of_part * count_logit_bytes(rows_of_part, own_tokens // pipeline.num_stages)
         num_kept = 2 * pipeline.num_stages * pipeline.num_chunks + QUEUES
         return round(num_kept * rows_of_part * row + max(at_work, loss))
-    # GPipe keeps the rows of each tick of a microbatch; a stream keeps them until its backward pass comes by (Turns).
+    # GPipe keeps the rows of each tick of a microbatch: 4 stages with 12 parts have 15 ticks. A stream (above) keeps
+    # rows only until their backward pass comes by (Turns): with 4 stages those of 2 x 4 + 3 parts, however many follow.
     num_kept = pipeline.num_ticks // pipeline.num_microbatches
     queues_and_loss = num_rows * (QUEUES * row + count_logit_bytes(num_rows, own_tokens))
     return round(num_kept * rows_of_part * row + max(at_work, queues_and_loss))

@@ -50,6 +50,7 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
     chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len) * num_tokens
     again = _derive_share_again(program)
+    # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
     all_flops = flops + again * forward_flops + (3 + again) * chunk_flops
     lists = list_transfers, list_product_transfers, list_expert_transfers
     with jax.sharding.use_abstract_mesh(program.abstract_mesh):
@@ -81,7 +82,9 @@ def _derive_share_again(program: Program) -> float:
 def _count_pipeline_flops(program: Program, flops: float, forward_flops: float, num_tokens: float) -> float:
     """Return the FLOPs that stages add on one device: the bubble, and the forward pass of the stages once more.
 
-    `flops` are those without stages, of `num_tokens` tokens. The logits are outside of the stages.
+    `flops` are those without stages, of `num_tokens` tokens. The logits are outside of the stages. In a bubble a stage
+    computes what nobody uses: 4 stages with 12 parts (gpipe) take 12 + 3 ticks, 15 / 12 = 1.25 for each part, so the
+    blocks' FLOPs grow by a quarter.
     """
     model, pipeline = program.cfg.model, program.pipeline
     logits = 2.0 * model.vocab_size * model.embed_dim * num_tokens  # forward; three times in all

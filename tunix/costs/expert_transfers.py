@@ -59,7 +59,16 @@ def list_expert_transfers(program: Program) -> list[Transfer]:
 
 
 def gather_tokens(each: Exchanged) -> Iterator[Transfer]:
-    """Yield gathers of tokens, experts and shares, reduce-scatters of sums, and the opposite for gradients."""
+    """Yield gathers of tokens, experts and shares, reduce-scatters of sums, and the opposite for gradients.
+
+    An example: tokens of 2,048 bytes (`row`) with 2 experts each; their numbers are 8 bytes (`choices`), and so are
+    their shares. Where the backward pass needs nothing again, one layer moves for each token
+
+        all-gather       2,048 + 8 + 8   forward: the token, the numbers of its experts, their shares
+                         2,048           backward: the gradient of its sum
+        reduce-scatter   2,048           forward: the sum of its experts' results
+                         2,048 + 8       backward: the gradients of the token and of its shares
+    """
     own = each.num_tokens * each.num_devices  # tokens of a group
     choices = each.per_token * NUMBER
     gathers = each.runs * (each.row + 2 * choices) + each.row
@@ -71,7 +80,14 @@ def gather_tokens(each: Exchanged) -> Iterator[Transfer]:
 
 
 def send_rows(each: Exchanged) -> Iterator[Transfer]:
-    """Yield counts that all devices gather, rows and their shares there, results back, and the same for gradients."""
+    """Yield counts that all devices gather, rows and their shares there, results back, and the same for gradients.
+
+    A row is a token on its way to one expert: a token with 2 experts sends 2 rows. Before rows travel, each device
+    tells all others how many rows it has for each expert.
+
+        forward    counts to all   rows and shares to the experts   results back
+        backward                   gradients of results there       gradients of rows and shares back
+    """
     counts = each.num_devices * each.num_experts * NUMBER
     times = each.layers * each.runs
     yield Transfer("all-gather", each.axes, round(times * counts), overlaps=False, count=round(times))

@@ -1,4 +1,16 @@
-"""Memory of what does not grow with the batch: weights, optimizer, gradients, and weights that are gathered."""
+"""Memory of what does not grow with the batch: weights, optimizer, gradients, and weights that are gathered.
+
+An example: a weight [1024, 4096] in each of 4 blocks, over 8 devices of fsdp, with full_shard, float32 parameters,
+bfloat16 products, adamw, and one microbatch. One block's weight has 4 Mi numbers, so one device holds
+
+    weights     4 blocks x 4 Mi x 4 bytes / 8 devices         8 MiB
+    optimizer   two moments, each as large as the weights    16 MiB
+    gradients   float32, split as the weights rest            8 MiB
+    gathered    the whole weight of the block at work and
+                of the next one: 2 x 4 Mi x 2 bytes          16 MiB
+
+Where blocks gather ahead (training.overlap), gradients have 8 MiB more: those of one block, before they are summed.
+"""
 
 import math
 

@@ -1,4 +1,15 @@
-"""Collectives of a training step, derived from equations: weights gathered, gradients reduced, tokens exchanged."""
+"""Collectives of a training step, derived from equations: weights gathered, gradients reduced, tokens exchanged.
+
+An example: a weight [1024, 4096] in each of 4 blocks, over 8 devices of fsdp, with full_shard, products in bfloat16,
+gradients reduced in float32, and one microbatch. Each block gathers its weight before the forward pass and again before
+the backward pass, and then sums its gradient. One block's weight has 4 Mi numbers, so a step has
+
+    8 all-gathers        4 blocks x 2 passes x 4 Mi x 2 bytes   64 MiB
+    4 reduce-scatters    4 blocks x 4 Mi x 4 bytes              64 MiB
+
+Blocks that gather ahead (training.overlap) have one more of each, so 72 and 80 MiB. These are the bytes of whole
+arrays. Each device has 1/8 of an array already, and sends 7/8 of the bytes (BUS_FACTORS).
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -51,6 +62,11 @@ def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int)
     """Return how many devices of a group along these axes one node has, where groups and nodes overlap least.
 
     Other axes may lie between: of a group along fsdp and cp of [fsdp, ep=4, cp=2], a node of 8 devices has two.
+    `stride` is the distance of two neighbours on an axis, in devices. In the example:
+
+        cp     of the group, 2 devices side by side
+        ep     not of the group: the node has those 2, and the next of the group are stride = 2 x 4 = 8 devices away
+        fsdp   of the group, but a node of 8 ends before the next: still 2
     """
     neighbours, stride, run = 1, 1, 1  # `run` is the size of the axes of the group that lie side by side
     for axis in (*reversed(axis_names()), None):
