@@ -1,9 +1,6 @@
 """Held-out loss on a fixed set of sequences: the same number on every mesh."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
@@ -14,7 +11,7 @@ from tunix.data.corpus import Corpus
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.tokenizer.vocabulary import bytes_by_token
 from tunix.training.losses import find_loss_kind
-from tunix.training.scores import add_sums
+from tunix.training.scores import add_up
 from tunix.training.state import Architecture
 
 
@@ -44,21 +41,14 @@ class HeldOut:
         self.batches = to_global(add_fields(own, self.kind.fields), mesh)
         loss_fn = self.kind.make(cfg)
 
-        @partial(jax.jit, inline=True)  # traced once, for its shapes and for its values
-        def reported(params, batch):
-            loss = loss_fn(arch.module(params), batch, None)
-            return loss.sums, loss.weight
-
         @jax.jit
         def totals(params, batches):
-            def add(total, batch):
-                sums, weight = reported(params, batch)
-                return (add_sums(total[0], sums), total[1] + weight), None
+            def report(_, batch):
+                loss = loss_fn(arch.module(params), batch, None)
+                return None, (loss.sums, loss.weight)
 
             # Sums over all batches, divided once at the end: a mean of means is wrong where masks differ.
-            shapes = jax.eval_shape(reported, params, jax.tree.map(lambda x: x[0], batches))
-            zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-            return jax.lax.scan(add, zeros, batches)[0]
+            return add_up(jax.lax.scan(report, None, batches)[1])
 
         self.totals = totals
 

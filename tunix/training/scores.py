@@ -58,6 +58,15 @@ def add_sums(total: Sums, more: Sums) -> Sums:
     return jax.tree.map(add, total, more, is_leaf=lambda node: isinstance(node, Largest))
 
 
+def add_up(parts: Any) -> Any:
+    """Return the sums of all microbatches together; each array of `parts` has them along its first dimension."""
+
+    def total(node):
+        return Largest(jnp.max(node.value, 0)) if isinstance(node, Largest) else jax.tree.map(lambda x: x.sum(0), node)
+
+    return jax.tree.map(total, parts, is_leaf=lambda node: isinstance(node, Largest))
+
+
 def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
     """Return the numbers of a step by their names in metrics.jsonl, from the sums of all its microbatches.
 

@@ -14,7 +14,7 @@ from tunix.training.balance import move_biases
 from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
 from tunix.training.layer_norms import NORMS, compute_norms_if_due
 from tunix.training.optim import Schedule
-from tunix.training.scores import ROUTING, LossFn, Sums, report_sums
+from tunix.training.scores import ROUTING, LossFn, Sums, add_up, report_sums
 from tunix.training.spikes import SpikeGuard
 from tunix.training.state import Architecture, State, Weight, add_gradients, lay_out_for_optimizer
 
@@ -188,11 +188,9 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
 
         def group(total, inputs):
             part, reported = jax.lax.scan(microbatch, zeros(own_part=not in_blocks), inputs)
-            return add_gradients(total, part if in_blocks else sum_over_devices(part)), reported
+            return add_gradients(total, part if in_blocks else sum_over_devices(part)), add_up(reported)
 
         grads, reported = jax.lax.scan(group, zeros(own_part=False), groups)
-        # [groups, sync_every, ...]: the numbers of each microbatch.
-        weight, sums = jax.tree.map(lambda x: jnp.sum(x, axis=(0, 1)), reported)
-        return grads, weight, sums
+        return grads, *add_up(reported)
 
     return gradients
