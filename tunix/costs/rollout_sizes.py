@@ -24,7 +24,7 @@ def pad_prompt(num_tokens: int) -> int:
 
 
 def pad_prompts(num_prompts: int) -> int:
-    """Return the number that so many prompts are filled up to: a power of two, or three quarters of one."""
+    """Return the number that so many prompts are filled up to: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
     power = 1 << (num_prompts - 1).bit_length()
     return power * 3 // 4 if power >= 4 and num_prompts <= power * 3 // 4 else power
 
@@ -38,7 +38,8 @@ def spread_prompts(num_prompts: int, answers_per_prompt: int, num_shards: int) -
     """Return the number that so many prompts are filled up to, and how often each is computed.
 
     The data shards divide the product of both. Each prompt is computed once where the shards divide the prompts. Fewer
-    prompts than shards are computed several times, and the answers to one are spread over several shards.
+    prompts than shards are computed several times, and the answers to one are spread over several shards: with 8 shards
+    and 8 answers to a prompt, 32 prompts are computed once, and each of 3 prompts 8 times, once for each answer.
     """
     count, best = pad_prompts(num_prompts), []
     for copies in range(1, answers_per_prompt + 1):
@@ -54,7 +55,10 @@ def count_slots(num_times: int, last: int) -> int:
 
 
 def find_next_look(number: int, last: int) -> int:
-    """Return the number of tokens after which the host looks next, when it has `number` of at most `last`."""
+    """Return the number of tokens after which the host looks next, when it has `number` of at most `last`.
+
+    It looks after 8, 16, 32, 64 tokens, and from then on after every 64.
+    """
     if number < STRETCH:
         return min(last, max(FIRST_STRETCH, 1 << number.bit_length()))
     return min(last, (number // STRETCH + 1) * STRETCH)

@@ -133,6 +133,7 @@ def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
     if not len(by):
         return np.zeros(len(intervals))
     # What lies between two times is covered as much as what lies before the second, less what lies before the first.
+    # If `by` is 0 to 4 and 6 to 8, it covers 5 before 7 and 3 before 3, and so 2 of the interval from 3 to 7.
     until = np.concatenate([[0.0], np.cumsum(by[:, 1] - by[:, 0])])  # total length of the first n of `by`
 
     def measure_before(time: np.ndarray) -> np.ndarray:
