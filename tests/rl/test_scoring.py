@@ -26,6 +26,14 @@ def about(prompts, completions, level):
     signal.signal(signal.SIGALRM, lambda *_: None)  # only the main thread may do this
     return [value + ("jax" in sys.modules) + 100 * len(prompt) for prompt, value in zip(prompts, level)]
 
+def alone(prompts, completions):
+    """Fail in the process that comes first; in others, take long."""
+    try:
+        os.mkdir("first")
+    except FileExistsError:
+        time.sleep(600)
+    return 1 / 0
+
 def troubled(trouble):
     def reward(prompts, completions):
         return trouble(len(completions)) if "bad" in completions else [1.0] * len(completions)
@@ -124,6 +132,13 @@ def test_a_reward_that_fails_ends_the_run(folder):
     assert "reward_errors=zero scores such answers 0 and counts them" in str(error.value)
     with Scorer(terms("about"), 1, 20, "zero") as scorer, pytest.raises(UserError, match="it takes the column level"):
         scorer.try_out("?", {"answer": "1"})
+
+
+def test_the_other_processes_end_in_silence(folder, caplog):
+    """One process finds that a reward fails while another one computes: this one is killed, and nobody hears of it."""
+    with pytest.raises(UserError, match="ZeroDivision"), Scorer(terms("alone"), 2, 20, "stop") as scorer:
+        scorer.try_out("?", {})
+    assert not caplog.text
 
 
 def test_a_reward_that_cannot_be_imported(folder, capfd):

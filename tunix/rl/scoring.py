@@ -12,7 +12,7 @@ message that names it. So each reward runs in a process that can be killed. The 
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, Protocol, Self
@@ -119,7 +119,8 @@ class Scorer:
                 if failed := [score for score in scores if isinstance(score, str)]:
                     raise UserError(f"rewards: {term.function} fails: {failed[0]}")
 
-        list(self.threads.map(try_worker, self.workers))
+        for tried in as_completed([self.threads.submit(try_worker, worker) for worker in self.workers]):
+            tried.result()  # the first failure ends the run, whatever the other processes still do
 
     def score(
         self,

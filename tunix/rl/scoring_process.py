@@ -64,6 +64,8 @@ class ScoringProcess:
             self._replace()
             return [str(late)] * len(request[2])
         except LostProcess as lost:
+            if self.closed:  # by another thread, because another process found that a reward fails
+                return [str(lost)] * len(request[2])
             log.warning("a process that scores answers %s; it is started again, and asked once more", lost)
             self._replace()
         # Once more, because the kernel (out of memory) or an operator may have killed the process. A reward that ends
