@@ -159,7 +159,7 @@ def test_a_tuned_run(tuned, hf_dir, tmp_path, monkeypatch, capsys):
 
     (folder / "my_parts.py").write_text(my_parts())
     code, _, numbers = command(
-        monkeypatch, capsys, "checkpoint=run", "metric=my_parts:shared_words", "max_new_tokens=4"
+        monkeypatch, capsys, "checkpoint=run", "metric=my_parts:shared_words", "max_new_tokens=4", "reward_processes=1"
     )
     num_held_out = numbers["prompts"]
     assert (code, numbers["reward"]) == (0, 1.0)

@@ -108,7 +108,7 @@ def test_the_loop_moves_nothing_between_data_shards(rollout_on):
     for mesh, kinds in (("[[8],[fsdp]]", set()), ("[[4,2],[fsdp,tp]]", {"all-reduce", "all-gather"})):
         rollout = rollout_on(mesh)
         with jax.set_mesh(rollout.mesh):
-            compiled = rollout.sampler.compile_stretch(rollout.params, 4, 8, 32, HOW)
+            compiled = rollout.sampler.compile_stretch(rollout.params, 4, 8, 72, HOW)
         inside = [each for each in read_collectives(compiled.as_text()) if "while" in each.scope]
         axes = {axis for each in inside for axis in each.find_axes(dict(rollout.mesh.shape))}
         assert not axes & set(data_axes()), mesh

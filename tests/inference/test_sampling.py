@@ -1,9 +1,9 @@
 """What is drawn follows the model's distribution, and does not depend on who else is answered."""
 
 import csv
-import os
-import subprocess
+import io
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from support.harness import ROOT, run_python
 import tunix
 from tunix import generate
 from tunix.base.errors import UserError
-from tunix.cli.command import read_settings
+from tunix.cli.command import read_settings, run_command
 from tunix.config import Generate
 from tunix.inference.cache import prefill
 from tunix.inference.drawing import choose
@@ -72,29 +72,35 @@ def test_filters(filters, allowed):
     np.testing.assert_allclose(drawn.log_probs, (logits - np.log(total))[drawn.tokens], atol=1e-5)
 
 
-def test_an_answer_depends_on_its_prompt_and_the_seed_alone(gemma):
-    how = Sampling(max_new_tokens=6, temperature=1.5)
-    together = gemma.sample(PROMPTS, how, seed=3)
-    assert together == gemma.sample(PROMPTS, how, seed=3)
-    assert together != gemma.sample(PROMPTS, how, seed=4)
-    assert gemma.sample([PROMPTS[0], [1], [2]], how, seed=3)[0].tokens == together[0].tokens
+HOW = Sampling(max_new_tokens=8, temperature=2.0, top_k=5)  # one choice of tokens: its programs are shared
 
 
-def test_log_probabilities_are_the_models(gemma):
-    answer = gemma.sample([PROMPTS[0]], Sampling(max_new_tokens=6, temperature=2.0, top_k=5))[0]
+@pytest.fixture(scope="module")
+def together(gemma):
+    """Answers to all prompts."""
+    return gemma.sample(PROMPTS, HOW, seed=3)
+
+
+def test_an_answer_depends_on_its_prompt_and_the_seed_alone(gemma, together):
+    assert together == gemma.sample(PROMPTS, HOW, seed=3)
+    assert together != gemma.sample(PROMPTS, HOW, seed=4)
+    assert gemma.sample([PROMPTS[0], [1], [2]], HOW, seed=3)[0].tokens == together[0].tokens
+
+
+def test_log_probabilities_are_the_models(gemma, together):
+    answer = together[0]
     logits = np.asarray(gemma(np.array([PROMPTS[0] + answer.tokens])), np.float64)[0]
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     wanted = [log_probabilities[2 + place, token] for place, token in enumerate(answer.tokens)]
     np.testing.assert_allclose(answer.log_probabilities, wanted, atol=1e-4)
 
 
-def test_a_stop_id_ends_one_answer_and_not_the_others(gemma):
-    free = gemma.sample(PROMPTS, Sampling(max_new_tokens=8, temperature=0.0))
-    stop = free[0].tokens[3]
-    stopped = gemma.sample(PROMPTS, Sampling(max_new_tokens=8, temperature=0.0, stop=(stop,)))
-    place = free[0].tokens.index(stop)
-    assert (stopped[0].tokens, stopped[0].stopped) == (free[0].tokens[: place + 1], True)
-    for before, after in zip(free[1:], stopped[1:], strict=True):
+def test_a_stop_id_ends_one_answer_and_not_the_others(gemma, together):
+    stop = together[0].tokens[3]
+    stopped = gemma.sample(PROMPTS, replace(HOW, stop=(stop,)), seed=3)
+    place = together[0].tokens.index(stop)
+    assert (stopped[0].tokens, stopped[0].stopped) == (together[0].tokens[: place + 1], True)
+    for before, after in zip(together[1:], stopped[1:], strict=True):
         assert after.tokens == before.tokens[: len(after.tokens)]
 
 
@@ -189,25 +195,18 @@ def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkey
     assert [row["prompt"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["merged"]
 
 
-def command(cwd, *words, stdin=""):
-    return subprocess.run(
-        [sys.executable, "-m", "tunix.generate", *words], cwd=cwd, input=stdin, capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
+    """Each line of the input has an answer; a mistake ends the command with exit code 2 and one line."""
+    monkeypatch.chdir(tmp_path)
 
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["generate", f"checkpoint={hf_dir}", *words])
+        return run_command(Generate, generate.generate), *capsys.readouterr()
 
-@pytest.mark.slow
-def test_the_command(hf_dir, tmp_path):
-    """CSV in, CSV out with every column; a chat; mistakes with exit code 2 and one line."""
-    (tmp_path / "in.csv").write_text('id,question\n1,"a few, words"\n2,merged\n')
-    words = [f"checkpoint={hf_dir}", "input=in.csv", "column=question", "output=out.csv", "max_new_tokens=4"]
-    done = command(tmp_path, *words)
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = list(csv.DictReader((tmp_path / "out.csv").open()))
-    assert [(row["id"], row["question"]) for row in rows] == [("1", "a few, words"), ("2", "merged")]
-    assert all(float(row["log_probability"]) < 0 for row in rows)
-    done = command(tmp_path, f"checkpoint={hf_dir}", "chat=true", "max_new_tokens=3", stdin="a few\nmerged\n\n")
-    assert done.returncode == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a few\nmerged\n\nnever read\n"))
+    code, out, _ = run("chat=true", "max_new_tokens=2")
+    assert (code, sys.stdin.read()) == (0, "never read\n")
+    assert out
     for mistake, message in (
         (["prompt=a", "max_new_tokens=100"], "are more than the model's context of 64"),
         (
@@ -216,7 +215,19 @@ def test_the_command(hf_dir, tmp_path):
         ),
         (["prompt=a", "top_q=1"], "unknown key top_q; did you mean top_p?"),
     ):
-        done = run_python("-m", "tunix.generate", f"checkpoint={hf_dir}", *mistake, cwd=tmp_path)
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
+        code, out, error = run(*mistake)
+        assert (code, out) == (2, "")
+        assert message in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_command(hf_dir, tmp_path):
+    """As users start it: CSV in, CSV out with every column, and nothing on stderr."""
+    (tmp_path / "in.csv").write_text('id,question\n1,"a few, words"\n2,merged\n')
+    words = [f"checkpoint={hf_dir}", "input=in.csv", "column=question", "output=out.csv", "max_new_tokens=2"]
+    done = run_python("-m", "tunix.generate", *words, cwd=tmp_path, fork=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = list(csv.DictReader((tmp_path / "out.csv").open()))
+    assert [(row["id"], row["question"]) for row in rows] == [("1", "a few, words"), ("2", "merged")]
+    assert all(float(row["log_probability"]) < 0 for row in rows)
