@@ -21,7 +21,7 @@ TRAINING = [sys.executable, str(ROOT / "run_training.py")]
 
 @pytest.fixture(scope="module")
 def words(corpus) -> list[str]:
-    return [*PAIR, "data=text", f"data.paths=['{corpus}']", "training.max_steps=2"]
+    return [*PAIR, "data=text", f"data.paths=['{corpus}']", "training.max_steps=2", "scheduler.warmup_steps=0"]
 
 
 @pytest.fixture(scope="module")
@@ -49,37 +49,11 @@ def trained(command: list[str], cwd: Path) -> list[float]:
 
 
 def test_tunix_launch(words, losses, tmp_path):
-    launch = [sys.executable, "-m", "tunix.launch", "--nprocs=2", "--log-dir=logs"]
-    assert trained([*launch, TRAINING[1], *words], tmp_path) == pytest.approx(losses, rel=1e-5)
-    assert "step 2/2" in (tmp_path / "logs" / "train.0.log").read_text()
-    assert "step 2/2" not in (tmp_path / "logs" / "train.1.log").read_text()
-
-
-def test_a_mistake_is_said_once(words, tmp_path):
-    """All processes find it; the terminal shows it once, the exit code is that of the mistake."""
+    """The losses of one process; one Ctrl-C for the launcher, and all processes stop after the same step, saved."""
     launch = [sys.executable, "-m", "tunix.launch", "--nprocs=2", "--log-dir=logs", TRAINING[1]]
-    done = subprocess.run(
-        [*launch, "training.max_stepz=2"], cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.count("did you mean training.max_steps?") == 1
-
-
-def test_ctrl_c_saves_and_stops(words, tmp_path):
-    """One Ctrl-C for the launcher: all processes stop after the same step, saved."""
-    launch = [
-        sys.executable,
-        "-m",
-        "tunix.launch",
-        "--nprocs=2",
-        "--log-dir=logs",
-        TRAINING[1],
-        *words,
-        "training.max_steps=100000",
-    ]
     process = subprocess.Popen(
-        launch, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "XLA_FLAGS": xla_flags(1), "PYTHONPATH": str(ROOT)},
+        [*launch, *words, "training.max_steps=100000"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, "XLA_FLAGS": xla_flags(1), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     file, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
     while not file.exists() or file.read_text().count("\n") < 2:
@@ -91,9 +65,22 @@ def test_ctrl_c_saves_and_stops(words, tmp_path):
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output
     assert time.monotonic() - asked < 30
-    step = metrics(tmp_path / "run")[-1]["step"]
-    assert f"saved after step {step}" in output
-    assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
+    lines = metrics(tmp_path / "run")
+    assert [line["loss"] for line in lines[:2]] == pytest.approx(losses, rel=1e-5)
+    assert f"saved after step {lines[-1]['step']}" in output
+    assert "step 2/100000" in (tmp_path / "logs" / "train.0.log").read_text()
+    assert "step 2/100000" not in (tmp_path / "logs" / "train.1.log").read_text()
+    assert (tmp_path / "run" / "checkpoints" / str(lines[-1]["step"])).is_dir()
+
+
+def test_a_mistake_is_said_once(words, tmp_path):
+    """All processes find it; the terminal shows it once, the exit code is that of the mistake."""
+    launch = [sys.executable, "-m", "tunix.launch", "--nprocs=2", "--log-dir=logs", TRAINING[1]]
+    done = subprocess.run(
+        [*launch, "training.max_stepz=2"], cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("did you mean training.max_steps?") == 1
 
 
 @pytest.mark.nightly

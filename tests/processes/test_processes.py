@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 RUN_WORDS = [*PAIR, "training.global_batch_size=4", "evaluation.num_sequences=4"]
 
 
-def processes(*words: str, cwd: Path, count: int, devices: int, fork: bool = True) -> list[End]:
-    with Processes(*words, folder=cwd, count=count, devices=devices, fork=fork) as run:
+def processes(*words: str, cwd: Path, count: int, devices: int) -> list[End]:
+    with Processes(*words, folder=cwd, count=count, devices=devices) as run:
         return run.ends()
 
 
@@ -55,8 +55,7 @@ def losses(folder: Path) -> list[float]:
 def test_two_processes_are_one_run(words, by_one, mesh, tmp_path):
     """Same loss as one process; one folder, one log."""
     mine = [f"model.mesh_shape={mesh}", "evaluation.sample_tokens=2"]
-    fork = mesh != "[[2,2],[fsdp,tp]]"  # once as users start them
-    first, second = processes(*words, *mine, cwd=tmp_path, count=2, devices=2, fork=fork)
+    first, second = processes(*words, *mine, cwd=tmp_path, count=2, devices=2)
     assert first.code == second.code == 0, first.stderr + second.stderr
     assert "(process 1)" in first.stdout
     assert re.search(r"processes +0 on \S+, 2 device\(s\); 1 on", first.stdout)
