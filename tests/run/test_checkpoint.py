@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import write_corpus
-from support.harness import RUN, metrics
+from support.harness import RUN, TWO_DEVICES, metrics
 
 import tunix
 from tunix.average import average
@@ -26,7 +26,6 @@ from tunix.export import export
 from tunix.run.items import find_parts, read_state
 
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
-CONSTANT = "scheduler=constant"  # the step does not know the length of the run: all lengths share a compiled program
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_resume_under_another_strategy(run):
 
 
 def test_a_chosen_step_puts_newer_ones_aside(run, finished_copy):
-    folder = finished_copy(CONSTANT)
+    folder = finished_copy(*TWO_DEVICES)
     run(f"resume={folder}/checkpoints/3", "training.max_steps=5")
     assert steps(folder) == [3, 5]
     (aside,) = folder.glob("checkpoints_put_aside_*")
@@ -146,7 +145,7 @@ def test_a_chosen_step_puts_newer_ones_aside(run, finished_copy):
 
 
 def test_a_longer_run_goes_on_where_it_ended(run, finished_copy):
-    folder = finished_copy(CONSTANT)
+    folder = finished_copy(*TWO_DEVICES)
     run(f"resume={folder}", "training.max_steps=8")
     assert [line["step"] for line in metrics(folder)] == list(range(1, 9))
     tokens = [line["tokens"] for line in metrics(folder)]
@@ -162,8 +161,8 @@ def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
     if limit == "training.num_epochs":
         cfg = compose([*RUN, "data=text", f"data.paths=['{corpus}']"]).config
         limit += f"={32.5 / load_corpus(cfg).num_samples}"
-    first = run("training.max_steps=3", CONSTANT)
-    folder = run(f"resume={first}", "training.max_steps=null", limit, "training.micro_batch_size=2")
+    first = run("training.max_steps=3", *TWO_DEVICES)
+    folder = run(f"resume={first}", "training.max_steps=null", limit, "training.global_batch_size=8")
     assert [(line["step"], line["tokens"]) for line in metrics(folder)][3:] == [(4, 640), (5, 896)]
     log = (folder / "train.log").read_text()
     assert "sample 12 comes after step 3; the last step is 5, not 4" in log
@@ -174,7 +173,7 @@ def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
 
 
 def test_the_first_checkpoint_can_be_gone_on_with(run):
-    folder = run("checkpoint.save_first=true", "training.max_steps=2", CONSTANT)
+    folder = run("checkpoint.save_first=true", "training.max_steps=2", *TWO_DEVICES)
     run(f"resume={folder}/checkpoints/0")
     assert [line["step"] for line in metrics(folder)] == [1, 2, 1, 2]
     losses(folder)
@@ -189,7 +188,7 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
             "training.time_limit_s=0.001",
             "evaluation.sample_tokens=3",
             "hydra.run.dir=it",
-            CONSTANT,
+            *TWO_DEVICES,
         )
     assert metrics(Path("it"), "held_out") == []
     run("resume=it", "training.time_limit_s=null")
@@ -201,14 +200,14 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
 def test_what_is_kept(run):
     folder = run(
         "training.max_steps=8", "checkpoint.save_every_steps=1", "checkpoint.max_to_keep=2", "checkpoint.keep_every_steps=3",
-        "checkpoint.save_first=true", "evaluation.every_steps=1", CONSTANT,
+        "checkpoint.save_first=true", "evaluation.every_steps=1", *TWO_DEVICES,
     )  # fmt: skip
     held_out = {line["step"]: line["loss"] for line in metrics(folder, "held_out")}
     best = min(held_out, key=held_out.get)
     assert steps(folder) == sorted({0, 3, 6, 7, 8, best})
-    bare = run("checkpoint.save_every_steps=null", "checkpoint.keep_best=false", CONSTANT)
+    bare = run("checkpoint.save_every_steps=null", "checkpoint.keep_best=false", *TWO_DEVICES)
     assert steps(bare) == [6]
-    waited = run("checkpoint.async=false", "checkpoint.max_to_keep=1", "checkpoint.keep_best=false", CONSTANT)
+    waited = run("checkpoint.async=false", "checkpoint.max_to_keep=1", "checkpoint.keep_best=false", *TWO_DEVICES)
     assert steps(waited) == [6]
 
 
@@ -239,7 +238,7 @@ def test_the_best_is_kept_also_after_a_resume(run):
         "checkpoint.save_every_steps=1",
         "evaluation.every_steps=1",
         "checkpoint.max_to_keep=1",
-        CONSTANT,
+        *TWO_DEVICES,
     ]
     folder = run(*words, "training.max_steps=3", "scheduler.warmup_ratio=0")
     run(f"resume={folder}", "training.max_steps=6", "optimizer.learning_rate=3")
@@ -267,7 +266,7 @@ def flip_a_bit(folder) -> None:
 
 @pytest.mark.parametrize("damage", [tear, flip_a_bit])
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly(run, finished_copy, damage):
-    folder = finished_copy(CONSTANT)
+    folder = finished_copy(*TWO_DEVICES)
     damage(folder / "checkpoints" / "6")
     run(f"resume={folder}")
     log = (folder / "train.log").read_text()
@@ -279,7 +278,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(run, finished_copy, d
 
 
 def test_checkpoints_that_cannot_be_used_are_named(run, finished_copy):
-    folder = finished_copy(CONSTANT)
+    folder = finished_copy(*TWO_DEVICES)
     with pytest.raises(UserError, match="has no checkpoint of step 4; it has 3, 6"):
         run(f"resume={folder}/checkpoints/4")
     for words, message in [
@@ -320,7 +319,7 @@ def test_a_changed_corpus_is_refused(run, tmp_path):
 def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
     """With the tokenizer of the checkpoint, though the corpus would give another; and given once."""
     corpus = write_corpus(tmp_path / "corpus")
-    folder = run(CONSTANT, corpus=corpus)
+    folder = run(*TWO_DEVICES, corpus=corpus)
     for path in corpus.glob("*.txt"):
         path.write_text(path.read_text()[::-1])
     with pytest.raises(
@@ -333,7 +332,7 @@ def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
 
 
 def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run, finished_copy):
-    folder = finished_copy(CONSTANT)
+    folder = finished_copy(*TWO_DEVICES)
     shutil.rmtree(folder / "checkpoints")
     (folder / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
     run(f"resume={folder}")
@@ -343,7 +342,7 @@ def test_a_run_without_a_whole_checkpoint_starts_at_step_0_and_says_so(run, fini
 
 
 def test_resume_latest(run):
-    folder = run("training.max_steps=1", CONSTANT)
+    folder = run("training.max_steps=1", *TWO_DEVICES)
     run("resume=latest", "training.max_steps=2")
     assert [line["step"] for line in metrics(folder)][-1] == 2
 
@@ -380,7 +379,7 @@ def test_a_moving_average_goes_on_bit_identically_and_is_exported(run):
 
 def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
     """Of one run, with equal shares; of a run and Hugging Face's files, with others."""
-    run = finished(CONSTANT)
+    run = finished(*TWO_DEVICES)
     monkeypatch.chdir(tmp_path)
 
     def averaged(*words: str):
@@ -408,7 +407,7 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_moving_average_may_begin_and_end_with_a_resume(run):
-    folder = run("training.max_steps=3", CONSTANT)
+    folder = run("training.max_steps=3", *TWO_DEVICES)
     before = tunix.load_pretrained(folder).params
     run(f"resume={folder}", "training.max_steps=4", "training.ema_decay=0.5", "checkpoint.max_to_keep=9")
     after = tunix.load_pretrained(folder).params

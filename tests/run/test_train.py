@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.harness import ROOT, RUN, metrics
+from support.harness import ROOT, RUN, TWO_DEVICES, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
@@ -30,8 +30,7 @@ MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 @pytest.fixture
 def words(tmp_path, corpus, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    # At a constant rate the step does not know the length of the run: all lengths share one compiled program.
-    return [*RUN, "data=text", f"data.paths=['{corpus}']", MESH, "scheduler=constant"]
+    return [*RUN, *TWO_DEVICES, "data=text", f"data.paths=['{corpus}']"]
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +129,7 @@ def test_held_out_numbers_are_the_same_on_every_mesh(words):
         "model.num_layers=1",
         "model.global_every=1",
         "training.global_batch_size=8",
+        "training.micro_batch_size=1",
         "evaluation.num_sequences=13",
         "training.max_steps=2",
     ]
@@ -188,7 +188,8 @@ def test_a_folder_given_by_hand_is_not_shared(words, finished):
 
 
 def test_dry_run_prints_and_writes_nothing(words, capsys):
-    result = tunix.train([*words, "dry_run=true", "model=gemma3_1b", "model.num_heads=4", "model.vocab_size=262144"])
+    more = ["model=gemma3_1b", "model.num_heads=4", "model.vocab_size=262144", MESH, "training.micro_batch_size=1"]
+    result = tunix.train([*words, *more, "dry_run=true"])
     assert result.folder is None
     assert not Path("outputs").exists()
     printed = capsys.readouterr().out

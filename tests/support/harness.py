@@ -53,6 +53,12 @@ PAIR = [
     *RUN, "scheduler=constant", "model.num_layers=1", "model.global_every=1", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
     "evaluation.num_sequences=2", "hydra.run.dir=run",
 ]  # fmt: skip
+# And where the mesh does not matter, two devices: tests of several files share the compiled step. At a constant rate the
+# step does not know the length of the run.
+TWO_DEVICES = (
+    "scheduler=constant", "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true",
+    "training.global_batch_size=4", "training.micro_batch_size=2",
+)  # fmt: skip
 ONE_DEVICE = "model.mesh_shape=[[1],[fsdp]]"
 # Meshes of a model with layers of several kinds, which splits batch, heads, tokens and weights, and has no stages. Each
 # has batches of four sequences.
