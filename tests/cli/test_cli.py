@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.devices import xla_flags
 from support.forks import Started, start
-from support.harness import ROOT, RUN, cli, cli_here, metrics
+from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, metrics
 
 from tunix.cli.command import print_warnings
 from tunix.cli.compose import build, compose, to_yaml
@@ -23,7 +23,7 @@ from tunix.cli.compose import build, compose, to_yaml
 
 @pytest.fixture
 def words(corpus) -> list[str]:
-    return [*RUN, "data=text", f"data.paths=['{corpus}']"]
+    return [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']"]
 
 
 def assert_refused(done: subprocess.CompletedProcess, message: str, folder: Path) -> None:
@@ -204,11 +204,11 @@ def test_the_default_job_learns(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def forty_steps(corpus, tmp_path_factory) -> tuple[list[str], dict[int, float]]:
+def untouched(corpus, tmp_path_factory) -> tuple[list[str], dict[int, float]]:
     """A run that nothing happens to: its words, and the loss of each step."""
-    words = [*RUN, "data=text", f"data.paths=['{corpus}']", "training.max_steps=40", "checkpoint.save_every_steps=2",
+    words = [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']", "training.max_steps=28", "checkpoint.save_every_steps=2",
              "evaluation.every_steps=10", "logging.every_steps=100"]  # fmt: skip
-    folder = tmp_path_factory.mktemp("forty")
+    folder = tmp_path_factory.mktemp("untouched")
     cli(*words, "hydra.run.dir=whole", cwd=folder, devices=2)
     return words, {line["step"]: line["loss"] for line in metrics(folder / "whole")}
 
@@ -216,10 +216,10 @@ def forty_steps(corpus, tmp_path_factory) -> tuple[list[str], dict[int, float]]:
 @pytest.mark.nightly(but=["0"])
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(2))
-def test_kill_9_at_a_random_moment_and_resume(attempt, forty_steps, tmp_path):
+def test_kill_9_at_a_random_moment_and_resume(attempt, untouched, tmp_path):
     """Killed as often as it takes, the run comes to the digits of one that was never touched."""
-    words, expected = forty_steps
-    assert len(expected) == 40
+    words, expected = untouched
+    assert len(expected) == 28
     rng, folder, kills = random.Random(attempt), tmp_path / "part", 0
     first = [*words, "hydra.run.dir=part"]
     while True:
@@ -310,7 +310,7 @@ def test_a_disk_that_fills_up_keeps_the_last_whole_checkpoint(words, small_disk)
         pytest.skip("NOT TESTED: mounting a tmpfs needs root")
     words = [
         *words,
-        "model.mlp_dim=512",
+        "model.mlp_dim=1536",
         "training.max_steps=12",
         "checkpoint.save_every_steps=1",
         "checkpoint.max_to_keep=9",

@@ -1,6 +1,7 @@
 """What can be checked for nothing is checked before anything is written or submitted; a dry run checks it too."""
 
 import pytest
+from support.harness import ONE_LAYER
 
 import tunix
 from tunix.base.errors import UserError
@@ -55,7 +56,7 @@ def test_inputs_that_may_be_there(words, tmp_path, monkeypatch):
 )
 def test_a_dry_run_checks_what_the_run_would(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    small = ["model.num_layers=1", "model.global_every=1", "model.embed_dim=32", "model.mlp_dim=32"]
+    small = [*ONE_LAYER, "model.embed_dim=32", "model.mlp_dim=32"]
     with pytest.raises(UserError, match=message):
         tunix.train([*small, "dry_run=true", *words])
     assert not any(tmp_path.iterdir())

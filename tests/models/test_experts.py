@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support.harness import SGD, Program, batch, program
+from support.harness import ONE_LAYER, SGD, Program, batch, program
 from support.harness import experts as few_experts
 
 from tunix.base.errors import UserError
@@ -29,7 +29,7 @@ def experts(**changed) -> str:
     return few_experts(**(ALL_PARTS | changed))
 
 
-SMALL = [*SGD, "model.num_layers=1", "model.global_every=1", "model.sliding_window=null", experts()]
+SMALL = [*SGD, *ONE_LAYER, "model.sliding_window=null", experts()]
 STEPS = 3
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data.test_packing import batches, sequences
-from support.harness import ROOT, RUN, SMALL, metrics
+from support.harness import ONE_LAYER, ROOT, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
@@ -32,7 +32,7 @@ FOUR = dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
 ONE = dict.fromkeys(axis_names(), 1)
 # 4 samples of 32 tokens for 3 steps, 8 samples until 1,000 tokens, then 16.
 STAGES = [
-    "model.num_layers=1", "model.global_every=1", "training.global_batch_size=16", "training.micro_batch_size=2",
+    *ONE_LAYER, "training.global_batch_size=16", "training.micro_batch_size=2",
     "training.batch_stages=[{until_step: 3, global_batch_size: 16, seq_len: 8}, {until_tokens: 1000, global_batch_size: 8}]",
 ]  # fmt: skip
 SAMPLES = [4, 4, 4, 8, 8, 8, 16, 16, 16, 16]  # 384 tokens after step 3, and 256 in each step behind it
@@ -217,7 +217,7 @@ def lines(folder: Path) -> list[tuple]:
 def test_a_run_changes_its_batch_and_goes_on_with_the_same_digits(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [
-        *RUN, "model.num_layers=1", "model.global_every=1", "data=text", f"data.paths=['{corpus}']",
+        *RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']",
         "data.held_out_fraction=0", "distributed.allow_idle_devices=true", "training.max_steps=4",
         "training.global_batch_size=4", "training.micro_batch_size=2", "checkpoint.save_every_steps=1", "checkpoint.max_to_keep=9",
         "training.batch_stages=[{until_step: 2, global_batch_size: 4, seq_len: 16}]",

@@ -1,7 +1,7 @@
 """Moments that rest in 8 bits and in the host's memory: a run goes on with every digit, wherever they were saved."""
 
 import pytest
-from support.harness import RUN, batch, metrics, program
+from support.harness import ONE_LAYER, RUN, batch, metrics, program
 
 import tunix
 
@@ -17,7 +17,7 @@ def test_a_run_goes_on_with_the_same_digits(offload, corpus, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     words = [
         *RUN, "data=text", f"data.paths=['{corpus}']", "model.mesh_shape=[[1],[fsdp]]", "scheduler=constant",
-        "distributed.allow_idle_devices=true", "model.num_layers=1", "model.global_every=1", "optimizer.moments=int8",
+        "distributed.allow_idle_devices=true", *ONE_LAYER, "optimizer.moments=int8",
         "training.offload=optimizer", "training.max_steps=4", "checkpoint.save_every_steps=2",
         "evaluation.every_steps=4", "evaluation.sample_tokens=0", "logging.sinks=[jsonl]",
     ]  # fmt: skip

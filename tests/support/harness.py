@@ -43,6 +43,7 @@ SMALL = [
     "training.seq_len=32", "training.loss_chunk_size=16", "training.micro_batch_size=1", "training.mixed_precision=fp32",
     "tokenizer.vocab_size=300",
 ]  # fmt: skip
+ONE_LAYER = ("model.num_layers=1", "model.global_every=1")
 RUN = [  # and for whole runs
     *SMALL, "training.max_steps=6", "evaluation.num_sequences=8", "evaluation.every_steps=3",
     "evaluation.sample_tokens=0", "checkpoint.save_every_steps=3", "logging.every_steps=1",
@@ -50,7 +51,7 @@ RUN = [  # and for whole runs
 # And for two processes of one device: each collective waits until the other process gets a core. At a constant rate the
 # step does not know the length of the run: the tests share compiled programs.
 PAIR = [
-    *RUN, "scheduler=constant", "model.num_layers=1", "model.global_every=1", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
+    *RUN, *ONE_LAYER, "scheduler=constant", "training.global_batch_size=2", "model.mesh_shape=[[2],[fsdp]]",
     "evaluation.num_sequences=2", "hydra.run.dir=run",
 ]  # fmt: skip
 # And where the mesh does not matter, two devices: tests of several files share the compiled step. At a constant rate the

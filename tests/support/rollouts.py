@@ -1,9 +1,9 @@
 """Words of a tiny run of task=grpo, which compiles few programs."""
 
-from support.harness import SMALL
+from support.harness import ONE_LAYER, SMALL
 
 TASK = [
-    *SMALL, "model.num_layers=1", "model.global_every=1", "task=grpo", "data=arithmetic", "data.below=10",
+    *SMALL, *ONE_LAYER, "task=grpo", "data=arithmetic", "data.below=10",
     "tokenizer=bytes", "scheduler=constant",
     "task.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'",
     "task.rewards=[support.own_reward:letters]", "task.reward_processes=1", "task.group_size=4",

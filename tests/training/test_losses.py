@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from support.harness import ROOT, RUN, SGD, batch, metrics, program
+from support.harness import ONE_LAYER, ROOT, RUN, SGD, batch, metrics, program
 
 import tunix
 from tunix.data.batch import FIELDS, Field, empty_example
@@ -18,7 +18,6 @@ from tunix.training.losses import LOSSES, Loss, LossKind, compute_token_log_prob
 from tunix.training.program import abstract_batch
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
-ONE_LAYER = ["model.num_layers=1", "model.global_every=1"]
 
 
 def unlikely_sequences(model, batch, seed):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from support.harness import SMALL, batch, program
+from support.harness import ONE_LAYER, SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
@@ -14,7 +14,6 @@ from tunix.training.mesh_choices import build_layout, build_mesh
 from tunix.training.optim import check_phases, count_phase_steps, make_optimizer, make_schedule
 from tunix.training.state import describe
 
-ONE_LAYER = ["model.num_layers=1", "model.global_every=1"]
 CONSTANT = ["scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null"]
 
 

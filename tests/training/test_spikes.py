@@ -3,13 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from support.harness import batch, program
+from support.harness import ONE_LAYER, batch, program
 
 from tunix.sharding.arrays import to_global
 from tunix.training.spikes import SpikeGuard
 
 SMALLER = [
-    "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "model.num_layers=1", "model.global_every=1",
+    "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,
 ]  # fmt: skip
 SGD = [
     "optimizer=sgd", "optimizer.momentum=0", "optimizer.learning_rate=0.5", "scheduler=constant",

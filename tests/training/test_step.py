@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import SGD, batch, program
+from support.harness import ONE_LAYER, SGD, batch, program
 
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.dims import keeping_axes
@@ -69,7 +69,7 @@ def test_keys_that_go_round_in_a_ring(mesh, words, reference, monkeypatch):
 def test_capped_scores_and_sinks_on_every_exchange():
     """In a ring, and where devices swap tokens for heads; sinks that are not 0 move with their gradients."""
     words = ["model.attention_cap=0.5", "model.attention_sinks=true", "model.logits_cap=2.0"]
-    words += ["model.num_layers=1", "model.global_every=1", *SGD]
+    words += [*ONE_LAYER, *SGD]
     expected = program(*ONE, *words).run(batch(), steps=3)
     for mesh, exchange in (("[[2],[cp]]", "ring"), ("[[2,2],[cp,tp]]", "ulysses")):
         step = program(f"model.mesh_shape={mesh}", ONE[1], *words, f"model.cp_exchange={exchange}")
