@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.extending import my_command, my_parts, my_values
-from support.harness import ROOT, RUN, cli, metrics
+from support.harness import ONE_LAYER, ROOT, RUN, cli, metrics
 
 import tunix
 from tunix.average import average
@@ -58,6 +58,7 @@ def test_a_run_of_a_users_own_parts(folder):
     words = shlex.split(my_command())[2:]
     done = cli(
         *RUN,
+        *ONE_LAYER,
         "data.held_out_fraction=0.2",
         "hydra.run.dir=run",
         "model.mesh_shape=[[2,2],[fsdp,tp]]",
@@ -168,7 +169,7 @@ def test_a_part_that_does_not_work(words, message, folder):
 def test_a_loss_that_does_not_work_writes_nothing(folder):
     before = sorted(folder.iterdir())
     words = ["data=text", "data.paths=[notes.txt]", "task.loss=wrong_parts:mean_loss", "dry_run=true"]
-    done = cli(*RUN, *words, cwd=folder, devices=1)
+    done = cli(*RUN, *ONE_LAYER, *words, cwd=folder, devices=1)
     assert done.returncode == 2
     assert "error: task.loss=wrong_parts:mean_loss fails: TypeError" in done.stderr
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before

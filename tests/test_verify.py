@@ -6,7 +6,7 @@ from itertools import combinations
 import jax
 import pytest
 from support.devices import QUICK
-from support.harness import RUN, run_python
+from support.harness import ONE_LAYER, RUN, run_python
 
 from tunix.cli.compose import compose
 from tunix.sharding.dims import axis_names
@@ -22,7 +22,7 @@ MIXED = {"fsdp": 2, "cp": 2, "tp": 2}
 
 @pytest.fixture
 def words(corpus) -> list[str]:
-    return [*RUN, "data=text", f"data.paths=['{corpus}']"]
+    return [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']"]
 
 
 @pytest.fixture

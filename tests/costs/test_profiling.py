@@ -16,7 +16,7 @@ import pytest
 from jax.profiler import ProfileData
 from PIL import Image, ImageColor
 from support import installs
-from support.harness import RUN, metrics
+from support.harness import ONE_LAYER, RUN, metrics
 from support.processes import Processes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -42,7 +42,7 @@ SIZES = dict.fromkeys(axis_names(), 1) | {"dp": 2, "fsdp": 2, "tp": 2}
 
 @pytest.fixture(scope="module")
 def words(corpus) -> list[str]:
-    return [*RUN, "data=text", f"data.paths=['{corpus}']", *TRACED]
+    return [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']", *TRACED]
 
 
 @pytest.fixture(scope="module")

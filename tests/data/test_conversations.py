@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from support.harness import RUN, SMALL, metrics
+from support.harness import ONE_LAYER, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
@@ -219,7 +219,7 @@ def test_a_tokenizer_without_a_template_and_a_template_of_ones_own(files, monkey
 @pytest.mark.slow
 def test_a_run_learns_the_answers(files, monkeypatch):
     monkeypatch.chdir(files)
-    words = [*RUN, "task=sft", *FORMS["messages"], "loading.packing=best_fit", "data.held_out_fraction=0.1"]
+    words = [*RUN, *ONE_LAYER, "task=sft", *FORMS["messages"], "loading.packing=best_fit", "data.held_out_fraction=0.1"]
     result = tunix.train([*words, "training.max_steps=20", "evaluation.every_steps=null", "evaluation.sample_tokens=0"])
     lines = metrics(result.folder)
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]

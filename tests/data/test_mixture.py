@@ -9,7 +9,7 @@ from conftest import write_corpus
 from data.test_packing import sequences
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.harness import RUN, SMALL, metrics
+from support.harness import ONE_LAYER, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
@@ -130,7 +130,7 @@ def test_stages_out_of_order(tmp_path):
 @pytest.mark.slow
 def test_a_run_counts_what_each_source_gave_and_goes_on_with_the_mixture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [*RUN, *mixture(tmp_path), "model.mesh_shape=[[8],[fsdp]]", "scheduler=constant"]
+    words = [*RUN, *ONE_LAYER, *mixture(tmp_path), "model.mesh_shape=[[8],[fsdp]]", "scheduler=constant"]
     folder = tunix.train([*words, "hydra.run.dir=run"]).folder
     lines = metrics(folder)
     for line in lines:

@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import pytest
 from support.devices import xla_flags
-from support.harness import ROOT, SMALL
+from support.harness import ONE_LAYER, ROOT, SMALL
 from support.processes import Processes
 
 from tunix.cli.compose import compose
@@ -26,7 +26,9 @@ def of(check: str, found) -> list[tuple[str, str]]:
 def test_two_processes(tmp_path):
     """Fit: files, clocks and links are looked at; then nothing is left behind."""
     mesh = "model.mesh_shape=[[2,2],[fsdp,cp]]"
-    with Processes(*SMALL, mesh, "--json", folder=tmp_path, count=2, devices=2, module="tunix.doctor") as processes:
+    with Processes(
+        *SMALL, *ONE_LAYER, mesh, "--json", folder=tmp_path, count=2, devices=2, module="tunix.doctor"
+    ) as processes:
         ends = processes.ends(60)
     assert [end.code for end in ends] == [0, 0], ends[0].stdout + ends[0].stderr
     assert ends[1].stdout == ""
@@ -54,7 +56,7 @@ def test_processes_that_differ(tmp_path):
     flags = xla_flags(1)
     env = {"NCCL_PROTO": "LL", "XLA_FLAGS": f"{flags} --xla_gpu_enable_latency_hidding_scheduler=true"}
     one = Processes(
-        *SMALL, folder=tmp_path, count=2, module="tunix.doctor", own=["", "checkpoint.max_to_keep=1"], **env
+        *SMALL, *ONE_LAYER, folder=tmp_path, count=2, module="tunix.doctor", own=["", "checkpoint.max_to_keep=1"], **env
     )
     with one as processes:
         ends = processes.ends(60)
@@ -71,7 +73,7 @@ def test_processes_that_differ(tmp_path):
 def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NCCL_P2P_DISBLE", "1")
-    monkeypatch.setattr(sys, "argv", ["tunix.doctor", *SMALL, "model.mesh_shape=[[8],[fsdp]]"])
+    monkeypatch.setattr(sys, "argv", ["tunix.doctor", *SMALL, *ONE_LAYER, "model.mesh_shape=[[8],[fsdp]]"])
     monkeypatch.setitem(together.PAYLOAD_MIB, "cpu", 1)
     assert doctor.main() == 0
     out = capsys.readouterr().out
@@ -93,7 +95,7 @@ def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
 )  # fmt: skip
 def test_wrong_input(more, code, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["tunix.doctor", *SMALL, *more])
+    monkeypatch.setattr(sys, "argv", ["tunix.doctor", *SMALL, *ONE_LAYER, *more])
     monkeypatch.setattr(software, "_ask_xla", lambda _: None)
     assert doctor.main() == code
     out, error = capsys.readouterr()

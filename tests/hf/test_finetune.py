@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import write_corpus
 from support.extending import my_parts
-from support.harness import RUN, batch, cli, metrics, program
+from support.harness import ONE_LAYER, RUN, batch, cli, metrics, program
 
 import tunix
 from tunix.base.errors import UserError
@@ -226,7 +226,7 @@ def test_a_hugging_face_directory(tuned, hf_dir, monkeypatch, capsys):
 @pytest.mark.nightly
 def test_a_run_with_a_tokenizer_of_its_own_on_other_data(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = [*RUN, "data=text", f"data.paths=[{corpus}]", "hydra.run.dir=run", "evaluation.sample_tokens=0"]
+    words = [*RUN, *ONE_LAYER, "data=text", f"data.paths=[{corpus}]", "hydra.run.dir=run", "evaluation.sample_tokens=0"]
     result = tunix.train([*words, "checkpoint.save_every_steps=null"])
     code, _, numbers = command(monkeypatch, capsys, "checkpoint=run")
     assert (code, numbers["loss"]) == (0, result.held_out["loss"])
@@ -246,6 +246,7 @@ def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir
                                  "{% if add_generation_prompt %}<bos>(assistant) {% endif %}")  # fmt: skip
     words = [
         *RUN,
+        *ONE_LAYER,
         *SFT,
         "model.vocab_size=384",
         "tokenizer.path=words",

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from support.harness import RUN
+from support.harness import ONE_LAYER, RUN
 
 import tunix
 from tunix.base.errors import UserError
@@ -16,7 +16,7 @@ WAIT_S = 120  # for the other thread; only a failing test waits that long
 @pytest.fixture
 def words(tmp_path, corpus, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    return [*RUN, "data=text", f"data.paths=['{corpus}']", "scheduler=constant"]
+    return [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']", "scheduler=constant"]
 
 
 def compiler_threads() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin
 import jax
 import numpy as np
 import pytest
-from support.harness import RUN
+from support.harness import ONE_LAYER, RUN
 from support.installs import one_at_a_time
 from support.rollouts import ONE, TASK
 
@@ -62,7 +62,7 @@ def a_run(folder: Path, corpus: Path) -> Callable[[], None]:
         "model.mesh_shape=[[4,2],[fsdp,tp]]",
         f"hydra.run.dir={folder}/run",
     ]
-    job = compose([*RUN, *words, f"loading.cache_dir={folder}/cache", *traced, "training.max_steps=3"])
+    job = compose([*RUN, *ONE_LAYER, *words, f"loading.cache_dir={folder}/cache", *traced, "training.max_steps=3"])
     return lambda: run(job)
 
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.harness import RUN, metrics
+from support.harness import ONE_LAYER, RUN, metrics
 
 import tunix
 from tunix.base.errors import Diverged, UserError
@@ -13,8 +13,7 @@ from tunix.data.batches import TrainBatches
 from tunix.run.items import find_parts, read_json
 
 SMALLEST = [
-    *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "model.num_layers=1",
-    "model.global_every=1", "training.micro_batch_size=2", "evaluation.every_steps=null",
+    *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER, "training.micro_batch_size=2", "evaluation.every_steps=null",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.harness import RUN, metrics
+from support.harness import ONE_LAYER, RUN, metrics
 from support.mlflow_server import Door, can_serve, serve_mlflow
 
 import tunix
@@ -21,8 +21,7 @@ from tunix.sinks import Start, open_sink
 from tunix.sinks.background import Background
 
 SMALLEST = [
-    *RUN, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "model.num_layers=1",
-    "model.global_every=1", "training.micro_batch_size=2", "training.max_steps=2", "checkpoint.save_every_steps=null",
+    *RUN, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER, "training.micro_batch_size=2", "training.max_steps=2", "checkpoint.save_every_steps=null",
     "evaluation.every_steps=null", "evaluation.sample_tokens=2", "project_name=demo", "run_name=first",
 ]  # fmt: skip
 

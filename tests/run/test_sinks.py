@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.harness import RUN
+from support.harness import ONE_LAYER, RUN
 
 import tunix
 from tunix.base.errors import UserError
@@ -20,7 +20,7 @@ def words(tmp_path, corpus, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     one = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
     # At a constant rate the step does not know the length of the run: a longer one shares its compiled program.
-    return [*RUN, "data=text", f"data.paths=['{corpus}']", *one, "scheduler=constant", "hydra.run.dir=run"]
+    return [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']", *one, "scheduler=constant", "hydra.run.dir=run"]
 
 
 class Memory:
@@ -50,7 +50,7 @@ def test_a_new_sink_gets_every_line_and_is_told_how_the_run_ends(words, monkeypa
     assert [record for _, record in sink.records] == lines
     assert [group for group, _ in sink.records].count("held_out") == 2
     assert sink.texts == ["config", "report", "sample"]
-    assert (sink.start.step, sink.start.last_step, sink.start.config["model"]["num_layers"]) == (0, 6, 3)
+    assert (sink.start.step, sink.start.last_step, sink.start.config["model"]["num_layers"]) == (0, 6, 1)
     assert sink.ends == [None]
     tunix.train(["resume=run", "training.max_steps=7"])
     assert (Memory.last.start.step, Memory.last.start.last_step) == (6, 7)
