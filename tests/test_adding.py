@@ -51,7 +51,7 @@ def root(tmp_path_factory) -> Path:
     """Folder of a copy of the package that has every new entry."""
     root = tmp_path_factory.mktemp("adding")
     for name in ("tunix", "conf"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, root / name)  # and what Python has compiled
     shutil.copy(ROOT / "run_training.py", root)
     for entry in ENTRIES.values():
         for file, text in entry.files:
