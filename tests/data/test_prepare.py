@@ -17,6 +17,7 @@ from support.harness import ROOT, SMALL, run_python
 from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
 from tunix.cli.compose import compose
+from tunix.data import shard_workers, tokenize
 from tunix.data.batches import TrainBatches
 from tunix.data.corpus import load_corpus
 from tunix.data.shards import hash_document
@@ -79,6 +80,22 @@ def test_at_least_one_document_is_held_out(tmp_path, shard_bytes):
     loaded = load_corpus(text_config(folder, "data.held_out_fraction=0.0001", f"loading.shard_bytes={shard_bytes}"))
     assert loaded.num_held_out == 1
     assert loaded.train["text"].stream.num_documents == 5
+
+
+def test_of_two_processes_at_once_none_takes_a_shard_away(tmp_path, monkeypatch):
+    """The second makes the whole corpus while the first is about to hold its one document out."""
+    cfg = text_config(write_corpus(tmp_path / "c", 6), "data.held_out_fraction=0.0001", f"loading.cache_dir={tmp_path}")
+    make_shards = tokenize.make_shards
+
+    def interrupted(plans, folder, loading):
+        facts = make_shards(plans, folder, loading)
+        monkeypatch.setattr(tokenize, "make_shards", make_shards)
+        prepared(cfg)
+        monkeypatch.setattr(shard_workers, "make_shard", lambda *_: pytest.fail("all shards are there"))
+        return facts
+
+    monkeypatch.setattr(tokenize, "make_shards", interrupted)
+    assert load_corpus(cfg).num_held_out == 1
 
 
 def test_unigram_entropy_is_the_streams_own(corpus):

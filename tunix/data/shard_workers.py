@@ -4,7 +4,6 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
 import sys
 import threading
 import time
@@ -23,12 +22,10 @@ from tunix.data.shards import ShardPlan, make_shard
 log = logging.getLogger(__name__)
 
 
-def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading, redo: set[str] | None = None) -> list[dict]:
-    """Make the shards that are missing and those of `redo`, on all cores; return the facts of all shards."""
-    for name in redo or ():
-        shutil.rmtree(folder / name)
+def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[dict]:
+    """Make the shards that are missing, on all cores; return the facts of all."""
     missing = [plan for plan in plans if not (folder / plan.name).exists()]
-    if 0 < len(missing) < len(plans) and redo is None:
+    if 0 < len(missing) < len(plans):
         log.info("%d of %d shards are there already", len(plans) - len(missing), len(plans))
     num_workers = min(len(missing), loading.prepare_processes or os.cpu_count() or 1)
     sizes = {plan.name: sum(unit.size for unit in plan.units) for plan in missing}

@@ -91,12 +91,12 @@ def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabular
         limit, tokenizer = int(source.held_out_fraction * 2**HASH_BITS), folder / "tokenizer"
         facts = make_shards(plans, folder, loading)
         if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in facts):
-            # A small corpus may have no document below the limit: hold out the one with the smallest hash, and make
-            # its shard again. Shards record their smallest hash for this.
-            limit = min(fact["smallest_hash"] for fact in facts) + 1
-            plans = [replace(plan, held_out_below=max(limit, plan.held_out_below)) for plan in plans]
-            redo = {fact["name"] for fact in facts if fact["smallest_hash"] < limit}
-            facts = make_shards(plans, folder, loading, redo)
+            # A small corpus may have no document below the limit: hold out the one with the smallest hash, which shards
+            # record. Its shard is made anew under another name, because a second process may be reading the first one.
+            place = min(range(len(facts)), key=lambda number: facts[number]["smallest_hash"])
+            held_out_below = facts[place]["smallest_hash"] + 1
+            plans[place] = replace(plans[place], name=f"{plans[place].name}-held-out", held_out_below=held_out_below)
+            (facts[place],) = make_shards([plans[place]], folder, loading)
         index = _make_index(source, task, facts, folder, vocabulary)
         # Written last: a folder with an index has all of its shards. A second process that is here at the same time has
         # made the same bytes.
