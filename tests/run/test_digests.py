@@ -208,11 +208,12 @@ def test_damage_to_a_prepared_corpus_is_found(tmp_path, monkeypatch, capsys):
     (prepared,) = prepare_corpus(compose(words).config)[0].values()
     copied = tmp_path / "copied"
     shutil.copytree(prepared.folder, copied)
-    flip(copied / "00000" / "train.tokens.npy", random.Random(1))
+    (shard,) = (shard["name"] for shard in prepared.index["shards"])
+    flip(copied / shard / "train.tokens.npy", random.Random(1))
     assert verify_command(monkeypatch, capsys, f"checkpoint={prepared.folder}")[0] == 0
     assert verify_command(monkeypatch, capsys, f"checkpoint={copied}")[0] == 1
     own = ["data=tokens", f"data.paths=['{copied}']"]
-    with pytest.raises(UserError, match=r"00000/train.tokens.npy has other bytes .* remove the folder .*copied"):
+    with pytest.raises(UserError, match=rf"{shard}/train.tokens.npy has other bytes .* remove the folder .*copied"):
         prepare_corpus(compose(own).config)
     prepare_corpus(compose([*own, "loading.verify=never"]).config)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tunix.base.digests import FILE, is_verified, list_files, note_verified, refuse_damaged, write_digests
-from tunix.base.disk import make_once
+from tunix.base.disk import make_once, replacing
 from tunix.base.errors import UserError
 from tunix.config import Loading, Task, Tokenizer
 from tunix.config.document_kinds import DOCUMENTS
@@ -72,9 +72,10 @@ def find_vocabulary(
         train_vocabulary(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes)).save(folder)
 
     folder = make_once(cache_dir / "tokenizers" / key, make)
-    if path:
+    if path and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "tokenizer.json", path)
+        with replacing(path) as new:  # a second process may write it at the same time
+            shutil.copy(folder / "tokenizer.json", new)
     return read_vocabulary(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template)
 
 
