@@ -11,6 +11,7 @@ FOLDER/00000/train.rows.npy       [bytes] uint8: text and columns of each prompt
 FOLDER/00000/train.row_ends.npy   [documents] int64: where the JSON of each prompt ends
 FOLDER/00000/held_out.*.npy       the same for the held-out documents
 FOLDER/00001/ ...
+FOLDER/00001-held-out/            in place of 00001, where `tokenize.prepare` held a document out afterwards
 """
 
 import hashlib
