@@ -34,7 +34,8 @@ def test_links(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_and_names_exist(page):
     code = re.findall(r"`([^`\n]+)`", page.read_text())
-    files = [*ROOT.glob("tunix/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("conf/**/*.yaml")]
+    folders = "tunix/**/*.py", "benchmarks/*.py", "tests/support/*.py", "conf/**/*.yaml"
+    files = [file for names in folders for file in ROOT.glob(names)]
     sources = "\n".join(path.read_text() for path in files)
     for word in code:
         if re.fullmatch(r"(tunix|conf|docs|tests|benchmarks)/[a-z_/.0-9]+", word):
