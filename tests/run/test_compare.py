@@ -90,8 +90,8 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, runs):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("config.yaml", "]x: [", "config.yaml cannot be read (ParserError)"),
-        ("config.yaml", "text", "config.yaml is not the config of a run"),
+        ("config.yaml", "]x: [", "config.yaml is damaged (it is not YAML)"),
+        ("config.yaml", "text", "config.yaml is damaged (it has no sections)"),
         ("metrics.jsonl", '{"step": 1}\n[1]}\n', "metrics.jsonl, line 2, is not JSON"),
         (
             "metrics.jsonl",

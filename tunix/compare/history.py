@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tunix.base.errors import UserError
 from tunix.base.nested import flat
-from tunix.cli.saved import upgrade
+from tunix.cli.saved import load_saved, upgrade
 
 Line = dict[str, Any]  # one line of metrics.jsonl: numbers by name
 IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a run trains
@@ -76,10 +74,11 @@ def read_history(folder: Path) -> History:
     Raises:
         UserError: it is no folder of a run, has no line of training, or one that lacks a number.
     """
-    config, lines = folder / "config.yaml", folder / "metrics.jsonl"
-    if not config.is_file():
+    lines = folder / "metrics.jsonl"
+    if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
-    keys = _read_keys(config)
+    # A run of older code gets today's keys, or each new key would be a difference.
+    keys = flat(upgrade(load_saved(folder)))
     records = _read_lines(lines) if lines.is_file() else []
     steps = [record for record in records if "split" not in record]
     if not steps:
@@ -90,16 +89,6 @@ def read_history(folder: Path) -> History:
     held_out = [record for record in records if record.get("split") == "held_out"]
     seconds = sum(record["step_time_s"] for record in steps)
     return History(folder.resolve().name, folder, keys, _keep_newest(steps), _keep_newest(held_out), seconds)
-
-
-def _read_keys(config: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(config.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{config} cannot be read ({type(error).__name__})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{config} is not the config of a run")
-    return flat(upgrade(values))  # a run of older code gets today's keys, or each new key would be a difference
 
 
 def _read_lines(file: Path) -> list[Line]:
