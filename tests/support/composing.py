@@ -15,7 +15,7 @@ from typing import Any
 import omegaconf._utils
 import pytest
 import yaml
-from hydra._internal import config_loader_impl
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
@@ -34,6 +34,7 @@ _overrides: dict[str, Override] = {}  # by the word
 _files: dict[str, bytes] = {}  # the content of a file with its list of defaults, pickled, by the path below conf/
 _load_file = ConfigRepository.load_config
 _parse = OverridesParser.parse_rule
+_list_all_choices = defaults_list._create_interpolation_map
 _make_list, _merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 
 
@@ -41,6 +42,7 @@ def remember() -> None:
     """Let Hydra remember, in this process."""
     config_loader_impl.create_defaults_list = _remember_list
     ConfigLoaderImpl._compose_config_from_defaults_list = _remember_merged
+    defaults_list._create_interpolation_map = _list_choices
     ConfigRepository.load_config = _remember_file
     OverridesParser.parse_rule = _remember_override
     # `OmegaConf.load` imports it when it is called.
@@ -76,6 +78,12 @@ def _remember_list(
     if chosen not in _lists:
         _lists[chosen] = _make_list(*arguments)
     return replace(_lists[chosen], config_overrides=keys)
+
+
+def _list_choices(overrides: Overrides, defaults: list[Any], self_added: bool) -> Any:
+    """Return the choices so far, which Hydra lists for each file, where a file names another one by them."""
+    named_by_choice = any(default.is_interpolation() for default in defaults)
+    return _list_all_choices(overrides, defaults, self_added) if named_by_choice else None
 
 
 def _remember_merged(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> DictConfig:
