@@ -91,7 +91,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, runs):
     ("file", "text", "message"),
     [
         ("config.yaml", "]x: [", "config.yaml is damaged (it is not YAML)"),
-        ("config.yaml", "text", "config.yaml is damaged (it has no sections)"),
+        ("config.yaml", "text", "config.yaml is damaged (it has no section model)"),
         ("metrics.jsonl", '{"step": 1}\n[1]}\n', "metrics.jsonl, line 2, is not JSON"),
         (
             "metrics.jsonl",

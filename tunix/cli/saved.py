@@ -104,7 +104,7 @@ def load_saved(run_dir: Path) -> dict[Any, Any]:
         raise _explain_damage(run_dir, error.strerror) from None
     except (ValueError, YAMLError):
         raise _explain_damage(run_dir, "it is not YAML") from None
-    if not isinstance(values, dict) or not any(isinstance(value, dict) for value in values.values()):
+    if not isinstance(values, dict):
         raise _explain_damage(run_dir, "it has no sections")
     return values
 

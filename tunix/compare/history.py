@@ -9,7 +9,7 @@ from typing import Any
 
 from tunix.base.errors import UserError
 from tunix.base.nested import flat
-from tunix.cli.saved import load_saved, upgrade
+from tunix.cli.saved import read_saved
 
 Line = dict[str, Any]  # one line of metrics.jsonl: numbers by name
 IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a run trains
@@ -78,7 +78,7 @@ def read_history(folder: Path) -> History:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
     # A run of older code gets today's keys, or each new key would be a difference.
-    keys = flat(upgrade(load_saved(folder)))
+    keys = flat(read_saved(folder))
     records = _read_lines(lines) if lines.is_file() else []
     steps = [record for record in records if "split" not in record]
     if not steps:
