@@ -10,7 +10,14 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.mlp import ExpertsMlp
 from tunix.families import FAMILIES, Family, find_family
-from tunix.hf.head_keys import GLOBAL_HEADS, read_global_heads, write_global_heads
+from tunix.hf.head_keys import (
+    GLOBAL_HEADS,
+    LATENT,
+    read_global_heads,
+    read_latent_heads,
+    write_global_heads,
+    write_latent_heads,
+)
 from tunix.hf.layer_keys import LAYER_PARTS, read_layer_parts, write_layer_parts
 from tunix.hf.pattern_keys import (
     FULL_EVERY,
@@ -21,7 +28,7 @@ from tunix.hf.pattern_keys import (
     write_attention_layers,
     write_dense_layers,
 )
-from tunix.hf.rope_keys import LATENT, PARTIAL, read_rope, write_rope
+from tunix.hf.rope_keys import PARTIAL, read_rope, write_rope
 
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
 # concern training elsewhere.
@@ -158,7 +165,7 @@ def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     if family.biases:
         values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
     if family.absent.keys() >= LATENT:
-        values |= _read_latent_heads(raw, values)
+        values |= read_latent_heads(raw, values)
     # What follows needs the numbers of heads and widths.
     values = _derive(values, family)
     if family.absent.keys() >= GLOBAL_HEADS:
@@ -222,17 +229,6 @@ def _convert(theirs: str, value: Any, direction: int) -> Any:
     return CONVERSIONS[theirs][direction](value) if theirs in CONVERSIONS and value is not None else value
 
 
-def _read_latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of latent attention whose numbers config.json has in parts."""
-    plain, rotated = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
-    return {
-        "head_dim": plain + rotated,
-        "rotated_dim": rotated,
-        "rotated_pairs": "neighbours" if raw["rope_interleave"] else "halves",
-        "num_kv_heads": values["num_heads"],
-    }
-
-
 def _nest(values: dict[str, Any]) -> dict[str, Any]:
     """Return values of keys like `mlp.num_experts` as sections: {"mlp": {"num_experts": 8}}."""
     sections: dict[str, Any] = {}
@@ -282,11 +278,7 @@ def write_config(model: Model) -> dict[str, Any]:
         config |= {TEMPERATURE: growth is not None}
         config |= {"attn_scale": growth.rate, "floor_scale": growth.every} if growth else {}
     if family.absent.keys() >= LATENT:
-        config |= {
-            "qk_nope_head_dim": model.head_dim - model.num_rotated,
-            "qk_rope_head_dim": model.num_rotated,
-            "rope_interleave": model.rotated_pairs == "neighbours",
-        }
+        config |= write_latent_heads(model)
     if family.absent.keys() >= GLOBAL_HEADS:
         config |= write_global_heads(model)
     if family.absent.keys() >= LAYER_PARTS:

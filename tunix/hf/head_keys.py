@@ -1,4 +1,7 @@
-"""Keys of config.json about the heads of global layers, to and from ours (Gemma 4). Knows no jax."""
+"""Keys of config.json about heads, to and from ours: those of global layers (Gemma 4), and latent ones (DeepSeek).
+
+Knows no jax.
+"""
 
 from typing import Any
 
@@ -6,6 +9,7 @@ from tunix.config import Model
 
 PER_LAYER = "per_layer_config"  # transformers 5.23 writes it in the place of the first two keys below
 GLOBAL_HEADS = {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", PER_LAYER}
+LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
 SIZES = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}  # theirs of one layer -> ours
 
 
@@ -51,4 +55,24 @@ def write_global_heads(model: Model) -> dict[str, Any]:
         "global_head_dim": heads.head_dim,
         "num_global_key_value_heads": heads.num_kv_heads,
         "attention_k_eq_v": heads.values_are_keys,
+    }
+
+
+def read_latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of latent attention whose numbers config.json has in parts."""
+    plain, rotated = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
+    return {
+        "head_dim": plain + rotated,
+        "rotated_dim": rotated,
+        "rotated_pairs": "neighbours" if raw["rope_interleave"] else "halves",
+        "num_kv_heads": values["num_heads"],
+    }
+
+
+def write_latent_heads(model: Model) -> dict[str, Any]:
+    """Return the keys of config.json for latent attention."""
+    return {
+        "qk_nope_head_dim": model.head_dim - model.num_rotated,
+        "qk_rope_head_dim": model.num_rotated,
+        "rope_interleave": model.rotated_pairs == "neighbours",
     }

@@ -5,6 +5,7 @@ from typing import Any
 
 from tunix.config import Model
 from tunix.families import Family
+from tunix.hf.head_keys import LATENT
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
@@ -12,7 +13,6 @@ GROWTH = "llama_4_scaling_beta"  # queries grow with their position
 # Of models that see: a token has positions in time, height and width. For text the three are equal.
 MANY_AXES = {"mrope_section", "mrope_interleaved"}
 PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
-LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
 UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # values that change nothing, whatever the rope_type
 # rope_type -> our name, and its keys: theirs -> (ours, the value if it is left out). "..." means: it must be given.
 # The types are those of transformers' modeling_rope_utils.py.
