@@ -65,6 +65,7 @@ def test_tunix_launch(words, losses, tmp_path):
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 75, output
     assert time.monotonic() - asked < 30
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["processes"] == 2
     lines = metrics(tmp_path / "run")
     assert [line["loss"] for line in lines[:2]] == pytest.approx(losses, rel=1e-5)
     assert f"saved after step {lines[-1]['step']}" in output
