@@ -13,7 +13,8 @@ from tunix.data.batches import TrainBatches
 from tunix.run.items import find_parts, read_json
 
 SMALLEST = [
-    *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER, "training.micro_batch_size=2", "evaluation.every_steps=null",
+    *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,
+    "training.micro_batch_size=2", "evaluation.every_steps=null",
 ]  # fmt: skip
 
 

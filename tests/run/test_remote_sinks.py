@@ -21,7 +21,8 @@ from tunix.sinks import Start, open_sink
 from tunix.sinks.background import Background
 
 SMALLEST = [
-    *RUN, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER, "training.micro_batch_size=2", "training.max_steps=2", "checkpoint.save_every_steps=null",
+    *RUN, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,
+    "training.micro_batch_size=2", "training.max_steps=2", "checkpoint.save_every_steps=null",
     "evaluation.every_steps=null", "evaluation.sample_tokens=2", "project_name=demo", "run_name=first",
 ]  # fmt: skip
 

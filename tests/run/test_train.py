@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.harness import ROOT, RUN, TWO_DEVICES, metrics
+from support.harness import ONE_LAYER, ROOT, RUN, TWO_DEVICES, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
@@ -126,8 +126,7 @@ def test_held_out_numbers_are_the_same_on_every_mesh(words):
     """The same steps on each mesh, and the last one filled up with masked rows."""
     base = [
         *words,
-        "model.num_layers=1",
-        "model.global_every=1",
+        *ONE_LAYER,
         "training.global_batch_size=8",
         "training.micro_batch_size=1",
         "evaluation.num_sequences=13",
@@ -237,8 +236,7 @@ def test_unknown_compiler_options_are_named(words):
             *words,
             "+training.compiler_options.xla_cpu_enable_fast_math=false",
             "training.max_steps=1",
-            "model.num_layers=1",
-            "model.global_every=1",
+            *ONE_LAYER,
         ]
     ).folder
 

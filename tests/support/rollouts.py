@@ -3,8 +3,8 @@
 from support.harness import ONE_LAYER, SMALL
 
 TASK = [
-    *SMALL, *ONE_LAYER, "task=grpo", "data=arithmetic", "data.below=10",
-    "tokenizer=bytes", "scheduler=constant",
+    *SMALL, *ONE_LAYER, "task=grpo", "data=arithmetic", "data.below=10", "tokenizer=bytes",
+    "scheduler=constant",
     "task.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'",
     "task.rewards=[support.own_reward:letters]", "task.reward_processes=1", "task.group_size=4",
     "sampling.max_new_tokens=6", "sampling.stop=[a,b,c,d,e,f,g,h]", "training.seq_len=16",

@@ -66,9 +66,11 @@ def _print_help(section: type[Section]) -> None:
 def print_warnings() -> None:
     """Print warnings on stderr, as their text alone.
 
-    `force`: orbax, which some commands import, has set up logging with another format already.
+    `force`: orbax, which some commands import, has set up logging with another format already. A run of this process
+    may have set the level of tunix's own messages to another one.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("tunix").setLevel(logging.NOTSET)
 
 
 def run_joined(name: str, distributed: Distributed, facts: dict[str, Any], work: Callable[[], int | None]) -> int:

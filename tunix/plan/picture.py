@@ -39,6 +39,7 @@ def _make_time_bar(candidate: Candidate) -> Bar:
 
     Hidden communication runs at the same time as arithmetic, so it is drawn as a part of the arithmetic's length.
     """
-    hidden = min(candidate.time.compute_s, candidate.time.communication_s - candidate.time.exposed_s)
-    parts = dict(zip(TIME, (candidate.time.compute_s - hidden, hidden, candidate.time.exposed_s), strict=True))
-    return Bar(parts, f"{candidate.time.step_s:.3g} s, MFU {candidate.mfu:.0%}")
+    time = candidate.time
+    hidden = min(time.compute_s, time.communication_s - time.exposed_s)
+    parts = dict(zip(TIME, (time.compute_s - hidden, hidden, time.exposed_s), strict=True))
+    return Bar(parts, f"{time.step_s:.3g} s, MFU {candidate.mfu:.0%}")
