@@ -284,7 +284,7 @@ def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
     if find_backend() == "gpu":
         pytest.skip("the CUDA plugin is installed here")
     words = [*AUTO, "plan.num_compiled=1", "plan.topology=h200:8", "model.mesh_shape=[[8],[fsdp]]"]
-    code, out, told = run(*words, "plan.memory_share=6e-6")
+    code, out, told = run(*words, "plan.memory_share=5e-6")  # 757 kB: more than 2 sequences take, less than 4 do
     assert code == 0
     assert told.count("compiled in") == 2
     assert "JAX's CUDA plugin is not installed" in out
