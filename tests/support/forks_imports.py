@@ -1,4 +1,4 @@
-"""What the fork server imports, and what it finds out about the installed packages: each program would do it again.
+"""What the fork server imports, finds out about the installed packages and reads of conf/: each program would do it again.
 
 Starts no backend of JAX.
 """
@@ -6,6 +6,7 @@ Starts no backend of JAX.
 import gc
 
 import support.forks  # noqa: F401
+from support import composing
 from tensorboard.plugins.text import metadata  # noqa: F401
 from tensorboard.summary.writer import event_file_writer  # noqa: F401
 from tensorboard.util import tensor_util  # noqa: F401
@@ -13,9 +14,12 @@ from tensorboard.util import tensor_util  # noqa: F401
 import tunix.__main__
 import tunix.train_command
 import tunix.trainer  # noqa: F401
+from tunix.cli.compose import compose
 from tunix.run.environment import list_packages
 
 list_packages()
+composing.remember()
+compose([])
 
 gc.collect()
 gc.freeze()  # a fork does not write to the pages of these objects by looking at them

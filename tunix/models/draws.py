@@ -1,10 +1,13 @@
 """Random numbers of the initial weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+KEYS_AT_ONCE = 16  # XLA takes 10 ms to compile how a key is made, whether it is one or many
 
 
 class Draws:
@@ -14,25 +17,27 @@ class Draws:
     """
 
     def __init__(self, key: jax.Array | None):
-        self.key, self.count = key, 0
+        self.key = key
+        self.keys = iter(()) if key is None else _list_keys(key)
 
     def normal(self, shape: Sequence[int], dtype: Any, deviation: float) -> jax.Array:
         """Return numbers of mean 0 with this standard deviation."""
         if self.key is None:
             return jnp.zeros(shape, dtype)
-        return jax.random.normal(self._next_key(), shape, dtype) * deviation
+        return jax.random.normal(next(self.keys), shape, dtype) * deviation
 
     def uniform(self, shape: Sequence[int], low: float | jax.Array, high: float | jax.Array) -> jax.Array:
         """Return float32 numbers between `low` and `high`."""
         if self.key is None:
             return jnp.zeros(shape)
-        return jax.random.uniform(self._next_key(), shape, minval=low, maxval=high)
+        return jax.random.uniform(next(self.keys), shape, minval=low, maxval=high)
 
     def split(self, num: int) -> jax.Array | None:
         """Return keys [num] for as many other `Draws`; None without a key."""
-        return None if self.key is None else jax.random.split(self._next_key(), num)
+        return None if self.key is None else jax.random.split(next(self.keys), num)
 
-    def _next_key(self) -> jax.Array:
-        assert self.key is not None
-        self.count += 1
-        return jax.random.fold_in(self.key, self.count - 1)
+
+def _list_keys(key: jax.Array) -> Iterator[jax.Array]:
+    """Yield `jax.random.fold_in(key, number)` for the numbers from 0 on."""
+    for first in count(0, KEYS_AT_ONCE):
+        yield from jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(first, first + KEYS_AT_ONCE))
