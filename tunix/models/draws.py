@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-KEYS_AT_ONCE = 16  # XLA takes 10 ms to compile how a key is made, whether it is one or many
+KEYS_AT_ONCE = 16  # XLA compiles how sixteen keys are made in the time of one
 
 
 class Draws:
