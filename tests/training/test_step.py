@@ -163,7 +163,7 @@ def test_sequences_that_lie_on_several_devices(words):
 )  # fmt: skip
 def test_what_is_kept_and_where_leaves_the_result_unchanged(words, reference):
     step = program("model.mesh_shape=[[4,2],[fsdp,tp]]", *CLIPPED, *words)
-    assert_same(step.run(batch(microbatches=step.cfg.training.gradient_accumulation_steps), steps=3), reference)
+    assert_same(step.run(batch(microbatches=step.cfg.training.gradient_accumulation_steps or 1), steps=3), reference)
     moments = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(step.state["opt_state"]) if leaf.ndim}
     assert moments == {"pinned_host" if step.cfg.training.offload == "optimizer" else "device"}
 
