@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support.harness import ONE_LAYER, PAIR, RUN, metrics
+from support.harness import PAIR, RUN, metrics
 from support.processes import Processes
 from support.s3 import BUCKET, serve_s3
 
@@ -72,7 +72,7 @@ def run(texts, tmp_path_factory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("bucket_run"))
         words = ["data=jsonl", f"data.paths=['{texts}/*.jsonl.gz']", f"checkpoint.folder={home}", *TWO]
-        return tunix.train([*RUN, *ONE_LAYER, *words, "hydra.run.dir=run"]).folder.absolute(), home
+        return tunix.train([*RUN, *words, "hydra.run.dir=run"]).folder.absolute(), home
 
 
 def checkpoint_keys(**changes):

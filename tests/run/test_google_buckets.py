@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from support.gcs import BUCKET, refuse, serve_gcs
-from support.harness import ONE_LAYER, RUN, metrics
+from support.harness import RUN, metrics
 
 import tunix
 from tunix.base import buckets
@@ -23,7 +23,7 @@ from tunix.run.objects import Objects
 
 HOME = f"gs://{BUCKET}/run"
 WORDS = [
-    *RUN, *ONE_LAYER, "data=jsonl", f"data.paths=['gs://{BUCKET}/texts/*.gz']", "model.mesh_shape=[[2],[fsdp]]",
+    *RUN, "data=jsonl", f"data.paths=['gs://{BUCKET}/texts/*.gz']", "model.mesh_shape=[[2],[fsdp]]",
     "distributed.allow_idle_devices=true", "evaluation.every_steps=null",
 ]  # fmt: skip
 
