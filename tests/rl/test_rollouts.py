@@ -291,7 +291,8 @@ def test_two_processes_killed_and_resumed_are_one_run(tmp_path):
 def test_low_rank_updates_of_a_run_have_it_as_their_reference(wide, tmp_path):
     """model.init_from takes the run, at its newest step; the reference is the policy without its updates.
 
-    Held-out prompts get eight answers each, drawn; cut answers have the reward 0.
+    Held-out prompts get eight answers each, drawn; cut answers have the reward 0. The answers of the first batch have no
+    advantage, so the third batch is the first one that meets a changed policy.
     """
     folder = tmp_path / "run"
     words = [

@@ -72,6 +72,7 @@ def run(texts, tmp_path_factory) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("bucket_run"))
         words = ["data=jsonl", f"data.paths=['{texts}/*.jsonl.gz']", f"checkpoint.folder={home}", *TWO]
+        # Layers of both kinds: the run is exported as a Gemma 3.
         return tunix.train([*RUN, *words, "hydra.run.dir=run"]).folder.absolute(), home
 
 

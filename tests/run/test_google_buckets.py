@@ -22,7 +22,7 @@ from tunix.run.integrity import check_everything
 from tunix.run.objects import Objects
 
 HOME = f"gs://{BUCKET}/run"
-WORDS = [
+WORDS = [  # layers of both kinds: the run is exported as a Gemma 3
     *RUN, "data=jsonl", f"data.paths=['gs://{BUCKET}/texts/*.gz']", "model.mesh_shape=[[2],[fsdp]]",
     "distributed.allow_idle_devices=true", "evaluation.every_steps=null",
 ]  # fmt: skip
