@@ -97,6 +97,8 @@ def start(
                 stderr=stderr,
                 start_new_session=True,
             )
+    for path in (out, err):
+        path.write_bytes(b"")  # here, as a test may read them before the fork runs
     given = {"words": list(words), "folder": str(folder), "environment": dict(environment), "supervises": supervises}
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_become, kwargs={**given, "out": str(out), "err": str(err)})
@@ -126,7 +128,7 @@ def _become(words: list[str], folder: str, environment: dict[str, str], out: str
     os.chdir(folder)
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
         stream.flush()
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        file = os.open(path, os.O_WRONLY)
         os.dup2(file, stream.fileno())
         os.close(file)
     if supervises:

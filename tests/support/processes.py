@@ -5,7 +5,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +56,10 @@ class Processes:
 
     def __exit__(self, *_: object) -> None:
         for process in self.started:
-            with suppress(ProcessLookupError):
+            try:
                 os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has ended, or it is a fork that has no group of its own yet
+                process.kill()
             process.wait()
 
     def ends(self, timeout: float = 300) -> list[End]:
