@@ -52,8 +52,6 @@ def train_command() -> int:
             under_hydra(run_point)
             return 0
 
-    if any(only_hydra) and not args.multirun:
-        return exits.report_errors(lambda: exits.print_for_pipe(work))
     return exits.report_errors(work)
 
 

@@ -89,14 +89,27 @@ def test_help_and_info(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_for_a_pipe_that_closes(tmp_path):
-    """`run_training.py --help | head` ends quietly, where `head` leaves before all is written."""
+PRINTS = (
+    "from tunix.processes import exits; exit(exits.report_errors(lambda: [print('x' * 1000) for _ in range(99)] and 1))"
+)
+
+
+@pytest.mark.parametrize(("words", "code"), [([str(ROOT / "run_training.py"), "--help"], 0), (["-c", PRINTS], 1)])
+def test_output_that_nobody_reads(words, code, tmp_path):
+    """`run_training.py --help | head` ends quietly where `head` leaves before all is written; exit codes stay."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, ROOT / "run_training.py", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_warnings_of_a_command_are_their_text_alone(monkeypatch, capsys):

@@ -40,7 +40,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     """
     words, name = sys.argv[1:], section.__name__.lower()
     if "--help" in words or "-h" in words:
-        return exits.print_for_pipe(lambda: _print_help(section))
+        return exits.report_errors(lambda: _print_help(section))
     print_warnings()
     fields = section.model_fields
     joins = [word for word in words if word.startswith(JOINING)]

@@ -1,10 +1,12 @@
 """Exit codes, and how a process ends: with one of them, and not after its parent. Knows no jax."""
 
 import ctypes
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
 
@@ -16,7 +18,11 @@ LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
 
 def report_errors(work: Callable[[], int | None]) -> int:
-    """Return the exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr."""
+    """Return the exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr.
+
+    The work goes on, and keeps its exit code, when the reader of a pipe leaves early, as `head` does.
+    """
+    drop_unread_output()
     try:
         return work() or 0
     except Ending as ending:
@@ -24,16 +30,25 @@ def report_errors(work: Callable[[], int | None]) -> int:
         return ending.code
 
 
-def print_for_pipe(work: Callable[[], int | None]) -> int:
-    """Return the exit code of `work()`, which only prints; 0 where a pipe's reader leaves early, as `head` does."""
-    try:
-        code = work() or 0
-        sys.stdout.flush()  # an error of this comes here, and not when Python ends
-    except BrokenPipeError:
-        # Python writes at its end what is left in its buffer, which would be the same error again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return code
+class _Output(io.FileIO):
+    """A file that takes every byte, also when it is a pipe whose reader has left."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def drop_unread_output() -> None:
+    """Make writing to stdout no error where nobody reads it any more."""
+    out = sys.__stdout__
+    if out is None or sys.stdout is not out or out.isatty():
+        return
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Output(out.fileno(), "w", closefd=False)),
+        encoding=out.encoding, errors=out.errors, line_buffering=out.line_buffering, write_through=out.write_through,
+    )  # fmt: skip
 
 
 def find_exit_code(status: int) -> int:
