@@ -87,8 +87,8 @@ def start(
     itself once more as its child (tunix/processes/supervisor.py). Without `fork`, and where a fork cannot take the
     environment, the program is started by exec.
     """
-    if not fork or not can_fork(environment):
-        with out.open("w") as stdout, err.open("w") as stderr:
+    with out.open("w") as stdout, err.open("w") as stderr:  # not in the fork: a test may read them before it runs
+        if not fork or not can_fork(environment):
             return subprocess.Popen(
                 [sys.executable, *words],
                 cwd=folder,
@@ -97,8 +97,6 @@ def start(
                 stderr=stderr,
                 start_new_session=True,
             )
-    for path in (out, err):
-        path.write_bytes(b"")  # here, as a test may read them before the fork runs
     given = {"words": list(words), "folder": str(folder), "environment": dict(environment), "supervises": supervises}
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_become, kwargs={**given, "out": str(out), "err": str(err)})

@@ -41,14 +41,14 @@ class _Output(io.FileIO):
 
 
 def drop_unread_output() -> None:
-    """Make writing to stdout no error where nobody reads it any more."""
-    out = sys.__stdout__
-    if out is None or sys.stdout is not out or out.isatty():
-        return
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Output(out.fileno(), "w", closefd=False)),
-        encoding=out.encoding, errors=out.errors, line_buffering=out.line_buffering, write_through=out.write_through,
-    )  # fmt: skip
+    """Let stdout and stderr take every byte, also where nobody reads them any more."""
+    for name in ("stdout", "stderr"):
+        out = getattr(sys, f"__{name}__")
+        if out is None or getattr(sys, name) is not out or out.isatty():
+            continue
+        file = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False))
+        how = {key: getattr(out, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+        setattr(sys, name, io.TextIOWrapper(file, **how))
 
 
 def find_exit_code(status: int) -> int:
