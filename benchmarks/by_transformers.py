@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 
 def load(folder: str) -> dict:
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for weight in model.parameters():
         weight.detach().view(torch.int16).flatten()[::2048].sum()  # every page is there
-    return {"seconds": time.perf_counter() - begun}
+    return {"seconds": time.perf_counter() - start_time}
 
 
 def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
@@ -24,10 +24,10 @@ def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
     options = {"do_sample": False, "use_cache": True, "min_new_tokens": int(new), "max_new_tokens": int(new)}
     seconds = []
     for _ in range(int(rounds) + 1):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **options)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start_time)
     return {"seconds": seconds[1:], "tokens": out[:, int(prompt) :].tolist()}
 
 

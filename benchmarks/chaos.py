@@ -108,7 +108,7 @@ class Session:
     """One start of the run: on what, what happened, and which lines of metrics it wrote."""
 
     mesh: str
-    what: str
+    label: str
     codes: list[int | None] = field(default_factory=list)
     gone_s: float = 0.0  # from the event until no process was left
     new_s: float = 0.0  # from the start to the first step that had not been taken before, or to the end
@@ -130,12 +130,12 @@ def newest_step(run: Path) -> int:
 @contextmanager
 def timing(session: Session, run: Path) -> Iterator[None]:
     """Measure `session.new_s` of the run that the block starts and waits for."""
-    begun, reached, ended = time.time(), newest_step(run), threading.Event()
+    start_time, reached, ended = time.time(), newest_step(run), threading.Event()
 
     def watch() -> None:
         while newest_step(run) <= reached and not ended.wait(0.1):
             pass
-        session.new_s = time.time() - begun
+        session.new_s = time.time() - start_time
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -151,14 +151,14 @@ def list_steps(run: Path) -> list[int]:
     return sorted(int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit())
 
 
-def damage(run: Path, what: str, rng: random.Random) -> None:
+def damage(run: Path, label: str, rng: random.Random) -> None:
     """Damage a file of the newest checkpoint."""
     files = sorted(path for path in (run / "checkpoints" / str(list_steps(run)[-1])).rglob("*") if path.is_file())
     file = rng.choice([path for path in files if path.stat().st_size])
     content = bytearray(file.read_bytes())
-    if what == "lost file":
+    if label == "lost file":
         file.unlink()
-    elif what == "truncation":
+    elif label == "truncation":
         file.write_bytes(content[: rng.randrange(len(content))])
     else:
         bit = rng.randrange(8 * len(content))
@@ -166,20 +166,20 @@ def damage(run: Path, what: str, rng: random.Random) -> None:
         file.write_bytes(content)
 
 
-def hurt(processes: Processes, what: str, run: Path, rng: random.Random) -> float:
+def hurt(processes: Processes, label: str, run: Path, rng: random.Random) -> float:
     """Send a row of `EVENTS` to one process after a random step, or in its first seconds; return the Unix time."""
-    begun = len(read_lines(run))
+    start_time = len(read_lines(run))
     steps, delay_s = rng.randrange(1, STEPS // 3), rng.uniform(0, 10 if rng.random() < 0.3 else 0.5)
     if delay_s < 0.5:
         with suppress(AssertionError):  # the run ended before
-            processes.wait_until(lambda: len(read_lines(run)) >= begun + steps, "a step")
+            processes.wait_until(lambda: len(read_lines(run)) >= start_time + steps, "a step")
     time.sleep(delay_s)
     rank = rng.randrange(len(processes.started))
     happened = time.time()
     with suppress(AssertionError, OSError):  # the run ended before
         pid = find_trainer(processes, rank)
         happened = time.time()
-        EVENTS[what](pid)
+        EVENTS[label](pid)
     return happened
 
 
@@ -204,26 +204,26 @@ def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str
     run, count = folder / "run", rng.choice([1, 2, 2, 4])
     several, two = count > 1, len(list_steps(run)) > 1  # one checkpoint must be left
     possible = [kind for kind in kinds if (several or kind not in OF_SEVERAL) and (two or kind not in DAMAGES)]
-    what = rng.choice(possible)
-    session = Session(rng.choice(MESHES[count]), what)
-    if what in DAMAGES:
-        damage(run, what, rng)
+    label = rng.choice(possible)
+    session = Session(rng.choice(MESHES[count]), label)
+    if label in DAMAGES:
+        damage(run, label, rng)
     before = len(read_lines(run))
     has_begun = (run / "config.yaml").exists()
     words = ["resume=run"] if has_begun else [*WORDS, *data]
     fault = {"script": "run_training.py"}
-    if what in FAULTS:
+    if label in FAULTS:
         step = newest_step(run) + rng.randrange(1, STEPS // 2)
-        fault = {"script": "tests/support/faulty.py", "FAULT": f"{rng.randrange(count)} {FAULTS[what]} step {step}"}
+        fault = {"script": "tests/support/faulty.py", "FAULT": f"{rng.randrange(count)} {FAULTS[label]} step {step}"}
     (folder / "happened").unlink(missing_ok=True)
     mesh = [f"model.mesh_shape={session.mesh}"]
     with (
         timing(session, run),
         Processes(*words, *mesh, folder=folder, count=count, devices=1, fork=False, **fault) as processes,
     ):
-        happened = hurt(processes, what, run, rng) if what in EVENTS else None
+        happened = hurt(processes, label, run, rng) if label in EVENTS else None
         sessions = [process.pid for process in processes.started]
-        ends_soon = happened and what not in HARMLESS
+        ends_soon = happened and label not in HARMLESS
         while left(sessions) and (not ends_soon or time.time() < happened + LIMIT_S):
             time.sleep(0.05)
             for process in processes.started:
@@ -231,12 +231,12 @@ def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str
         ended = time.time()
         assert not left(sessions), f"{session}: not gone after {LIMIT_S} s"
         session.codes = [process.wait() for process in processes.started]
-    if what in FAULTS and (folder / "happened").exists():
+    if label in FAULTS and (folder / "happened").exists():
         happened = float((folder / "happened").read_text())
     if any(session.codes):
         session.gone_s = ended - (happened or ended)
-    elif what not in (*HARMLESS, *DAMAGES) or (what in FAULTS and happened is None):
-        session.what = "nothing"  # the run ended before
+    elif label not in (*HARMLESS, *DAMAGES) or (label in FAULTS and happened is None):
+        session.label = "nothing"  # the run ended before
     session.lines = [line for line in read_lines(run)[before:] if "split" not in line]
     outputs = "".join(path.read_text() for path in sorted(folder.glob("std*.[0-9]")))
     session.refused_damage = "IS DAMAGED, taking the one before" in outputs
@@ -290,7 +290,7 @@ def play(
         steps = f"{each.lines[0]['step']} to {each.lines[-1]['step']}" if each.lines else "no step"
         damage = ", damage named" if each.refused_damage else ""
         ends = f"codes {each.codes} gone after {each.gone_s:.1f} s{damage}"
-        print(f"{each.mesh:20} {each.what:12} {steps:12} {ends}", flush=True)
+        print(f"{each.mesh:20} {each.label:12} {steps:12} {ends}", flush=True)
     whole = [line for line in read_lines(folder / "whole") if "split" not in line]
     return account(sessions, {line["step"]: line for line in whole})
 
@@ -303,22 +303,22 @@ def table(rounds: list[list[Session]]) -> str:
         for before, each in zip([None, *sessions], [*sessions, None], strict=True):
             # A session begins anew because of what ended the one before, or with a checkpoint that was damaged.
             again_s = each.new_s if each else 0.0
-            is_damaged = each is not None and each.what in DAMAGES
+            is_damaged = each is not None and each.label in DAMAGES
             if before and any(before.codes):
-                gone.setdefault(before.what, []).append(before.gone_s)
-                lost.setdefault(before.what, []).append(before.gone_s + (0.0 if is_damaged else again_s))
+                gone.setdefault(before.label, []).append(before.gone_s)
+                lost.setdefault(before.label, []).append(before.gone_s + (0.0 if is_damaged else again_s))
             if each and is_damaged:
-                lost.setdefault(each.what, []).append(again_s)
-            if each and each.what in HARMLESS and not any(each.codes):
-                lost.setdefault(each.what, []).append(0.0)
+                lost.setdefault(each.label, []).append(again_s)
+            if each and each.label in HARMLESS and not any(each.codes):
+                lost.setdefault(each.label, []).append(0.0)
     lines = [
         "| event | times | seconds until all are gone: median, most | seconds lost: median, most |",
         "|---|---|---|---|",
     ]
-    for what in KINDS:
-        if what in lost:
-            numbers = (describe(gone.get(what, [])), describe(lost[what]))
-            lines.append(f"| {what} | {len(lost[what])} | {numbers[0]} | {numbers[1]} |")
+    for label in KINDS:
+        if label in lost:
+            numbers = (describe(gone.get(label, [])), describe(lost[label]))
+            lines.append(f"| {label} | {len(lost[label])} | {numbers[0]} | {numbers[1]} |")
     return "\n".join(lines)
 
 
@@ -336,21 +336,21 @@ def main(words: list[str]) -> int:
     if unknown := {*kinds} - {*KINDS}:
         sys.exit(f"no such event: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     seed, until = int(given.get("seed", 0)), time.time() + float(given.get("seconds", 300))
-    home = Path(tempfile.mkdtemp())
+    root = Path(tempfile.mkdtemp())
     os.environ.update(
-        TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(home / "jax"),
+        TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )  # fmt: skip
-    data = ["data=text", f"data.paths=['{write_corpus(home / 'corpus')}']"]
-    with Processes(*WORDS, *data, "hydra.run.dir=whole", folder=home, count=2, fork=False) as run:
+    data = ["data=text", f"data.paths=['{write_corpus(root / 'corpus')}']"]
+    with Processes(*WORDS, *data, "hydra.run.dir=whole", folder=root, count=2, fork=False) as run:
         assert [end.code for end in run.ends()] == [0, 0], run.ends()
     rng, wrong = random.Random(seed), []
     rounds_of_sessions: list[list[Session]] = []
     while not wrong and (not rounds_of_sessions or time.time() < until):
         rounds_of_sessions.append([])
-        folder = home / f"round{len(rounds_of_sessions)}"
+        folder = root / f"round{len(rounds_of_sessions)}"
         folder.mkdir()
-        shutil.copytree(home / "whole", folder / "whole")
+        shutil.copytree(root / "whole", folder / "whole")
         try:
             wrong = play(folder, data, rng, until, kinds, rounds_of_sessions[-1])
         except AssertionError as error:
@@ -360,10 +360,10 @@ def main(words: list[str]) -> int:
     num_lines = sum(len(each.lines) for each in sessions)
     print(f"seed {seed}: {len(rounds_of_sessions)} runs, {len(sessions)} starts, {num_lines} lines of steps")
     if wrong:
-        print("\n".join(wrong), f"the folders of the runs: {home}", sep="\n", file=sys.stderr)
+        print("\n".join(wrong), f"the folders of the runs: {root}", sep="\n", file=sys.stderr)
         return 1
     print("nothing is lost")
-    shutil.rmtree(home)
+    shutil.rmtree(root)
     return 0
 
 

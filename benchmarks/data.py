@@ -19,19 +19,19 @@ from pathlib import Path
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.data.corpus import load_corpus, prepare_corpus
+from tunix.data.dataset import load_corpus, prepare_corpus
 from tunix.data.packing import Sequences
-from tunix.data.stream import Arrays, Prepared, Stream
-from tunix.training.mesh_choices import build_mesh
+from tunix.data.shards import Arrays, Prepared, Stream
+from tunix.training.choices import build_mesh
 
 SEQ_LEN = 2048
 CORPUS = ["data=jsonl", f"training.seq_len={SEQ_LEN}"]
 BY_TUNIX = """
 import sys, time
-from tunix.cli.compose import compose
-from tunix.data.corpus import prepare_corpus
+from tunix.config.compose import compose
+from tunix.data.dataset import prepare_corpus
 cfg = compose(sys.argv[1:]).config
 begun = time.perf_counter()
 prepare_corpus(cfg)
@@ -76,16 +76,16 @@ def tokenizing(folder: Path) -> dict[str, float]:
     write_jsonl(folder / "text.jsonl", 64_000_000)
     size = sum(len(json.loads(line)["text"].encode()) for line in (folder / "text.jsonl").open())
     words = [*CORPUS, f"data.paths=[{folder}/text.jsonl]", "loading.shard_bytes=8_000_000"]
-    _, vocabulary = prepare_corpus(compose([*words, f"loading.cache_dir={folder}/tokenizer"]).config)
-    vocabulary.save(folder / "vocabulary")
+    _, vocab = prepare_corpus(compose([*words, f"loading.cache_dir={folder}/tokenizer"]).config)
+    vocab.save(folder / "vocabulary")
     seconds: dict[str, list[float]] = {"tunix.prepare": [], "datasets.map": []}
     for turn in range(3):
         own = [*words, f"loading.cache_dir={folder}/cache{turn}", f"tokenizer.path={folder}/vocabulary"]
         seconds["tunix.prepare"].append(_printed_seconds(BY_TUNIX, *own))
         seconds["datasets.map"].append(
             _printed_seconds(
-                BY_DATASETS, f"{folder}/text.jsonl", f"{folder}/vocabulary/tokenizer.json", str(vocabulary.bos),
-                str(vocabulary.eos), str(os.cpu_count()), f"{folder}/datasets{turn}",
+                BY_DATASETS, f"{folder}/text.jsonl", f"{folder}/vocabulary/tokenizer.json", str(vocab.bos),
+                str(vocab.eos), str(os.cpu_count()), f"{folder}/datasets{turn}",
             )
         )  # fmt: skip
     prepared, _ = prepare_corpus(compose(own).config)
@@ -108,22 +108,22 @@ def one_device() -> Mesh:
 def reading(parts: dict[str, Sequences], packing: str) -> float:
     """Tokens a second of `TrainBatches.read` in one thread."""
     cfg = compose([f"training.seq_len={SEQ_LEN}", "training.micro_batch_size=16", f"loading.packing={packing}"]).config
-    data = TrainBatches(parts, cfg, one_device())
+    data = TrainBatches(parts, cfg, cfg.training, one_device())
     data.read(0)
-    begun, done = time.perf_counter(), 0
-    while time.perf_counter() - begun < 4:
+    start_time, done = time.perf_counter(), 0
+    while time.perf_counter() - start_time < 4:
         data.read(done)
         done += data.batch_size
-    return done * SEQ_LEN / (time.perf_counter() - begun)
+    return done * SEQ_LEN / (time.perf_counter() - start_time)
 
 
 def first_batch(words: list[str]) -> float:
     """Seconds from a config to the first batch, in a new process, of a corpus that is prepared."""
     code = (
-        "import sys, time\nfrom tunix.cli.compose import compose\nfrom tunix.data.batches import TrainBatches\n"
-        "from tunix.data.corpus import load_corpus\nfrom benchmarks.data import one_device\nmesh = one_device()\n"
+        "import sys, time\nfrom tunix.config.compose import compose\nfrom tunix.data.batches import TrainBatches\n"
+        "from tunix.data.dataset import load_corpus\nfrom benchmarks.data import one_device\nmesh = one_device()\n"
         "begun = time.perf_counter()\ncfg = compose(sys.argv[1:]).config\n"
-        "TrainBatches(load_corpus(cfg).train, cfg, mesh).read(0)\nprint(time.perf_counter() - begun)"
+        "TrainBatches(load_corpus(cfg).train, cfg, cfg.training, mesh).read(0)\nprint(time.perf_counter() - begun)"
     )
     return _printed_seconds(code, *words)
 
@@ -131,7 +131,7 @@ def first_batch(words: list[str]) -> float:
 def memory_over_an_epoch(parts: dict[str, Sequences]) -> list[float]:
     """Peak memory of this process in MiB, not counting mapped files, at the quarters of an epoch."""
     cfg = compose([f"training.seq_len={SEQ_LEN}", "training.micro_batch_size=16"]).config
-    data = TrainBatches(parts, cfg, one_device())
+    data = TrainBatches(parts, cfg, cfg.training, one_device())
     epoch = sum(map(len, parts.values()))
     found = []
     for quarter in range(4):
@@ -151,14 +151,14 @@ def seek(folder: Path) -> dict[str, float]:
     arrays = Arrays(tokens, np.arange(0, count, 2**16))
     stream = Stream([(count, len(arrays.starts))], lambda number: arrays, "sparse")
     cfg = compose(["training.seq_len=128"]).config
-    data = TrainBatches({"sparse": Sequences(stream, 128, "concat", folder)}, cfg, one_device())
+    data = TrainBatches({"sparse": Sequences(stream, 128, "concat", folder)}, cfg, cfg.training, one_device())
     data.read(7)
     times: dict[int, list[float]] = {0: [], 10**8: []}
     for turn in range(40):
         for first, seconds in times.items():  # in turn, so that what else the machine does is the same for both
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             next(data.iterate([first + turn * data.batch_size]))
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start_time)
     return {f"sample {first:.0e}": statistics.median(seconds) for first, seconds in times.items()}
 
 
@@ -180,9 +180,9 @@ def main() -> None:
         ]
         words += [f"tokenizer.path={folder}/vocabulary", f"loading.cache_dir={folder}/cache"]
         for packing in ("concat", "best_fit", "pad"):
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             corpus = load_corpus(compose([*words, f"loading.packing={packing}"]).config)
-            print(f"{packing}: made in {time.perf_counter() - begun:.1f} s; {corpus.summary}")
+            print(f"{packing}: made in {time.perf_counter() - start_time:.1f} s; {corpus.summary}")
             print(f"{packing}: {reading(corpus.train, packing) / 1e6:.1f} M tokens/s in one thread")
         print(f"first batch of 1 GB, prepared: {first_batch([*words, 'loading.packing=best_fit']):.2f} s")
         print(

@@ -1,7 +1,7 @@
 """Bytes that a GPU moves for a token of a rollout, beside the least: compiled for a GPU that need not be there.
 
 `python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024]`, with JAX's CUDA plugin installed
-(requirements-cuda12.txt). The program is the loop of `inference.stretches.draw_stretch` for one H100. Its bytes are
+(requirements/cuda12.txt). The program is the loop of `inference.stretches.draw_stretch` for one H100. Its bytes are
 counted in its compiled text as the costs of a step are: what each instruction reads and writes, once. The least is
 weights and cache read once, and logits written once and read twice.
 """
@@ -18,14 +18,13 @@ ANSWERS = 8  # to each prompt
 def main(words: list[str]) -> None:
     import jax
 
-    from tunix.cli.compose import compose
-    from tunix.costs.rollout_memory import derive_rollout_costs
-    from tunix.costs.schedule import Speeds, predict_time
-    from tunix.inference.drawing import Sampling
-    from tunix.inference.sampling import Sampler
-    from tunix.plan.described_devices import describe_devices
-    from tunix.plan.topology import read_topology
-    from tunix.training.mesh_choices import build_mesh
+    from tunix.config.compose import compose
+    from tunix.costs.compiled_time import Speeds, predict_time
+    from tunix.costs.rollout import derive_rollout_costs
+    from tunix.inference.sampling import Sampler, Sampling
+    from tunix.plan.cluster import read_topology
+    from tunix.plan.compile import describe_devices
+    from tunix.training.choices import build_mesh
     from tunix.training.program import assemble
 
     given = {"model": "gemma3_1b", "rows": "256", "slots": "1024"} | dict(word.split("=") for word in words)
@@ -36,7 +35,7 @@ def main(words: list[str]) -> None:
         program = assemble(cfg, mesh)
         sampler = Sampler(program.arch, slots, mesh)
         params = program.abstract["params"]
-        compiled = sampler.compile_stretch(params, rows // ANSWERS, ANSWERS, slots, Sampling(slots // 2))
+        compiled = sampler.compile_decode_chunk(params, rows // ANSWERS, ANSWERS, slots, Sampling(slots // 2))
     hlo = compiled.as_text() or ""
     # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
     counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)
@@ -46,8 +45,8 @@ def main(words: list[str]) -> None:
     kept["logits"] = 3 * 4 * rows * cfg.model.vocab_size  # written once; read for their largest and for their weights
     least = sum(kept.values())
     each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in kept.items())
-    what = f"{given['model']}, {rows} rows, {slots} slots"
-    print(f"{what}: a token moves {moved / 1e9:.2f} GB; the least is {least / 1e9:.2f}: {each}")
+    label = f"{given['model']}, {rows} rows, {slots} slots"
+    print(f"{label}: a token moves {moved / 1e9:.2f} GB; the least is {least / 1e9:.2f}: {each}")
 
 
 def _body_of_loop(hlo: str) -> str:

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from tunix.base.digests import list_files, write_digests
-from tunix.cli.compose import compose
-from tunix.run.sealed import check_checkpoint
-from tunix.run.shared_store import SharedStore
+from tunix.checkpoints.folders import Folder
+from tunix.checkpoints.store import Record, Store
+from tunix.config.compose import compose
 
 MIB = 1 << 18  # float32 numbers
 
@@ -25,9 +25,9 @@ def seconds(work: Callable[[], object], times: int = 3) -> float:
     """Least wall time of a call."""
     taken = []
     for _ in range(times):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.perf_counter() - start_time)
     return min(taken)
 
 
@@ -37,19 +37,18 @@ def main(gib: float) -> None:
     state = {f"w{number}": jax.numpy.asarray(rng.standard_normal(64 * MIB, np.float32)) for number in range(count)}
     nbytes = sum(leaf.nbytes for leaf in state.values())
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        store = SharedStore(Path(folder), compose([]).config.checkpoint)
+        store = Store(Folder(Path(folder).absolute()), compose([]).config.checkpoint)
 
         def save() -> None:
-            store.save(1, state, {}, {}, None)
+            store.save(1, state, Record({}, {}, None))
             store.wait()
 
         saving = seconds(save, 1)
-        checkpoint = store.folder / "1"
+        checkpoint = Path(folder) / "1"
         abstract = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state)
         restoring = seconds(lambda: store.restore(1, abstract))
-        checking = seconds(lambda: check_checkpoint(checkpoint))
+        checking = seconds(lambda: store.storage.check(1))
         writing = seconds(lambda: write_digests(checkpoint / "state", list_files(checkpoint / "state"), "trial"))
-        store.close()
     print(f"{nbytes / 2**30:.2f} GiB of state")
     for name, taken in [
         ("save, with digests", saving),

@@ -44,13 +44,13 @@ DEFAULT = ["model=tiny", "training.max_steps=80", "hydra.run.dir=run"]
 
 @dataclass(frozen=True)
 class Event:
-    what: str
+    label: str
     rank: int
     place: str
     model: str = ""  # behind the place in the table
 
     def __str__(self) -> str:
-        return f"{self.what} | {self.rank} | {self.place}{self.model}"
+        return f"{self.label} | {self.rank} | {self.place}{self.model}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Row:
 
     @property
     def is_as_expected(self) -> bool:
-        hit, other = CODES[self.event.what]
+        hit, other = CODES[self.event.label]
         expected = [hit, other] if self.event.rank == 0 else [other, hit]
-        in_time = self.seconds < LIMIT_S[self.event.what] + self.undisturbed_s
+        in_time = self.seconds < LIMIT_S[self.event.label] + self.undisturbed_s
         return in_time and self.codes == expected and self.lost == "nothing"
 
 
@@ -102,9 +102,9 @@ def list_events(kinds: list[str], places: list[str]) -> list[Event]:
 
 def hurt(event: Event, words: list[str], folder: Path, undisturbed_s: float) -> tuple[float, list[int | None]]:
     """Seconds from the event until no process is left, and the exit codes."""
-    fault = f"{event.rank} {event.what} {event.place} {PLACES[event.place]}"
+    fault = f"{event.rank} {event.label} {event.place} {PLACES[event.place]}"
     more = []
-    if event.what == "hang":  # no step and no phase takes as long as a whole run
+    if event.label == "hang":  # no step and no phase takes as long as a whole run
         step_s, phase_s = max(STEP_DEADLINE_S, undisturbed_s / 4), max(PHASE_DEADLINE_S, undisturbed_s)
         more = [f"distributed.step_deadline_s={step_s:.0f}", f"distributed.phase_deadline_s={phase_s:.0f}"]
     with Processes(
@@ -134,17 +134,17 @@ def resumed(words: list[str], folder: Path) -> set[tuple[str | None, int, float]
     return lines(folder / "run")
 
 
-def measure(events: list[Event], words: list[str], home: Path) -> list[Row]:
+def measure(events: list[Event], words: list[str], root: Path) -> list[Row]:
     """Return a row for each event; a run that nothing happens to comes first, to compare with."""
 
     def new(name: str) -> Path:
-        shutil.rmtree(home / name, ignore_errors=True)
-        (home / name).mkdir()
-        return home / name
+        shutil.rmtree(root / name, ignore_errors=True)
+        (root / name).mkdir()
+        return root / name
 
-    begun = time.time()
+    start_time = time.time()
     expected = resumed(words, new("whole"))
-    undisturbed_s = time.time() - begun
+    undisturbed_s = time.time() - start_time
     rows = []
     for event in events:
         folder = new("part")
@@ -161,17 +161,17 @@ def measure(events: list[Event], words: list[str], home: Path) -> list[Row]:
 def main(chosen: list[str]) -> int:
     if unknown := set(chosen) - {*CODES, *PLACES}:
         sys.exit(f"no such event or place: {', '.join(sorted(unknown))}; there are {', '.join([*CODES, *PLACES])}")
-    home = Path(tempfile.mkdtemp())
+    root = Path(tempfile.mkdtemp())
     os.environ.update(
-        TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(home / "jax"),
+        TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )  # fmt: skip
-    corpus = write_corpus(home / "corpus")
+    corpus = write_corpus(root / "corpus")
     small = [*SMALL, "data=text", f"data.paths=['{corpus}']"]
     kinds, places = ([name for name in names if name in chosen] or list(names) for names in (CODES, PLACES))
-    rows = measure(list_events(kinds, places), small, home)
+    rows = measure(list_events(kinds, places), small, root)
     if not chosen:
-        rows += measure([Event("SIGTERM", 1, "step", " of the default `tiny`")], DEFAULT, home)
+        rows += measure([Event("SIGTERM", 1, "step", " of the default `tiny`")], DEFAULT, root)
     table = (
         "| event | process | in | seconds until all are gone | exit codes of 0, 1 | lost |\n|---|---|---|---|---|---|\n"
     )
@@ -180,7 +180,7 @@ def main(chosen: list[str]) -> int:
     if not chosen:
         took = f"an undisturbed run takes {rows[0].undisturbed_s:.0f} s"
         PAGE.write_text(f"{PAGE.read_text().partition(MARK)[0]}{MARK}\nMachine: {machine}; {took}.\n\n{table}")
-    shutil.rmtree(home)
+    shutil.rmtree(root)
     wrong = [str(row) for row in rows if not row.is_as_expected]
     print("\n".join(wrong), file=sys.stderr)
     return bool(wrong)

@@ -73,9 +73,9 @@ def timed(function: Any, *arguments: Any) -> float:
 
     seconds = []
     for _ in range(STEPS + WARMUP):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start_time)
     return statistics.median(seconds[WARMUP:])
 
 
@@ -84,15 +84,15 @@ def kernel(tiny: bool) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from tunix.base.dotted import import_object
-    from tunix.config.kernel_tables import KERNELS
-    from tunix.models.kernels import choose_kernel
-    from tunix.models.seen import seen_in_row
+    from tunix.base.dotted_path import import_object
+    from tunix.models.attention_mask import row_mask_rule
+    from tunix.models.kernels import mesh_device, select_kernel
+    from tunix.models.table import KERNELS
 
     rows = []
     with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
         for heads, kv_heads, head_dim, length, window in TINY_SHAPES if tiny else SHAPES:
-            name = choose_kernel("auto", head_dim, "bfloat16").name
+            name = select_kernel("auto", head_dim, "bfloat16", mesh_device()).name
             keys = jax.random.split(jax.random.key(0), 4)
             q, k, v, d_out = (
                 jax.random.normal(key, (1, length, count, head_dim), jnp.bfloat16)
@@ -103,7 +103,7 @@ def kernel(tiny: bool) -> dict[str, Any]:
 
             def both(kernel, q, k, v, d_out, segments=segments, window=window):
                 def attended(q, k, v):
-                    return import_object(KERNELS[kernel])(q, k, v, seen_in_row(segments, window))
+                    return import_object(KERNELS[kernel])(q, k, v, row_mask_rule(segments, window))
 
                 out, pull_back = jax.vjp(attended, q, k, v)
                 return out, *pull_back(d_out)
@@ -128,10 +128,10 @@ def compare_experts(num_experts: int, num_rows: int, width: int, out: int) -> di
     import jax
     import jax.numpy as jnp
 
-    from tunix.models.kernels import choose_expert_products
-    from tunix.models.products import grouped_product
+    from tunix.models.kernels import mesh_device, select_expert_matmul
+    from tunix.models.matmul import grouped_product
 
-    name = choose_expert_products("auto", "bfloat16").name
+    name = select_expert_matmul("auto", "bfloat16", mesh_device()).name
     shapes = (num_rows, width), (num_experts, width, out), (num_rows, out)
     rows, w, d_out = (
         jax.random.normal(key, shape, jnp.bfloat16)
@@ -166,10 +166,10 @@ def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
     """Compile the train step of a case, and measure it; return figures beside those that the plan predicts."""
     import jax
 
-    from tunix.cli.compose import compose
+    from tunix.config.compose import compose
     from tunix.costs.devices import find_kind, read_device_kinds
-    from tunix.plan.compiled import compile_for
-    from tunix.plan.topology import Cluster
+    from tunix.plan.cluster import Cluster
+    from tunix.plan.compile import compile_for
 
     cfg = compose(words_of(name, tiny)).config
     device = jax.devices()[0]
@@ -198,14 +198,13 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
 
     from tunix.costs.devices import find_kind
     from tunix.sharding.arrays import to_global
-    from tunix.training.mesh_choices import build_mesh
-    from tunix.training.program import abstract_batch, assemble
-    from tunix.training.sizes import derive_sizes
+    from tunix.training.choices import build_mesh
+    from tunix.training.program import assemble, derive_sizes
 
     mesh, length = build_mesh(cfg, [device]), cfg.training.seq_len
     with jax.set_mesh(mesh):
-        program, shapes = assemble(cfg, mesh), abstract_batch(cfg, mesh)
-        sizes = derive_sizes(cfg, mesh, program.arch, None)
+        program = assemble(cfg, mesh)
+        shapes, sizes = program.abstract_batch, derive_sizes(program, None)
         train_step = jax.jit(program.step([(1000, sizes.batch.num_tokens)]), donate_argnums=0)
         options: Any = cfg.training.compiler_options
         compiled = train_step.lower(program.abstract, shapes).compile(compiler_options=options)
@@ -221,10 +220,10 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
         batch = to_global({name: np.ascontiguousarray(rows[name], shapes[name].dtype) for name in shapes}, mesh)
         state, seconds = program.new_state(0), []
         for _ in range(WARMUP + num_steps):
-            begun, cpu = time.perf_counter(), time.process_time()
+            start_time, cpu = time.perf_counter(), time.process_time()
             state, numbers = compiled(state, batch)
             loss = float(numbers["loss"])
-            seconds.append((time.perf_counter() - begun, time.process_time() - cpu))
+            seconds.append((time.perf_counter() - start_time, time.process_time() - cpu))
     step_s, cpu_s = (statistics.median(each) for each in zip(*seconds[WARMUP:], strict=True))
     kind, in_use = find_kind(device.device_kind), (device.memory_stats() or {}).get("peak_bytes_in_use")
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # on a CPU, of the process
@@ -240,8 +239,8 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
 
 def peer_question(name: str, tiny: bool) -> dict[str, Any]:
     """Return config.json and batch of a case, as `benchmarks/trained_by_transformers.py` takes them."""
-    from tunix.cli.compose import compose
-    from tunix.hf.config_json import write_config
+    from tunix.config.compose import compose
+    from tunix.huggingface.config_json import write_config
 
     cfg = compose(words_of(name, tiny)).config
     return {
@@ -260,11 +259,11 @@ class Parts:
     """Runs parts in processes of their own until the time of the command is over."""
 
     def __init__(self, tiny: bool, cache: str):
-        self.tiny, self.cache, self.begun = tiny, cache, time.monotonic()
+        self.tiny, self.cache, self.start_time = tiny, cache, time.monotonic()
 
     @property
     def left_s(self) -> float:
-        return LIMIT_S - (time.monotonic() - self.begun)
+        return LIMIT_S - (time.monotonic() - self.start_time)
 
     def ask(self, command: list[str], limit_s: float, question: dict | None = None, shared: bool = False) -> dict:
         """Return the answer of a process, the last line of its output as JSON, or {"error": reason}."""

@@ -17,15 +17,15 @@ from support.harness_tasks import TASKS, write_tasks
 from support.hf_files import write_hf_dir
 
 import tunix
-from tunix.inference.harness import make_adapter
+from tunix.inference.lm_eval import make_adapter
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = write_hf_dir(Path(name))
-        about = json.loads((folder / "tokenizer_config.json").read_text())
-        about["eos_token"] = "<eos>"  # transformers 5 refuses the older form
-        (folder / "tokenizer_config.json").write_text(json.dumps(about))
+        info = json.loads((folder / "tokenizer_config.json").read_text())
+        info["eos_token"] = "<eos>"  # transformers 5 refuses the older form
+        (folder / "tokenizer_config.json").write_text(json.dumps(info))
         write_tasks(folder)
         manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
         ours = make_adapter(tunix.load_pretrained(folder), batch_size=3)

@@ -12,13 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
 from tunix.config import Config
+from tunix.config.compose import compose
 from tunix.costs.derived import derive
-from tunix.plan.candidates import GIB, Candidate
-from tunix.plan.open_keys import replace_mesh
-from tunix.plan.ranking import rank
-from tunix.plan.topology import Cluster, read_topology
+from tunix.plan.cluster import Cluster, read_topology
+from tunix.plan.ranking import GIB, Candidate, rank, replace_mesh
 from tunix.sharding.mesh_shape import check_divides, explicit_sizes
 
 KINDS = ("h100", "h200")

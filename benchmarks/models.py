@@ -41,12 +41,12 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
     import ml_dtypes
     from safetensors.numpy import save_file
 
-    from tunix.cli.compose import compose
-    from tunix.families import FAMILIES
-    from tunix.hf.config_json import write_config
-    from tunix.hf.weights import shape_in_files
-    from tunix.models.paths import named
-    from tunix.training.mesh_choices import build_layout, build_mesh
+    from tunix.config.compose import compose
+    from tunix.huggingface.config_json import write_config
+    from tunix.huggingface.table import FAMILIES
+    from tunix.huggingface.weights import shape_in_files
+    from tunix.models.layers import named
+    from tunix.training.choices import build_layout, build_mesh
     from tunix.training.state import describe
 
     cfg = compose([*LLAMA, *words]).config
@@ -59,8 +59,12 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
         shape = shape_in_files(name, cfg.model.dims)
         scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
         for layer in range(cfg.model.num_layers if "{}" in name.tensor else 1):
-            noise = rng.standard_normal(shape, np.float32) * scale if len(shape) > 1 else np.ones(shape, np.float32)
-            tensors[name.tensor.format(layer)] = noise.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+            dropout_key = (
+                rng.standard_normal(shape, np.float32) * scale if len(shape) > 1 else np.ones(shape, np.float32)
+            )
+            tensors[name.tensor.format(layer)] = dropout_key.astype(
+                ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+            )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(write_config(cfg.model) | {"dtype": dtype}))
 
@@ -70,11 +74,11 @@ def load(folder: str) -> dict:
 
     import tunix
 
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     model = tunix.load_pretrained(folder, dtype="bfloat16")
     for leaf in jax.tree.leaves(model.params):
         np.asarray(leaf).view(np.int16).reshape(-1)[::2048].sum()  # every page is there
-    return {"seconds": time.perf_counter() - begun}
+    return {"seconds": time.perf_counter() - start_time}
 
 
 def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
@@ -83,11 +87,11 @@ def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
 
     model = tunix.load_pretrained(folder)
     tokens = (np.arange(int(batch) * int(prompt)) * 7919 % 32000).reshape(int(batch), int(prompt)).tolist()
-    seconds, how = [], Sampling(int(new), temperature=0.0)
+    seconds, sampling = [], Sampling(int(new), temperature=0.0)
     for _ in range(int(rounds) + 1):
-        begun = time.perf_counter()
-        answers = model.sample(tokens, how)
-        seconds.append(time.perf_counter() - begun)
+        start_time = time.perf_counter()
+        answers = model.sample(tokens, sampling)
+        seconds.append(time.perf_counter() - start_time)
     return {"seconds": seconds[1:], "tokens": [answer.tokens for answer in answers]}
 
 

@@ -41,7 +41,7 @@ def by_tunix(precision: str) -> dict[str, Any]:
     """Return what `gpu.train` measures."""
     import jax
 
-    from tunix.cli.compose import compose
+    from tunix.config.compose import compose
 
     cfg = compose([*WORDS, f"training.mixed_precision={PRESETS[precision]}"]).config
     return gpu.train(cfg, jax.devices()[0], STEPS)
@@ -60,8 +60,8 @@ def ask(command: list[str], question: dict[str, Any], compiled: str) -> dict[str
 
 def same_model() -> dict[str, Any]:
     """Return model and batch as the scripts of the other sides take them."""
-    from tunix.cli.compose import compose
-    from tunix.hf.config_json import write_config
+    from tunix.config.compose import compose
+    from tunix.huggingface.config_json import write_config
 
     config = write_config(compose(WORDS).config.model)
     return {"config": config, "rows": 4, "length": 512, "steps": STEPS, "warmup": gpu.WARMUP}

@@ -16,16 +16,14 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from tunix.cli.compose import compose
 from tunix.config import Config
+from tunix.config.compose import compose
+from tunix.costs.compiled_time import predict_time
 from tunix.costs.derived import derive
 from tunix.costs.hlo import read_collectives
-from tunix.costs.schedule import predict_time
-from tunix.plan.assumptions import HBM_SHARE, assume_speeds, derive_kernel_data
-from tunix.plan.candidates import Candidate
-from tunix.plan.compiled import compile_for
-from tunix.plan.described_devices import describe_devices
-from tunix.plan.topology import Cluster, read_topology
+from tunix.plan.cluster import HBM_SHARE, Cluster, assume_speeds, derive_kernel_data, read_topology
+from tunix.plan.compile import compile_for, describe_devices
+from tunix.plan.ranking import Candidate
 from tunix.sharding.mesh_shape import explicit_sizes
 
 CACHE = Path(__file__).parents[1] / ".cache" / "published"

@@ -29,9 +29,9 @@ def best(function, rounds: int = 3) -> float:
     """Seconds of the fastest of some calls, after one that is not counted."""
     times = []
     for _ in range(rounds + 1):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         function()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start_time)
     return min(times[1:])
 
 
@@ -41,8 +41,7 @@ def measure(folder: str, batch: str) -> dict:
     import jax.numpy as jnp
 
     import tunix
-    from tunix.inference.requests import Request
-    from tunix.inference.sampling import Sampling
+    from tunix.inference.sampling import Request, Sampling
 
     large = jnp.ones(1 << 27, jnp.float32)  # 0.5 GB: no cache has it
     read = jax.jit(jnp.sum)
@@ -55,14 +54,14 @@ def measure(folder: str, batch: str) -> dict:
             best(lambda new=new: model.sampler.rollout(weights, Request(tokens), Sampling(new, temperature=0.0)), 2)
             for new in (NEW + 1, 1)
         )
-        drawn = best(lambda: model.sampler.rollout(weights, Request(tokens), Sampling(NEW + 1)), 2)
+        sampled = best(lambda: model.sampler.rollout(weights, Request(tokens), Sampling(NEW + 1)), 2)
     cfg = model.cfg
     slots = (
         2 * sum(cfg.list_windows(PROMPT + NEW // 2)) * cfg.num_kv_heads * cfg.head_dim * 4
     )  # half way, as they are filled
     return {
         "seconds": (long - short) / NEW,
-        "drawn_seconds": (drawn - short) / NEW,
+        "drawn_seconds": (sampled - short) / NEW,
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) + int(batch) * slots,
         "bytes_per_s": large.nbytes / read_s,
     }
@@ -99,13 +98,13 @@ def main(batches: list[int]) -> None:
             ours, theirs = (
                 statistics.median(batch / turn[side]["seconds"] for turn in turns) for side in ("tunix", "transformers")
             )
-            drawn = statistics.median(batch / turn["tunix"]["drawn_seconds"] for turn in turns)
+            sampled = statistics.median(batch / turn["tunix"]["drawn_seconds"] for turn in turns)
             shares = [
                 turn["tunix"]["bytes"] / turn["tunix"]["bytes_per_s"] / turn["tunix"]["seconds"] for turn in turns
             ]
             ratios = [turn["transformers"]["seconds"] / turn["tunix"]["seconds"] for turn in turns]
             print(
-                f"batch {batch:3}  {ours:7.1f} tokens/s ({drawn:.1f} at temperature 1), transformers {theirs:7.1f}: "
+                f"batch {batch:3}  {ours:7.1f} tokens/s ({sampled:.1f} at temperature 1), transformers {theirs:7.1f}: "
                 f"x {statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)}); "
                 f"{statistics.median(shares):.0%} of the bandwidth limit",
                 flush=True,

@@ -67,36 +67,36 @@ def start(kind: Kind, folder: Path, data: list[str]) -> tuple[float, list[int], 
     words = [word.replace("RUN", "whole").replace("NEW", f"new{time.time_ns()}") for word in kind.words]
     if "hydra.run.dir" in " ".join(words) or "--steps=1" in words or "dry_run=true" in words:
         words += data
-    begun = time.time()
+    start_time = time.time()
     if kind.count == 1:
         module = words[0] == "-m"
         command = [sys.executable, *words] if module else [sys.executable, str(ROOT / words[0]), *words[1:]]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(2)}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-        return time.time() - begun, [done.returncode], done.stdout + done.stderr
+        return time.time() - start_time, [done.returncode], done.stdout + done.stderr
     program = {"module": words[1]} if words[0] == "-m" else {"script": words[0]}
     words = words[2:] if words[0] == "-m" else words[1:]
     with Processes(*words, folder=folder, count=kind.count, fork=False, **program) as processes:
         ends = processes.ends(LIMIT_S)
-    return time.time() - begun, [end.code for end in ends], "".join(end.stdout + end.stderr for end in ends)
+    return time.time() - start_time, [end.code for end in ends], "".join(end.stdout + end.stderr for end in ends)
 
 
 def main(words: list[str]) -> int:
     given = dict(word.split("=") for word in words)
-    home, rng = Path(tempfile.mkdtemp()), random.Random(int(given.get("seed", 0)))
+    root, rng = Path(tempfile.mkdtemp()), random.Random(int(given.get("seed", 0)))
     os.environ.update(
-        TUNIX_CACHE_DIR=str(home / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(home / "jax"),
+        TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
     )  # fmt: skip
-    data = ["data=text", f"data.paths=['{write_corpus(home / 'corpus')}']"]
-    _, codes, text = start(Kind(1, ["run_training.py", *TRAIN, "hydra.run.dir=RUN"]), home, data)
+    data = ["data=text", f"data.paths=['{write_corpus(root / 'corpus')}']"]
+    _, codes, text = start(Kind(1, ["run_training.py", *TRAIN, "hydra.run.dir=RUN"]), root, data)
     assert codes == [0], text
     results = {name: Ends() for name in KINDS}
     for number in range(int(given.get("count", 300))):
         name = rng.choice([*KINDS])
         kind, ends = KINDS[name], results[name]
         try:
-            seconds, codes, text = start(kind, home, data)
+            seconds, codes, text = start(kind, root, data)
         except subprocess.TimeoutExpired:
             seconds, codes, text = LIMIT_S, [], f"not gone after {LIMIT_S} s"
         ends.seconds.append(seconds)
@@ -104,14 +104,14 @@ def main(words: list[str]) -> int:
             ends.wrong.append(text)
             print(f"{name}: codes {codes}\n{text[-4000:]}", file=sys.stderr)
         print(f"{number + 1}: {name}, codes {codes}, {seconds:.1f} s", flush=True)
-        for path in home.glob("new*"):
+        for path in root.glob("new*"):
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
     print("| start | times | median s | ended otherwise |\n|---|---|---|---|")
     for name, ends in results.items():
         if ends.seconds:
             print(f"| {name} | {len(ends.seconds)} | {statistics.median(ends.seconds):.1f} | {len(ends.wrong)} |")
-    shutil.rmtree(home)
+    shutil.rmtree(root)
     return int(any(ends.wrong for ends in results.values()))
 
 

@@ -17,12 +17,12 @@ from support import harness
 
 import tunix
 from benchmarks import minimal
-from tunix.cli.compose import compose
+from tunix.checkpoints.checkpoint import Checkpoints
+from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.data.corpus import load_corpus
-from tunix.run.checkpoint import Checkpoints
+from tunix.data.dataset import load_corpus
 from tunix.run.metrics import Metrics
-from tunix.training.mesh_choices import build_mesh
+from tunix.training.choices import build_mesh
 
 STEPS, ROUNDS, WARMUP = 60, 3, 10
 QUIET = ["evaluation.sample_tokens=0", "evaluation.num_sequences=16", "evaluation.every_steps=null"]
@@ -39,11 +39,11 @@ class Stopwatch:
 
     def _timed(self, method):
         def timed(*args, **kwargs):
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.calls.append(time.perf_counter() - begun)
+                self.calls.append(time.perf_counter() - start_time)
 
         return timed
 
@@ -78,9 +78,9 @@ def compile_s(num_layers: int) -> float:
     """Trace, lower and compile the train step of a model with so many layers."""
     built = harness.program(f"model.num_layers={num_layers}", "model.global_every=6")
     data = harness.batch(jax.device_count())
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     built.compile(data)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start_time
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def main() -> None:
     cfg = compose(WORDS).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        data = TrainBatches(load_corpus(cfg).train, cfg, mesh)
+        data = TrainBatches(load_corpus(cfg).train, cfg, cfg.training, mesh)
         host = [jax.tree.map(lambda x: x[0], data.read(n * data.batch_size)) for n in range(STEPS)]
 
     writing = Stopwatch(Metrics, "write", "show")

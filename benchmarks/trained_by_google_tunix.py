@@ -53,10 +53,10 @@ def train(config: dict[str, Any], rows: int, length: int, steps: int, warmup: in
     step, _ = trainer.jit_train_and_eval_step(cache_nnx_graph=True)  # as `PeftTrainer.train` has it
     seconds = []
     for _ in range(warmup + steps):
-        begun, cpu = time.perf_counter(), time.process_time()
+        start_time, cpu = time.perf_counter(), time.process_time()
         value = float(step(batch)[0])
         jax.block_until_ready(nnx.state(trainer.model))
-        seconds.append((time.perf_counter() - begun, time.process_time() - cpu))
+        seconds.append((time.perf_counter() - start_time, time.process_time() - cpu))
     step_s, cpu_s = (statistics.median(each) for each in zip(*seconds[warmup:], strict=True))
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("google-tunix", "jax", "flax"))
     return {

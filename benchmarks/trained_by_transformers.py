@@ -41,7 +41,7 @@ def train(
     mixed = autocast and param_dtype == "float32"
     seconds = []
     for _ in range(warmup + steps):
-        begun, cpu = time.perf_counter(), time.process_time()
+        start_time, cpu = time.perf_counter(), time.process_time()
         with torch.autocast(device, torch.bfloat16) if mixed else contextlib.nullcontext():
             loss = forward(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -49,7 +49,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         value = loss.item()
-        seconds.append((time.perf_counter() - begun, time.process_time() - cpu))
+        seconds.append((time.perf_counter() - start_time, time.process_time() - cpu))
     step_s, cpu_s = (statistics.median(each) for each in zip(*seconds[warmup:], strict=True))
     peak = (
         torch.cuda.max_memory_allocated()

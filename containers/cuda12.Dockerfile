@@ -3,8 +3,8 @@
 #   docker run --gpus all --ipc host --ulimit memlock=-1 -v "$PWD:/work" tunix:cuda12 model=gemma3_270m
 FROM python:3.12-slim
 WORKDIR /tunix
-COPY requirements-cuda12.txt ./
-RUN pip install --no-cache-dir -r requirements-cuda12.txt
+COPY requirements/cuda12.txt requirements/
+RUN pip install --no-cache-dir -r requirements/cuda12.txt
 COPY pyproject.toml README.md LICENSE run_training.py ./
 COPY conf conf
 COPY tunix tunix

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import subprocess
 import sys
 
 from support.devices import xla_flags
@@ -19,10 +18,11 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from support import composing
+from support import composing, forks
 
 sys.dont_write_bytecode = False  # the same for this process
-composing.remember()
+if not forks.PLAIN:
+    composing.remember()
 # And the next session shares that of the tests: pytest takes 3 s to rewrite the asserts.
 sys.dont_write_bytecode = False
 # A machine with other work is slow at making input: no fault of a test.
@@ -30,16 +30,10 @@ hypothesis.settings.register_profile("tests", suppress_health_check=[hypothesis.
 hypothesis.settings.load_profile("tests")
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / ".cache"  # for the next session: compiled programs, installed packages; `make clean`
-PARTS = 40  # of the nightly cases; a run of the tests has one part of them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--nightly",
-        choices=list(CHOICES),
-        default="part",
-        help="the nightly cases that are run; see CONTRIBUTING.md",
-    )
+    parser.addoption("--nightly", action="store_true", help="run the nightly cases, too; see CONTRIBUTING.md")
 
 
 def is_nightly(item: pytest.Item) -> bool:
@@ -52,30 +46,13 @@ def is_nightly(item: pytest.Item) -> bool:
 
 def check_exceptions(items: list[pytest.Item]) -> None:
     """Raise `pytest.UsageError` where a mark `nightly` names a case that is none: it would never run each time."""
-    wanted, ids = set(), set()
+    requested, ids = set(), set()
     for item in items:
         if mark := item.get_closest_marker("nightly"):
-            wanted |= {(item.originalname, name) for name in mark.kwargs.get("but", ())}
+            requested |= {(item.originalname, name) for name in mark.kwargs.get("but", ())}
             ids.add((item.originalname, item.callspec.id if hasattr(item, "callspec") else None))
-    if missing := sorted(wanted - ids):
+    if missing := sorted(requested - ids):
         raise pytest.UsageError(f"@pytest.mark.nightly(but=...) names cases that are not there: {missing}")
-
-
-def todays_part(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return one of `PARTS` parts of these cases. The number of commits chooses it, so that forty commits run all.
-
-    Three neighbours stay in one part, because they share what their module prepares. A part has such groups from all
-    over the tests: the cases of one module may take much longer than those of others.
-    """
-    count = subprocess.run(
-        ["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    part = int(count.stdout or 0) % PARTS
-    return [item for place, item in enumerate(items) if place // 3 % PARTS == part]
-
-
-# The nightly cases that are run, by the value of --nightly.
-CHOICES = {"part": todays_part, "all": list, "none": lambda items: []}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,11 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A case that the command names by its test (`FILE::TEST`) is always run.
     """
-    nightly = {item: None for item in items if is_nightly(item)}  # in order
-    left_out: set[pytest.Item] = set()
-    if not any("::" in word for word in config.args):
+    nightly = {item for item in items if is_nightly(item)}
+    named = any("::" in word for word in config.args)
+    if not named:
         check_exceptions(items)
-        left_out = {*nightly} - {*CHOICES[config.getoption("--nightly")]([*nightly])}
+    left_out = set() if named or config.getoption("--nightly") else nightly
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     # No worker is alone with a long case at the end.
     items[:] = sorted(
@@ -132,12 +109,12 @@ def write_corpus(folder: Path, num_documents: int = 60, words: int = 120, seed: 
     """Documents of random words that follow one another with some regularity: there is something to learn."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    vocabulary = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(40)]
+    vocab = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(40)]
     for number in range(num_documents):
         word, text = rng.randrange(40), []
         for _ in range(words):
             word = (word * 3 + rng.choice([1, 1, 1, 2])) % 40
-            text.append(vocabulary[word])
+            text.append(vocab[word])
         (folder / f"{number:03}.txt").write_text(" ".join(text) + "\n")
     return folder
 

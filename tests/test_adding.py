@@ -18,8 +18,9 @@ from support.harness import ROOT, RUN, SMALL, experts, metrics
 from support.new_entries import OF_PROGRAMS, OF_THE_RUN
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.run.items import find_parts
+from tunix.checkpoints.saved import find_storage
+from tunix.checkpoints.store import find_parts
+from tunix.config.compose import compose
 
 ENTRIES = OF_THE_RUN | OF_PROGRAMS
 PAGE = (ROOT / "docs" / "adding.md").read_text()
@@ -139,7 +140,7 @@ def test_a_new_reason_ends_the_run(run):
 
 def test_a_new_store_keeps_the_checkpoints_and_a_new_copy(run):
     assert (run / "marked").exists()
-    assert find_parts(run / "checkpoints" / "3")["copies"] == ["first"]
+    assert find_parts(*find_storage(run / "checkpoints" / "3"))["copies"] == ["first"]
 
 
 def test_a_model_of_a_new_family_has_new_parts(run):
@@ -173,11 +174,6 @@ def test_a_new_dtype_of_products_multiplies(traced):
 
 def test_a_new_product_serves_few_rows(traced):
     assert traced["few_rows"] == "halves"
-
-
-def test_a_new_schedule_has_its_ticks(traced):
-    """Two parts, two stages, and the tick that the new schedule adds."""
-    assert traced["ticks"] == ["drained", 4]
 
 
 def test_a_new_exchange_of_experts_is_counted(traced):

@@ -11,10 +11,9 @@ import pytest
 from conftest import write_corpus
 from support.harness import ROOT
 
-from tunix.cli.command import command_parser
-from tunix.cli.compose import compose
-from tunix.cli.hydra_words import add_search_path
-from tunix.data.corpus import load_corpus
+from tunix.config.command_line import command_parser
+from tunix.config.compose import add_search_path, compose
+from tunix.data.dataset import load_corpus
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
@@ -51,8 +50,6 @@ def files(tmp_path, monkeypatch):
 def test_example(files, command):
     program, *words = shlex.split(command.removeprefix("python -m "))
     assert program == "tunix.prepare"
-    if {"data=hf", "data=parquet"} & {*words}:
-        pytest.importorskip("datasets")
     args = command_parser("prepare", "").parse_intermixed_args(words)
     light = any(word.startswith("data=") and word != "data=web_and_code" for word in words)
     heavy = [] if light else ["tokenizer=bytes", "dry_run=true"]

@@ -3,17 +3,15 @@
 import re
 import shlex
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from support.harness import ROOT
-from test_imports import ORDER
 
-from tunix.cli.compose import compose, to_yaml
+from tunix.config.compose import compose, to_yaml
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/results.md"]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/results.md"]
 
 
 def anchors(page: Path) -> set[str]:
@@ -85,20 +83,3 @@ def test_runs_of_the_readme_compose(words, tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(to_yaml(compose([]).config))
     compose(overrides)
-
-
-def test_the_picture_of_the_folders_is_the_order_of_imports():
-    picture = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)[0]
-    layers = [re.split(r" {4,}", line.strip())[0].split() for line in picture.splitlines()]
-    layers = [layer for layer in layers if layer and layer[0] not in ("|", "v")]
-    assert {name for layer in layers for name in layer} == {*ORDER} - {"__init__", "__main__"}
-    for above, below in pairwise(layers):
-        assert min(map(ORDER.index, above)) > max(map(ORDER.index, below)), (above, below)
-
-
-def test_the_map_names_every_module():
-    readme = (ROOT / "README.md").read_text()
-    for path in Path(ROOT / "tunix").iterdir():
-        if path.name not in ("__init__.py", "__main__.py", "__pycache__"):
-            name = f"tunix/{path.name}{'/' if path.is_dir() else ''}"
-            assert f"`{name}`" in readme, name

@@ -13,11 +13,10 @@ from support.harness import ONE_LAYER, ROOT, RUN, cli, metrics
 import tunix
 from tunix.average import average
 from tunix.base.errors import UserError
-from tunix.cli.architecture import describe_keys_outside_family
-from tunix.cli.command import read_settings
-from tunix.cli.compose import compose
-from tunix.cli.hydra_words import add_search_path
 from tunix.config import Average, Export
+from tunix.config.command_line import read_settings
+from tunix.config.compose import add_search_path, compose
+from tunix.config.pretrained_config import describe_keys_outside_family
 from tunix.export import export
 
 WRONG = """
@@ -95,8 +94,8 @@ def test_a_family_of_ones_own(folder):
     own, name = "model.family=my_parts:MY_FAMILY", "my_parts:MY_FAMILY"
     parity = ROOT / "tests/models/parity/qwen2"
     shutil.copytree(parity, folder / "hf")
-    about = json.loads((parity / "config.json").read_text()) | {"model_type": "my_model"}
-    (folder / "hf/config.json").write_text(json.dumps(about))
+    info = json.loads((parity / "config.json").read_text()) | {"model_type": "my_model"}
+    (folder / "hf/config.json").write_text(json.dumps(info))
     (folder / "my_conf/model/family").mkdir(parents=True)
     (folder / "my_conf/model/family/my_family.yaml").write_text(my_values())
     (folder / "my_conf/model/my_model_1b.yaml").write_text(SIZE)

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cli.test_wheel import SOURCES
+from config.test_wheel import SOURCES
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -25,6 +25,7 @@ NOT_IMPORTED = {
     "profile",
     "site",
     "servers",
+    "tests",
     "mlflow_server",
     "dev",
 }  # extras without a module for tunix/
@@ -44,7 +45,7 @@ def test_a_container_installs_the_locked_versions(cuda):
     text = (ROOT / "containers" / f"cuda{cuda}.Dockerfile").read_text()
     steps = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     copied = {word for step in steps if step[0] == "COPY" for word in step[1:-1]}
-    assert copied == {*SOURCES, f"requirements-cuda{cuda}.txt"}
+    assert copied == {*SOURCES, f"requirements/cuda{cuda}.txt"}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for name in copied:
         assert (ROOT / name).exists()
@@ -53,14 +54,35 @@ def test_a_container_installs_the_locked_versions(cuda):
     assert base
     assert base[1] in SpecifierSet(PROJECT["requires-python"])
     assert f'ENTRYPOINT ["{next(iter(PROJECT["scripts"]))}"]' in text
-    assert f"pip install --no-cache-dir -r requirements-cuda{cuda}.txt" in text
-    pins, locked = read_pins(f"requirements-cuda{cuda}.txt"), read_pins("requirements.txt")
+    assert f"pip install --no-cache-dir -r requirements/cuda{cuda}.txt" in text
+    pins, locked = read_pins(f"requirements/cuda{cuda}.txt"), read_pins("requirements.txt")
     assert {f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt"} <= pins.keys()
     assert pins[f"jax-cuda{cuda}-plugin"] == locked["jax"]
     assert {name: versions for name, versions in pins.items() if name in locked} == {
         name: versions for name, versions in locked.items() if name in pins
     }
     assert {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]} <= pins.keys()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem)
+def test_users_get_the_versions_that_are_tested(path):
+    """`make lock` makes all files from one; and a lock names no package index."""
+    tested, pins = read_pins("requirements/tests.txt"), read_pins(path.relative_to(ROOT))
+    assert pins
+    assert {name: versions for name, versions in pins.items() if name in tested and versions != tested[name]} == {}
+    assert pins.keys() - tested.keys() == set() or path.stem.startswith("cuda")
+    assert "://" not in path.read_text()
+
+
+def test_the_tests_have_every_extra():
+    """No test is left out because a package of PyPI is missing; CUDA's come where there is an NVIDIA driver."""
+    extras, tested, new = PROJECT["optional-dependencies"], {"tests"}, {"tests"}
+    while new:
+        words = [Requirement(line) for name in new for line in extras[name]]
+        new = {extra for word in words if word.name == PROJECT["name"] for extra in word.extras} - tested
+        tested |= new
+    assert extras.keys() - tested == {"cuda12", "cuda13"}
+    assert read_pins("requirements.txt").items() <= read_pins("requirements/tests.txt").items()
 
 
 def test_the_table_of_optional_packages_is_that_of_the_extras():

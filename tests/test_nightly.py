@@ -1,18 +1,9 @@
-"""Forty commits run every nightly case; a case that its mark names runs each time."""
+"""A nightly case runs when it is asked for; a case that its mark names runs each time."""
 
-import subprocess
 from types import SimpleNamespace
 
 import conftest
 import pytest
-
-
-def test_forty_commits_run_all(monkeypatch):
-    cases, seen = list(range(300)), []
-    for count in range(990, 990 + conftest.PARTS):
-        monkeypatch.setattr(subprocess, "run", lambda *_, count=count, **__: SimpleNamespace(stdout=f"{count}\n"))
-        seen += conftest.todays_part(cases)
-    assert sorted(seen) == cases
 
 
 def case(name: str, mark: pytest.MarkDecorator | None) -> SimpleNamespace:

@@ -9,6 +9,8 @@ import socket
 from contextlib import suppress
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,14 +21,13 @@ from tokenizers.models import BPE
 
 from tunix.base.digests import Damaged, check_files
 from tunix.base.errors import UserError
-from tunix.families import FAMILIES
-from tunix.hf.config_json import read_config
-from tunix.hf.tensor_files import INDEX, TensorFiles, weight_files
+from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.files import Columns, Csv, Jsonl, Parquet, Unit
+from tunix.data.tokenizer import load_vocab
+from tunix.huggingface.config_json import read_config
+from tunix.huggingface.table import FAMILIES
+from tunix.huggingface.weights import INDEX, TensorFiles, weight_files
 from tunix.processes import rollcall
-from tunix.sources.files import Unit
-from tunix.sources.rows import Columns, Csv, Jsonl, Parquet
-from tunix.tokenizer.chat import PLAIN, ChatTemplate
-from tunix.tokenizer.vocabulary import load_vocabulary
 
 NUM_INPUTS = int(os.environ.get("TUNIX_FUZZ", "60"))
 fuzz = settings(
@@ -52,14 +53,14 @@ def damaged(draw, whole: bytes) -> bytes:
     """Bytes with some changed, left out or put in."""
     data = bytearray(whole)
     for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, max(0, len(data) - 1)))
+        index = draw(st.integers(0, max(0, len(data) - 1)))
         kind = draw(st.sampled_from(("change", "cut", "insert")))
         if kind == "change" and data:
-            data[place] = draw(st.integers(0, 255))
+            data[index] = draw(st.integers(0, 255))
         elif kind == "cut":
-            del data[place : place + draw(st.integers(1, 30))]
+            del data[index : index + draw(st.integers(1, 30))]
         else:
-            data[place:place] = draw(st.binary(max_size=12))
+            data[index:index] = draw(st.binary(max_size=12))
     return bytes(data)
 
 
@@ -108,7 +109,7 @@ def test_roll_call(folder, data):
             theirs.sendall(data[:60_000] + b"\n")
         theirs.shutdown(socket.SHUT_WR)
         ours.settimeout(1)
-        report = rollcall.read(ours)
+        report = rollcall.read(ours, 1.0)
     if rollcall.is_report(report):
         present = {0: REPORTS[0] | {"process": 0, "ahead_s": 0.0}}
         assert isinstance(rollcall._find_mistake(present, report), str)
@@ -148,7 +149,7 @@ def test_safetensors(folder, data):
 @outside(damaged(SEED_TOKENIZER.encode()) | changed([json.loads(SEED_TOKENIZER)]) | NESTED)
 def test_tokenizer_json(folder, data):
     (folder / "tokenizer.json").write_bytes(data)
-    load_vocabulary(str(folder), eos="a")
+    load_vocab(str(folder), eos="a")
 
 
 def test_a_tokenizer_whose_library_panics(tmp_path):
@@ -157,7 +158,7 @@ def test_a_tokenizer_whose_library_panics(tmp_path):
     whole["model"]["continuing_subword_prefix"] = "##"
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     with pytest.raises(UserError, match="cannot be read as a tokenizer.json"):
-        load_vocabulary(str(tmp_path), eos="a")
+        load_vocab(str(tmp_path), eos="a")
 
 
 SETTINGS = [
@@ -169,7 +170,7 @@ SETTINGS = [
 def test_tokenizer_config(folder, data):
     (folder / "tokenizer.json").write_text(SEED_TOKENIZER)
     (folder / "tokenizer_config.json").write_bytes(data)
-    load_vocabulary(str(folder)).chat.render([{"role": "user", "content": "a"}])
+    load_vocab(str(folder)).chat.render([{"role": "user", "content": "a"}])
 
 
 PIECES = ("{{", "}}", "{%", "%}", "messages", "for", "endfor", "if", "else", "endif", "message", "in", " ", "1", "/", "0", "[", "]", "(", ")",
@@ -186,7 +187,7 @@ def test_chat_template(folder, data):
 
 
 def test_a_template_that_never_ends(monkeypatch):
-    monkeypatch.setattr("tunix.tokenizer.chat.LONGEST_S", 0.5)
+    monkeypatch.setattr("tunix.data.chat.TIME_LIMIT_S", 0.5)
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(UserError, match="task.chat_template refuses a conversation: not done after 0.5 s"):
         ChatTemplate(loops, {}).render([{"role": "user", "content": "a"}])
@@ -201,7 +202,7 @@ def test_a_template_that_never_ends(monkeypatch):
 def test_jsonl(folder, data):
     path = folder / "rows.jsonl"
     path.write_bytes(data)
-    source = Jsonl.model_construct(source="jsonl", paths=(str(path),), extensions=(".jsonl",))
+    source = Jsonl.model_construct(source="jsonl", paths=(str(path),), extensions=(".jsonl",), max_document_bytes=None)
     for item in source.read(Unit("rows", str(path), 0, len(data), len(data), "")):
         assert item.problem or isinstance(item.content, dict)
 
@@ -214,7 +215,9 @@ def test_csv(folder, data):
     path = folder / "rows.csv"
     path.write_bytes(data)
     columns = Columns.model_construct(text="text")
-    source = Csv.model_construct(source="csv", paths=(str(path),), extensions=(".csv",), delimiter=",", columns=columns)
+    source = Csv.model_construct(
+        source="csv", paths=(str(path),), extensions=(".csv",), delimiter=",", columns=columns, max_document_bytes=None
+    )
     for item in source.read(Unit("rows", str(path), 0, len(data), len(data), "")):
         assert item.problem or isinstance(item.content, dict)
 
@@ -222,11 +225,8 @@ def test_csv(folder, data):
 @pytest.fixture(scope="module")
 def parquet() -> bytes:
     """A small file with two row groups."""
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     written = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.table({"text": ["a", "bb", None], "n": [1, 2, 3]}), written, row_group_size=2)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "bb", None], "n": [1, 2, 3]}), written, row_group_size=2)
     return written.getvalue().to_pybytes()
 
 

@@ -8,11 +8,11 @@ import pytest
 from support.devices import QUICK
 from support.harness import ONE_LAYER, RUN, run_python
 
-from tunix.cli.compose import compose
-from tunix.sharding.dims import axis_names
+from tunix import verify
+from tunix import verify as command
+from tunix.config.compose import compose
+from tunix.sharding.table import axis_names
 from tunix.training.program import Program
-from tunix.verify import __main__ as command
-from tunix.verify import trials
 
 TWO = '--meshes=[[[8],["fsdp"]],[[2,2,2],["dp","fsdp","tp"]]]'
 
@@ -64,7 +64,7 @@ def test_a_mesh_that_goes_wrong_is_found(words, run, monkeypatch):
 
 
 def test_numbers_that_are_not_finite_never_agree():
-    two = [trials.Trial("", 1, {"loss": [float("nan")], "grad_norm": [1.0]})] * 2
+    two = [verify.Trial("", 1, {"loss": [float("nan")], "grad_norm": [1.0]})] * 2
     assert command.report(two, tolerance=1e30)[1] == float("inf")
 
 
@@ -79,7 +79,7 @@ def test_numbers_that_are_not_finite_never_agree():
 )
 def test_chosen_meshes(words, more, chosen):
     cfg = compose([*words, *more]).config
-    found = trials.choose_meshes(cfg, trials._global_batch(cfg))
+    found = verify.select_meshes(cfg, verify._global_batch(cfg))
     assert [{axis: size for axis, size in sizes.items() if size > 1} for sizes in found] == chosen
 
 
@@ -94,7 +94,7 @@ def test_every_mesh_of_a_model_with_experts():
             "training.micro_batch_size=1",
         ]
     ).config
-    found = trials.choose_meshes(cfg, 64, every=True)
+    found = verify.select_meshes(cfg, 64, every=True)
     named = [frozenset(axis for axis, size in sizes.items() if size > 1) for sizes in found]
     assert len(found) == 1 + 6 + 30 + 20  # one device; 8 on an axis; 4 x 2 and 2 x 4; 2 x 2 x 2
     assert {frozenset(pair) for pair in combinations(axis_names(), 2)} <= set(named)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import jax
 
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.costs.derived import derive
-from tunix.plan.compiled import compile_for
-from tunix.plan.topology import read_topology
-from tunix.sharding.dims import axis_names
+from tunix.plan.cluster import read_topology
+from tunix.plan.compile import compile_for
 from tunix.sharding.mesh_shape import count_devices
+from tunix.sharding.table import axis_names
 
 AXES = ("dp", "fsdp", "ep", "cp", "tp", "pp")
 KINDS = {"gathered": ("all-gather",), "summed": ("all-reduce", "reduce-scatter"),
@@ -28,7 +28,7 @@ class Moved(NamedTuple):
 
     num_bytes: dict[str, tuple[int, int]]  # by a name of `KINDS`
     counts: dict[str, int]
-    ticks: int  # of a pipeline; 1 for each microbatch without stages
+    iterations: int  # of a pipeline; 1 for each microbatch without stages
 
 
 def words(axis: str, num_devices: int, largest: int) -> list[str]:
@@ -64,7 +64,7 @@ def measure(axis: str, num_devices: int, largest: int | None = None) -> Moved:
     counts: dict[str, int] = {}
     for each in compiled.traffic:
         counts[each.kind] = counts.get(each.kind, 0) + each.count
-    return Moved(num_bytes, counts, cfg.training.pipeline(sizes).num_ticks)
+    return Moved(num_bytes, counts, cfg.training.pipeline(sizes).num_iterations)
 
 
 def main() -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tunix.base.dotted import Choices
-from tunix.base.section import read_descriptions
-from tunix.cli.compose import compose
-from tunix.cli.keys import find_tag, find_tag_key, list_sections
+from tunix.base.config_types import CONF, read_descriptions
+from tunix.base.dotted_path import Choices
 from tunix.config import Config, Section
-from tunix.config.values import CONF
+from tunix.config.compose import compose
+from tunix.config.mistakes import find_tag, find_tag_key, list_sections
 
 HEAD = """# Config keys
 
@@ -29,7 +28,7 @@ People set these keys most: `model`, `model.init_from`, `model.mesh_shape`, `dat
 `make docs` makes this page from `tunix/config/` and `conf/`.
 """
 PART = "{source: synthetic, held_out_fraction: 0.01, num_documents: 1, mean_document_bytes: 1}"
-FUNCTION = "tunix.base.tables:as_text"  # a dotted path is imported when it is checked
+FUNCTION = "tunix.base.text:as_text"  # a dotted path is imported when it is checked
 REQUIRED = {  # words that a choice does not compose without
     **{f"data={name}": ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "pairs", "tokens")},
     "data=hf": ["data.path=NAME"],

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
 from tunix.config import Model
-from tunix.config.mlp import ExpertsMlp
-from tunix.config.values import CONF
-from tunix.families import FAMILIES, Family
-from tunix.sharding.dims import axis_names, needed_dims
-from tunix.training.program_checks import check_model_on_mesh
+from tunix.config.compose import compose
+from tunix.config.layers import ExpertsMlp
+from tunix.huggingface.table import FAMILIES, Family
+from tunix.sharding.table import axis_names, needed_dims
+from tunix.training.program import check_model_on_mesh
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"
@@ -53,13 +53,13 @@ def page(text: str) -> str:
 
 def table() -> str:
     """Return the table as Markdown: a row for each family, in the order of its name."""
-    sizes = _sizes()
+    sizes = list_sizes()
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
     rows += [tuple(_row(name, family, sizes[name])) for name, family in sorted(FAMILIES.items())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _sizes() -> dict[str, list[str]]:
+def list_sizes() -> dict[str, list[str]]:
     """Return the names of the published sizes of each family."""
     sizes: dict[str, list[str]] = {name: [] for name in FAMILIES}
     for path in sorted((CONF / "model").glob("*.yaml")):
@@ -72,7 +72,7 @@ def _sizes() -> dict[str, list[str]]:
 
 def _row(name: str, family: Family, sizes: list[str]) -> Iterator[str]:
     model = compose([f"model={sizes[0]}", "model.mesh_shape=[[1],[fsdp]]"]).config.model
-    yield f"`{name}` ({_title(name)})"
+    yield f"`{name}` ({family_title(name)})"
     yield " ".join(f"`{size}`" for size in sizes)
     yield f"{NORMS[model.norm]}, {PLACES[model.norm_placement]}{QK_NORMS[model.qk_norm]}"
     yield "; ".join(_positions(model, family))
@@ -83,7 +83,7 @@ def _row(name: str, family: Family, sizes: list[str]) -> Iterator[str]:
     yield ", ".join([*refused, "keys that are not understood"])
 
 
-def _title(name: str) -> str:
+def family_title(name: str) -> str:
     """Return what the file of the family says that it is."""
     first = (CONF / "model" / "family" / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
     first = re.sub(r"^What (the |all |both |dense )*(sizes of )?|^all dense sizes of ", "", first)
@@ -152,7 +152,7 @@ def _axes(model: Model) -> str:
     """Return the mesh axes that a model may have, and why it refuses the others, as the program says it."""
     model = model.model_copy(update={"num_layers": EVEN_LAYERS})
     allowed, refused = [], []
-    useless = {axis for axis, letter in needed_dims().items() if letter not in model.dims}
+    useless = {axis for axis, dim_name in needed_dims().items() if dim_name not in model.dims}
     for axis in axis_names():
         if axis in useless:
             continue

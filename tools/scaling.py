@@ -11,15 +11,15 @@ from pathlib import Path
 
 import jax
 
-from tunix.cli.compose import compose
 from tunix.config import Config
-from tunix.config.mlp import ExpertsMlp
+from tunix.config.compose import compose
+from tunix.config.layers import ExpertsMlp
 from tunix.costs.derived import derive
-from tunix.costs.links import BUS_FACTORS
-from tunix.costs.program_cache import find_program
-from tunix.models.exchanges import count_repeats
-from tunix.sharding.dims import EXPERTS, axis_names
+from tunix.costs.devices import BUS_FACTORS
+from tunix.costs.memory import find_program
+from tunix.models.context_parallel import count_repeats
 from tunix.sharding.mesh_shape import count_devices
+from tunix.sharding.table import EXPERTS, axis_names
 
 PAGE, FIGURE = Path("docs/scaling.md"), Path("docs/images/scaling.svg")
 BEGIN, END = "<!-- table: made by python -m tools.scaling -->", "<!-- end of table -->"
@@ -137,9 +137,9 @@ def _choices(sizes: Sizes) -> int:
 def of_pp(sizes: Sizes, num_devices: int) -> float:
     """A part and its gradient in each tick; what comes in and goes out, over all stages; gradients of the tables."""
     parts, tokens = 64, sizes.cfg.training.seq_len
-    ticks, beside = parts + num_devices - 1, 2 * 4 * tokens  # positions and segments travel with a part
-    permuted = ticks * (2 * sizes.stream + beside)
-    ends = _share(num_devices) * (2 * (ticks + parts) * sizes.stream + ticks * beside)
+    iterations, beside = parts + num_devices - 1, 2 * 4 * tokens  # positions and segments travel with a part
+    permuted = iterations * (2 * sizes.stream + beside)
+    ends = _share(num_devices) * (2 * (iterations + parts) * sizes.stream + iterations * beside)
     fields = len(("tokens", "targets", "positions", "segment_ids", "loss_mask"))
     dealt_out = _share(num_devices) * fields * parts / num_devices * tokens * 4
     return permuted + ends + dealt_out + 2 * _share(num_devices) * THIRTY_TWO_BITS * sizes.tables
@@ -195,7 +195,7 @@ def figure(found: Found) -> str:
     low, high = math.floor(math.log10(min(sizes))), math.ceil(math.log10(max(sizes)))
     bottom, right = HEIGHT - 40, WIDTH - 90
 
-    def place(number: int, size: float) -> tuple[float, float]:
+    def index(number: int, size: float) -> tuple[float, float]:
         x = LEFT + (math.log2(number) - 1) / (math.log2(DEVICES[-1]) - 1) * (right - LEFT)
         return round(x, 1), round(bottom - (math.log10(size) - low) / (high - low) * (bottom - TOP), 1)
 
@@ -206,19 +206,19 @@ def figure(found: Found) -> str:
         f'<text x="{LEFT}" y="14">GB that a device sends in a step (lines: derived, circles: theory)</text>',
     ]
     for power in range(low, high + 1):
-        _, y = place(2, 10.0**power)
+        _, y = index(2, 10.0**power)
         parts.append(f'<line x1="{LEFT}" y1="{y}" x2="{right}" y2="{y}" stroke="#dddddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{10.0**power / 1e9:g}</text>')
     for number in DEVICES:
-        x, _ = place(number, 10.0**low)
+        x, _ = index(number, 10.0**low)
         parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{number}</text>')
     parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 6}" text-anchor="middle">devices on the axis</text>')
     for name, colour in zip(CASES, COLOURS, strict=True):
-        places = [place(number, found[name][number][0]) for number in DEVICES]
+        places = [index(number, found[name][number][0]) for number in DEVICES]
         line = " ".join(f"{x},{y}" for x, y in places)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for number in DEVICES:
-            x, y = place(number, found[name][number][1])
+            x, y = index(number, found[name][number][1])
             parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="none" stroke="{colour}"/>')
         x, y = places[-1]
         parts.append(f'<text x="{x + 10}" y="{y + 4}" fill="{colour}">{name}</text>')
@@ -228,8 +228,8 @@ def figure(found: Found) -> str:
 def main() -> None:
     """Write the table and the figure."""
     found = {name: {number: measure(case, number) for number in DEVICES} for name, case in CASES.items()}
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.split(END)[1]}")
+    before, remaining = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{remaining.split(END)[1]}")
     FIGURE.write_text(figure(found))
 
 

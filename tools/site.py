@@ -36,44 +36,46 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead each link to a file of the repository to the page of the site that has it."""
-    folder = ROOT if page.file.src_uri in ("index.md", "changelog.md") else ROOT / "docs"
-    return LINK.sub(lambda found: _convert(found[1], found[2], folder), markdown)
+    source = page.file.src_uri
+    folder = ROOT if source in ("index.md", "changelog.md") else (ROOT / "docs" / source).parent
+    up = "../" * source.count("/")
+    return LINK.sub(lambda found: _convert(found[1], found[2], folder, up), markdown)
 
 
 def list_modules() -> dict[str, list[str]]:
     """Return {page: modules} of the package: the top's under "tunix", a folder's under its name."""
     pages: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        place = path.relative_to(PACKAGE)
-        if path.stem.startswith("__") and place.name != "__init__.py":
+        index = path.relative_to(PACKAGE)
+        if path.stem.startswith("__") and index.name != "__init__.py":
             continue
-        if place.name == "__init__.py" and len(place.parts) > 1 and not path.read_text().strip():
+        if index.name == "__init__.py" and len(index.parts) > 1 and not path.read_text().strip():
             continue
-        page, module = _locate(place)
+        page, module = _locate(index)
         pages.setdefault(page, []).append(module)
     return pages
 
 
-def _convert(text: str, target: str, folder: Path) -> str:
-    """Return one link as the site has it; `target` is relative to `folder`."""
+def _convert(text: str, target: str, folder: Path, up: str) -> str:
+    """Return one link as the site has it; `target` is relative to `folder`, and `up` leads to the root of the site."""
     path, _, anchor = target.partition("#")
     if not path or "://" in path or target.startswith("mailto:"):
         return f"[{text}]({target})"
     file = (folder / path).resolve()
     if file.is_relative_to(ROOT / "docs"):
-        return f"[{text}]({file.relative_to(ROOT / 'docs')}{'#' + anchor if anchor else ''})"
+        return f"[{text}]({up}{file.relative_to(ROOT / 'docs')}{'#' + anchor if anchor else ''})"
     if file == ROOT / "README.md":
-        return f"[{text}](index.md)"
+        return f"[{text}]({up}index.md)"
     if file == PACKAGE or not file.is_relative_to(PACKAGE):
         return text
-    place = file.relative_to(PACKAGE)
+    index = file.relative_to(PACKAGE)
     if file.is_dir():
-        return f"[{text}](api/{place}.md)"
-    page, module = _locate(place)
-    return f"[{text}](api/{page}.md#{module})"
+        return f"[{text}]({up}api/{index}.md)"
+    page, module = _locate(index)
+    return f"[{text}]({up}api/{page}.md#{module})"
 
 
-def _locate(place: Path) -> tuple[str, str]:
+def _locate(index: Path) -> tuple[str, str]:
     """Return the page of the API and the name of the module of a file, whose path is relative to the package."""
-    module = ".".join(("tunix", *place.with_suffix("").parts)).removesuffix(".__init__")
-    return place.parts[0] if len(place.parts) > 1 else "tunix", module
+    module = ".".join(("tunix", *index.with_suffix("").parts)).removesuffix(".__init__")
+    return index.parts[0] if len(index.parts) > 1 else "tunix", module

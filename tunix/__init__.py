@@ -21,15 +21,14 @@ def train(config_or_overrides: "Config | list[str]") -> "Result":
     Raises:
         UserError: the run cannot be done.
     """
-    from tunix.cli import compose
-    from tunix.cli.inputs import refuse_missing_inputs
-    from tunix.cli.intent import refuse_foreign_vocabulary
+    from tunix.config import compose
+    from tunix.config.compose import reject_foreign_vocab, reject_missing_inputs
     from tunix.trainer import run
 
     if isinstance(config_or_overrides, list):
         job = compose.compose(config_or_overrides)
-        refuse_foreign_vocabulary(job)
-        refuse_missing_inputs(job)
+        reject_foreign_vocab(job)
+        reject_missing_inputs(job)
         return run(job)
     return run(compose.make_job(config_or_overrides))
 

@@ -40,14 +40,14 @@ def main() -> int:
     if name == "train":
         del sys.argv[1]
     elif name.isidentifier():  # an override has a =, a flag has a -
-        return exits.report_errors(lambda: refuse_command(name))
+        return exits.report_errors(lambda: reject_command(name))
     exits.exit_on_stop_signals()
     from tunix.train_command import train_command
 
     return train_command()
 
 
-def refuse_command(name: str) -> None:
+def reject_command(name: str) -> None:
     """Raise `UserError` for a first word that is no command."""
     commands = ["train", *COMMANDS]
     raise UserError(f"there is no command {name}; choose from {', '.join(commands)}{did_you_mean(name, commands)}")

@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from tunix.base.errors import UserError
-from tunix.cli.command import run_command
-from tunix.cli.runs import find_checkpoints, find_run
 from tunix.config import Average
+from tunix.config.command_line import run_command
+from tunix.config.saved_runs import find_checkpoints, find_run
 from tunix.export import write_export
 from tunix.inference.pretrained import Pretrained, load_pretrained
-
-MAY_DIFFER = {"mesh_shape", "attention", "init_from", "init_adapter"}  # keys of the model: the others must agree
 
 
 def average(command: Average) -> str:
@@ -60,9 +58,11 @@ def list_sources(command: Average) -> list[str]:
     else:
         run = find_run(command.checkpoint)
         if run is None or run[1] is not None or command.steps is None:
-            what = "is no run of tunix" if run is None else "is one checkpoint" if run[1] is not None else "needs steps"
+            label = (
+                "is no run of tunix" if run is None else "is one checkpoint" if run[1] is not None else "needs steps"
+            )
             raise UserError(
-                f"checkpoint={command.checkpoint} {what}; give the folder of a run and steps=[300,400] or steps=all, "
+                f"checkpoint={command.checkpoint} {label}; give the folder of a run and steps=[300,400] or steps=all, "
                 "or several checkpoints: checkpoint=[DIR,DIR]"
             )
         sources = [folder for _, folder in find_checkpoints(run[0], command.steps, "steps")]
@@ -102,7 +102,7 @@ def _add(total: Any, params: Any, share: float) -> Any:
 
 
 def _check_same(first: Pretrained, other: Pretrained, name: str, other_name: str) -> None:
-    keys, others = (model.cfg.model_dump(exclude=MAY_DIFFER) for model in (first, other))
+    keys, others = first.cfg.architecture, other.cfg.architecture
     for key, value in keys.items():
         if others[key] != value:
             raise UserError(

@@ -10,25 +10,23 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
-from tunix.base.disk import find_writable
 from tunix.base.errors import UserError
-from tunix.base.tables import print_table
-from tunix.cli import command, compose
-from tunix.cli.runs import find_checkpoints, find_run
-from tunix.config import Config, Evaluate
+from tunix.base.files import find_writable
+from tunix.base.text import print_table
+from tunix.config import Config, Evaluate, command_line, compose
 from tunix.config.data import Mixture
+from tunix.config.saved_runs import find_checkpoints, find_run
 from tunix.config.task import Dpo
-from tunix.data.corpus import Corpus, load_corpus
-from tunix.hf.hub import find
-from tunix.inference.harness import ask_tasks
+from tunix.data.dataset import Corpus, load_corpus
+from tunix.huggingface.hub import find
+from tunix.inference.lm_eval import list_tasks
 from tunix.inference.pretrained import describe_files, load_params, load_pretrained
 from tunix.processes import peers
-from tunix.rl.answer_quality import is_sampling, measure_answers
-from tunix.rl.pair_reference import add_reference
-from tunix.rl.quality import Numbers
-from tunix.run.run_folder import TOKENIZER
+from tunix.rl.evaluation import Numbers, evaluate_answers, is_sampling
+from tunix.rl.reference import add_reference
+from tunix.run.folder import TOKENIZER
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.held_out import HeldOut
-from tunix.training.mesh_choices import build_layout, build_mesh, set_remat
 from tunix.training.program import assemble
 from tunix.training.state import Architecture, describe
 
@@ -42,22 +40,22 @@ def evaluate(cmd: Evaluate) -> None:
     steps = _list_steps(cmd)
     cfg = peers.main_first(lambda: _make_config(cmd), "reading the config")
     split = cfg if cmd.split == "held_out" else _hold_out_nothing(cfg)
-    measure = {"loss": measure_loss, "lm_eval": measure_tasks}.get(cmd.metric, measure_answers)
-    measured = measure(cmd, split, list(steps.values()))
+    evaluate_fn = {"loss": evaluate_loss, "lm_eval": evaluate_tasks}.get(cmd.metric, evaluate_answers)
+    measured = evaluate_fn(cmd, split, list(steps.values()))
     if output is None:
         return
-    about = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
+    info = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
     rows = [({} if step is None else {"step": step}) | row for step, row in zip(steps, measured, strict=True)]
     is_list = isinstance(cmd.step, tuple) or cmd.step == "all"  # of steps, even if there is only one
-    content = about | ({"steps": rows} if is_list else rows[0])
+    content = info | ({"steps": rows} if is_list else rows[0])
     output.write_text(json.dumps(content, indent=2) + "\n")
     names = [name for name in rows[0] if name != "sets"]
-    table = Table(*about, *names)
+    table = Table(*info, *names)
     for row in rows:
         step = {"step": row["step"]} if "step" in row else {}
         splits = {cmd.split: row} | {name: step | numbers for name, numbers in row.get("sets", {}).items()}
         for split, numbers in splits.items():
-            table.add_row(*(about | {"split": split}).values(), *(_format(numbers.get(name)) for name in names))
+            table.add_row(*(info | {"split": split}).values(), *(_format(numbers.get(name)) for name in names))
     print_table(table)
 
 
@@ -75,17 +73,17 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
         return {None: cmd.checkpoint}
     run = find_run(cmd.checkpoint)
     if run is None or run[1] is not None:
-        what = "is no run of tunix" if run is None else "is one checkpoint"
-        raise UserError(f"step={cmd.step}: checkpoint={cmd.checkpoint} {what}; give the folder of a run")
+        label = "is no run of tunix" if run is None else "is one checkpoint"
+        raise UserError(f"step={cmd.step}: checkpoint={cmd.checkpoint} {label}; give the folder of a run")
     choice = (cmd.step,) if isinstance(cmd.step, int) else cmd.step
     return dict(find_checkpoints(run[0], choice, f"step={cmd.step}"))
 
 
 def _make_config(cmd: Evaluate) -> Config:
     """Return the config of the run or the model, with the overrides and the tokenizer that it was trained with."""
-    run = find_run(cmd.checkpoint)
-    if given := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
-        raise UserError(f"{given}: a run is measured with the tokenizer that it was trained with; leave it out")
+    run = find_run(cmd.checkpoint, copied=(TOKENIZER,))
+    if override := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
+        raise UserError(f"{override}: a run is measured with the tokenizer that it was trained with; leave it out")
     origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
     cfg = compose.compose([origin, *(word for word in cmd.overrides if not is_sampling(word))]).config
     if not run and cfg.model.lora.rank and cfg.model.init_adapter is None:
@@ -94,24 +92,24 @@ def _make_config(cmd: Evaluate) -> Config:
             "out, or give model.init_adapter=ADAPTER"
         )
     if cfg.training.micro_batch_size == "auto":  # a run's own choice is for the devices that it ran on
-        cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"micro_batch_size": 1})})
+        cfg = cfg.with_training(micro_batch_size=1)
     # An evaluation has no stages of the batch, which perhaps do not fit its devices.
-    cfg = cfg.model_copy(update={"training": cfg.training.model_copy(update={"batch_stages": ()})})
+    cfg = cfg.with_training(batch_stages=())
     if cfg.training.remat == "budget":  # a budget is for what the backward pass needs, and there is none here
-        cfg = set_remat(cfg, "full")
+        cfg = cfg.with_training(remat="full")
     own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
 
 
-def measure_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dict[str, Any]]:
+def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dict[str, Any]]:
     """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes.
 
     The numbers of evaluation.sets stand under `sets`, by name.
     """
     if cfg.task.documents == "prompt":
         raise UserError(f"metric=loss: task={cfg.task.name} has no loss on held-out answers; set metric=reward")
-    if words := [word for word in cmd.overrides if is_sampling(word)]:
-        raise UserError(f"{words[0]}: metric=loss draws no answers; set metric=reward")
+    if texts := [word for word in cmd.overrides if is_sampling(word)]:
+        raise UserError(f"{texts[0]}: metric=loss draws no answers; set metric=reward")
     mesh = build_mesh(cfg)
     measured: list[dict[str, Any]] = []
     with jax.set_mesh(mesh):
@@ -138,7 +136,8 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
     corpus = peers.main_first(lambda: _load_documents(cmd, cfg), "preparing the data")
     if isinstance(cfg.task, Dpo):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
-    return HeldOut(cfg, corpus, arch, mesh), {name: HeldOut(cfg, corpus, arch, mesh, name) for name in corpus.sets}
+    info = cfg, corpus, arch, mesh, cfg.training.batch_shape(mesh.shape).num_rows
+    return HeldOut(*info), {name: HeldOut(*info, name) for name in corpus.sets}
 
 
 def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
@@ -152,14 +151,14 @@ def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
     return corpus
 
 
-def measure_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
+def evaluate_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
     """Ask the tasks of EleutherAI's harness; return their numbers as TASK/METRIC for each checkpoint."""
     measured = []
     for checkpoint in checkpoints:
         dtype, decoder = cfg.training.dtypes["compute"], cfg.model
-        about = describe_files(checkpoint, decoder)
-        model = load_pretrained(checkpoint, dtype, decoder.mesh_shape, cmd.weights, **about)
-        measured.append(ask_tasks(model, cmd))
+        info = describe_files(checkpoint, decoder)
+        model = load_pretrained(checkpoint, dtype, decoder.mesh_shape, cmd.weights, **info)
+        measured.append(list_tasks(model, cmd))
     return measured
 
 
@@ -173,4 +172,4 @@ def _hold_out_nothing(cfg: Config) -> Config:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run_command(Evaluate, evaluate))
+    sys.exit(command_line.run_command(Evaluate, evaluate))

@@ -15,19 +15,19 @@ from safetensors.numpy import save_file
 
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
-from tunix.base.disk import read_json, replacing
 from tunix.base.errors import UserError
-from tunix.cli import architecture
-from tunix.cli.command import run_command
-from tunix.config import Export
-from tunix.families import find_family
-from tunix.hf.adapter import gather_adapter
-from tunix.hf.adapter_config import CONFIG, WEIGHTS, write_adapter_config
-from tunix.hf.config_json import read_num_rows, write_config
-from tunix.hf.saved_weights import save_weights
+from tunix.base.files import read_json, replacing
+from tunix.config import Export, pretrained_config
+from tunix.config.command_line import run_command
+from tunix.data.tokenizer import PAD, Vocab, load_vocab, read_backend, tokenizer_digest
+from tunix.huggingface.adapter import gather_adapter
+from tunix.huggingface.adapter_config import CONFIG, WEIGHTS, write_adapter_config
+from tunix.huggingface.config_json import read_num_rows, write_config
+from tunix.huggingface.hub import list_copied_files
+from tunix.huggingface.save_weights import save_weights
+from tunix.huggingface.table import find_family
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.processes import peers
-from tunix.tokenizer.vocabulary import PAD, Vocabulary, load_vocabulary, read_backend, tokenizer_digest
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -129,8 +129,8 @@ def _make_folder(output: Path, stack: ExitStack) -> Path:
 
 
 def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
-    if why := architecture.describe_keys_outside_family(model.cfg):
-        raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {why}")
+    if reason := pretrained_config.describe_keys_outside_family(model.cfg):
+        raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {reason}")
     model = model.merged()
     size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)
 
@@ -177,11 +177,11 @@ def _find_dtype(files: Path | None) -> str:
 
 def _has_source_tokenizer(model: Pretrained) -> bool:
     """Return whether the run's tokenizer is the one of the files from which its training began."""
-    own, source = model.vocabulary, read_backend(model.files) if model.files is not None else None
+    own, source = model.vocab, read_backend(model.files) if model.files is not None else None
     return own is None or (source is not None and tokenizer_digest(source) == tokenizer_digest(own.backend))
 
 
-def _list_special_tokens(own: Vocabulary) -> dict[str, str]:
+def _list_special_tokens(own: Vocab) -> dict[str, str]:
     """Return the special tokens of a run's tokenizer by Hugging Face's keys: beginning, end, and padding."""
     pad = PAD if own.backend.token_to_id(PAD) is not None else None
     tokens = {"bos_token": own.bos_token, "eos_token": own.eos_token, "pad_token": pad}
@@ -190,7 +190,7 @@ def _list_special_tokens(own: Vocabulary) -> dict[str, str]:
 
 def _find_token_ids(model: Pretrained) -> dict[str, Any]:
     """Return the ids of special tokens: those of the run's own tokenizer, or those in the source's config.json."""
-    own = model.vocabulary
+    own = model.vocab
     if own is not None and not _has_source_tokenizer(model):
         return {f"{key}_id": own.backend.token_to_id(token) for key, token in _list_special_tokens(own).items()}
     config = {} if model.files is None else read_json(model.files / "config.json")
@@ -198,15 +198,21 @@ def _find_token_ids(model: Pretrained) -> dict[str, Any]:
 
 
 def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, Any]) -> None:
-    if model.files is not None and (model.files / "generation_config.json").is_file():
-        shutil.copy(model.files / "generation_config.json", folder)
-    else:
+    if model.files is None or not _copy_files(model.files, ("generation_config.json",), folder):
         _write_json(folder / "generation_config.json", tokens)
+
+
+def _copy_files(source: Path, names: tuple[str, ...], folder: Path) -> bool:
+    """Copy those files of a model that are there; return whether there was one."""
+    found = list(list_copied_files(source, names))
+    for path in found:
+        shutil.copy(path, folder / path.name)
+    return bool(found)
 
 
 def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
-    own, config_file = model.vocabulary, folder / "tokenizer_config.json"
+    own, config_file = model.vocab, folder / "tokenizer_config.json"
     if own is not None and not _has_source_tokenizer(model):
         own.with_bos().save(str(folder / "tokenizer.json"))
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
@@ -215,12 +221,10 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
         return
     if model.files is None:
         return
-    for name in TOKENIZER_FILES:
-        if (model.files / name).is_file():
-            shutil.copy(model.files / name, folder / name)
+    _copy_files(model.files, TOKENIZER_FILES, folder)
     if (
         own is not None
-        and own.chat_template != load_vocabulary(str(model.files), own.bos_token, own.eos_token).chat_template
+        and own.chat_template != load_vocab(str(model.files), own.bos_token, own.eos_token).chat_template
     ):
         # A template in a file of its own wins over the one in tokenizer_config.json.
         for name in TEMPLATE_FILES:

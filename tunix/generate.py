@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.cli.command import run_command
 from tunix.config import Generate
-from tunix.inference.answers import Answer
-from tunix.inference.drawing import choose_sampling
+from tunix.config.command_line import run_command
+from tunix.data.tokenizer import read_chat
 from tunix.inference.pretrained import Pretrained, load_pretrained
-from tunix.inference.stops import read_stop_ids
+from tunix.inference.sampling import Answer, read_stop_ids, select_sampling
 from tunix.processes import peers
-from tunix.tokenizer.vocabulary import read_chat
 
 Row = dict[str, Any]
 
@@ -75,7 +73,7 @@ class Speaker:
         self.model, self.tokenizer = model, model.tokenizer
         self.template = read_chat(model.tokenizer_files, command.chat_template) if command.chat else None
         stop = (*find_stop_ids(model), *(self._find_id(word) for word in command.stop))
-        self.sampling = choose_sampling(command, stop)
+        self.sampling = select_sampling(command, stop)
 
     def answer(self, prompts: list[str] | list[list[Row]], seed: int, first_row: int = 0) -> list[Answer]:
         """Return an answer to each text, or to each conversation; they draw by the seed and their row."""
@@ -86,15 +84,20 @@ class Speaker:
         return self.tokenizer.decode(answer.text_tokens)
 
     def _encode(self, prompt: str | list[Row]) -> list[int]:
+        """Return the tokens of a prompt; raises `UserError` for one with half of a surrogate pair."""
         if not isinstance(prompt, str):
             assert self.template is not None
             text = self.template.render(prompt, add_generation_prompt=True)
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        vocabulary = self.model.vocabulary
-        if vocabulary is None or self.model.files is not None:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"prompt {prompt[:40]!r} is no text: character {error.start + 1} is no character") from None
+        vocab = self.model.vocab
+        if vocab is None or self.model.files is not None:
             return self.tokenizer.encode(prompt).ids  # a tokenizer of Hugging Face adds the first token itself
         ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
-        return ids if vocabulary.bos is None else [vocabulary.bos, *ids]  # as the documents in training
+        return ids if vocab.bos is None else [vocab.bos, *ids]  # as the documents in training
 
     def _find_id(self, word: str) -> int:
         index = self.tokenizer.token_to_id(word)
@@ -108,7 +111,7 @@ def find_stop_ids(model: Pretrained) -> list[int]:
 
     They are those that the files of Hugging Face's model name, and for a run the token that ends a document.
     """
-    own = set() if model.vocabulary is None else {model.vocabulary.eos}
+    own = set() if model.vocab is None else {model.vocab.eos}
     return sorted(own | set(read_stop_ids(model.files) if model.files else ()))
 
 

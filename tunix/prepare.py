@@ -9,21 +9,20 @@ import logging
 import os
 import sys
 
-from tunix.cli import command, compose
-from tunix.cli.hydra_words import add_search_path
-from tunix.config import Config
+from tunix.config import Config, command_line, compose
+from tunix.config.compose import add_search_path
 from tunix.processes import exits
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    args = command.command_parser("prepare", __doc__).parse_intermixed_args()
+    args = command_line.command_parser("prepare", __doc__).parse_intermixed_args()
     # Nothing here needs an accelerator. JAX would take most of its memory, which another run may be using.
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     def run() -> int:
         cfg = compose.compose(add_search_path(args.overrides, args.config_dir)).config
-        return command.run_joined("prepare", cfg.distributed, compose.list_facts(cfg), lambda: prepare(cfg))
+        return command_line.run_joined("prepare", cfg.distributed, compose.list_info(cfg), lambda: prepare(cfg))
 
     return exits.report_errors(run)
 
@@ -32,15 +31,15 @@ def prepare(cfg: Config) -> None:
     """Prepare the corpus of the config, and print where it is."""
     import jax
 
-    from tunix.data.shares import make_shares
+    from tunix.batch_sources import load_data
+    from tunix.data.dataset import make_ratios
     from tunix.processes import peers
-    from tunix.rl.feeds import load_data
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("tunix").setLevel(logging.INFO if peers.is_main() else logging.WARNING)
     cfg.data.try_out()
     if jax.process_count() > 1:
-        make_shares(cfg)
+        make_ratios(cfg)
     corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
     if peers.is_main():
         print(corpus.summary)

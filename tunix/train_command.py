@@ -1,6 +1,6 @@
 """The command that trains, on the command line: `python run_training.py [group=option] [key=value]`.
 
-Hydra composes conf/ with the command line (tunix/cli/compose.py), a wrong input ends here with exit code 2, and
+Hydra composes conf/ with the command line (tunix/config/compose.py), a wrong input ends here with exit code 2, and
 `tunix.trainer.run` does the rest.
 """
 
@@ -17,62 +17,59 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 
+from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
-from tunix.cli import compose
-from tunix.cli.foreign import refuse_flags
-from tunix.cli.hydra_words import add_implied_model, add_search_path
-from tunix.cli.inputs import refuse_missing_inputs
-from tunix.cli.intent import refuse_foreign_vocabulary
-from tunix.cli.mistakes import explain_errors
-from tunix.config.values import CONF
-from tunix.processes import exits, member
+from tunix.config import compose
+from tunix.config.compose import add_implied_model, add_search_path, reject_foreign_vocab, reject_missing_inputs
+from tunix.config.mistakes import describe_errors, reject_flags
+from tunix.processes import exits, supervisor
 
 
 def train_command() -> int:
     """Train as the command line says; returns the exit code."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra's errors are raised, not printed
-    if code := exits.report_errors(refuse_foreign_flags):
+    if code := exits.report_errors(reject_foreign_flags):
         return code
     args = get_args_parser().parse_intermixed_args()
     flags = [word for word in sys.argv[1:] if word not in args.overrides]
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
 
     def work() -> int | None:
-        words = add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
-        sys.argv[1:] = [*flags, *add_implied_model(words)]  # flags anywhere
+        argv = add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
+        sys.argv[1:] = [*flags, *add_implied_model(argv)]  # flags anywhere
         where = args.config_path, args.config_name or "config"
         if not any(only_hydra):
-            return launch(compose.compose(words, *where))
-        if args.cfg == "job" and any(word.startswith("resume=") for word in words):
-            print(compose.to_yaml(compose.compose(words).config), end="")
+            return launch(compose.compose(argv, *where))
+        if args.cfg == "job" and any(word.startswith("resume=") for word in argv):
+            print(compose.to_yaml(compose.compose(argv).config), end="")
             return None
-        with explain_errors():
+        with describe_errors():
             if args.multirun:
-                return sweep(words, *where)
+                return sweep(argv, *where)
             under_hydra(run_point)
             return 0
 
     return exits.report_errors(work)
 
 
-def refuse_foreign_flags() -> None:
+def reject_foreign_flags() -> None:
     """Raise `UserError` for a flag of another program, and for a topic of --info that Hydra does not have."""
     parser = get_args_parser()
-    refuse_flags(sys.argv[1:], list(parser._option_string_actions))
+    reject_flags(sys.argv[1:], list(parser._option_string_actions))
     topics = next(action.choices for action in parser._actions if action.dest == "info") or ()
-    words = sys.argv[1:]
-    for flag, topic in pairwise(words):
+    argv = sys.argv[1:]
+    for flag, topic in pairwise(argv):
         if flag in ("--info", "-i") and not topic.startswith("-") and "=" not in topic and topic not in topics:
             raise UserError(f"--info {topic}: choose from {', '.join(topics)}; --help lists the config groups")
 
 
-def sweep(words: list[str], config_dir: str | None, config_name: str) -> int:
+def sweep(argv: list[str], config_dir: str | None, config_name: str) -> int:
     """Run every point of a grid; returns the first exit code that is not 0."""
-    first = compose.check_sweep(words, config_dir, config_name)
+    first = compose.check_sweep(argv, config_dir, config_name)
     if (
         first
         and first.config.launcher.name == "local"
-        and (code := member.supervise(first.config.distributed)) is not None
+        and (code := supervisor.supervise(first.config.distributed)) is not None
     ):
         return code
     codes: list[int] = []  # one for each point that has begun
@@ -114,23 +111,23 @@ def run_point(composed: DictConfig) -> int:
 def concerns_one_point(code: int) -> bool:
     """Return True for an exit code that says nothing of a sweep's other points: not finite, or the time limit."""
     if code == exits.STOPPED:
-        from tunix.processes import stopping
+        from tunix.processes import watchdog
 
-        return not stopping.stopped_by_signal()
+        return not watchdog.stopped_by_signal()
     return code == exits.DIVERGED
 
 
 def launch(job: compose.Job) -> int:
     """Start the run where `launcher` says."""
-    refuse_foreign_vocabulary(job)
-    refuse_missing_inputs(job)
+    reject_foreign_vocab(job)
+    reject_missing_inputs(job)
     return LAUNCHERS[job.config.launcher.name](job)
 
 
 def train(job: compose.Job) -> int:
     """Train here, under a supervisor where the run has several processes; returns the exit code."""
     distributed = job.config.distributed
-    if (code := member.supervise(distributed)) is not None:
+    if (code := supervisor.supervise(distributed)) is not None:
         return code
     exits.exit_on_stop_signals()  # also in a point of a sweep, and where Python calls `train_command` by itself
 
@@ -139,7 +136,7 @@ def train(job: compose.Job) -> int:
 
         run(job)
 
-    return member.run_member(distributed, work)
+    return supervisor.run_member(distributed, work)
 
 
 def launch_elsewhere(job: compose.Job) -> int:

@@ -13,11 +13,11 @@ def test_counts_do_not_grow_with_devices(axis):
     for moved in (four, eight):
         for name, (derived, compiled) in moved.num_bytes.items():
             assert derived == pytest.approx(compiled, rel=5e-3), name
-    more_ticks = eight.ticks - four.ticks
+    more_ticks = eight.iterations - four.iterations
     assert more_ticks == (4 if axis == "pp" else 0)
     assert four.counts.keys() == eight.counts.keys() != set()
     for kind, count in four.counts.items():
         more = eight.counts[kind] - count
-        in_a_tick, rest = divmod(more, more_ticks) if more_ticks else (0, more)
-        assert rest == 0, (kind, four.counts, eight.counts)
+        in_a_tick, remaining = divmod(more, more_ticks) if more_ticks else (0, more)
+        assert remaining == 0, (kind, four.counts, eight.counts)
         assert 0 <= in_a_tick < 12, (kind, four.counts, eight.counts)

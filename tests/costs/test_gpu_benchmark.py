@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from benchmarks import gpu
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 
 
 @pytest.mark.parametrize("name", gpu.CASES)
@@ -34,5 +34,5 @@ def test_the_parts_and_the_table():
 def test_a_part_that_fails_is_a_row_with_its_reason(tmp_path):
     parts = gpu.Parts(tiny=True, cache=str(tmp_path))
     assert parts.ask([sys.executable, "-c", "raise ValueError('no')"], 60) == {"error": "ValueError: no"}
-    parts.begun -= gpu.LIMIT_S
+    parts.start_time -= gpu.LIMIT_S
     assert parts.own("kernel") == {"error": "no time left"}

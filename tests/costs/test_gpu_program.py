@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.gpu_compiler import run_with_plugin
+from support.gpu_compiler import compile_for_gpu, run_with_plugin
 from support.installs import one_at_a_time
 
 from tunix.plan.ranking import DERIVED_MARGIN
@@ -92,3 +92,23 @@ def test_arithmetic_is_that_of_the_model(program):
     plan, _, times = program
     model_tflop = plan["predicted"]["mfu"] * plan["predicted"]["step_time_s"] * 989
     assert plan["tflop_per_step_per_device"] == pytest.approx(times * model_tflop, rel=0.15)
+
+
+ROLLOUTS = {
+    "small": [
+        "model=tiny", "model.num_layers=1", "model.global_every=1", "model.sliding_window=null", "model.num_kv_heads=2",
+        "model.head_dim=64", "training.mixed_precision=bf16",
+    ],
+    "0.6b": ["model=qwen3_0_6b", "model.num_layers=2"],
+    "one head": ["model=gemma3_1b", "model.num_layers=4", "model.global_every=2"],
+    "7b": ["model=qwen2_5_7b", "model.num_layers=2"],
+}  # fmt: skip
+
+
+@pytest.mark.nightly(but=["small"])
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_the_cache_of_a_rollout_is_in_memory_once(name, installs_dir):
+    """The loop over tokens writes it in place, and has no copy of it in another order."""
+    found = json.loads(compile_for_gpu("compile_rollout.py", *ROLLOUTS[name], installs_dir=installs_dir)[-1])
+    assert found["cache"] <= found["in_place"] < 1.01 * found["cache"]
+    assert found["temporary"] < 0.1 * found["cache"]

@@ -8,10 +8,13 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
 
+import jax
 import pytest
 from jax.profiler import ProfileData
 from PIL import Image, ImageColor
@@ -21,19 +24,28 @@ from support.processes import Processes
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.costs import communication_report
-from tunix.costs.communication import format_scope, measure, predict
-from tunix.costs.communication_report import COLOURS, EXPOSED, draw_communication
+from tunix.config.compose import compose
+from tunix.costs import trace_analysis
+from tunix.costs.communication import Transfer, predict_seconds
 from tunix.costs.derived import derive
 from tunix.costs.devices import read_device_kinds
 from tunix.costs.hlo import Collective, read_collectives
-from tunix.costs.timeline import UNKNOWN, measure_devices, read_events
-from tunix.costs.transfers import Transfer, predict_seconds
+from tunix.costs.trace_analysis import (
+    COLOURS,
+    EXPOSED,
+    UNKNOWN,
+    format_scope,
+    measure,
+    measure_devices,
+    plot_communication,
+    predict,
+    read_events,
+)
 from tunix.run.trace import CommunicationTrace
-from tunix.sharding.dims import axis_names
+from tunix.sharding.table import axis_names
 from tunix.trainer import run
-from tunix.training.mesh_choices import build_mesh
+from tunix.training.choices import build_mesh
+from tunix.training.program import assemble
 
 TRACED = ["training.profile_communication=true", "profile.after_step=2", "profile.steps=2"]
 MESH = "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"
@@ -105,14 +117,14 @@ CHROMIUM = (
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_tensorboard_in_a_browser(outputs, tmp_path, installs_dir):
+def test_tensorboard_in_a_browser(outputs, tmp_path):
     """Scalars, text, the picture and the trace of `tensorboard --logdir outputs/`, as chromium shows them."""
     installs.apt(("chromium",), ("chromium", "fonts-dejavu-core"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{probe.getsockname()[1]}"
     port = address.rpartition(":")[2]
-    words = [installs.xprof(installs_dir) / "tensorboard", "--logdir", outputs, "--host=127.0.0.1", f"--port={port}"]
+    words = [Path(sys.executable).parent / "tensorboard", "--logdir", outputs, "--host=127.0.0.1", f"--port={port}"]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen([*words, "--load_fast=false"], stdout=log, stderr=log, start_new_session=True)
 
@@ -200,10 +212,10 @@ def test_kernels_of_a_gpu():
     predicted = communication.predicted["all-gather", ("fsdp",)]
     assert predicted.num_bytes == 30_000
     assert predicted.time_s == pytest.approx(predict_seconds(transfer, sizes, kind, 4))
-    text = communication_report.format_text(communication)
+    text = trace_analysis.format_text(communication)
     assert "INCOMPLETE: the trace lacks 1 executions" in text
     assert "0.002 ms of NCCL kernels for which the trace names no instruction" in text
-    assert draw_communication(communication).startswith(b"\x89PNG")
+    assert plot_communication(communication).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -276,8 +288,11 @@ def test_wrong_input(more, message, words, tmp_path, monkeypatch):
 
 def test_a_run_that_ends_within_the_window_leaves_no_trace(words, tmp_path, caplog):
     cfg = compose(words).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
     for _ in range(2):  # a trace that goes on would forbid a second
-        with CommunicationTrace(cfg, build_mesh(cfg), tmp_path, None) as trace:
+        with CommunicationTrace(program, mesh, tmp_path, None) as trace:
             trace.at(2, {}, None)
     assert "there is no report" in caplog.text
     trace.warn_if_past(2)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from tunix.costs.compiled_time import KernelData, Speeds, predict_time
 from tunix.costs.hlo import read_collectives
-from tunix.costs.schedule import KernelData, Speeds, predict_time
 
 HLO = """HloModule step, is_scheduled=true
 
@@ -126,7 +126,7 @@ def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
     assert timeline.compute_s == 2 * (2 * 10 * 4)  # two instructions, each reads and writes ten numbers
 
 
-COPIES = """HloModule step, is_scheduled=true
+EMA = """HloModule step, is_scheduled=true
 
 %write (stack: f32[9,100], row: f32[1,100], at: s32[]) -> f32[9,100] {
   %stack = f32[9,100]{1,0:S(5)} parameter(0)
@@ -158,9 +158,9 @@ def test_copies_to_the_host_go_on_beside_arithmetic():
         launch_s=0.0, collective_s=lambda _: 0.0,
     )  # fmt: skip
     # 800 bytes of the device end with the slice; the kernel waits for the host; the second copy ends meanwhile.
-    assert predict_time(COPIES, [], speeds).compute_s == 400 + 200
+    assert predict_time(EMA, [], speeds).compute_s == 400 + 200
     slower = replace(speeds, host_bytes_per_s=0.5)
-    assert predict_time(COPIES, [], slower).compute_s == 800 + 400
+    assert predict_time(EMA, [], slower).compute_s == 800 + 400
 
 
 KERNEL = """HloModule step, is_scheduled=true

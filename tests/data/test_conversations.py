@@ -9,16 +9,16 @@ from support.harness import ONE_LAYER, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.config.task import Prompted
-from tunix.data.corpus import load_corpus
+from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.dataset import load_corpus
 from tunix.data.documents import read_documents
 from tunix.data.prompts import load_prompts
+from tunix.data.sources import read_questions
 from tunix.data.tokenize import find_units
-from tunix.sources.docstrings import read_questions
-from tunix.tokenizer.chat import PLAIN, ChatTemplate
+from tunix.training.choices import build_mesh
 from tunix.training.held_out import HeldOut
-from tunix.training.mesh_choices import build_mesh
 
 GEMMA = (  # as the tokenizer_config.json of gemma-3-it has it, for texts
     "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n"
@@ -57,6 +57,17 @@ def test_gemmas_template():
         ("<start_of_turn>user\nand 2 + 2?<end_of_turn>\n<start_of_turn>model\n", False),
         ("4<end_of_turn>\n", True),
     ]
+
+
+def test_a_generation_block_gives_its_body():
+    source = (
+        "{% for message in messages %}{% set end = '\n' %}{{ message.role }}:\n"
+        "{% if message.role == 'assistant' %}\n  {% generation %}\n  {%- set end = eos_token %}\n"
+        "{{ loop.index }}{{ message.content }}{{ end }}{% endgeneration %}\n{% else %}{{ message.content }}{% endif %}"
+        "{{ end }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    # `end` within the block is another name than outside of it, as in transformers.
+    assert template(source).segments(TALK[1:3]) == [("user:\n1 + 1?\nassistant:\n", False), ("22<eos>\n", True)]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
              "training.seq_len=8", "training.loss_chunk_size=8", f"task.chat_template={tmp_path}/own.jinja"]  # fmt: skip
     cfg = compose(words).config
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
-        HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg))
+        HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg), num_rows=8)
     task = Prompted(name="sft", chat_template=cfg.task.chat_template, loss=None, system=None)
     with pytest.raises(UserError, match=r"data.source=jsonl: no document with text in it \(40 empty"):
         load_prompts(cfg.model_copy(update={"task": task}), 8)

@@ -5,12 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.config.step_ranges import read_steps
+from tunix.config.compose import compose
 from tunix.config.task import Cycle
-from tunix.data.course import Course
-from tunix.data.position import BEGINNING, Position
-from tunix.training.sizes import last_step
+from tunix.config.training import read_steps
+from tunix.data.sample_order import BEGINNING, DataSchedule, Position
+from tunix.training.program import last_step
 
 
 def by_hand(skip_steps: list[str], samples: int, num_steps: int) -> tuple[list[int], list[int]]:
@@ -34,32 +33,34 @@ def test_a_course_is_the_one_counted_by_hand_and_goes_on_from_any_step(bounds, s
     bounds = sorted(bounds)
     skip_steps = [f"{a}:{b}" for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
     firsts, left_out = by_hand(skip_steps, samples, 60)
-    whole = Course(Position(0, 0, "", ""), Cycle(samples, 1), skip_steps)
+    whole = DataSchedule(Position(0, 0, "", ""), Cycle(samples, 1), skip_steps)
     saved = Position(start, whole.next_sample(start), "", "", left_out=whole.left_out(start))
-    for course in (whole, Course(saved, Cycle(samples, 1), skip_steps)):
-        steps = range(course.start.step + 1, 61)
-        assert [course.samples(step).start for step in steps] == firsts[course.start.step :]
-        assert [n for first, end in course.left_out(60) for n in range(first, end)] == left_out
+    for data_schedule in (whole, DataSchedule(saved, Cycle(samples, 1), skip_steps)):
+        steps = range(data_schedule.start.step + 1, 61)
+        assert [data_schedule.samples(step).start for step in steps] == firsts[data_schedule.start.step :]
+        assert [n for first, end in data_schedule.left_out(60) for n in range(first, end)] == left_out
     assert saved.num_samples == start * samples
 
 
 def test_a_rollout_is_left_out_as_one():
-    course = Course(Position(0, 0, "", ""), Cycle(8, 2), ["5:6"])
-    assert [course.samples(step).start for step in range(1, 9)] == [0, 0, 8, 8, 24, 24, 32, 32]
-    assert course.left_out(4) == []
-    assert course.left_out(5) == [[16, 24]]
+    data_schedule = DataSchedule(Position(0, 0, "", ""), Cycle(8, 2), ["5:6"])
+    assert [data_schedule.samples(step).start for step in range(1, 9)] == [0, 0, 8, 8, 24, 24, 32, 32]
+    assert data_schedule.left_out(4) == []
+    assert data_schedule.left_out(5) == [[16, 24]]
 
 
 def test_samples_that_are_left_out_bring_the_end_of_an_epoch_nearer():
     keys = ["training.max_steps=null", "training.num_epochs=2", "training.skip_steps=[3:4,30]"]
     training = compose(keys).config.training
     after = Position(5, 28, "", "", left_out=[[8, 16]])
-    assert last_step(training, Course(BEGINNING, Cycle(4, 1), training.skip_steps), 100, 30) == 13  # of 15 x 4 samples
-    assert last_step(training, Course(after, Cycle(4, 1), training.skip_steps), 100, 30) == 13
+    assert (
+        last_step(training, DataSchedule(BEGINNING, Cycle(4, 1), training.skip_steps), 100, 30) == 13
+    )  # of 15 x 4 samples
+    assert last_step(training, DataSchedule(after, Cycle(4, 1), training.skip_steps), 100, 30) == 13
     training = compose(
         ["training.max_steps=null", "training.max_tokens=1000", "training.skip_steps=[3:4]"]
     ).config.training
-    assert last_step(training, Course(after, Cycle(4, 1), training.skip_steps), 100, 30) == 10
+    assert last_step(training, DataSchedule(after, Cycle(4, 1), training.skip_steps), 100, 30) == 10
 
 
 @pytest.mark.parametrize(

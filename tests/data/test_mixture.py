@@ -13,10 +13,10 @@ from support.harness import ONE_LAYER, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.data.mixture import SampleOrder, Stage, split_samples
-from tunix.sharding.dims import axis_names
+from tunix.data.sample_order import SampleOrder, Stage, split_samples
+from tunix.sharding.table import axis_names
 
 shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)
 
@@ -63,14 +63,14 @@ def mixture(tmp_path, *words):
 
 
 def batches(tmp_path, *words):
-    from tunix.data.corpus import load_corpus
+    from tunix.data.dataset import load_corpus
 
     cfg = compose([*SMALL, *mixture(tmp_path, *words)]).config
     corpus = load_corpus(cfg)
     mesh = SimpleNamespace(shape=dict.fromkeys(axis_names(), 1) | {"fsdp": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)))
-        return corpus, TrainBatches(corpus.train, cfg, mesh)
+        return corpus, TrainBatches(corpus.train, cfg, cfg.training, mesh)
 
 
 @pytest.mark.parametrize("unit", ["token", "sample", "document"])
@@ -113,7 +113,7 @@ def test_stages_and_caps_and_the_table(tmp_path):
     # 40 samples of the stage `more` are left out: 48 are read of it, and the run reads 40 more of the last stage.
     rows = [line.split() for line in data.stages(40, [[50, 90]]).splitlines()]
     assert (rows[2][0], rows[2][-4]) == ("more", "48")
-    assert sum(int(row[place]) for row in rows[1:] for place in (-6, -4, -2)) == 160
+    assert sum(int(row[index]) for row in rows[1:] for index in (-6, -4, -2)) == 160
     _, data = batches(tmp_path, "data.max_epochs={rare: 2}")
     data.stages(10)
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_part_without_a_sequence_is_named(tmp_path, cache_dir):
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "a.txt").write_text("a")
     part = f"{{tiny: {{source: text, held_out_fraction: 0, decode_errors: skip, extensions: [.txt], paths: ['{tmp_path}/nothing']}}}}"
-    from tunix.data.corpus import load_corpus
+    from tunix.data.dataset import load_corpus
 
     with pytest.raises(UserError, match="data: tiny has 3 tokens to train on, too few for one sequence"):
         load_corpus(compose([*SMALL, "data=mixture", f"data.parts={part}", "data.weights={tiny: 1}"]).config)

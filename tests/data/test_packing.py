@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from support.harness import SMALL
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches, read_held_out
-from tunix.data.corpus import load_corpus
+from tunix.data.dataset import load_corpus
 from tunix.data.packing import Sequences
-from tunix.data.stream import Arrays, Stream
-from tunix.sharding.dims import axis_names
-from tunix.training.mesh_choices import build_mesh
+from tunix.data.shards import Arrays, Stream
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_mesh
 
 PACKINGS = ["concat", "best_fit", "pad"]
 
@@ -55,8 +55,8 @@ def test_concat(cache_dir, lengths, seq_len):
         same = row["segment_ids"][:, None] == row["segment_ids"]
         assert (same == (document[where][:, None] == document[where])).all()
         assert row["segment_ids"].min() == 1
-        begins = np.array([max(index * seq_len, starts[d]) for d in document[where]])
-        assert (row["positions"] == where - begins).all()
+        begin_offsets = np.array([max(index * seq_len, starts[d]) for d in document[where]])
+        assert (row["positions"] == where - begin_offsets).all()
 
 
 @given(lengths_of_documents, st.integers(2, 24), st.sampled_from(["best_fit", "pad"]), st.integers(1, 3))
@@ -122,7 +122,7 @@ def batches(packed, cfg, rows=None) -> TrainBatches:
     mesh = SimpleNamespace(shape=dict.fromkeys(axis_names(), 1) | {"fsdp": 4})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)) if rows is None else rows(n))
-        return TrainBatches({"it": packed}, cfg, mesh)
+        return TrainBatches({"it": packed}, cfg, cfg.training, mesh)
 
 
 @given(
@@ -175,7 +175,7 @@ def test_iteration_starts_anywhere(cache_dir):
     cfg = compose([*SMALL, "training.seq_len=8", "model.mesh_shape=[[8],[fsdp]]"]).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        data = TrainBatches({"it": sequences([50] * 20, 8, "concat", cache_dir)}, cfg, mesh)
+        data = TrainBatches({"it": sequences([50] * 20, 8, "concat", cache_dir)}, cfg, cfg.training, mesh)
         far = 10**8 * data.batch_size
         starts = range(far, far + 3 * data.batch_size, data.batch_size)
         for found, start in zip(data.iterate(starts), starts, strict=True):

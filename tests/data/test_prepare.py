@@ -16,14 +16,14 @@ from support.harness import ROOT, SMALL, run_python
 
 from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.data import shard_workers, tokenize
+from tunix.config.compose import compose
+from tunix.data import tokenize
+from tunix.data import tokenize as shard_workers
 from tunix.data.batches import TrainBatches
-from tunix.data.corpus import load_corpus
+from tunix.data.dataset import load_corpus, prepare_corpus
 from tunix.data.shards import hash_document
-from tunix.data.tokenized_sources import prepare_corpus
-from tunix.tokenizer.vocabulary import bytes_by_token
-from tunix.training.mesh_choices import build_mesh
+from tunix.data.tokenizer import bytes_by_token
+from tunix.training.choices import build_mesh
 
 
 def text_config(folder, *overrides):
@@ -88,11 +88,11 @@ def test_of_two_processes_at_once_none_takes_a_shard_away(tmp_path, monkeypatch)
     make_shards = tokenize.make_shards
 
     def interrupted(plans, folder, loading):
-        facts = make_shards(plans, folder, loading)
+        info = make_shards(plans, folder, loading)
         monkeypatch.setattr(tokenize, "make_shards", make_shards)
         prepared(cfg)
         monkeypatch.setattr(shard_workers, "make_shard", lambda *_: pytest.fail("all shards are there"))
-        return facts
+        return info
 
     monkeypatch.setattr(tokenize, "make_shards", interrupted)
     assert load_corpus(cfg).num_held_out == 1
@@ -178,7 +178,7 @@ def test_a_prepared_folder_is_a_source(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("written", "message"),
-    [("{", "index.json cannot be read"), ("[]", "is not a JSON object"), ("{}", "is of format None, not 2; remove the folder")],
+    [("{", "index.json cannot be read"), ("[]", "is not a JSON object"), ("{}", "is of format None, not 3; remove the folder")],
 )  # fmt: skip
 def test_an_index_that_is_damaged_is_named(corpus, tmp_path, written, message):
     cfg = text_config(corpus, f"loading.cache_dir={tmp_path}")
@@ -193,7 +193,7 @@ def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
         corpus, f"loading.cache_dir={tmp_path}", "loading.shard_bytes=9000", "model.mesh_shape=[[8],[fsdp]]"
     )
     found = prepared(cfg)
-    data = TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg))
+    data = TrainBatches(load_corpus(cfg).train, cfg, cfg.training, build_mesh(cfg))
     tokens = found.folder / found.index["shards"][1]["name"] / "train.tokens.npy"
     data_bytes = tokens.read_bytes()
     tokens.write_bytes(data_bytes[:-10])

@@ -3,21 +3,22 @@
 import json
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from support.harness import SMALL
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
 from tunix.config import Config
+from tunix.config.compose import compose
 from tunix.config.task import Cycle, Prompted
-from tunix.data.course import Course
-from tunix.data.position import BEGINNING
 from tunix.data.prompts import gather_columns, load_prompts
-from tunix.data.samples import Samples
+from tunix.data.sample_order import BEGINNING, DataSchedule, Samples
 from tunix.prepare import prepare
+from tunix.rl.rewards import call_reward
 
 WORDS = [*SMALL, "task=sft", "tokenizer.train_bytes=300"]
-FOUR = Course(BEGINNING, Cycle(4, 1), ())  # samples a step
+FOUR = DataSchedule(BEGINNING, Cycle(4, 1), ())  # samples a step
 FILE = ["data=jsonl", "data.paths=[a.jsonl]", "data.held_out_fraction=0.2"]
 PAIRS = ["data.columns.prompt=question", "data.columns.completion=solution"]
 
@@ -62,7 +63,7 @@ def test_a_prompt_ends_where_the_answer_begins_and_keeps_the_columns(rows, words
     assert len(corpus.held_out["jsonl"]) > 0
     for row, prompt in zip(rows, found, strict=True):
         assert prompt.text == f"<bos>user:\n{row['question']}\nassistant:\n"
-        assert corpus.vocabulary.backend.decode(prompt.tokens, skip_special_tokens=False) == prompt.text
+        assert corpus.vocab.backend.decode(prompt.tokens, skip_special_tokens=False) == prompt.text
         assert prompt.columns == {"answer": row["solution"], **row}
 
 
@@ -77,6 +78,28 @@ def test_a_system_message_stands_before_prompts_that_have_none(rows, tmp_path):
     assert last.text == "<bos>system:\nMine.\nuser:\nAnd?\nassistant:\n"
     assert last.columns == {"messages": own, "level": 99}
     assert gather_columns([nineteenth, last])["answer"] == ["#### 20", None]
+
+
+@pytest.mark.parametrize("words", [PAIRS, ["data.columns.messages=talk"]], ids=["prompt and completion", "messages"])
+def test_rewards_may_ask_for_the_turns_of_a_prompt(rows, tmp_path, words):
+    """Also where the default column of a conversation is not there: a column for the prompt is taken in its place."""
+    others = [{name: value for name, value in row.items() if name != "messages"} for row in rows]
+    lines = [json.dumps(other | {"talk": row["messages"]}) for other, row in zip(others, rows, strict=True)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+
+    def count_turns(prompts, completions, messages):
+        return [len(turns) for turns in messages]
+
+    def other_names(messages, completions, level):
+        return [text.endswith("assistant:\n") for text in messages]
+
+    for system, turns in ((None, []), ("Think.", [{"role": "system", "content": "Think."}])):
+        found = everything(load_prompts(prompted(*words, system=system), 100))
+        for row, prompt in zip(rows, found, strict=True):
+            assert prompt.columns["messages"] == [*turns, {"role": "user", "content": row["question"]}]
+        columns, texts = gather_columns(found), [prompt.text for prompt in found]
+        assert call_reward(count_turns, texts, texts, columns) == [len(turns) + 1] * 20
+        assert call_reward(other_names, texts, texts, columns) == [1] * 20  # the first two are given by place
 
 
 def test_one_number_is_the_place_in_the_order(rows):
@@ -105,7 +128,6 @@ def test_long_prompts_are_left_out_and_counted(rows, caplog):
 
 
 def test_every_column_of_parquet_is_kept(rows, tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     words = ("data=parquet", "data.paths=[a.parquet]", "data.held_out_fraction=0.2")
     found = everything(load_prompts(prompted(*words, *PAIRS), 100))
@@ -113,14 +135,14 @@ def test_every_column_of_parquet_is_kept(rows, tmp_path):
 
 
 def test_gsm8k_from_a_file(tmp_path, monkeypatch):
-    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
     lines = [{"question": f"{n} + 1?", "answer": f"One more than {n}.\n#### {n + 1}"} for n in range(9)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = ("data=gsm8k", "data.path=json", "data.name=null", f"data.data_files=[{tmp_path}/train.jsonl]")
     corpus = load_prompts(prompted(*words), 100)
     prompts = corpus.spread("train", 9) + corpus.spread("held_out", 9)
-    assert sorted((prompt.columns for prompt in prompts), key=lambda row: row["question"]) == lines
+    asked = [line | {"messages": [{"role": "user", "content": line["question"]}]} for line in lines]
+    assert sorted((prompt.columns for prompt in prompts), key=lambda row: row["question"]) == asked
 
 
 def test_a_mixture_of_prompts(rows):

@@ -8,17 +8,18 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
+import pyarrow
 import pytest
 from conftest import write_corpus
+from pyarrow import parquet
 from support.harness import SMALL
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.data.corpus import load_corpus
+from tunix.config.compose import compose
+from tunix.data.dataset import load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
+from tunix.data.files import zstd
 from tunix.data.tokenize import find_units
-from tunix.data.tokenized_sources import prepare_corpus
-from tunix.sources.files import zstd
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
 TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]
@@ -85,9 +86,6 @@ def test_csv(tmp_path):
 
 
 def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.table({"id": range(40), "text": TEXTS}), tmp_path / "a.parquet", row_group_size=7)
     words = ["data=parquet", f"data.paths=[{tmp_path}]"]
     assert documents(*words) == sorted(TEXTS)
@@ -100,7 +98,6 @@ def test_parquet(tmp_path):
 
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_hf(tmp_path, streaming):
-    pytest.importorskip("datasets")
     file = write(tmp_path / "a.jsonl", as_jsonl({"text": text} for text in TEXTS))
     words = ["data=hf", "data.path=json", f"data.data_files=[{file}]", f"data.streaming={streaming}"]
     assert documents(*words, "loading.shard_bytes=500") == sorted(TEXTS)
@@ -127,8 +124,8 @@ def flat(tmp_path, name: str, tokens: np.ndarray, head: bytes = b""):
 @pytest.fixture
 def byte_tokenizer(tmp_path):
     cfg = config("data=synthetic", "data.num_documents=2")
-    _, vocabulary = prepare_corpus(cfg)
-    vocabulary.save(tmp_path / "tokenizer")
+    _, vocab = prepare_corpus(cfg)
+    vocab.save(tmp_path / "tokenizer")
     return f"tokenizer.path={tmp_path}/tokenizer"
 
 
@@ -177,7 +174,7 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
         ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
         ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
         ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 does not occur in data.paths; the tokenizer ends a document with 2"),
-        ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "holds out nothing: no file of data.paths has a second document"),
+        ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "the data are too small to hold any document out; raise the fraction"),
         ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999 data.held_out_fraction=0", "data.document_end=999999 does not occur in data.paths"),
     ],
 )  # fmt: skip

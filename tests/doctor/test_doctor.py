@@ -13,10 +13,12 @@ from support.devices import xla_flags
 from support.harness import ONE_LAYER, ROOT, SMALL
 from support.processes import Processes
 
-from tunix.cli.compose import compose
-from tunix.doctor import __main__ as doctor
-from tunix.doctor import machine, software, together
-from tunix.doctor.findings import Finding
+from tunix import doctor
+from tunix import doctor as machine
+from tunix import doctor as software
+from tunix import doctor as together
+from tunix.config.compose import compose
+from tunix.doctor import Finding
 
 
 def of(check: str, found) -> list[tuple[str, str]]:
@@ -96,7 +98,7 @@ def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
 def test_wrong_input(more, code, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tunix.doctor", *SMALL, *ONE_LAYER, *more])
-    monkeypatch.setattr(software, "_ask_xla", lambda _: None)
+    monkeypatch.setattr(software, "_query_xla", lambda _: None)
     assert doctor.main() == code
     out, error = capsys.readouterr()
     assert message in (error if code == 2 else out)
@@ -187,7 +189,7 @@ def test_what_is_short(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: Memory(2 * gib))
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 4096))
-    found = list(machine.examine(job))
+    found = list(machine.examine_machine(job))
     assert [status for status, _ in of("host memory", found)] == ["error"]
     assert [status for status, _ in of("open files", found)] == ["warning"]
     assert [status for status, _ in of("shared memory", found)] == ["warning"]
@@ -195,7 +197,7 @@ def test_what_is_short(tmp_path, monkeypatch):
     assert status == "warning"
     assert f"30.0 GiB free in {tmp_path}; " in says
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Space(10 * gib))
-    assert of("disk", machine.examine(job))[0][0] == "error"
+    assert of("disk", machine.examine_machine(job))[0][0] == "error"
 
 
 def test_differences_between_processes(tmp_path, monkeypatch):

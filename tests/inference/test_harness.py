@@ -8,10 +8,10 @@ from support.harness_tasks import write_tasks
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.command import read_settings
 from tunix.config import Evaluate
+from tunix.config.command_line import read_settings
 from tunix.evaluate import evaluate
-from tunix.inference import harness
+from tunix.inference import lm_eval
 
 
 def log_probs(model, tokens: list[int]) -> np.ndarray:
@@ -76,4 +76,4 @@ def test_what_cannot_be_asked_is_named(hf_dir, tmp_path, monkeypatch):
         read_settings(Evaluate, [f"checkpoint={hf_dir}", "tasks=[a]"])
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"needs the harness: pip install 'tunix-trainer\[lm_eval\]'"):
-        harness.import_harness()
+        lm_eval.import_harness()

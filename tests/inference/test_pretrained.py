@@ -14,11 +14,11 @@ from support.hf_files import TEMPLATE, WORDS
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
 from tunix.config import Export
+from tunix.config.compose import compose
+from tunix.data.tokenizer import read_vocab
 from tunix.export import export
-from tunix.models.paths import named
-from tunix.tokenizer.vocabulary import read_vocabulary
+from tunix.models.layers import named
 
 PARITY = ROOT / "tests" / "models" / "parity"
 
@@ -120,8 +120,8 @@ def test_the_folders_tokenizer_is_used_unless_one_is_given(hf_dir, copy):
         [f"model.init_from={hf_dir}", "training.seq_len=64", "training.loss_chunk_size=64"]
     ).config.tokenizer
     assert tokenizer.path == str(hf_dir)
-    vocabulary = read_vocabulary(tokenizer)
-    assert (vocabulary.bos_token, vocabulary.eos_token, vocabulary.chat_template) == ("<bos>", "<eos>", TEMPLATE)
+    vocab = read_vocab(tokenizer)
+    assert (vocab.bos_token, vocab.eos_token, vocab.chat_template) == ("<bos>", "<eos>", TEMPLATE)
     other = [f"tokenizer.path={copy}/tokenizer.json", "training.seq_len=64", "training.loss_chunk_size=64"]
     assert compose([f"model.init_from={hf_dir}", *other]).config.tokenizer.path == str(copy / "tokenizer.json")
 
@@ -162,12 +162,12 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
         "digests.json",
     }  # fmt: skip
     np.testing.assert_allclose(tunix.load_pretrained("merged")(tokens), after(tokens), atol=1e-5)
-    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert about["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    info = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert info["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     prefix = "base_model.model.model.layers.1.self_attn.q_proj"
     a, b = (adapter[f"{prefix}.lora_{x}.weight"].astype(np.float32) for x in "AB")
-    update = (b @ a) * about["lora_alpha"] / about["r"]
+    update = (b @ a) * info["lora_alpha"] / info["r"]
     total = dict(named(after.merged().params))["blocks.attention.q.w"][1] - trained["blocks.attention.q.w"][1]
     np.testing.assert_allclose(np.asarray(total).reshape(32, -1).T, update, atol=1e-5)
 
@@ -233,14 +233,14 @@ import ctypes, gc, threading, time, numpy as np, jax
 from safetensors.numpy import save_file
 import sys; sys.path.insert(0, {str(ROOT / "tests")!r})
 from support.harness import program
-from tunix.hf.saved_weights import save_weights
-from tunix.hf.weights import load_weights
+from tunix.huggingface.save_weights import save_weights
+from tunix.huggingface.weights import load_weights
 from pathlib import Path
 small = program("model=llama3_1b", "model.vocab_size=2048", "model.embed_dim=512", "model.mlp_dim=2048", "model.num_layers=6",
     "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64", "model.tied_head=true", "model.global_every=1",
     "model.sliding_window=null", "model.mesh_shape={mesh}", "distributed.allow_idle_devices=true")
 folder = Path({str(tmp_path)!r})
-from tunix.training.mesh_choices import build_layout
+from tunix.training.choices import build_layout
 with jax.set_mesh(small.mesh):
     save_weights(folder, small.state["params"], small.cfg.model, small.arch.weights, "float32", shard_gb=0.02)
     (folder / "config.json").write_text('{{"vocab_size": 2048}}')

@@ -15,14 +15,12 @@ from support.harness import ROOT, run_python
 import tunix
 from tunix import generate
 from tunix.base.errors import UserError
-from tunix.cli.command import read_settings, run_command
 from tunix.config import Generate
-from tunix.inference.cache import prefill
-from tunix.inference.drawing import choose
+from tunix.config.command_line import read_settings, run_command
+from tunix.data.tokenizer import load_vocab
 from tunix.inference.gathered import gather
-from tunix.inference.sampling import Sampling
-from tunix.inference.stops import find_stop_ids
-from tunix.tokenizer.vocabulary import load_vocabulary
+from tunix.inference.kv_cache import prefill
+from tunix.inference.sampling import Sampling, find_stop_ids, select
 
 PARITY = ROOT / "tests" / "models" / "parity"
 PROMPTS = [[5, 9, 11], [7] * 20, [3]]
@@ -33,24 +31,24 @@ def gemma():
     return tunix.load_pretrained(PARITY / "gemma3")
 
 
-def draws(logits, count, how):
+def initializer(logits, count, sampling):
     """Tokens of `count` rows with these logits [V]."""
     keys = jax.random.split(jax.random.key(1), count)
-    return jax.jit(choose, static_argnums=2)(jnp.tile(logits, (count, 1)), keys, how)
+    return jax.jit(select, static_argnums=2)(jnp.tile(logits, (count, 1)), keys, sampling)
 
 
 @pytest.mark.parametrize("vocab_size", [12, 300])  # one block of the race, and three, of which the last is not full
 def test_frequencies_are_those_of_the_softmax(vocab_size):
     """Chi-square of 20,000 draws, at the 0.1 % level."""
     logits = np.random.default_rng(0).normal(size=vocab_size).astype(np.float32)
-    drawn = draws(logits, 20_000, Sampling(1, temperature=0.7))
+    sampled = initializer(logits, 20_000, Sampling(1, temperature=0.7))
     shares = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
-    wanted = shares * 20_000
-    counts = np.bincount(drawn.tokens, minlength=vocab_size)
-    assert (((counts - wanted) ** 2) / wanted).sum() < chdtri(vocab_size - 1, 0.001)
-    np.testing.assert_allclose(drawn.log_probs, np.log(shares)[drawn.tokens], atol=1e-5)
+    requested = shares * 20_000
+    counts = np.bincount(sampled.tokens, minlength=vocab_size)
+    assert (((counts - requested) ** 2) / requested).sum() < chdtri(vocab_size - 1, 0.001)
+    np.testing.assert_allclose(sampled.log_probs, np.log(shares)[sampled.tokens], atol=1e-5)
     of_model = logits - np.log(np.exp(logits).sum())
-    np.testing.assert_allclose(drawn.model_log_probs, of_model[drawn.tokens], atol=1e-5)
+    np.testing.assert_allclose(sampled.model_log_probs, of_model[sampled.tokens], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +64,10 @@ def test_frequencies_are_those_of_the_softmax(vocab_size):
 )
 def test_filters(filters, allowed):
     logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.0625, 0.0625]))
-    drawn = draws(logits, 2000, Sampling(1, **filters))
-    assert set(np.asarray(drawn.tokens).tolist()) == allowed
+    sampled = initializer(logits, 2000, Sampling(1, **filters))
+    assert set(np.asarray(sampled.tokens).tolist()) == allowed
     total = np.exp(logits)[np.array(sorted(allowed))].sum()
-    np.testing.assert_allclose(drawn.log_probs, (logits - np.log(total))[drawn.tokens], atol=1e-5)
+    np.testing.assert_allclose(sampled.log_probs, (logits - np.log(total))[sampled.tokens], atol=1e-5)
 
 
 HOW = Sampling(max_new_tokens=8, temperature=2.0, top_k=5)  # one choice of tokens: its programs are shared
@@ -91,15 +89,15 @@ def test_log_probabilities_are_the_models(gemma, together):
     answer = together[0]
     logits = np.asarray(gemma(np.array([PROMPTS[0] + answer.tokens])), np.float64)[0]
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    wanted = [log_probabilities[2 + place, token] for place, token in enumerate(answer.tokens)]
-    np.testing.assert_allclose(answer.log_probabilities, wanted, atol=1e-4)
+    requested = [log_probabilities[2 + index, token] for index, token in enumerate(answer.tokens)]
+    np.testing.assert_allclose(answer.log_probabilities, requested, atol=1e-4)
 
 
 def test_a_stop_id_ends_one_answer_and_not_the_others(gemma, together):
     stop = together[0].tokens[3]
     stopped = gemma.sample(PROMPTS, replace(HOW, stop=(stop,)), seed=3)
-    place = together[0].tokens.index(stop)
-    assert (stopped[0].tokens, stopped[0].stopped) == (together[0].tokens[: place + 1], True)
+    index = together[0].tokens.index(stop)
+    assert (stopped[0].tokens, stopped[0].stopped) == (together[0].tokens[: index + 1], True)
     for before, after in zip(together[1:], stopped[1:], strict=True):
         assert after.tokens == before.tokens[: len(after.tokens)]
 
@@ -109,15 +107,15 @@ def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
     (tmp_path / "end.jinja").write_text(
         "{% for m in messages %}{{ m['content'] }}{{ '<pad>' if m['role'] == 'assistant' }}{% endfor %}"
     )
-    vocabulary = load_vocabulary(str(hf_dir), chat_template=str(tmp_path / "end.jinja"))
+    vocab = load_vocab(str(hf_dir), chat_template=str(tmp_path / "end.jinja"))
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert find_stop_ids(vocabulary, (), tmp_path) == (0, 2, 7)
+    assert find_stop_ids(vocab, (), tmp_path) == (0, 2, 7)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8]}')  # it stands above config.json
-    word = vocabulary.backend.token_to_id("a")
-    assert find_stop_ids(vocabulary, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
-    assert find_stop_ids(load_vocabulary(str(hf_dir)), (), None) == (2,)
+    word = vocab.backend.token_to_id("a")
+    assert find_stop_ids(vocab, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
+    assert find_stop_ids(load_vocab(str(hf_dir)), (), None) == (2,)
     with pytest.raises(UserError, match="sampling.stop=nowhere is not a token"):
-        find_stop_ids(vocabulary, ("nowhere",), None)
+        find_stop_ids(vocab, ("nowhere",), None)
 
 
 def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
@@ -129,7 +127,7 @@ def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
             return prefill(weights.module(gemma.arch), weights, tokens, first, 40)
 
         _, cache = jax.eval_shape(after_prompts)
-    assert [keys.shape[1] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
+    assert [keys.shape[2] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
 
 
 @pytest.mark.filterwarnings("error")  # Hydra warns about a file whose order of defaults is not said

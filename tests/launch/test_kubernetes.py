@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tunix.base.errors import UserError
-from tunix.cli import compose
+from tunix.config import compose
 from tunix.launch import kubernetes
 from tunix.launch.__main__ import parser
 from tunix.launch.nodes import NodeFlags, find_node

@@ -1,5 +1,6 @@
 """`python -m tunix.launch`: which node this is, and that processes start, speak, and end together."""
 
+import errno
 import io
 import os
 import signal
@@ -15,10 +16,9 @@ import pytest
 from support.harness import ROOT
 
 from tunix.base.errors import UserError
-from tunix.launch import accelerate, children
+from tunix.launch import children, nodes
 from tunix.launch.__main__ import main, parser
-from tunix.launch.nodes import NodeFlags, find_free_port, find_node
-from tunix.launch.rendezvous import meet
+from tunix.launch.nodes import NodeFlags, find_free_port, find_node, meet
 
 LAUNCHED = str(ROOT / "tests" / "support" / "launched.py")
 SEED = {"MASTER_ADDR": "192.0.2.10", "MASTER_PORT": "29500"}
@@ -149,6 +149,28 @@ def test_nodes_meet():
     assert sorted(found) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("answer", [b'{"rank": "abc"}', b'{"rank": [1]}', b'{"rank": 7}', b"{}", b"x" * 300])
+def test_a_stranger_in_the_place_of_node_0(answer, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr("tunix.launch.nodes.socket.socket.bind", refuse_address)  # the address is of another host
+
+        def speak() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(answer + b"\n")
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        run = {"rdzv_id": None, "nnodes": 2, "nprocs": 1}
+        with pytest.raises(UserError, match="node 0 went away, or another program answers there"):
+            meet("127.0.0.1", server.getsockname()[1], 2, run, 5)
+        thread.join()
+
+
+def refuse_address(_socket: socket.socket, _address: object) -> None:
+    raise OSError(errno.EADDRNOTAVAIL, "not here")
+
+
 def test_nodes_that_do_not_belong_together():
     port, said = find_free_port(), []
 
@@ -196,29 +218,26 @@ def test_accelerate_config(tmp_path):
     """num_processes counts the processes of all machines, as accelerate counts them."""
     file = tmp_path / "accelerate.yaml"
     file.write_text(ONE_MACHINE)
-    node = find_node(accelerate.read_config(file).flags, {"RANK": "3", "WORLD_SIZE": "4"})
+    node = find_node(nodes.read_config(file).flags, {"RANK": "3", "WORLD_SIZE": "4"})
     assert (node.num_processes, node.world_size, node.master_addr) == (8, 8, "127.0.0.1")
     file.write_text(TWO_MACHINES)
     flags = asked("--node_rank=1")
-    node = find_node(flags.with_defaults(accelerate.read_config(file).flags, {}), {})
+    node = find_node(flags.with_defaults(nodes.read_config(file).flags, {}), {})
     assert (node.num_processes, node.world_size, node.rank, node.master_port) == (4, 8, 1, 29500)
     assert (
-        find_node(
-            asked("").with_defaults(accelerate.read_config(file).flags, {"NODE_RANK": "1"}), {"NODE_RANK": "1"}
-        ).rank
+        find_node(asked("").with_defaults(nodes.read_config(file).flags, {"NODE_RANK": "1"}), {"NODE_RANK": "1"}).rank
         == 1
     )
     file.write_text(TWO_MACHINES.replace("machine_rank: 0", "machine_rank: 1"))
     assert (
-        find_node(asked("--node_rank=0").with_defaults(accelerate.read_config(file).flags, {"NODE_RANK": "1"}), {}).rank
-        == 0
+        find_node(asked("--node_rank=0").with_defaults(nodes.read_config(file).flags, {"NODE_RANK": "1"}), {}).rank == 0
     )  # flags win
     file.write_text(ONE_MACHINE.replace("use_cpu: false", "use_cpu: true"))
-    assert accelerate.read_config(file).environment == {"JAX_PLATFORMS": "cpu"}
+    assert nodes.read_config(file).environment == {"JAX_PLATFORMS": "cpu"}
     file.write_text(ONE_MACHINE.replace("gpu_ids: all", "gpu_ids: 2,3"))
-    assert accelerate.read_config(file).environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert nodes.read_config(file).environment == {"CUDA_VISIBLE_DEVICES": "2,3"}
     file.write_text(f"{ONE_MACHINE}\nipex_config: {{}}\n")  # of a plugin that is not used
-    assert accelerate.read_config(file).num_machines == 1
+    assert nodes.read_config(file).num_machines == 1
 
 
 @pytest.mark.parametrize(

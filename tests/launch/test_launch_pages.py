@@ -9,8 +9,10 @@ import pytest
 from launch.test_launch import TWO_MACHINES
 from support.harness import ROOT
 
-from tunix.cli import compose
-from tunix.launch import accelerate, kubernetes, ray, rendezvous, slurm
+from tunix.config import compose
+from tunix.launch import kubernetes, ray, slurm
+from tunix.launch import nodes as accelerate
+from tunix.launch import nodes as rendezvous
 from tunix.launch.__main__ import parser
 from tunix.launch.nodes import Node, NodeFlags, find_node
 

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,10 @@ from support.harness import PAIR, ROOT, metrics
 from support.processes import Processes
 
 from tunix.base.errors import UserError
-from tunix.cli import compose
+from tunix.config import compose
 from tunix.launch import ray
 
 RAY = ["launcher=ray", "launcher.gpus_per_node=0", "hydra.run.dir=run"]
-needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="requirements-ray.txt is not installed")
 
 
 @pytest.fixture
@@ -56,8 +54,7 @@ def test_what_cannot_run_is_refused(here, monkeypatch):
     fixed = ["launcher.min_nodes=1", "training.global_batch_size=64"]
     two = refused("model.mesh_shape=[[2],[fsdp]]", *fixed)
     assert "launcher.min_nodes=1: the run does not fit: model.mesh_shape fsdp=2 needs 2 devices, 1 are" in two
-    if find_spec("ray"):
-        assert "launcher.address=127.0.0.1:1: [Errno 111]" in refused("launcher.address=127.0.0.1:1")
+    assert "launcher.address=127.0.0.1:1: [Errno 111]" in refused("launcher.address=127.0.0.1:1")
     monkeypatch.setattr(ray, "find_spec", lambda name: None)
     assert "launcher=ray needs the package ray: pip install 'tunix-trainer[ray]'" in refused()
     assert list(here.iterdir()) == []
@@ -73,10 +70,10 @@ def cluster(cache_dir, monkeypatch):
     node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
     cluster = Cluster()
     try:
-        for place in ({"include_dashboard": False}, {}):
+        for index in ({"include_dashboard": False}, {}):
             for _ in range(3):  # Ray gives a node 30 seconds to start, which a busy machine may need
                 with suppress(Exception):
-                    cluster.other = cluster.add_node(**node, **place)
+                    cluster.other = cluster.add_node(**node, **index)
                     break
         assert len(cluster.list_all_nodes()) == 2
         yield cluster
@@ -95,7 +92,6 @@ class Driver(Processes):
 
 
 @pytest.mark.nightly
-@needs_ray
 @pytest.mark.slow
 def test_on_two_nodes(here, corpus, cluster):
     """A run that fails, its ranks and its output; then a training that loses a node, goes on with one, and is stopped."""

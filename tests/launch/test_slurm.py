@@ -15,7 +15,7 @@ from support.harness import PAIR, ROOT, cli, metrics
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli import compose
+from tunix.config import compose
 from tunix.launch import slurm
 
 SLURM = ["launcher=slurm", "launcher.gpus_per_node=1"]
@@ -132,8 +132,8 @@ def test_a_run_goes_on_as_a_job(here):
 
 
 def test_a_folder_with_any_name(here):
-    compose_words = ["launcher=slurm", "launcher.dry_run=true", "hydra.run.dir='a, (b) it'"]
-    slurm.launch(compose.compose(compose_words))
+    compose_overrides = ["launcher=slurm", "launcher.dry_run=true", "hydra.run.dir='a, (b) it'"]
+    slurm.launch(compose.compose(compose_overrides))
     line = next(
         line
         for line in Path("a, (b) it/job.sbatch").read_text().splitlines()
@@ -229,7 +229,7 @@ def submitted(*words: str, cwd: Path) -> str:
     return number
 
 
-def facts(number: str) -> dict[str, str]:
+def info(number: str) -> dict[str, str]:
     shown = subprocess.run(["scontrol", "show", "job", "-o", number], capture_output=True, text=True, check=True).stdout
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
@@ -242,8 +242,8 @@ def wait_until(condition, timeout: float = 60) -> None:
 
 
 def wait_for_end(number: str, timeout: float = 90) -> dict[str, str]:
-    wait_until(lambda: facts(number)["JobState"] not in slurm.GOING, timeout)
-    return facts(number)
+    wait_until(lambda: info(number)["JobState"] not in slurm.GOING, timeout)
+    return info(number)
 
 
 def wait_for_tasks(folder: Path, start: int) -> list[Path]:
@@ -318,8 +318,8 @@ def test_followed_to_its_end(cluster, tmp_path):
 
 @pytest.mark.slow
 def test_slurm_refuses_in_its_own_words(cluster, tmp_path):
-    copies = [f"launcher.{key}_path={tmp_path}" for key in ("scripts", "configs", "logs")]
-    done = cli(*SLURM, "launcher.partition=hopper-prod", "hydra.run.dir=a/b/run", *copies, cwd=tmp_path)
+    ema = [f"launcher.{key}_path={tmp_path}" for key in ("scripts", "configs", "logs")]
+    done = cli(*SLURM, "launcher.partition=hopper-prod", "hydra.run.dir=a/b/run", *ema, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: sbatch refuses the job: ")
     assert "invalid partition specified: hopper-prod" in done.stderr

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix.models.delta_rule import number_runs, run_chunks, step
+from tunix.models.linear_attention import number_runs, run_chunks, step
 
 BATCH, LENGTH, KEYS, VALUES, KEY_DIM, VALUE_DIM = 2, 23, 2, 6, 5, 7
 # Documents that begin and end within chunks and at their ends; a number that comes back is another document.
@@ -21,7 +21,7 @@ def inputs() -> tuple[np.ndarray, ...]:
 
 def one_by_one(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return results and memory of tokens one after the other; the memory is emptied where a document begins."""
-    begins = np.pad(SEGMENTS[:, 1:] != SEGMENTS[:, :-1], [(0, 0), (1, 0)])
+    starts = np.pad(SEGMENTS[:, 1:] != SEGMENTS[:, :-1], [(0, 0), (1, 0)])
 
     def token(memory, now):
         begin, *arrays = now
@@ -29,7 +29,7 @@ def one_by_one(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         out, memory = step(*(x[:, None] for x in arrays), memory)
         return memory, out[:, 0]
 
-    in_order = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), (begins, *arrays))
+    in_order = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), (starts, *arrays))
     memory, out = jax.lax.scan(token, jnp.zeros((BATCH, VALUES, KEY_DIM, VALUE_DIM)), in_order)
     return jnp.moveaxis(out, 0, 1), memory
 

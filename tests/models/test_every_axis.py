@@ -16,15 +16,14 @@ from models.test_parity import PARITY
 from support.harness import batch
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
 from tunix.config import Config
-from tunix.config.mlp import ExpertsMlp
-from tunix.families import FAMILIES
+from tunix.config.compose import compose
+from tunix.config.layers import ExpertsMlp
+from tunix.huggingface.table import FAMILIES
 from tunix.sharding.arrays import to_global
-from tunix.sharding.dims import axis_names
-from tunix.training.mesh_choices import build_mesh
-from tunix.training.program import assemble
-from tunix.training.program_checks import check_model_on_mesh
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_mesh
+from tunix.training.program import assemble, check_model_on_mesh
 
 TOLERANCE = 1e-5  # float32; sums in another order
 SEQUENCES, LENGTH = 8, 16

@@ -12,14 +12,13 @@ from support.gpu_compiler import compile_for_gpu
 from support.harness import experts
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.models import expert_exchanges
-from tunix.models.draws import Draws
-from tunix.models.expert_exchanges import choose_expert_exchange, count_rows
-from tunix.models.expert_rows import Trips, limit_to_room, plan_rows
+from tunix.config.compose import compose
+from tunix.models import expert_parallel
+from tunix.models.expert_parallel import Trips, count_rows, limit_to_capacity, plan_rows, select_expert_exchange
 from tunix.models.experts import Experts
-from tunix.sharding.dims import axis_names
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.models.layers import Initializer
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.program import assemble
 
 
@@ -28,21 +27,21 @@ def exchange(sent: list[np.ndarray], trips: list[Trips], length: int) -> list[np
     got = [np.full(length, -1) for _ in sent]
     for source, (rows, trip) in enumerate(zip(sent, trips, strict=True)):
         for target, other in enumerate(trips):
-            size, begin, place = trip.sizes[target], trip.starts[target], trip.places[target]
+            size, begin, index = trip.sizes[target], trip.starts[target], trip.offsets[target]
             assert size == other.arriving[source]
-            got[target][place : place + size] = rows[begin : begin + size]
+            got[target][index : index + size] = rows[begin : begin + size]
     return got
 
 
-@pytest.mark.parametrize("room", [None, 12, 5])
-@pytest.mark.parametrize(("num_devices", "num_own"), [(4, 3), (2, 1)])
-def test_rows_go_where_their_experts_are_and_come_back(num_devices, num_own, room):
+@pytest.mark.parametrize("capacity", [None, 12, 5])
+@pytest.mark.parametrize(("num_devices", "num_local"), [(4, 3), (2, 1)])
+def test_rows_go_where_their_experts_are_and_come_back(num_devices, num_local, capacity):
     """Of each device its choices sorted by expert, as numbers that no two choices share."""
     rng = np.random.default_rng(num_devices)
-    choices = [np.sort(rng.integers(0, num_devices * num_own, 10)) for _ in range(num_devices)]
+    choices = [np.sort(rng.integers(0, num_devices * num_local, 10)) for _ in range(num_devices)]
     choices[-1][:] = 0  # all to one expert
-    counts = np.array([np.bincount(each, minlength=num_devices * num_own) for each in choices], np.int32)
-    size = count_rows(10, 1, num_devices, num_own, None) if room is None else room
+    counts = np.array([np.bincount(each, minlength=num_devices * num_local) for each in choices], np.int32)
+    size = count_rows(10, 1, num_devices, num_local, None) if capacity is None else capacity
     plans = [jax.tree.map(np.asarray, plan_rows(jnp.asarray(counts), device, size)) for device in range(num_devices)]
     kept = [np.repeat(np.arange(len(plan.sent)), plan.sent) for plan in plans]
     ids = [100 * device + np.arange(len(each)) for device, each in enumerate(kept)]
@@ -53,28 +52,28 @@ def test_rows_go_where_their_experts_are_and_come_back(num_devices, num_own, roo
     }
     for device, (rows, plan) in enumerate(zip(came, plans, strict=True)):
         is_row = rows >= 0
-        np.testing.assert_array_equal(is_row, plan.group < num_own)
-        wanted = [expert_of[int(row)] for row in rows[is_row]]
-        np.testing.assert_array_equal(plan.group[is_row] + device * num_own, wanted)
+        np.testing.assert_array_equal(is_row, plan.group < num_local)
+        requested = [expert_of[int(row)] for row in rows[is_row]]
+        np.testing.assert_array_equal(plan.group[is_row] + device * num_local, requested)
     back = exchange(came, [plan.back for plan in plans], 10)
     for own, rows in zip(ids, back, strict=True):
         np.testing.assert_array_equal(rows[: len(own)], own)
-    if room is None:
+    if capacity is None:
         np.testing.assert_array_equal([plan.sent for plan in plans], counts)
 
 
 def test_each_device_and_expert_gives_up_the_same_share():
     both = jnp.array([[40, 60, 10, 0], [0, 100, 0, 5]], jnp.int32)  # 200 rows for device 0, and 15 for device 1
-    np.testing.assert_array_equal(limit_to_room(both, 150), [[29, 44, 10, 0], [0, 74, 0, 5]])
-    np.testing.assert_array_equal(limit_to_room(both, 200), both)
+    np.testing.assert_array_equal(limit_to_capacity(both, 150), [[29, 44, 10, 0], [0, 74, 0, 5]])
+    np.testing.assert_array_equal(limit_to_capacity(both, 200), both)
 
 
-def emulated(operand, output, starts, sizes, places, arriving, *, axis_name):
+def emulated(operand, output, starts, sizes, offsets, arriving, *, axis_name):
     """Do what `jax.lax.ragged_all_to_all` does by gathering all rows: jax 0.10.2 does not compile it for CPUs."""
     device = jax.lax.axis_index(axis_name)
-    rows, starts, sizes, places = (jax.lax.all_gather(x, axis_name) for x in (operand, starts, sizes, places))
+    rows, starts, sizes, offsets = (jax.lax.all_gather(x, axis_name) for x in (operand, starts, sizes, offsets))
     for source in range(len(rows)):
-        offset = jnp.arange(len(output)) - places[source, device]
+        offset = jnp.arange(len(output)) - offsets[source, device]
         found = rows[source].at[starts[source, device] + offset].get(mode="clip")
         is_from = (offset >= 0) & (offset < sizes[source, device])
         output = jnp.where(is_from.reshape(-1, *[1] * (output.ndim - 1)), found, output)
@@ -84,7 +83,7 @@ def emulated(operand, output, starts, sizes, places, arriving, *, axis_name):
 @pytest.fixture
 def rows_on_cpus(monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
-    monkeypatch.setattr(expert_exchanges, "WITHOUT_ROWS", ())
+    monkeypatch.setattr(expert_parallel, "WITHOUT_ROWS", ())
 
 
 def results_of_a_layer(*words: str, mesh_shape: str = "[[2,2,2],[fsdp,ep,tp]]", **changed) -> SimpleNamespace:
@@ -96,7 +95,7 @@ def results_of_a_layer(*words: str, mesh_shape: str = "[[2,2,2],[fsdp,ep,tp]]", 
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
-        layer, state = nnx.split(Experts(cfg.model, layout, Draws(jax.random.key(0))))
+        layer, state = nnx.split(Experts(cfg.model, layout, Initializer(jax.random.key(0))))
         x, g = (np.random.default_rng(seed).normal(size=(8, 6, 16)).astype(np.float32) for seed in (0, 1))
 
         def loss(state, x):
@@ -138,18 +137,18 @@ def test_rows_give_the_numbers_of_gathered_tokens(changed, mesh_shape, rows_on_c
 
 
 def assert_dropped(found: SimpleNamespace) -> None:
-    """Compute a layer in numpy with the choices for which `limit_to_room` has room."""
+    """Compute a layer in numpy with the choices for which `limit_to_capacity` has room."""
     num_devices, per_token = found.mesh.shape["ep"], found.choices.shape[-1]
     parts = found.choices.reshape(-1, num_devices, 12 * per_token)  # [groups, devices, choices]: 2 sequences a device
     is_kept = np.zeros(parts.shape, bool)
-    for group, places in zip(parts, is_kept, strict=True):
+    for group, offsets in zip(parts, is_kept, strict=True):
         counts = np.array([np.bincount(each, minlength=8) for each in group], np.int32)
         kept = np.asarray(
-            limit_to_room(jnp.asarray(counts), count_rows(12, per_token, num_devices, 8 // num_devices, 0.75))
+            limit_to_capacity(jnp.asarray(counts), count_rows(12, per_token, num_devices, 8 // num_devices, 0.75))
         )
         for device, chosen in enumerate(group):
             for expert in range(8):
-                places[device, np.flatnonzero(chosen == expert)[: kept[device, expert]]] = True
+                offsets[device, np.flatnonzero(chosen == expert)[: kept[device, expert]]] = True
     assert 0 < float(found.dropped) == np.sum(~is_kept)
     shares = np.where(is_kept.reshape(found.choices.shape), found.shares, 0)
     gate, up, down = (found.params[f"expert_{name}"]["w"] for name in ("gate", "up", "down"))
@@ -161,7 +160,7 @@ def assert_dropped(found: SimpleNamespace) -> None:
 
 def chosen(*words: str, ep: int = 4, platform: str | None = "gpu") -> tuple[str, str]:
     model = compose(["model=tiny_moe", *words]).config.model
-    return tuple(choose_expert_exchange(model, dict.fromkeys(axis_names(), 1) | {"ep": ep}, platform))
+    return tuple(select_expert_exchange(model, dict.fromkeys(axis_names(), 1) | {"ep": ep}, platform))
 
 
 def test_auto_takes_what_sends_fewer_bytes():

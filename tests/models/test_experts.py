@@ -9,11 +9,11 @@ from support.harness import ONE_LAYER, SGD, Program, batch, program
 from support.harness import experts as few_experts
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.costs.derived import derive_costs
-from tunix.models.draws import Draws
 from tunix.models.experts import Experts
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.models.layers import Initializer
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.program import assemble
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -94,7 +94,7 @@ def layer(**changed) -> tuple[Experts, dict]:
     cfg = compose([*ONE, "model.embed_dim=12", "training.mixed_precision=fp32", experts(**changed)]).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        made = Experts(cfg.model, build_layout(cfg, mesh), Draws(jax.random.key(0)))
+        made = Experts(cfg.model, build_layout(cfg, mesh), Initializer(jax.random.key(0)))
         if cfg.model.mlp.bias_rate is not None:
             made.router.bias[...] = jnp.linspace(-0.5, 0.5, 8)
     return made, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(made)))

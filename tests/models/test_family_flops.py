@@ -10,11 +10,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from models.test_parity import MODELS, PARITY
 
-from tunix.cli.architecture import trained_model
+from tunix.config.pretrained_config import trained_model
 from tunix.models.flops import attended_tokens, chunk_flops_per_token, forward_flops_per_token
-from tunix.sharding.layout import Layout
+from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.placement import STRATEGIES
 from tunix.training.state import abstract_params, describe
 
 ROWS, LENGTH = 2, 24
@@ -55,7 +54,9 @@ def test_flops_of_a_forward_pass(name):
     """The kernel computes the scores of all pairs; those that no query sees are not among what is derived."""
     cfg = trained_model(PARITY / name, [[1], ["fsdp"]])
     mesh = device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True)
-    layout = Layout(STRATEGIES["no_shard"], frozenset(), "float32", "float32", "float32").with_all_layers()
+    kernels = tuple((heads.dim_names[0], "xla") for heads in cfg.head_kinds)
+    layout = Layout(STRATEGIES["no_shard"], frozenset(), "float32", "float32", "float32", kernels=kernels)
+    layout = layout.with_all_layers()
     with jax.set_mesh(mesh):
         arch = describe(cfg, layout)
         params = abstract_params(arch, mesh)
@@ -63,7 +64,7 @@ def test_flops_of_a_forward_pass(name):
         tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=of_rows)
         traced = jax.jit(lambda params, tokens: arch.module(params)(tokens)).trace(params, tokens)
     unseen = 0.0
-    for heads, layers in cfg.kinds_of_heads.items():
+    for heads, layers in cfg.head_kinds.items():
         unseen_pairs = len(layers) * LENGTH - attended_tokens(cfg, LENGTH, layers)
         unseen += 2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * unseen_pairs
     derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + chunk_flops_per_token(cfg, LENGTH) + unseen

@@ -11,23 +11,23 @@ from support.gpu_compiler import compile_for_gpu
 from support.harness import batch, cli, cli_here, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.models.attention import plain
-from tunix.models.flash import flash
-from tunix.models.flash_blocks import BLOCKS, Block, Blocks, computed_pairs, computed_pairs_in_ring
-from tunix.models.kernels import choose_kernel
-from tunix.models.ring import PRODUCTS, attend_in_ring
+from tunix.models.attention_mask import row_mask_rule
+from tunix.models.context_parallel import RINGS, ring_attention
+from tunix.models.flash_attention import flash
+from tunix.models.kernel_blocks import FLASH_BLOCKS, FlashBlock, FlashBlocks, computed_pairs, computed_pairs_in_ring
+from tunix.models.kernels import select_kernel
 from tunix.models.ring_flash import Flash
-from tunix.models.seen import seen_in_row
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.kernel_check import check_attention
-from tunix.training.mesh_choices import build_layout, build_mesh
 
 KERNEL_NAMES = ["attention_d_keys", "attention_d_queries", "attention_forward"]
-SMALL_BLOCKS = {8: Blocks(Block(64, 32, 1, 1), Block(64, 32, 1, 1), Block(32, 64, 1, 1))}
+SMALL_BLOCKS = {8: FlashBlocks(FlashBlock(64, 32, 1, 1), FlashBlock(64, 32, 1, 1), FlashBlock(32, 64, 1, 1))}
 
 
 def interpreted(q, k, v, seen, **options):
-    return flash(q, k, v, seen, BLOCKS["H100"] if q.shape[3] > 8 else SMALL_BLOCKS, **options)
+    return flash(q, k, v, seen, FLASH_BLOCKS["H100"] if q.shape[3] > 8 else SMALL_BLOCKS, **options)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
     """Outputs and gradients in float32, with documents that begin anywhere."""
     rng = np.random.default_rng(0)
     segments = jnp.asarray(np.sort(rng.integers(0, 4, (2, length))), jnp.int32)
-    seen = seen_in_row(segments, jnp.int32(window))
+    seen = row_mask_rule(segments, jnp.int32(window))
     q, k, v, d_out = (
         jnp.asarray(rng.normal(size=(2, length, n, dim)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
     )
@@ -75,13 +75,13 @@ def test_a_ring_of_kernels_computes_what_plain_blocks_do(monkeypatch):
             jax.shard_map, mesh=mesh, in_specs=(split,) * 3 + (jax.P(),), out_specs=(split, split), check_vma=False
         )
         def attended(q, k, v, segments):
-            return attend_in_ring("xla", q, k, v, seen_in_row(segments, 120), cap=1.5, with_sums=True)
+            return ring_attention("xla", q, k, v, row_mask_rule(segments, 120), cap=1.5, with_sums=True)
 
         out, pull_back = jax.vjp(lambda *qkv: attended(*qkv, segments), q, k, v)
         return *out, *pull_back((d_out, d_out[..., 0]))
 
     expected = jax.jit(results)(q, k, v)
-    monkeypatch.setitem(PRODUCTS, "xla", f"{__name__}:interpreted_ring")
+    monkeypatch.setitem(RINGS, "xla", f"{__name__}:interpreted_ring")
     for one, other in zip(jax.jit(lambda *qkv: results(*qkv))(q, k, v), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 
@@ -103,7 +103,7 @@ def test_a_step_is_that_of_the_plain_kernel(monkeypatch):
 
 def test_pairs_that_are_computed():
     """Both triangles are 1024 x 1024; blocks at the diagonal and at the edge of a window count whole."""
-    block = Block(128, 64, 8, 2)
+    block = FlashBlock(128, 64, 8, 2)
     assert computed_pairs(1024, [1024], block) == 128 * sum(range(128, 1025, 128))
     assert computed_pairs(1024, [1], block) == 1024 * 128
     mixed = computed_pairs(1024, [1024, 1], block)
@@ -114,9 +114,8 @@ def test_pairs_that_are_computed():
     assert list(computed_pairs_in_ring(256, 4, 129, block)) == [128 * 128 + 128 * 256, 128 * 128, 0, 0]
 
 
-def on(kind: str, platform: str = "gpu"):
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+def device(kind: str, platform: str = "gpu") -> jax.sharding.AbstractDevice:
+    return jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +130,7 @@ def on(kind: str, platform: str = "gpu"):
     ],
 )
 def test_auto_takes_the_fastest_kernel_that_is_exact(kind, platform, head_dim, dtype, name, reason):
-    with on(kind, platform):
-        choice = choose_kernel("auto", head_dim, dtype)
+    choice = select_kernel("auto", head_dim, dtype, device(kind, platform))
     assert choice.name == name
     assert reason in choice.reason
 
@@ -148,15 +146,15 @@ def test_auto_takes_the_fastest_kernel_that_is_exact(kind, platform, head_dim, d
     ],
 )
 def test_kernels_are_refused_where_they_are_not_exact(name, kind, head_dim, dtype, message):
-    with on(kind, "cpu" if kind == "cpu" else "gpu"), pytest.raises(UserError, match=message):
-        choose_kernel(name, head_dim, dtype)
+    with pytest.raises(UserError, match=message):
+        select_kernel(name, head_dim, dtype, device(kind, "cpu" if kind == "cpu" else "gpu"))
 
 
 def test_a_kernel_that_lacks_what_the_model_needs_is_refused():
-    with on("NVIDIA H100"), pytest.raises(UserError, match="cudnn has no cap of scores .* set model.attention=auto"):
-        choose_kernel("cudnn", 64, "bfloat16", {"cap": 50.0})
-    with on("NVIDIA H100"):
-        assert choose_kernel("auto", 64, "bfloat16", {"cap": 50.0, "with_sums": True}).name == "flash"
+    h100 = device("NVIDIA H100")
+    with pytest.raises(UserError, match="cudnn has no cap of scores .* set model.attention=auto"):
+        select_kernel("cudnn", 64, "bfloat16", h100, {"cap": 50.0})
+    assert select_kernel("auto", 64, "bfloat16", h100, {"cap": 50.0, "with_sums": True}).name == "flash"
 
 
 def test_a_run_says_which_kernel_computes_and_refuses_one_that_does_not_run(tmp_path):
@@ -186,14 +184,14 @@ def test_a_kernel_is_compared_with_the_plain_one_before_the_first_step():
     assert compared(f"{__name__}:wrong", "training.check_attention=false") is None
 
 
-def compile_kernels(chip: str, what: str, installs_dir) -> str:
+def compile_kernels(chip: str, label: str, installs_dir) -> str:
     """Return what tests/support/compile_kernels.py prints last."""
-    return compile_for_gpu("compile_kernels.py", chip, what, installs_dir=installs_dir)[-1]
+    return compile_for_gpu("compile_kernels.py", chip, label, installs_dir=installs_dir)[-1]
 
 
 # Programs of the H200 are compiled in tests/costs/test_gpu_program.py.
 @pytest.mark.nightly(but=["b200-256"])
-@pytest.mark.parametrize(("chip", "dim"), [(chip.lower(), dim) for chip, rows in BLOCKS.items() for dim in rows])
+@pytest.mark.parametrize(("chip", "dim"), [(chip.lower(), dim) for chip, rows in FLASH_BLOCKS.items() for dim in rows])
 def test_blocks_fit_into_the_chip(chip, dim, installs_dir):
     """XLA refuses a kernel that needs more shared memory, or tensor memory, than the chip has."""
     names = compile_kernels(chip, str(dim), installs_dir).split()

@@ -8,16 +8,15 @@ from support.gpu_compiler import compile_for_gpu
 from support.harness import SGD, SMALL, Program, batch, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.costs.derived import derive
+from tunix.config.compose import compose
+from tunix.costs.derived import check_matmul_dtype, derive
 from tunix.costs.devices import compute_peak_tflops, read_device_kinds
-from tunix.costs.matmul_dtypes import check_matmul_dtype
-from tunix.models.products import product
+from tunix.models.matmul import product
 from tunix.models.remat import Remat, make_policy
 from tunix.sharding.arrays import to_global
-from tunix.sharding.dims import axis_names
 from tunix.sharding.equations import Equation
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_layout, build_mesh
 
 FP8 = "training.matmul_dtype=fp8"
 ROUNDING = 2**-4  # of a number with three bits of fraction, at most
@@ -50,7 +49,7 @@ def test_small_integers_are_multiplied_exactly():
     )
     with jax.set_mesh(mesh):
         equation = Equation("BTD,DF->BTF")
-        specs = layout.activation("BTD"), layout.at_rest(equation), layout.activation("BTF")
+        specs = layout.activation("BTD"), layout.stored(equation), layout.activation("BTF")
         run = gradients(equation.text, layout)
 
         def results(*arrays):

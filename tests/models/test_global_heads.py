@@ -8,12 +8,12 @@ from models.test_parity import PARITY
 from support.harness import ONE_DEVICE, SGD, SPLIT_MESHES, batch, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.costs.derived import derive
-from tunix.hf.config_json import read_config, translate_config, write_config
-from tunix.models.paths import named
-from tunix.sharding.dims import axis_names
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.huggingface.config_json import read_config, translate_config, write_config
+from tunix.models.layers import named
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.state import describe
 
 TURNS = [

@@ -12,14 +12,16 @@ from models.test_flash import compile_kernels
 from support.harness import batch, cli_here, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.models.grouped import grouped
-from tunix.models.grouped_blocks import BLOCKS, Block, Blocks, empty_rows
-from tunix.models.kernels import choose_expert_products
-from tunix.training.kernel_check import check_expert_products
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.config.compose import compose
+from tunix.models.grouped_matmul import grouped
+from tunix.models.kernel_blocks import GROUPED_BLOCKS, GroupedBlock, GroupedBlocks, empty_rows
+from tunix.models.kernels import select_expert_matmul
+from tunix.training.choices import build_layout, build_mesh
+from tunix.training.kernel_check import check_expert_matmul
 
-SMALL_BLOCKS = Blocks(Block(16, 32, 16, 1, 1), Block(32, 16, 32, 1, 1), Block(16, 16, 32, 1, 1))
+SMALL_BLOCKS = GroupedBlocks(
+    GroupedBlock(16, 32, 16, 1, 1), GroupedBlock(32, 16, 32, 1, 1), GroupedBlock(16, 16, 32, 1, 1)
+)
 
 
 def interpreted(rows, w, sizes):
@@ -59,11 +61,6 @@ def test_a_step_is_that_of_ragged_dot(words, monkeypatch):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
-def on(kind: str):
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="cpu" if kind == "cpu" else "gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "name", "reason"),
     [
@@ -75,14 +72,14 @@ def on(kind: str):
     ],
 )
 def test_auto_takes_the_kernel_where_it_is_exact(kind, dtype, name, reason):
-    with on(kind):
-        choice = choose_expert_products("auto", dtype)
-        assert choice.name == name
-        assert reason in choice.reason
-        assert choose_expert_products("xla", dtype).name == "xla"
-        if name == "xla":
-            with pytest.raises(UserError, match="model.expert_products=grouped: .*set model.expert_products=auto"):
-                choose_expert_products("grouped", dtype)
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="cpu" if kind == "cpu" else "gpu")
+    choice = select_expert_matmul("auto", dtype, device)
+    assert choice.name == name
+    assert reason in choice.reason
+    assert select_expert_matmul("xla", dtype, device).name == "xla"
+    if name == "xla":
+        with pytest.raises(UserError, match="model.expert_products=grouped: .*set model.expert_products=auto"):
+            select_expert_matmul("grouped", dtype, device)
 
 
 def test_a_run_says_which_products_and_a_dense_model_refuses_them(tmp_path):
@@ -102,7 +99,7 @@ def test_products_are_compared_with_ragged_dot_before_the_first_step():
         cfg = compose([*SMALL, "model.mesh_shape=[[4,2],[ep,tp]]", f"model.expert_products={kernel}", *more]).config
         mesh = build_mesh(cfg)
         with jax.set_mesh(mesh):
-            return check_expert_products(cfg, build_layout(cfg, mesh), mesh)
+            return check_expert_matmul(cfg, build_layout(cfg, mesh), mesh)
 
     assert compared("auto") is None  # which is ragged_dot here
     assert "products of experts agrees with the plain kernel within" in (compared("jax.lax:ragged_dot") or "")
@@ -113,12 +110,12 @@ def test_products_are_compared_with_ragged_dot_before_the_first_step():
 
 def test_rows_that_are_computed_beside_those_of_the_groups():
     """Half a block of each group, on average."""
-    blocks = Blocks(Block(64, 1, 1, 1, 1), Block(32, 1, 1, 1, 1), Block(1, 1, 16, 1, 1))
+    blocks = GroupedBlocks(GroupedBlock(64, 1, 1, 1, 1), GroupedBlock(32, 1, 1, 1, 1), GroupedBlock(1, 1, 16, 1, 1))
     assert list(empty_rows(blocks).values()) == [32, 16, 8]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("chip", [chip.lower() for chip in BLOCKS])
+@pytest.mark.parametrize("chip", [chip.lower() for chip in GROUPED_BLOCKS])
 def test_blocks_fit_into_the_chip(chip, installs_dir):
     """XLA refuses a kernel that needs more shared memory, or tensor memory, than the chip has.
 

@@ -8,10 +8,10 @@ from models.test_parity import PARITY
 from support.harness import batch, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.hf.config_json import translate_config
-from tunix.models.paths import named
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.config.compose import compose
+from tunix.huggingface.config_json import translate_config
+from tunix.models.layers import named
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.state import describe
 
 LINEAR = "{num_key_heads: 2, num_value_heads: 4, key_dim: 8, value_dim: 8, filter_size: 4}"

@@ -14,7 +14,7 @@ from support import installs
 import tunix
 from tunix.config import Export
 from tunix.export import _write_adapter, export
-from tunix.models.paths import named
+from tunix.models.layers import named
 from tunix.training.state import describe
 
 pytestmark = pytest.mark.slow

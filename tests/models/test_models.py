@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from support.harness import ROOT, SGD, batch, program
 
-from tunix.cli.compose import compose
-from tunix.config.values import CONF
-from tunix.models.attention import Method, attend
-from tunix.models.seen import seen_in_row
+from tunix.base.config_types import CONF
+from tunix.config.compose import compose
+from tunix.models.attention import Method, compute_attention
+from tunix.models.attention_mask import row_mask_rule
 from tunix.sharding.arrays import to_global
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.state import describe
 
 SIZES = {
@@ -88,14 +88,14 @@ def attend_alone(q, k, v, segments, window):
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
-        letters = ("BTNH", "BTKH", "BTKH", "BS")
+        dim_names = ("BTNH", "BTKH", "BTKH", "BS")
         laid_out = [
-            jax.device_put(x, layout.activation(dims)) for x, dims in zip((q, k, v, segments), letters, strict=True)
+            jax.device_put(x, layout.activation(dims)) for x, dims in zip((q, k, v, segments), dim_names, strict=True)
         ]
 
         @jax.jit
         def attended(q, k, v, segments, window):
-            return attend(q, k, v, seen_in_row(segments, window), layout, Method("xla", "none", {}))
+            return compute_attention(q, k, v, row_mask_rule(segments, window), layout, Method("xla", "none", {}))
 
         return np.asarray(attended(*laid_out, window))
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.extend.core import Jaxpr
 
-from tunix.models.attention import NEAR_BLOCK, SPANS, _near, _triangle, choose_query_block, plain
-from tunix.models.seen import seen_in_row
+from tunix.models.attention import NEAR_BLOCK, SPANS, _near, _triangle, plain, select_query_block
+from tunix.models.attention_mask import row_mask_rule
 
 HEADS, DIM = 2, 8
 
@@ -22,7 +22,7 @@ def row(length: int, segments: jax.Array | None = None) -> tuple:
 
 
 def attended(kernel, q, k, v, segments, window):
-    return kernel(q, k, v, seen_in_row(segments, window))
+    return kernel(q, k, v, row_mask_rule(segments, window))
 
 
 def count_pairs(jaxpr: Jaxpr) -> int:
@@ -45,7 +45,7 @@ def test_pairs_that_are_computed(length):
 
     The forward pass has two products of a pair. The backward pass has five: the scores again, and four gradients.
     """
-    block = choose_query_block(length)
+    block = select_query_block(length)
     ends = range(block, length + 1, block)
     pairs = {_triangle: block * sum(ends), partial(_near, span=SPANS[0]): length * (SPANS[0] + NEAR_BLOCK)}
     q, k, v, segments = row(length)

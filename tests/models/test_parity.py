@@ -10,11 +10,11 @@ from safetensors.numpy import load_file
 from support.harness import ROOT
 
 import tunix
-from tunix.families import FAMILIES
-from tunix.hf.config_json import read_config, write_config
-from tunix.hf.saved_weights import save_weights
+from tunix.huggingface.config_json import read_config, write_config
+from tunix.huggingface.save_weights import save_weights
+from tunix.huggingface.table import FAMILIES
 from tunix.inference.sampling import Sampling
-from tunix.training.losses import next_token_loss
+from tunix.training.loss import next_token_loss
 
 PARITY = ROOT / "tests" / "models" / "parity"
 MODELS = sorted(path.parent.name for path in PARITY.glob("*/config.json"))

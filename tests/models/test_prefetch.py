@@ -5,8 +5,8 @@ import pytest
 from support.harness import batch, program
 
 from tunix.base.errors import UserError
-from tunix.training.losses import find_loss_kind
-from tunix.training.overlap import keep_known_options
+from tunix.training.choices import keep_known_options
+from tunix.training.loss import find_loss_kind
 
 MESHES = {
     "dp x fsdp x tp, LoRA with dropout": [

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 from support.harness import SMALL
 
-from tunix.cli.compose import compose
-from tunix.models import products
-from tunix.models.products import FEW_ROWS, PRODUCTS, product, product_of_few_rows
+from tunix.config.compose import compose
+from tunix.models import matmul
+from tunix.models.matmul import FEW_ROWS, MATMUL, product, product_of_few_rows
 from tunix.sharding.equations import Equation
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.training.choices import build_layout, build_mesh
 
 ERRORS = {"fp8": 1.5}  # of sums of up to 24 products of numbers around 1, each rounded to three bits of fraction
 SIZES = {"T": 1, "D": 8, "N": 4, "H": 6, "V": 10}
 
 
-@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize("kind", MATMUL)
 def test_every_kind_multiplies_as_its_equation_says(kind):
     """On both sides of the number of rows from which a kind may differ; heads and words are split over tp."""
     cfg = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,tp]]"]).config
@@ -26,13 +26,13 @@ def test_every_kind_multiplies_as_its_equation_says(kind):
             equation = Equation(text)
             for rows in (4, 2 * FEW_ROWS):
                 x, w = (
-                    np.random.default_rng(0).normal(size=[(SIZES | {"B": rows})[letter] for letter in letters])
-                    for letters in (equation.x, equation.w)
+                    np.random.default_rng(0).normal(size=[(SIZES | {"B": rows})[dim_name] for dim_name in dim_names])
+                    for dim_names in (equation.x, equation.w)
                 )
-                laid = np.einsum(f"{equation.w}->{PRODUCTS[kind].order(equation).w}", w)
+                laid = np.einsum(f"{equation.w}->{MATMUL[kind].order(equation).w}", w)
                 given = jax.device_put(x.astype("float32"), jax.NamedSharding(mesh, layout.activation(equation.x)))
-                place = layout.in_use(PRODUCTS[kind].order(equation))
-                weight = jax.device_put(laid.astype("float32"), jax.NamedSharding(mesh, jax.P(*place.partitions)))
+                index = layout.in_use(MATMUL[kind].order(equation))
+                weight = jax.device_put(laid.astype("float32"), jax.NamedSharding(mesh, jax.P(*index.partitions)))
                 y = jax.jit(lambda x, w, equation=equation: product(equation, x, w, layout, kind))(given, weight)
                 assert jax.typeof(y).sharding.spec == layout.activation(equation.y)
                 np.testing.assert_allclose(y, np.einsum(text, x, w), rtol=1e-5, atol=ERRORS.get(kind, 1e-5))
@@ -40,7 +40,7 @@ def test_every_kind_multiplies_as_its_equation_says(kind):
 
 def test_large_arrays_are_multiplied_as_matrices_on_each_mesh_that_allows_it(monkeypatch):
     """The result and both gradients are those of the equation; tokens that lie on several devices stay a dimension."""
-    monkeypatch.setattr(products, "MANY_NUMBERS", 4 * 8 * 8)
+    monkeypatch.setattr(matmul, "MANY_NUMBERS", 4 * 8 * 8)
     meshes = (("[[4,2],[fsdp,tp]]", 8, True), ("[[4,2],[fsdp,cp]]", 8, False), ("[[8],[fsdp]]", 2, False))
     for mesh_shape, length, as_matrices in meshes:
         cfg = compose([*SMALL, f"model.mesh_shape={mesh_shape}"]).config
@@ -51,13 +51,13 @@ def test_large_arrays_are_multiplied_as_matrices_on_each_mesh_that_allows_it(mon
                 equation = Equation(text)
                 sizes = SIZES | {"B": 8, "T": length, "H": 2, "V": 8}
                 x, w, g = (
-                    rng.normal(size=[sizes[letter] for letter in letters]).astype("float32")
-                    for letters in (equation.x, equation.w, equation.y)
+                    rng.normal(size=[sizes[dim_name] for dim_name in dim_names]).astype("float32")
+                    for dim_names in (equation.x, equation.w, equation.y)
                 )
-                places = [layout.activation(equation.x), layout.at_rest(equation), layout.activation(equation.y)]
+                places = [layout.activation(equation.x), layout.stored(equation), layout.activation(equation.y)]
                 arrays = [
-                    jax.device_put(array, jax.NamedSharding(mesh, place))
-                    for array, place in zip((x, w, g), places, strict=True)
+                    jax.device_put(array, jax.NamedSharding(mesh, index))
+                    for array, index in zip((x, w, g), places, strict=True)
                 ]
 
                 def both(x, w, g, equation=equation, layout=layout):
@@ -88,7 +88,7 @@ def test_the_weight_comes_first_where_rows_are_few():
     equation, mesh = Equation("BTD,DF->BTF"), jax.make_mesh((1,), ("x",))
     with jax.set_mesh(mesh):
         inputs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 1, 64), (256, 64)))
-        multiply = jax.jit(lambda x, w: PRODUCTS["few_rows"].multiply(equation, x, w, jax.P(None, None, None)))
+        multiply = jax.jit(lambda x, w: MATMUL["few_rows"].multiply(equation, x, w, jax.P(None, None, None)))
         compiled = multiply.lower(*inputs).compile().as_text()
     dots = [line for line in compiled.splitlines() if " dot(" in line]
     assert dots

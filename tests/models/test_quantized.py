@@ -13,7 +13,7 @@ from tunix.base.errors import UserError
 from tunix.config import Export
 from tunix.export import export
 from tunix.inference.sampling import Sampling
-from tunix.models.paths import named
+from tunix.models.layers import named
 from tunix.models.quantized import dequantize, quantize
 from tunix.sharding.equations import Equation
 
@@ -89,18 +89,18 @@ def test_a_run(hf_dir, corpus, tmp_path, monkeypatch):
     merged = tunix.load_pretrained("merged")
     tokens = np.random.default_rng(0).integers(0, 300, (3, 20))
     np.testing.assert_allclose(merged(tokens), run(tokens), atol=1e-4)
-    how = Sampling(5, temperature=0)
-    assert [answer.tokens for answer in merged.sample([[1, 5]], how)] == [
-        answer.tokens for answer in run.sample([[1, 5]], how)
+    sampling = Sampling(5, temperature=0)
+    assert [answer.tokens for answer in merged.sample([[1, 5]], sampling)] == [
+        answer.tokens for answer in run.sample([[1, 5]], sampling)
     ]
 
-    base, num_quantized, rest = dict(named(before.params)), 0, 0.0
+    base, num_quantized, remaining = dict(named(before.params)), 0, 0.0
     for name, leaf in named(merged.params):
         leaf, old = np.asarray(leaf), np.asarray(base[name])
         if ".attention." in name or ".mlp." in name:
             num_quantized += leaf.size
         else:
-            rest += leaf.nbytes / (1 if name.endswith("scale") else 4)
+            remaining += leaf.nbytes / (1 if name.endswith("scale") else 4)
         if ".mlp." in name:  # without an update
             assert_near(leaf, old, old.shape.index(32), "nf4")
         elif ".attention." not in name:
@@ -109,7 +109,7 @@ def test_a_run(hf_dir, corpus, tmp_path, monkeypatch):
         r"frozen base +[\d,]+ parameters, ([\d.]+) MiB per device", (tmp_path / "run/train.log").read_text()
     )
     # One block is all of D: its scales are whole on fsdp. So are norms, on all axes.
-    split = num_quantized * (0.5 / 4 + 2 / 32 / 2) + rest
+    split = num_quantized * (0.5 / 4 + 2 / 32 / 2) + remaining
     assert float(told[1]) == pytest.approx(split / 2**20, abs=0.0006)
 
 

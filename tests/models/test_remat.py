@@ -10,12 +10,12 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from support.harness import batch, program
 
-from tunix.base.dotted import import_object
+from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
-from tunix.config.kernel_tables import KERNELS
-from tunix.models import products
-from tunix.models.seen import seen_in_row
-from tunix.training.losses import find_loss_kind
+from tunix.models import matmul
+from tunix.models.attention_mask import row_mask_rule
+from tunix.models.table import KERNELS
+from tunix.training.loss import find_loss_kind
 
 ONE = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
 
@@ -79,21 +79,21 @@ def test_a_kernel_that_is_kept_runs_once(remat, times):
 @pytest.mark.parametrize(("remat", "again"), [("none", 0), ("dots", 0), ("full", 7)])
 def test_a_product_that_is_kept_runs_once(remat, again, monkeypatch):
     """Seven products in a block; the logits run once, along with their gradient."""
-    monkeypatch.setitem(products.PRODUCTS, "plain", products.ProductKind(dummy_product))
+    monkeypatch.setitem(matmul.MATMUL, "plain", matmul.ProductKind(dummy_product))
     assert count(gradient(f"training.remat={remat}"), "cbrt") == 7 + again + 1
 
 
 @pytest.mark.parametrize(("every", "again"), [(1, 7), (3, 7)])
 def test_one_block_of_several_computes_again(every, again, monkeypatch):
     """The scan over 3 layers has one block in its program, or a group of three, of which the first computes again."""
-    monkeypatch.setitem(products.PRODUCTS, "plain", products.ProductKind(dummy_product))
+    monkeypatch.setitem(matmul.MATMUL, "plain", matmul.ProductKind(dummy_product))
     found = count(gradient("training.remat=full", f"training.remat_every={every}"), "cbrt")
     assert found == every * 7 + again + 1
 
 
 def test_projections_are_kept_and_the_width_of_the_mlp_is_not(monkeypatch):
     """Two of seven products run again: gate and up."""
-    monkeypatch.setitem(products.PRODUCTS, "plain", products.ProductKind(dummy_product))
+    monkeypatch.setitem(matmul.MATMUL, "plain", matmul.ProductKind(dummy_product))
     assert count(gradient("training.remat=projections"), "cbrt") == 7 + 2 + 1
 
 
@@ -110,7 +110,7 @@ def test_layers_in_groups_that_do_not_divide_them():
 
 
 def test_devices_without_memory_of_the_host_are_refused(monkeypatch):
-    monkeypatch.setattr("tunix.training.program_checks.has_host_memory", lambda mesh: False)
+    monkeypatch.setattr("tunix.training.program.has_host_memory", lambda mesh: False)
     with pytest.raises(
         UserError, match=r"training.offload=optimizer needs devices that read .* pinned memory, and cpu"
     ):
@@ -140,7 +140,7 @@ def test_every_kernel_names_its_result(name):
     rows = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 
     def pull_back(q, k, v):
-        seen = seen_in_row(jnp.zeros((1, 256), jnp.int32), 256)
+        seen = row_mask_rule(jnp.zeros((1, 256), jnp.int32), 256)
         return jax.vjp(lambda *qkv: import_object(KERNELS[name])(*qkv, seen), q, k, v)[1](q)
 
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):

@@ -11,9 +11,9 @@ from models.test_parity import PARITY
 from support.harness import ONE_DEVICE, SPLIT_MESHES, batch, program
 
 from tunix.base.errors import UserError
-from tunix.config.shared_layers import find_donors
-from tunix.hf.config_json import read_config, translate_config
-from tunix.models.paths import named
+from tunix.config.layers import find_donors
+from tunix.huggingface.config_json import read_config, translate_config
+from tunix.models.layers import named
 
 LAYERS = [
     "++model.global_heads={head_dim: 12, num_kv_heads: 1, values_are_keys: false}", "model.num_layers=6",

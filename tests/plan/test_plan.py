@@ -6,34 +6,34 @@ import sys
 
 import jax
 import pytest
+import yaml
 from PIL import Image
 from support.harness import SMALL, batch, experts, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.base.files import read_json
 from tunix.config import DeviceKind
+from tunix.config.compose import compose
 from tunix.config.training import REMAT
+from tunix.costs.communication import Transfer, predict_seconds
+from tunix.costs.compiled_time import StepTime
 from tunix.costs.derived import derive
-from tunix.costs.devices import find_kind, read_device_kinds, replace_network
+from tunix.costs.devices import LINK_SHARE, Group, find_kind, predict_collective_s, read_device_kinds, replace_network
 from tunix.costs.hlo import read_collectives
-from tunix.costs.links import LINK_SHARE, Group, predict_collective_s
-from tunix.costs.program_cache import find_program
-from tunix.costs.rollout_memory import USABLE, choose_rows
-from tunix.costs.schedule import StepTime
-from tunix.costs.transfers import Transfer, predict_seconds
+from tunix.costs.memory import find_program
+from tunix.costs.rollout import USABLE, select_rows
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
-from tunix.plan.candidates import make_candidate
-from tunix.plan.choice import resolve_auto
-from tunix.plan.compiled import Compiled
-from tunix.plan.described_devices import find_backend
-from tunix.plan.exchange_times import count_pairs_in_ring, settle_exchange
-from tunix.plan.open_keys import list_micro_batch_sizes
-from tunix.plan.ranking import _pick_to_compile, rank
-from tunix.plan.text import _list_refused, format_text, make_record
-from tunix.plan.topology import read_topology
-from tunix.sharding.dims import axis_names
+from tunix.plan.choice import plan_run
+from tunix.plan.cluster import read_topology
+from tunix.plan.compile import Compiled, find_backend
+from tunix.plan.derived_time import count_pairs_in_ring, resolve_exchange
+from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, make_candidate, rank
+from tunix.plan.report import _list_refused, format_text, make_record
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
+from tunix.sharding.table import axis_names
+from tunix.trainer import run as train
+from tunix.training.choices import Planned
 
 MICROBATCHES = 4
 EXPERTS = experts()
@@ -271,8 +271,8 @@ def test_one_compile_is_for_the_fastest():
     """Not for the mesh of least memory."""
     ranking = rank(compose([*AUTO, "plan.num_compiled=0"]).config, read_topology("h200:8"))
     candidates = [*reversed(ranking.fit)]
-    (place,) = _pick_to_compile(candidates, 1, ranking.limit)
-    assert candidates[place].tokens_per_s == max(each.tokens_per_s for each in candidates)
+    (index,) = _pick_to_compile(candidates, 1, ranking.limit)
+    assert candidates[index].tokens_per_s == max(each.tokens_per_s for each in candidates)
 
 
 @pytest.mark.nightly
@@ -324,16 +324,28 @@ def test_the_largest_micro_batch_that_fits(run):
 
 def test_a_run_takes_what_plan_would():
     cfg = compose([*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0"]).config
-    ours, message = resolve_auto(cfg)
-    assert f"training.micro_batch_size={ours.training.micro_batch_size}" in message
-    assert ours.training.micro_batch_size in list_micro_batch_sizes(cfg, explicit_sizes(ours.model.mesh_shape))
+    ours, message = plan_run(cfg)
+    assert f"training.micro_batch_size={ours.batch.micro_batch_size}" in message
+    assert ours.batch.micro_batch_size in list_micro_batch_sizes(cfg, explicit_sizes(ours.mesh_shape))
     ranking = rank(cfg, read_topology("h200:8"))
-    assert ranking.fit[0].sizes == explicit_sizes(ours.model.mesh_shape)
-    kept, _ = resolve_auto(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
-    assert explicit_sizes(kept.model.mesh_shape) == dict.fromkeys(axis_names(), 1) | {"dp": 4, "tp": 2}
-    assert kept.training.micro_batch_size == 16
+    assert ranking.fit[0].sizes == explicit_sizes(ours.mesh_shape)
+    kept, _ = plan_run(compose([*AUTO, "model.mesh_shape=[[2,4],[tp,dp]]", "plan.num_compiled=0"]).config)
+    assert explicit_sizes(kept.mesh_shape) == dict.fromkeys(axis_names(), 1) | {"dp": 4, "tp": 2}
+    assert kept.batch.micro_batch_size == 16
     untouched = compose(SMALL).config
-    assert resolve_auto(untouched) == (untouched, "")
+    assert plan_run(untouched) == (Planned.of(untouched), "")
+
+
+def test_the_config_of_a_run_stays_as_it_was_typed(tmp_path):
+    """What a plan chooses is in no file but the report: the config in the checkpoint is config.yaml."""
+    words = [*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0", "training.max_steps=1", f"hydra.run.dir={tmp_path}"]
+    train(compose(words))
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (saved["model"]["mesh_shape"], saved["training"]["micro_batch_size"]) == ("auto", "auto")
+    in_checkpoint = read_json(tmp_path / "checkpoints" / "1", "run")["config"]
+    assert {name: in_checkpoint[name] for name in ("model", "training")} == {
+        name: saved[name] for name in ("model", "training")
+    }
 
 
 def test_the_exchange_of_attention_that_is_faster(monkeypatch):
@@ -346,12 +358,12 @@ def test_the_exchange_of_attention_that_is_faster(monkeypatch):
     ):
         cfg = compose([*words, f"training.seq_len={length}", f"plan.network={network}"]).config
         cluster, sizes = read_topology("h200:2x8", network), explicit_sizes(cfg.model.mesh_shape)
-        chosen, reason = settle_exchange(cfg, sizes, cluster)
+        chosen, reason = resolve_exchange(cfg, sizes, cluster)
         assert (chosen.model.cp_exchange, reason.split(":")[0]) == (faster, f"model.cp_exchange={faster}")
         candidate = make_candidate(cfg, sizes, None, cluster, with_activations=False)
         assert make_record(candidate)["cp_exchange"] == faster
     given = cfg.model_copy(update={"model": cfg.model.model_copy(update={"attention": "cudnn"})})
-    assert settle_exchange(given, sizes, cluster) == (given, ""), "a ring has no such kernel"
+    assert resolve_exchange(given, sizes, cluster) == (given, ""), "a ring has no such kernel"
 
     # All devices of a ring wait for the last one: it computes twice the mean.
     pairs = count_pairs_in_ring(4096, 4096, num_devices=8)
@@ -362,10 +374,10 @@ def test_the_exchange_of_attention_that_is_faster(monkeypatch):
     assert ring.time.compute_s > ulysses.time.compute_s
 
     small = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,cp]]"]).config
-    assert resolve_auto(small) == (small, ""), "the speed of CPUs is not known"
+    assert plan_run(small) == (Planned.of(small), ""), "the speed of CPUs is not known"
     monkeypatch.setattr("tunix.plan.choice.find_kind", lambda _: cluster.kind)
-    ours, message = resolve_auto(small)
-    assert message.startswith(f"model.cp_exchange={ours.model.cp_exchange}: attention is predicted to take")
+    ours, message = plan_run(small)
+    assert message.startswith(f"model.cp_exchange={ours.cp_exchange}: attention is predicted to take")
 
 
 @pytest.mark.nightly
@@ -379,11 +391,11 @@ def test_a_budget_keeps_the_most_that_fits():
     assert needs["none"] > needs["dots"] > needs["projections"] > needs["attention"] > needs["full"]
     words = [*budget, f"training.remat_memory_gib={(needs['dots'] + 1) / 2**30}", "plan.num_compiled=0"]
     assert rank(compose(words).config, cluster).fit[0].cfg.training.remat == "dots"
-    cfg, message = resolve_auto(compose([*budget, "plan.num_compiled=1"]).config)
-    assert cfg.training.remat == "none"
+    ours, message = plan_run(compose([*budget, "plan.num_compiled=1"]).config)
+    assert ours.remat == "none"
     assert "training.remat=none; predicted (compiled" in message
     with pytest.raises(UserError, match=r"or raise training.remat_memory_gib"):
-        resolve_auto(compose([*budget, "training.remat_memory_gib=1e-6", "plan.num_compiled=0"]).config)
+        plan_run(compose([*budget, "training.remat_memory_gib=1e-6", "plan.num_compiled=0"]).config)
 
 
 @pytest.mark.parametrize(("more_bytes", "policy"), [(1, "dots"), (-1, "full")])
@@ -400,10 +412,10 @@ def test_a_policy_that_keeps_products_where_they_are_known_to_fit(more_bytes, po
     offloaded = compose([*words, "training.offload=activations"]).config
     assert rank(offloaded, cluster).fit[0].cfg.training.remat == "full"
 
-    assert resolve_auto(cfg) == (cfg, ""), "the memory of CPUs is not known"
+    assert plan_run(cfg) == (Planned.of(cfg), ""), "the memory of CPUs is not known"
     monkeypatch.setattr("tunix.plan.choice.find_kind", lambda _: cluster.kind)
-    ours, message = resolve_auto(cfg)
-    assert ours.training.remat == policy
+    ours, message = plan_run(cfg)
+    assert ours.remat == policy
     assert message.startswith(f"training.remat={policy}: a step needs ")
 
 
@@ -422,7 +434,7 @@ def test_a_budget_that_contradicts_another_key(words, message):
 def test_a_run_that_fits_nowhere():
     cfg = compose([*AUTO, "plan.memory_share=1e-9", "plan.num_compiled=0"]).config
     with pytest.raises(UserError, match=r"fits on no mesh of this run's devices: .* needs .* more than the 0.0 GiB"):
-        resolve_auto(cfg)
+        plan_run(cfg)
 
 
 @pytest.mark.nightly
@@ -459,17 +471,17 @@ def test_rollouts_are_counted():
     assert one.tokens_per_s == pytest.approx(one.costs.tokens_per_step / (one.time.step_s + one.rollout_s))
     assert two.rollout.costs.rows == 32
     assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
-    assert best("task.rollout_rows=64").rollout.waves == 2
+    assert best("task.rollout_rows=64").rollout.num_batches == 2
     program = find_program(one.cfg, one.sizes)
     memories = None, 80 << 30, one.rollout_memory, 1 << 20
-    assert [choose_rows(program, device_bytes) for device_bytes in memories] == [None, 128, 64, 8]
+    assert [select_rows(program, device_bytes) for device_bytes in memories] == [None, 128, 64, 8]
     with_reference = best("task.kl_coefficient=0.1")
     reference = with_reference.num_bytes["reference"]  # the parameters rest in float32, the reference in bfloat16
     assert reference == one.costs.num_bytes["weights"] // 2
     assert with_reference.memory == max(with_reference.costs.memory + reference, one.rollout_memory + reference)
     fits = (one.rollout_memory + 2**20) / USABLE  # all answers at one time, but for the reference
     cfgs = one.cfg, with_reference.cfg, config("task.kl_coefficient=0.1", "model.lora.rank=8")
-    rows = [choose_rows(find_program(cfg, one.sizes), round(fits)) for cfg in cfgs]
+    rows = [select_rows(find_program(cfg, one.sizes), round(fits)) for cfg in cfgs]
     assert rows == [128, 64, 128]
 
 

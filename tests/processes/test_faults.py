@@ -23,9 +23,9 @@ def words(corpus) -> list[str]:
 
 
 def seconds_to_end(run: Processes) -> float:
-    begun = time.monotonic()
+    start_time = time.monotonic()
     run.ends(60)
-    return time.monotonic() - begun
+    return time.monotonic() - start_time
 
 
 def alive(pid: int) -> bool:
@@ -68,15 +68,15 @@ def test_a_process_raises(rank, words, tmp_path):
 
 
 @pytest.mark.nightly(but=["exception"])
-@pytest.mark.parametrize("what", ["exception", "SIGTERM"])
-def test_a_fault_during_an_evaluation(what, words, tmp_path):
-    fault = {"script": "tests/support/faulty.py", "FAULT": f"1 {what} evaluation 4"}
+@pytest.mark.parametrize("label", ["exception", "SIGTERM"])
+def test_a_fault_during_an_evaluation(label, words, tmp_path):
+    fault = {"script": "tests/support/faulty.py", "FAULT": f"1 {label} evaluation 4"}
     with Processes(*words, "evaluation.every_steps=4", folder=tmp_path, count=2, **fault) as run:
         run.wait_for_file(tmp_path / "happened")
         assert seconds_to_end(run) < NOTICED_S
         ends = run.ends()
     errors = ends[0].stderr + ends[1].stderr
-    if what == "SIGTERM":
+    if label == "SIGTERM":
         assert [end.code for end in ends] == [75, 75], errors
         assert metrics(tmp_path / "run", "held_out")[0]["step"] == 4  # the evaluation came to its end
     else:
@@ -103,9 +103,9 @@ def test_a_process_is_stopped(words, tmp_path):
     with Processes(*words, folder=tmp_path, count=2) as run:
         run.wait_for_step(tmp_path / "run", 5)
         os.kill(run.child(1), signal.SIGSTOP)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         assert [end.code for end in run.ends(60)] == [76, 76]  # its parent ends it
-        assert time.monotonic() - begun < NOTICED_S
+        assert time.monotonic() - start_time < NOTICED_S
         assert "process 1 of 2 was stopped for distributed.heartbeat_timeout_s=6" in run.ends()[1].stderr
 
 

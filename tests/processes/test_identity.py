@@ -1,10 +1,12 @@
 """Who am I: every launcher's environment, and what is wrong with some."""
 
+import re
+
 import pytest
 from jax._src.clusters import ClusterEnv
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.processes.identity import Identity, find_identity
 
 TORCHRUN = {
@@ -136,3 +138,21 @@ def test_a_pod_without_the_package_of_kubernetes_is_told(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with pytest.warns(UserWarning, match="kubernetes"):
         assert identity({"JOB_COMPLETION_INDEX": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "abc"}, "SLURM_STEP_TASKS_PER_NODE=abc, which must be like"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(xz)"}, "must be like"),
+        (
+            {"RANK": "²", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=², which must be a whole number",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "0 processes"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:70000"}, "a port from 1 to 65535"),
+    ],
+)
+def test_an_environment_that_nobody_means(environment, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        identity(environment)

@@ -14,13 +14,13 @@ from support.processes import End, Processes
 
 import tunix
 from tunix.base.digests import VERIFIED
-from tunix.cli.command import read_settings
-from tunix.cli.compose import compose
+from tunix.checkpoints.saved import check_everything
 from tunix.config import Export, Generate
-from tunix.data.tokenized_sources import prepare_corpus
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
+from tunix.data.dataset import prepare_corpus
 from tunix.export import export
 from tunix.generate import generate
-from tunix.run.integrity import check_everything
 
 pytestmark = pytest.mark.slow
 RUN_WORDS = [*PAIR, "training.global_batch_size=4", "evaluation.num_sequences=4"]
@@ -199,7 +199,7 @@ def test_different_configs_and_code_are_refused(words, tmp_path):
     other = tmp_path / "other"
     for name in ("tunix", "conf", "run_training.py"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, other / name)
-    with (other / "tunix" / "training" / "losses.py").open("a") as file:
+    with (other / "tunix" / "training" / "loss.py").open("a") as file:
         file.write("# a change\n")
     with Processes(*words, folder=tmp_path, count=2, own=["seed=0", "seed=1"], roots=[ROOT, other]) as run:
         ends = run.ends()
@@ -220,7 +220,7 @@ def test_a_process_that_never_comes(words, tmp_path):
 COUNTING = """
 import sys
 sys.path.insert(0, {root!r})
-from tunix.hf.tensor_files import TensorFiles
+from tunix.huggingface.weights import TensorFiles
 read, seen = TensorFiles.read, []
 def counted(*args):
     seen.append(read(*args))

@@ -1,8 +1,10 @@
 """What does not fit is said before JAX's runtime starts, on every process, in words."""
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -17,9 +19,9 @@ def called(*who: tuple[int, int, dict], timeout_s: float = 5) -> list[object]:
     """What each of these processes (number, of how many, its facts) hears."""
     address = f"127.0.0.1:{find_free_port()}"
 
-    def come(process: int, count: int, facts: dict) -> object:
+    def come(process: int, count: int, info: dict) -> object:
         try:
-            return roll_call(Identity("torchrun", address, count, process), facts, timeout_s)
+            return roll_call(Identity("torchrun", address, count, process), info, timeout_s)
         except (UserError, PeerLost) as error:
             return error
 
@@ -60,22 +62,22 @@ def test_who_differs_is_named_with_every_key():
 def test_numbers_that_do_not_fit(who, said):
     heard = called(*((process, count, {}) for process, count in who), timeout_s=2)
     if said is None:
-        assert sorted(isinstance(what, list) for what in heard) == [False, True, True], heard
+        assert sorted(isinstance(label, list) for label in heard) == [False, True, True], heard
         return
     # One that comes after process 0 has told the others finds nobody (PeerLost).
-    assert all(isinstance(what, UserError | PeerLost) for what in heard), heard
-    assert sum(said in str(what) and isinstance(what, UserError) for what in heard) >= 2
+    assert all(isinstance(label, UserError | PeerLost) for label in heard), heard
+    assert sum(said in str(label) and isinstance(label, UserError) for label in heard) >= 2
 
 
 def test_two_of_number_0():
     heard = called((0, 2, {}), (0, 2, {}), timeout_s=1)
-    assert {type(what) for what in heard} == {UserError, PeerLost}
-    assert any("cannot be used (Address already in use); set distributed." in str(what) for what in heard)
+    assert {type(label) for label in heard} == {UserError, PeerLost}
+    assert any("cannot be used (Address already in use); set distributed." in str(label) for label in heard)
 
 
 def test_who_did_not_come_is_named():
     heard = called((0, 4, {}), (2, 4, {}), timeout_s=1)
-    assert {type(what) for what in heard} == {PeerLost}
+    assert {type(label) for label in heard} == {PeerLost}
     host = socket.gethostname()
     assert f"processes [1, 3] of 4 did not come, only 0 ({host}), 2 ({host})" in str(heard[1])
 
@@ -105,10 +107,10 @@ def test_a_stranger_on_the_port():
 
 
 def test_an_unknown_host_is_named_at_once():
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(UserError, match="host no-such-host.invalid is unknown here"):
         roll_call(Identity("torchrun", "no-such-host.invalid:1234", 2, 1), {}, 60)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start_time < 20
 
 
 def test_a_port_in_use_is_named():
@@ -124,3 +126,51 @@ def test_process_0_never_comes():
     """Its host may have died while it started: a job is queued again (76), and its config is not to blame."""
     with pytest.raises(PeerLost, match=r"no answer of process 0 within distributed.init_timeout_s=1 \(.*is it running"):
         roll_call(Identity("torchrun", f"localhost:{find_free_port()}", 2, 1), {}, 1)
+
+
+def speak(port: int, *chunks: bytes, pause_s: float = 0.0) -> threading.Thread:
+    """A stranger who connects to the port and sends these pieces, until the other side closes."""
+
+    def work() -> None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as peer:
+            for piece in chunks:
+                peer.sendall(piece)
+                time.sleep(pause_s)
+            peer.recv(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+STRANGERS = {
+    "a byte at a time": lambda port: speak(port, *[b"x"] * 200, pause_s=0.1),
+    "a time that is no float": lambda port: speak(
+        port, b'{"process": 1, "host": "x", "facts": {}, "time": 1' + b"0" * 400 + b"}\n"
+    ),
+    "a number of no process": lambda port: speak(
+        port, b'{"process": -7, "host": "x", "facts": {"the number of processes": 2}, "time": 1}\n'
+    ),
+    "a long line": lambda port: speak(port, b"x" * 2_000_000),
+    "nested": lambda port: speak(port, b"[" * 100_000 + b"\n"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_keeps_nobody_beyond_the_deadline(name):
+    port = find_free_port()
+    with ThreadPoolExecutor(1) as threads:
+        start_time = time.monotonic()
+        zero = threads.submit(roll_call, Identity("torchrun", f"127.0.0.1:{port}", 2, 0), {}, 3)
+        time.sleep(0.3)
+        stranger = STRANGERS[name](port)
+        with pytest.raises(PeerLost, match=r"processes \[1\] of 2 did not come"):
+            zero.result(timeout=30)
+        assert time.monotonic() - start_time < 20
+        stranger.join(30)
+
+
+@pytest.mark.parametrize("address", ["a..b:29500", "x" * 5000 + ":29500"])
+def test_a_name_that_is_no_host(address):
+    with pytest.raises(UserError, match="is unknown here"):
+        roll_call(Identity("torchrun", address, 2, 1), {}, 1)

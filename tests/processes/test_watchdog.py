@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from tunix.cli.compose import compose
-from tunix.processes import pace, peers, watchdog
+from tunix.config.compose import compose
+from tunix.processes import peers, watchdog
+from tunix.processes import peers as pace
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,13 +7,13 @@ import pytest
 from jax.sharding import reshard
 from support.harness import SGD, SMALL, batch, program
 
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.config.task import Grpo
-from tunix.rl.advantages import ADVANTAGES, has_signal
+from tunix.rl.rollouts import ADVANTAGES, has_signal
 from tunix.sharding.arrays import to_global
-from tunix.training.mesh_choices import build_layout, build_mesh
-from tunix.training.policy import compute_gains, policy_loss, weigh_answers
-from tunix.training.scores import Largest, Mean, add_sums, compute_token_log_probs, report_sums
+from tunix.training.choices import build_layout, build_mesh
+from tunix.training.grpo import compute_gains, policy_loss, weigh_answers
+from tunix.training.logprobs import Largest, Mean, add_sums, compute_token_log_probs, report_sums
 from tunix.training.state import describe
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -98,8 +98,8 @@ class World:
         def expected(params):
             shares = reshard(jax.nn.softmax(self.model(params)(tokens), -1), jax.P())
             one, two = (
-                jnp.sum(shares[:, place] * jax.nn.one_hot(chosen, VOCABULARY), -1)
-                for place, chosen in ((len(PROMPT) - 1, first), (len(PROMPT), second))
+                jnp.sum(shares[:, index] * jax.nn.one_hot(chosen, VOCABULARY), -1)
+                for index, chosen in ((len(PROMPT) - 1, first), (len(PROMPT), second))
             )
             return jnp.sum(one * two * value)
 
@@ -183,13 +183,13 @@ def test_clipped_gradients_are_those_of_the_formula(ratio, clip):
         logs = logs.sum(1, keepdims=True) / MASK.sum(1, keepdims=True) * MASK
     value, advantage = np.exp(logs), ADVANTAGE[:, None]
     if clip == "weights":
-        wanted = np.clip(value, 0.8, 1.28) * advantage
+        requested = np.clip(value, 0.8, 1.28) * advantage
     else:
         free = np.where(advantage > 0, value <= 1.28, (value >= 0.8) & (value <= 3.0))
-        wanted = value * advantage * free
+        requested = value * advantage * free
         if ratio == "answer":  # each token has its share of the gradient of the answer's ratio
-            wanted = (wanted * MASK).sum(1, keepdims=True) / MASK.sum(1, keepdims=True)
-    np.testing.assert_allclose(slope, wanted * MASK, rtol=1e-5, atol=1e-6)
+            requested = (requested * MASK).sum(1, keepdims=True) / MASK.sum(1, keepdims=True)
+    np.testing.assert_allclose(slope, requested * MASK, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gains.ratio, value * MASK, rtol=1e-6)
     outside = np.where(advantage > 0, value > 1.28, value < 0.8)
     np.testing.assert_array_equal(gains.is_clipped, outside * MASK)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tunix.rl.reward_trend import WINDOW, RewardTrend
+from tunix.rl.rollouts import WINDOW, RewardTrend
 
 NOISE = np.random.default_rng(0).normal(0, 0.1, 6 * WINDOW)
 

@@ -15,17 +15,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tunix
 from tunix.base.errors import Stopped, UserError
-from tunix.cli.command import read_settings
-from tunix.cli.compose import compose
+from tunix.checkpoints.saved import find_storage
+from tunix.checkpoints.store import read_about
 from tunix.config import Evaluate
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
 from tunix.data.batches import BatchSource
 from tunix.evaluate import evaluate
-from tunix.inference.answers import Answer
-from tunix.inference.sampling import Sampler
-from tunix.rl.answer_rows import place_answers
-from tunix.rl.asking import derive_seed
-from tunix.run.endings import Moment, check_stop_request
-from tunix.run.items import read_json
+from tunix.inference.sampling import Answer, Sampler
+from tunix.rl.rollouts import arrange_answers, derive_seed
+from tunix.run.early_stopping import Moment, check_stop_request
 
 
 def samples(folder: Path) -> list[dict]:
@@ -132,8 +131,10 @@ def test_several_steps_on_a_rollout(tmp_path):
     # By hand: each reward less 0.1 x (log p - log p of the reference), summed over an answer that has an end.
     rewards = np.array([answer["reward"] for answer in trained])
     ended = np.array([answer["stopped"] for answer in trained])
-    drawn = np.array([sum(answer["log_probabilities"]) for answer in trained])
-    penalized = np.where(ended, rewards - 0.1 * (drawn - score_answers(folder / "checkpoints" / "0", trained)), rewards)
+    sampled = np.array([sum(answer["log_probabilities"]) for answer in trained])
+    penalized = np.where(
+        ended, rewards - 0.1 * (sampled - score_answers(folder / "checkpoints" / "0", trained)), rewards
+    )
     advantages = np.array([answer["advantage"] for answer in trained])
     np.testing.assert_allclose(advantages, center(penalized), atol=1e-5)
     moved = np.abs(advantages - center(rewards))
@@ -154,21 +155,21 @@ def center(rewards: np.ndarray) -> np.ndarray:
 def score_answers(run: Path, answers: list[dict]) -> np.ndarray:
     """Log-probability of each answer under the model of a run, without the losses of training."""
     model = tunix.load_pretrained(run)
-    assert model.vocabulary is not None
-    encode = model.vocabulary.backend.encode
+    assert model.vocab is not None
+    encode = model.vocab.backend.encode
     prompts = [encode(answer["prompt"], add_special_tokens=False).ids for answer in answers]
     texts = [prompt + answer["tokens"] for prompt, answer in zip(prompts, answers, strict=True)]
     logits = np.asarray(model([text + [0] * (16 - len(text)) for text in texts]), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     scores = []
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        scores.append(sum(log_probs[row, place - 1, text[place]] for place in range(len(prompt), len(text))))
+        scores.append(sum(log_probs[row, index - 1, text[index]] for index in range(len(prompt), len(text))))
     return np.array(scores)
 
 
 def test_answers_are_placed_after_their_prompts():
     answer = Answer([7, 8, 2], [-9.0] * 3, [-0.1, -0.2, -0.3], True)
-    fields = place_answers([[4, 5, 6]] * 2, [answer] * 2, 8, [False, True])
+    fields = arrange_answers([[4, 5, 6]] * 2, [answer] * 2, 8, [False, True])
     assert fields["tokens"][0].tolist() == [4, 5, 6, 7, 8, 0, 0, 0]
     assert fields["targets"][0].tolist() == [5, 6, 7, 8, 2, 0, 0, 0]  # the stop token is learnt
     assert fields["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
@@ -178,7 +179,7 @@ def test_answers_are_placed_after_their_prompts():
 
 
 def test_seeds_depend_on_every_part():
-    assert len({derive_seed(seed, place) for seed in range(3) for place in range(100)}) == 300
+    assert len({derive_seed(seed, index) for seed in range(3) for index in range(100)}) == 300
     assert 0 <= derive_seed("anything") < 2**31
 
 
@@ -187,7 +188,7 @@ def test_a_stop_waits_for_the_end_of_a_rollout(monkeypatch):
         def can_stop(self, step: int) -> bool:
             return step % 2 == 0
 
-    monkeypatch.setattr("tunix.processes.stopping.stop_requested", lambda: "SIGTERM")
+    monkeypatch.setattr("tunix.processes.watchdog.stop_requested", lambda: "SIGTERM")
     cfg = compose([*TASK, *ONE]).config
     ends = [check_stop_request(Moment(cfg, Path("run"), step, {}, {}, 0.0, Halfway())) for step in (3, 4)]  # type: ignore[abstract]
     assert ends[0] is None
@@ -245,22 +246,22 @@ def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_pat
 
 def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkeypatch):
     """SIGTERM within the third rollout: its answers are neither finished nor scored, and step 2 is saved."""
-    begin, begun, folder = Sampler._begin, [], tmp_path / "run"
+    begin, start_time, folder = Sampler._begin, [], tmp_path / "run"
 
-    def begin_and_strike(self, weights, wave, *rest):
-        begun.append(len(wave.places))
-        if begun == [16, 16, 16]:
+    def begin_and_strike(self, weights, wave, *remaining):
+        start_time.append(len(wave.answer_indices))
+        if start_time == [16, 16, 16]:
             os.kill(os.getpid(), signal.SIGTERM)
-        return begin(self, weights, wave, *rest)
+        return begin(self, weights, wave, *remaining)
 
     monkeypatch.setattr(Sampler, "_begin", begin_and_strike)
     words = ["training.max_steps=4", "checkpoint.save_every_steps=null", "evaluation.every_steps=null"]
     with pytest.raises(Stopped, match="SIGTERM: saved after step 2; go on with resume="):
         tunix.train([*TASK, WIDE, *words, f"hydra.run.dir={folder}"])
-    assert begun == [16, 16, 16]
+    assert start_time == [16, 16, 16]
     assert samples(folder) == samples(wide)[:32]
     assert [line["grad_norm"] for line in metrics(folder)] == [line["grad_norm"] for line in metrics(wide)[:2]]
-    position = read_json(folder.absolute() / "checkpoints" / "2", "run")["position"]
+    position = read_about(*find_storage(folder.absolute() / "checkpoints" / "2"))["position"]
     assert (position["step"], position["next_sample"]) == (2, 8)
 
 

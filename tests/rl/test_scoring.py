@@ -4,14 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.harness import ROOT
+from support.processes import wait_until
 
 from tunix.base.errors import UserError
-from tunix.config.rewards import RewardTerm
+from tunix.config.task import RewardTerm
 from tunix.rl.scoring import Scorer, _split
 
 REWARDS = '''
@@ -120,8 +120,7 @@ def test_rewards_that_fail_are_counted_and_named(folder, caplog):
     ):
         assert line in caplog.text
     child = int((folder / "child").read_text())
-    while is_running(child):  # killed with the process that started it
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(child), "the end of a process that a killed reward has started", 30)
     assert not any(map(is_running, pids))
 
 
@@ -163,12 +162,17 @@ with Scorer([term], 1, 600, "zero") as scorer:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         pid = int(parent.stdout.readline())
-        while not (folder / "child").is_file() or not (folder / "child").read_text():
-            time.sleep(0.01)
-        parent.kill()
+        try:
+            wait_until(
+                lambda: (folder / "child").is_file() and bool((folder / "child").read_text()), "the reward's process",
+                still_possible=lambda: parent.poll() is None,
+            )  # fmt: skip
+            assert is_running(pid)
+        finally:
+            parent.kill()
     os.kill(int((folder / "child").read_text()), signal.SIGKILL)
-    while is_running(pid):
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(pid), "the end of a worker whose parent was killed", 30)
+    assert parent.returncode == -signal.SIGKILL
 
 
 def test_whole_groups_stay_together():

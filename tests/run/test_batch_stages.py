@@ -13,20 +13,20 @@ from support.harness import ONE_LAYER, ROOT, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.compose import build, compose
+from tunix.checkpoints.saved import find_storage
+from tunix.checkpoints.store import read_about
 from tunix.config import Config
-from tunix.data.batches import ReadAhead
-from tunix.data.course import Course, make_course, schedule_after
-from tunix.data.position import BEGINNING, Position
+from tunix.config.compose import build, compose
+from tunix.data.batches import PrefetchReader
+from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
+from tunix.plan.cluster import read_topology
 from tunix.plan.ranking import rank
-from tunix.plan.text import format_text
-from tunix.plan.topology import read_topology
+from tunix.plan.report import format_text
 from tunix.processes.watchdog import Watchdog
-from tunix.run.items import read_json
 from tunix.run.trace import check_window
-from tunix.sharding.dims import axis_names
-from tunix.training.optim import count_phase_steps
-from tunix.training.sizes import last_step
+from tunix.sharding.table import axis_names
+from tunix.training.optimizer import count_phase_steps
+from tunix.training.program import last_step
 
 FOUR = dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
 ONE = dict.fromkeys(axis_names(), 1)
@@ -46,31 +46,31 @@ def staged(**keys: Any) -> Config:
     return build(values)
 
 
-def course_on(mesh_sizes: dict[str, int], cfg: Config, start: Position) -> Course:
-    return make_course(cfg, schedule_after(start, cfg, mesh_sizes), start)
+def course_on(mesh_sizes: dict[str, int], cfg: Config, start: Position) -> DataSchedule:
+    return make_data_schedule(cfg, schedule_after(start, cfg.training, mesh_sizes), start)
 
 
 def test_a_course_goes_through_the_stages_and_on_from_any_step():
     cfg = staged(skip_steps=["2", "4:7"])
-    course = course_on(FOUR, cfg, BEGINNING)
-    firsts, left_out, place = [], [], 0
+    data_schedule = course_on(FOUR, cfg, BEGINNING)
+    firsts, left_out, index = [], [], 0
     for step, size in enumerate(SAMPLES, 1):
         skipped = {2: SAMPLES[1], 4: sum(SAMPLES[3:7])}.get(step, 0)
-        left_out += range(place, place + skipped)
-        firsts.append(place + skipped)
-        place += skipped + size
-    assert [course.samples(step).start for step in range(1, 11)] == firsts
-    assert [len(course.samples(step)) for step in range(1, 11)] == SAMPLES
+        left_out += range(index, index + skipped)
+        firsts.append(index + skipped)
+        index += skipped + size
+    assert [data_schedule.samples(step).start for step in range(1, 11)] == firsts
+    assert [len(data_schedule.samples(step)) for step in range(1, 11)] == SAMPLES
     for step in range(11):
-        position = Position(step, course.next_sample(step), "", "", left_out=course.left_out(step))
-        assert position.num_samples == sum(SAMPLES[:step]) == course.taken(step)
+        position = Position(step, data_schedule.next_sample(step), "", "", left_out=data_schedule.left_out(step))
+        assert position.num_samples == sum(SAMPLES[:step]) == data_schedule.taken(step)
         again = course_on(ONE, cfg, position)  # on another mesh
         assert [again.samples(later) for later in range(step + 1, 11)] == [
-            course.samples(later) for later in range(step + 1, 11)
+            data_schedule.samples(later) for later in range(step + 1, 11)
         ]
         assert [n for first, end in again.left_out(10) for n in range(first, end)] == left_out
     # A run whose steps so far had another batch: the stage ends by the tokens that it has really seen.
-    assert schedule_after(Position(3, 24, "", ""), cfg, FOUR).periods[0].last_step == 4
+    assert schedule_after(Position(3, 24, "", ""), cfg.training, FOUR).periods[0].last_step == 4
 
 
 def test_the_length_of_a_run_and_of_its_schedule_count_the_tokens_of_each_stage():
@@ -95,7 +95,7 @@ def test_the_data_are_those_of_a_run_without_stages(cache_dir, monkeypatch):
     cfg = staged()
     data = batches(packed, cfg)
     monkeypatch.setattr("tunix.data.batches.local_rows", lambda mesh, n: list(range(n)))
-    source = ReadAhead(data, BEGINNING, 8)
+    source = PrefetchReader(data, BEGINNING, 8)
     seen = [source.next({}) for _ in range(8)]
     source.close()
     shapes = [batch["tokens"].shape for batch, _ in seen]
@@ -109,7 +109,7 @@ def test_the_data_are_those_of_a_run_without_stages(cache_dir, monkeypatch):
         monkeypatch.setattr(
             "tunix.data.batches.local_rows", lambda mesh, n, p=process: list(range(p * n // 2, (p + 1) * n // 2))
         )
-        part = ReadAhead(data, BEGINNING, 4)
+        part = PrefetchReader(data, BEGINNING, 4)
         halves.append([part.next({})[0]["tokens"] for _ in range(4)])
         part.close()
     for (whole, _), *parts in zip(seen[:4], *halves, strict=True):
@@ -205,7 +205,7 @@ def test_the_example_of_the_page():
     (block,) = (text for text in blocks if "batch_stages" in text)
     _, _, *words = shlex.split(block.replace("\\\n", " "))
     periods = compose(words).config.training.batch_schedule(ONE).periods
-    found = [(each.in_words, each.shape.num_sequences, each.shape.seq_len, each.num_samples) for each in periods]
+    found = [(each.to_text, each.shape.num_sequences, each.shape.seq_len, each.num_samples) for each in periods]
     assert found == [("1 to 50", 64, 32, 16), ("51 to 123", 32, 128, 32), ("124 to the end", 64, 128, 64)]
 
 
@@ -231,7 +231,7 @@ def test_a_run_changes_its_batch_and_goes_on_with_the_same_digits(tmp_path, corp
     assert "from step 3 on: 4 sequences of 32 tokens a step, 128 tokens" in log
     assert "batch stages" in log
     assert log.count("collectives of a step") == 2
-    assert read_json((run / "checkpoints" / "4").absolute(), "run")["position"]["next_sample"] == 12
+    assert read_about(*find_storage((run / "checkpoints" / "4").absolute()))["position"]["next_sample"] == 12
 
     shutil.copytree(run, "again", symlinks=True)
     tunix.train(["resume=again/checkpoints/1"])  # within the first stage

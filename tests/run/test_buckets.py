@@ -26,21 +26,17 @@ import tunix
 from tunix.base import buckets
 from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.cli.mirrored import split_step
-from tunix.cli.runs import find_run
+from tunix.checkpoints import bucket
+from tunix.checkpoints.root import check_root, write_root
+from tunix.checkpoints.saved import check_everything
+from tunix.checkpoints.store import Record, open_store
 from tunix.config import Export
+from tunix.config.compose import compose
+from tunix.config.saved_runs import find_run, split_step
+from tunix.data.files import find_files, open_unpacked
 from tunix.export import export
-from tunix.run import object_arrays, objects
-from tunix.run.bucket_store import BucketStore
-from tunix.run.home import check_home, write_home
-from tunix.run.integrity import check_everything
-from tunix.run.record import Record
-from tunix.run.shared_store import SharedStore
-from tunix.run.stores import move_newer
-from tunix.sources.files import find_files, open_unpacked
 
-ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
+INFO_FILES = {"position": {"step": 3}, "config": {"seed": 0}}
 TWO = ["model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true"]
 
 
@@ -68,16 +64,20 @@ def texts(files, corpus) -> str:
 @pytest.fixture(scope="module")
 def run(texts, tmp_path_factory) -> tuple[Path, str]:
     """Folder of a run that reads from the bucket and saves into it, and the home of its checkpoints 3 and 6."""
-    home = f"s3://{BUCKET}/run"
+    root = f"s3://{BUCKET}/run"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("bucket_run"))
-        words = ["data=jsonl", f"data.paths=['{texts}/*.jsonl.gz']", f"checkpoint.folder={home}", *TWO]
+        words = ["data=jsonl", f"data.paths=['{texts}/*.jsonl.gz']", f"checkpoint.folder={root}", *TWO]
         # Layers of both kinds: the run is exported as a Gemma 3.
-        return tunix.train([*RUN, *words, "hydra.run.dir=run"]).folder.absolute(), home
+        return tunix.train([*RUN, *words, "hydra.run.dir=run"]).folder.absolute(), root
 
 
 def checkpoint_keys(**changes):
     return compose([f"checkpoint.{key}={value}" for key, value in changes.items()]).config.checkpoint
+
+
+def open_bucket(address: str, cfg):
+    return open_store(address, cfg, is_shared=False)
 
 
 def make_state(mesh_shape: tuple[int, ...], seed: int = 0) -> dict:
@@ -108,12 +108,12 @@ def same(ours, theirs) -> bool:
 
 
 def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(object_arrays, "CHUNK", 256)  # shards of several chunks
+    monkeypatch.setattr(bucket, "CHUNK", 256)  # shards of several chunks
     state = make_state((4, 2))
-    in_bucket = BucketStore(f"s3://{BUCKET}/bytes/checkpoints", checkpoint_keys())
-    in_folder = SharedStore(tmp_path, checkpoint_keys())
+    in_bucket = open_bucket(f"s3://{BUCKET}/bytes/checkpoints", checkpoint_keys())
+    in_folder = open_store(str(tmp_path), checkpoint_keys(), True)
     for store in (in_bucket, in_folder):
-        store.save(3, state, Record(ABOUT, {"words": ["a"]}, {"held_out_loss": 1.0}))
+        store.save(3, state, Record(INFO_FILES, {"words": ["a"]}, {"held_out_loss": 1.0}))
         store.finish()
         for shape in ((4, 2), (2, 4), (1, 1)):
             again = store.restore(3, empty(make_state(shape)))
@@ -121,29 +121,30 @@ def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_pat
             assert all(
                 leaf.sharding.mesh.shape == dict(zip("ab", shape, strict=True)) for leaf in jax.tree.leaves(again)
             )
-        assert store.about(3)["position"] == ABOUT["position"]
+        assert store.info(3)["position"] == INFO_FILES["position"]
         store.check(3)
-    assert in_bucket.about(3)["parts"] == {"copies": [], "spike_window": 0}
+    assert in_bucket.info(3)["parts"] == {"copies": [], "spike_window": 0}
     assert jnp.asarray(state["params"]["count"]) == 3
-    in_folder.close()
 
 
 def test_what_is_kept_is_what_was_asked_for(server, files):
-    store = BucketStore(f"s3://{BUCKET}/kept/checkpoints", checkpoint_keys(max_to_keep=1, keep_every_steps=4))
+    store = open_bucket(f"s3://{BUCKET}/kept/checkpoints", checkpoint_keys(max_to_keep=1, keep_every_steps=4))
     for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0), (5, None), (6, 2.5)):
-        store.save(step, make_state((1, 1), step), Record(ABOUT, {}, None if loss is None else {"held_out_loss": loss}))
+        store.save(
+            step, make_state((1, 1), step), Record(INFO_FILES, {}, None if loss is None else {"held_out_loss": loss})
+        )
     store.finish()
     assert store.steps() == [3, 4, 6]  # the best, a multiple of 4, the newest
     assert sorted(buckets.list_names(store.folder, "test")) == ["3", "4", "6"]
-    move_newer(store, [4, 6])
+    store.put_aside([4, 6])
     assert store.steps() == [3]
-    (aside,) = [name for name in buckets.list_names(store.home, "test") if "aside" in name]
-    assert buckets.list_names(f"{store.home}/{aside}", "test") == ["4", "6"]
+    (aside,) = [name for name in buckets.list_names(store.storage.root, "test") if "aside" in name]
+    assert buckets.list_names(f"{store.storage.root}/{aside}", "test") == ["4", "6"]
 
 
 def test_a_damaged_object_is_named(server, files):
-    store = BucketStore(f"s3://{BUCKET}/damaged/checkpoints", checkpoint_keys(verify="once"))
-    store.save(3, make_state((2, 1)), Record(ABOUT, {}, None))
+    store = open_bucket(f"s3://{BUCKET}/damaged/checkpoints", checkpoint_keys(verify="once"))
+    store.save(3, make_state((2, 1)), Record(INFO_FILES, {}, None))
     store.finish()
     store.check(3)
     victim = f"{store.folder}/3/state/params/w/1.0.0"
@@ -151,19 +152,19 @@ def test_a_damaged_object_is_named(server, files):
     files.pipe_file(victim, whole[:-1] + bytes([whole[-1] ^ 1]))
     store.check(3)  # once: it was compared already
     with pytest.raises(Damaged, match=re.escape(victim) + " has other bytes than were written"):
-        objects.check_objects(f"{store.folder}/3")
+        store.storage.check(3)
     files.rm(victim)
     with pytest.raises(Damaged, match=re.escape(victim) + " cannot be read"):
-        objects.check_objects(f"{store.folder}/3")
+        store.storage.check(3)
 
 
 def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):
-    store = BucketStore(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
-    store.save(3, make_state((2, 1)), Record(ABOUT, {}, None))
+    store = open_bucket(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
+    store.save(3, make_state((2, 1)), Record(INFO_FILES, {}, None))
     store.wait()
     server.denies = True
     try:
-        store.save(6, make_state((2, 1)), Record(ABOUT, {}, None))
+        store.save(6, make_state((2, 1)), Record(INFO_FILES, {}, None))
         with pytest.raises(
             UserError,
             match=r"written to s3://shelf/denied/checkpoints: .*Denied.* go on with resume=s3://shelf/denied$",
@@ -173,14 +174,14 @@ def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):
     finally:
         server.denies = False
     assert store.steps() == [3]
-    again = BucketStore(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
+    again = open_bucket(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
     assert same(again.restore(3, empty(make_state((2, 1)))), make_state((2, 1)))
 
 
 def test_a_slow_bucket_keeps_no_step_waiting(server):
-    store = BucketStore(f"s3://{BUCKET}/slow/checkpoints", checkpoint_keys())
+    store = open_bucket(f"s3://{BUCKET}/slow/checkpoints", checkpoint_keys())
     server.hold("/slow/checkpoints/3/")
-    store.save(3, make_state((2, 1)), Record(ABOUT, {}, None))  # returns, though nothing can be written
+    store.save(3, make_state((2, 1)), Record(INFO_FILES, {}, None))  # returns, though nothing can be written
     assert server.waiting.wait(60)
     assert store.steps() == []
     server.release()
@@ -190,9 +191,9 @@ def test_a_slow_bucket_keeps_no_step_waiting(server):
 
 def test_a_bucket_that_vanishes_ends_the_save(tmp_path):
     with serve_s3() as other:
-        store = BucketStore(f"s3://{BUCKET}/gone/checkpoints", checkpoint_keys(timeout_s=1))
+        store = open_bucket(f"s3://{BUCKET}/gone/checkpoints", checkpoint_keys(timeout_s=1))
         other.vanish()
-        store.save(3, make_state((1, 1)), Record(ABOUT, {}, None))
+        store.save(3, make_state((1, 1)), Record(INFO_FILES, {}, None))
         with pytest.raises(UserError, match=r"could not be written to s3://shelf/gone.*Could not connect"):
             store.wait()
 
@@ -214,7 +215,7 @@ def test_a_wrong_address_is_refused_before_anything_is_written(
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     type(files).clear_instance_cache()
     with pytest.raises(UserError, match=message) as error:
-        check_home(compose([f"checkpoint.folder={folder}"]))
+        check_root(compose([f"checkpoint.folder={folder}"]))
     assert "\n" not in str(error.value)
     type(files).clear_instance_cache()
 
@@ -222,6 +223,11 @@ def test_a_wrong_address_is_refused_before_anything_is_written(
 def test_addresses_that_are_not_understood(monkeypatch):
     with pytest.raises(UserError, match=r"checkpoint.folder=https://a/b cannot be written; expected a folder, s3://"):
         compose(["checkpoint.folder=https://a/b"])
+    for folder in ("s3://", "gs:///run"):
+        with pytest.raises(
+            UserError, match=rf"checkpoint.folder={folder} cannot be written; expected a folder, s3://BUC"
+        ):
+            compose([f"checkpoint.folder={folder}"])
     with pytest.raises(UserError, match=r"data.paths=ftp://a/b: an address begins with one of s3://, gs://, https://"):
         find_files(("ftp://a/b",), (".txt",))
     monkeypatch.setitem(buckets.PACKAGES, "s3", "no_such_package")
@@ -265,12 +271,12 @@ def test_files_of_data_are_found_and_read(server, texts, corpus):
 
 @pytest.mark.nightly
 def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
-    folder, home = run
+    folder, root = run
     expected = [line["loss"] for line in metrics(folder)]
     monkeypatch.chdir(tmp_path)
-    again = tunix.train([f"resume={home}/checkpoints/3", "hydra.run.dir=again"]).folder
+    again = tunix.train([f"resume={root}/checkpoints/3", "hydra.run.dir=again"]).folder
     assert [line["loss"] for line in metrics(again)] == expected[3:]  # the same mesh: the same digits
-    assert find_run(str(again))[0] == find_run(home)[0]
+    assert find_run(str(again))[0] == find_run(root)[0]
     tunix.train(
         [f"resume={again}", "training.max_steps=7", "model.mesh_shape=[[2],[tp]]"]
     )  # its folder knows the bucket
@@ -278,38 +284,38 @@ def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"the checkpoints of this run are in s3://shelf/run; model.init_from=s3://shelf/run"
     ):
-        check_home(compose([f"resume={again}", "checkpoint.folder=elsewhere"]))
+        check_root(compose([f"resume={again}", "checkpoint.folder=elsewhere"]))
 
 
 @pytest.mark.nightly
 def test_commands_take_addresses(run, texts, files, tmp_path):
-    _, home = run
-    lines, is_whole = check_everything(home)
+    _, root = run
+    lines, is_whole = check_everything(root)
     assert is_whole
     assert len(lines) >= 2
     output = f"s3://{BUCKET}/exported"
     keys = {"weights": "trained", "family": None, "adapter": None, "dtype": None, "merge_lora": True, "shard_gb": 5.0}
-    assert export(Export(checkpoint=f"{home}/checkpoints/6", output=output, **keys)).startswith(output)
+    assert export(Export(checkpoint=f"{root}/checkpoints/6", output=output, **keys)).startswith(output)
     with pytest.raises(UserError, match=f"output={output} exists already"):
-        export(Export(checkpoint=home, output=output, **keys))
-    ours, exported = (tunix.load_pretrained(source) for source in (f"{home}/checkpoints/6", output))
+        export(Export(checkpoint=root, output=output, **keys))
+    ours, exported = (tunix.load_pretrained(source) for source in (f"{root}/checkpoints/6", output))
     assert same(ours.params, exported.params)
-    cfg = compose([f"model.init_from={home}", "data=jsonl", f"data.paths=['{texts}']"]).config
-    assert cfg.model.init_from.startswith(f"{home}/checkpoints/")  # not a copy on this machine
-    assert cfg.tokenizer.path == f"{home}/tokenizer"
+    cfg = compose([f"model.init_from={root}", "data=jsonl", f"data.paths=['{texts}']"]).config
+    assert cfg.model.init_from.startswith(f"{root}/checkpoints/")  # not a copy on this machine
+    assert cfg.tokenizer.path == f"{root}/tokenizer"
 
 
 def test_of_two_runs_that_start_together_one_gets_the_folder(tmp_path):
-    """Both have found it free (`check_home`)."""
-    home = tmp_path / "disk"
-    job = compose([f"checkpoint.folder={home}"])
+    """Both have found it free (`check_root`)."""
+    root = tmp_path / "disk"
+    job = compose([f"checkpoint.folder={root}"])
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(name)
-    write_home(job, tmp_path / "first", str(home))
-    with pytest.raises(UserError, match=f"checkpoint.folder={home} holds another run; resume={home} goes on with it"):
-        write_home(job, tmp_path / "second", str(home))
-    assert (home / "config.yaml").read_text() == "first"
+    write_root(job, tmp_path / "first", str(root))
+    with pytest.raises(UserError, match=f"checkpoint.folder={root} holds another run; resume={root} goes on with it"):
+        write_root(job, tmp_path / "second", str(root))
+    assert (root / "config.yaml").read_text() == "first"
 
 
 @pytest.mark.nightly
@@ -327,13 +333,13 @@ def test_a_local_folder_keeps_the_checkpoints_too(corpus, tmp_path, monkeypatch)
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_of_two_processes_that_is_killed_in_a_save_goes_on_in_one(server, texts, tmp_path, monkeypatch):
-    home = f"s3://{BUCKET}/killed"
-    words = [*PAIR, "data=jsonl", f"data.paths=['{texts}']", f"checkpoint.folder={home}", "evaluation.every_steps=null"]
+    root = f"s3://{BUCKET}/killed"
+    words = [*PAIR, "data=jsonl", f"data.paths=['{texts}']", f"checkpoint.folder={root}", "evaluation.every_steps=null"]
     server.hold("/killed/checkpoints/6/digests.1.json")  # process 1 has written its shards, and dies before it says so
     both = Processes(*words, folder=tmp_path, count=2)
     both.wait_until(lambda: server.waiting.is_set(), "the second save")
     # Process 0 may still be about to say that the first checkpoint is whole.
-    first = f"{home}/checkpoints/3"
+    first = f"{root}/checkpoints/3"
     both.wait_until(lambda: "digests.json" in buckets.list_names(first, "test"), "the end of the first save")
     for rank in (0, 1):
         for pid in (both.child(rank), both.started[rank].pid):
@@ -341,10 +347,10 @@ def test_a_run_of_two_processes_that_is_killed_in_a_save_goes_on_in_one(server, 
                 os.kill(pid, signal.SIGKILL)
     both.ends()
     server.release()
-    assert buckets.list_names(f"{home}/checkpoints", "test") == ["3", "6"]
+    assert buckets.list_names(f"{root}/checkpoints", "test") == ["3", "6"]
     expected = {line["step"]: line["loss"] for line in metrics(tmp_path / "run")}
     monkeypatch.chdir(tmp_path)
-    again = tunix.train([f"resume={home}", "hydra.run.dir=again", "distributed.allow_idle_devices=true"]).folder
+    again = tunix.train([f"resume={root}", "hydra.run.dir=again", "distributed.allow_idle_devices=true"]).folder
     log = (again / "train.log").read_text()
     assert "the checkpoint of step 6 in s3://shelf/killed/checkpoints is not whole: it is deleted" in log
     losses = {line["step"]: line["loss"] for line in metrics(again)}

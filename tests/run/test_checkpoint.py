@@ -11,20 +11,31 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import yaml
 from conftest import write_corpus
 from support.harness import RUN, TWO_DEVICES, metrics
 
 import tunix
 from tunix.average import average
 from tunix.base.errors import Stopped, UserError
-from tunix.cli.command import read_settings
-from tunix.cli.compose import compose
-from tunix.config import Average, Export
-from tunix.data.corpus import load_corpus
+from tunix.checkpoints.saved import check_everything, find_storage
+from tunix.checkpoints.store import find_parts
+from tunix.config import Average, Evaluate, Export, Generate
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
+from tunix.config.model import list_keys_outside
+from tunix.data.dataset import load_corpus
 from tunix.data.tokenize import find_units
+from tunix.evaluate import evaluate
 from tunix.export import export
-from tunix.run.items import find_parts, read_state
+from tunix.generate import generate
+from tunix.inference.pretrained import find_checkpoint
 
+FLOAT32 = "dtype=float32"
+EXPERTS = (
+    "model=tiny_moe", "model.num_layers=2", "model.global_every=1", "model.sliding_window=null",
+    "model.mlp.num_experts=4", "model.mlp.expert_dim=8",
+)  # fmt: skip
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 
 
@@ -112,9 +123,9 @@ STAGES = (
     [
         ["model.mesh_shape=[[2],[fsdp]]"],
         ["model.mesh_shape=[[2,2],[pp,tp]]", "training.pipeline_schedule=1f1b"],
-        ["model.mesh_shape=[[4],[pp]]", "training.pipeline_schedule=gpipe", "training.micro_batch_size=1"],
+        ["model.mesh_shape=[[4],[pp]]", "training.micro_batch_size=1"],
     ],
-    ids=["no stages", "1f1b, tp", "gpipe, more stages"],
+    ids=["no stages", "1f1b, tp", "1f1b, more stages"],
 )
 def test_resume_from_interleaved_stages(run, finished_copy, words):
     """A checkpoint has the layers in the order of the model, whatever the order in which stages had them."""
@@ -227,7 +238,7 @@ def test_a_hard_stop_and_chosen_steps(run, finished, monkeypatch):
     record = json.loads(Path("it/environment.json").read_text())
     assert record["packages"]["jax"] == jax.__version__
     assert isinstance(record["git_diff"], str)
-    assert record["variables"]["TUNIX_API_KEY"] == "(left out)"
+    assert record["variables"]["TUNIX_API_KEY"] == "***"
     assert "a secret" not in json.dumps(record["variables"])
 
 
@@ -303,6 +314,71 @@ def test_checkpoints_that_cannot_be_used_are_named(run, finished_copy):
         run(f"resume={folder}")
 
 
+def empty(checkpoint: Path) -> str:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+    return "checkpoints/6 lacks state/_METADATA, run/metadata, tokenizer/metadata"
+
+
+def copy_half(checkpoint: Path) -> str:
+    """Leave what a copy that is under way has brought: the arrays of one process."""
+    for path in [*checkpoint.iterdir(), *(checkpoint / "state").iterdir()]:
+        if path.name not in ("state", "ocdbt.process_0"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return "checkpoints/6 lacks state/_METADATA, run/metadata, tokenizer/metadata"
+
+
+def leave_out_digests(checkpoint: Path) -> str:
+    """Leave what an older version has written, with half of each array."""
+    for path in checkpoint.rglob("digests*.json"):
+        path.unlink()
+    tear(checkpoint)
+    return "checkpoints/6/state cannot be read: "
+
+
+def leave_out_index(checkpoint: Path) -> str:
+    (checkpoint / "state" / "digests.json").unlink()
+    return "checkpoints/6/state/digests.json cannot be read"
+
+
+def link_to_nothing(checkpoint: Path) -> str:
+    shutil.rmtree(checkpoint)
+    checkpoint.symlink_to("nowhere")
+    return "checkpoints/6 is no folder, but a link to nothing"
+
+
+def put_a_file(checkpoint: Path) -> str:
+    shutil.rmtree(checkpoint)
+    checkpoint.touch()
+    return "checkpoints/6 is no folder"
+
+
+@pytest.mark.parametrize("damage", [empty, copy_half, leave_out_digests, leave_out_index, link_to_nothing, put_a_file])
+def test_a_checkpoint_that_is_not_there_as_a_whole_is_refused(finished_copy, tmp_path, monkeypatch, damage):
+    """Where no folder has the name of the step, there is no such checkpoint; else the message says what is missing."""
+    run = finished_copy(*TWO_DEVICES)
+    monkeypatch.chdir(tmp_path)
+    message = damage(run / "checkpoints" / "6")
+    lines, is_intact = check_everything(str(run))
+    assert not is_intact
+    assert [line.partition(" ")[0] for line in lines] == [f"{run}/checkpoints/3:", "DAMAGED"]
+    assert message in lines[1]
+    is_folder = (run / "checkpoints" / "6").is_dir()
+    named, newest = f"checkpoint={run}/checkpoints/6", f"checkpoint={run}"
+    message = re.escape(message) if is_folder else "has no checkpoint of step 6; it has 3"
+    for word in (named, newest) if is_folder else (named,):
+        for ask in (
+            lambda word: export(read_settings(Export, [word, "output=exported"])),
+            lambda word: evaluate(read_settings(Evaluate, [word])),
+            lambda word: generate(read_settings(Generate, [word, "prompt=a"])),
+        ):
+            with pytest.raises(UserError, match=message) as error:
+                ask(word)
+            assert "\n" not in str(error.value)
+    if not is_folder:
+        assert find_checkpoint(run / "checkpoints", None).name == "3"
+
+
 def test_a_changed_corpus_is_refused(run, tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     folder = run("tokenizer.train_bytes=1", corpus=corpus)  # the tokenizer sees the first document only
@@ -349,7 +425,8 @@ def test_resume_latest(run):
 
 def moving_average(folder, step: int):
     """The moving average of the parameters in a checkpoint, on the host."""
-    return read_state((folder / "checkpoints" / str(step)).absolute(), abstract_copy(folder))["copies"]["ema"]
+    storage, step = find_storage((folder / "checkpoints" / str(step)).absolute())
+    return storage.restore(step, abstract_copy(folder))["copies"]["ema"]
 
 
 def abstract_copy(folder):
@@ -405,6 +482,48 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
             average(read_settings(Average, [f"checkpoint={run}", "output=other", *words]))
 
 
+def test_an_average_takes_what_differs_in_no_part_of_the_architecture(finished, tmp_path, monkeypatch):
+    """How results are computed, and the losses of experts; of low-rank updates, which are added first, their keys."""
+    monkeypatch.chdir(tmp_path)
+
+    def copied(run: Path, name: str, **keys: object) -> str:
+        """Copy a run and set keys of the model in its config; return the copy's folder."""
+        shutil.copytree(run, name, symlinks=True)
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        for key, value in keys.items():
+            section, _, last = key.rpartition("__")
+            keys_of_section = config["model"][section] if section else config["model"]
+            assert last in keys_of_section
+            keys_of_section[last] = value
+        Path(name, "config.yaml").write_text(yaml.safe_dump(config))
+        return name
+
+    def averaged(sources: list, output: str) -> list:
+        average(read_settings(Average, [f"checkpoint=[{','.join(map(str, sources))}]", f"output={output}", FLOAT32]))
+        return jax.tree.leaves(tunix.load_pretrained(output).params)
+
+    def merged(source: Path | str) -> list:
+        return jax.tree.leaves(tunix.load_pretrained(source).merged().params)
+
+    experts = finished(*EXPERTS, "training.max_steps=1", *TWO_DEVICES)
+    others = {
+        "attention": "xla", "cp_exchange": "ring", "expert_products": "xla", "expert_exchange": "rows",
+        "expert_buffer_factor": 2.0, "mlp__balance_loss": 0.5, "mlp__z_loss": 0.25,
+    }  # fmt: skip
+    assert {key.replace("__", ".") for key in others} == list_keys_outside("computation", "losses")
+    same = averaged([experts, *(copied(experts, key, **{key: value}) for key, value in others.items())], "same")
+    for a, b in zip(same, merged(experts), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    for key, value in {"norm_eps": 1e-3, "mlp__experts_per_token": 1}.items():
+        with pytest.raises(UserError, match=rf"checkpoint: model\.{key.partition('__')[0]} is .* have no average"):
+            averaged([experts, copied(experts, key, **{key: value})], "refused")
+
+    updates = finished("model.lora.rank=2", "training.max_steps=2", *TWO_DEVICES)
+    twice = copied(updates, "alpha", lora__alpha=32.0)
+    for mean, a, b in zip(averaged([updates, twice], "mean"), merged(updates), merged(twice), strict=True):
+        np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.nightly
 def test_a_moving_average_may_begin_and_end_with_a_resume(run):
     folder = run("training.max_steps=3", *TWO_DEVICES)
@@ -417,5 +536,5 @@ def test_a_moving_average_may_begin_and_end_with_a_resume(run):
     )
     assert "the checkpoint has no ema of the parameters" in (folder / "train.log").read_text()
     run(f"resume={folder}", "training.max_steps=5", "training.ema_decay=null")
-    assert find_parts(folder / "checkpoints" / "5")["copies"] == []
+    assert find_parts(*find_storage(folder / "checkpoints" / "5"))["copies"] == []
     assert "ema is not wanted any more: it is dropped" in (folder / "train.log").read_text()

@@ -11,9 +11,8 @@ import yaml
 from support.harness import ROOT
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.compare.history import list_differences, list_results, read_histories, thin
-from tunix.compare.page import make_page, shorten, ticks
+from tunix.compare import list_differences, list_results, make_page, read_histories, shorten, thin, ticks
+from tunix.config.compose import compose
 
 
 def write_run(folder: Path, losses: list[float], *words: str, again: int = 0) -> Path:
@@ -92,7 +91,6 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, runs):
     [
         ("config.yaml", "]x: [", "config.yaml is damaged (it is not YAML)"),
         ("config.yaml", "text", "config.yaml is damaged (it has no section model)"),
-        ("metrics.jsonl", '{"step": 1}\n[1]}\n', "metrics.jsonl, line 2, is not JSON"),
         (
             "metrics.jsonl",
             '{"step": 1, "tokens": 8}\n',
@@ -104,3 +102,11 @@ def test_a_damaged_file_is_named(runs, file, text, message):
     (runs[0] / file).write_text(text)
     with pytest.raises(UserError, match=re.escape(message)):
         read_histories(runs)
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 1, "los{"step": 2}\n', b"\xff\xfe}\n", b"[1]}\n", b"[" * 50_000 + b"}\n"])
+def test_a_torn_line_is_left_out(runs, torn, capsys):
+    whole = (runs[0] / "metrics.jsonl").read_bytes()
+    (runs[0] / "metrics.jsonl").write_bytes(torn + whole)
+    assert read_histories(runs)[0].steps
+    assert "metrics.jsonl, line 1, is no JSON object: it is left out" in capsys.readouterr().err

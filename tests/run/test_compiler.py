@@ -7,8 +7,8 @@ from support.harness import ONE_LAYER, RUN
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.data import corpus as corpora
-from tunix.run import compiler
+from tunix.data import dataset as corpora
+from tunix.run import compiling as compiler
 
 WAIT_S = 120  # for the other thread; only a failing test waits that long
 

@@ -13,57 +13,55 @@ import pytest
 from conftest import write_corpus
 
 import tunix
+from tunix import verify as command
 from tunix.base import digests
 from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.data.tokenized_sources import prepare_corpus
-from tunix.inference.start import check_init_from
-from tunix.run.integrity import refuse_damaged_checkpoint
-from tunix.run.record import Record
-from tunix.run.sealed import ITEMS, check_checkpoint
-from tunix.run.shared_store import SharedStore
-from tunix.verify import __main__ as command
+from tunix.checkpoints.folders import ITEMS, Folder
+from tunix.checkpoints.saved import reject_damaged_checkpoint
+from tunix.checkpoints.store import Record, Store
+from tunix.config.compose import compose
+from tunix.data.dataset import prepare_corpus
+from tunix.inference.pretrained import check_init_from
 
-ABOUT = {"position": {"step": 3}, "config": {"seed": 0}}
+INFO_FILES = {"position": {"step": 3}, "config": {"seed": 0}}
 
 
 @dataclass
 class Saved:
     """A store with checkpoints of the steps 3 and 6, and the state of step 3."""
 
-    store: SharedStore
+    store: Store
     state: dict[str, np.ndarray]
 
     def is_harmless(self) -> bool:
         """Return whether step 3 is read as it was written, to the last bit."""
         read = self.store.restore(3, self.state)
         same = all(np.array_equal(read[name], leaf) for name, leaf in self.state.items())
-        return same and self.store.about(3)["position"] == ABOUT["position"]
+        return same and self.store.info(3)["position"] == INFO_FILES["position"]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Saved:
     cfg = compose(["checkpoint.save_every_steps=3"]).config.checkpoint
-    store = SharedStore(tmp_path_factory.mktemp("checkpoints"), cfg)
+    store = Store(Folder(tmp_path_factory.mktemp("checkpoints")), cfg)
     key = jax.random.key(0)
     for step in (3, 6):
         state = {
             name: jax.random.normal(jax.random.fold_in(key, step), shape)
             for name, shape in [("w", (64, 32)), ("b", (40,))]
         }
-        store.save(step, state, Record(ABOUT, {"words": ["a", "b"]}, {"held_out_loss": 1.0 / step}))
+        store.save(step, state, Record(INFO_FILES, {"words": ["a", "b"]}, {"held_out_loss": 1.0 / step}))
         if step == 3:
             kept = {name: np.asarray(leaf) for name, leaf in state.items()}
     store.wait()
-    yield Saved(store, kept)
-    store.close()
+    return Saved(store, kept)
 
 
 def flip(path: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
-    place = rng.randrange(len(data))
-    data[place] ^= 1 << rng.randrange(8)
+    index = rng.randrange(len(data))
+    data[index] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
 
@@ -102,7 +100,7 @@ def test_200_random_damages_are_found_or_harmless(saved):
         path = rng.choice(files)
         damage(path, rng)
         try:
-            check_checkpoint(checkpoint)
+            saved.store.storage.check(3)
         except Damaged as error:
             named += str(checkpoint) in str(error)
         else:
@@ -116,18 +114,18 @@ def test_200_random_damages_are_found_or_harmless(saved):
                 file.write_bytes(data)
     assert named + harmless == 200
     assert named > 150
-    assert check_checkpoint(checkpoint) > sum(leaf.nbytes for leaf in saved.state.values()) / 2
+    assert saved.store.storage.check(3) > sum(leaf.nbytes for leaf in saved.state.values()) / 2
 
 
 def test_each_process_digests_its_own_arrays(saved):
     state = saved.store.folder / "3" / "state"
     own = digests.read_digests(state / "digests.0.json")["files"]
-    rest = digests.read_digests(state / digests.FILE)["files"]
+    remaining = digests.read_digests(state / digests.FILE)["files"]
     arrays = {str(path.relative_to(state)) for path in (state / "ocdbt.process_0").rglob("*") if path.is_file()}
     assert arrays
     assert arrays <= own.keys()
-    assert not own.keys() & rest.keys()
-    assert "digests.0.json" in rest
+    assert not own.keys() & remaining.keys()
+    assert "digests.0.json" in remaining
     for item in ITEMS:
         assert digests.read_digests(saved.store.folder / "3" / item / digests.FILE)["step"] == 3
 
@@ -137,8 +135,8 @@ def test_when_a_checkpoint_is_checked(saved, tmp_path, caplog):
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved.store.folder, folder)
 
-    def store(verify: str) -> SharedStore:
-        return SharedStore(folder, compose([f"checkpoint.verify={verify}"]).config.checkpoint)
+    def store(verify: str) -> Store:
+        return Store(Folder(folder), compose([f"checkpoint.verify={verify}"]).config.checkpoint)
 
     once = store("once")
     once.check(3)
@@ -182,7 +180,7 @@ def test_a_checkpoint_is_checked_at_any_time(saved, tmp_path, monkeypatch, capsy
     code, text = verify_command(monkeypatch, capsys, f"checkpoint={run}", "seed=1")
     assert (code, "takes no other words: seed=1" in text) == (2, True)
     with pytest.raises(UserError, match="checkpoints/6/state/_METADATA .*; take another step: .* of 3"):
-        refuse_damaged_checkpoint(run / "checkpoints" / "6")
+        reject_damaged_checkpoint(run / "checkpoints" / "6")
 
 
 def test_damage_to_an_export_is_found(hf_dir, tmp_path, monkeypatch, capsys):
@@ -223,11 +221,10 @@ def test_a_damaged_metric_leaves_the_other_checkpoints_usable(saved, tmp_path, t
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved.store.folder, folder)
     (folder / "6" / "metrics" / "metrics").write_text(text)
-    store = SharedStore(folder, compose(["checkpoint.max_to_keep=1"]).config.checkpoint)
-    store.save(9, {"w": jax.numpy.ones(3)}, Record(ABOUT, {}, {"held_out_loss": 1.0}))
+    store = Store(Folder(folder), compose(["checkpoint.max_to_keep=1"]).config.checkpoint)
+    store.save(9, {"w": jax.numpy.ones(3)}, Record(INFO_FILES, {}, {"held_out_loss": 1.0}))
     store.wait()
     assert store.steps() == [3, 9]  # 3 is the best of those that can be read
-    store.close()
 
 
 def test_a_large_file_has_a_digest_for_each_block(tmp_path, monkeypatch):

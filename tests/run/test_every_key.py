@@ -16,23 +16,23 @@ from support.installs import one_at_a_time
 from support.rollouts import ONE, TASK
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.cli.keys import list_sections
+from tunix.checkpoints.checkpoint import check_same
 from tunix.config import Config, Section
+from tunix.config.compose import compose
+from tunix.config.mistakes import list_sections
 from tunix.data.batches import TrainBatches
-from tunix.data.corpus import load_corpus
-from tunix.data.position import Position
-from tunix.models.positions import layer_rope
+from tunix.data.dataset import load_corpus
+from tunix.data.sample_order import Position
+from tunix.models.rope import layer_rope
 from tunix.plan import __main__ as plan
 from tunix.processes import joining
-from tunix.run.compatible import check_same
 from tunix.sharding.equations import Equation
 from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
-from tunix.training.losses import find_loss_kind
-from tunix.training.mesh_choices import build_layout, build_mesh
-from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.program import abstract_batch, assemble
+from tunix.training.choices import build_layout, build_mesh
+from tunix.training.loss import find_loss_kind
+from tunix.training.optimizer import make_optimizer, make_schedule
+from tunix.training.program import assemble
 from tunix.training.state import Weight, describe
 
 YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null,truncate:true}"
@@ -55,6 +55,8 @@ def a_run(folder: Path, corpus: Path) -> Callable[[], None]:
         "evaluation.every_steps=2",  # and at the end: two numbers to compare
         "training.global_batch_size=4",
         "training.batch_stages=[{until_tokens: 1, global_batch_size: 4}]",  # its shape is that of the run
+        "training.remat=budget",
+        "plan.num_compiled=0",
     ]
     words = [
         "data=text",
@@ -84,7 +86,7 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
 
     def use() -> None:
         for cfg in configs:
-            TrainBatches(load_corpus(cfg).train, cfg, build_mesh(cfg)).stages(10)
+            TrainBatches(load_corpus(cfg).train, cfg, cfg.training, build_mesh(cfg)).stages(10)
             find_loss_kind(cfg)
 
     return use
@@ -101,7 +103,7 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
         mesh = build_mesh(pairs)
         with jax.set_mesh(mesh):
             program = assemble(pairs, mesh)
-            rows = {name: jax.eval_shape(lambda x: x[0], leaf) for name, leaf in abstract_batch(pairs, mesh).items()}
+            rows = {name: jax.eval_shape(lambda x: x[0], leaf) for name, leaf in program.abstract_batch.items()}
             jax.eval_shape(
                 lambda params, rows: program.loss_fn(program.arch.module(params), rows, None).objective,
                 program.abstract["params"],
@@ -152,7 +154,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
         mesh = build_mesh(with_experts)
         with jax.set_mesh(mesh):
             program = assemble(with_experts, mesh)
-            jax.eval_shape(program.step([(10, 10)]), program.abstract, abstract_batch(with_experts, mesh))
+            jax.eval_shape(program.step([(10, 10)]), program.abstract, program.abstract_batch)
 
     return use
 
@@ -179,7 +181,7 @@ def the_launchers(folder: Path, corpus: Path) -> Callable[[], None]:
 
 
 def processes_that_join(folder: Path, corpus: Path) -> Callable[[], None]:
-    two = ["distributed.num_processes=2", "distributed.process_id=0", "distributed.coordinator_address=localhost:0"]
+    two = ["distributed.num_processes=2", "distributed.process_id=0", "distributed.coordinator_address=localhost:1"]
     cfg = compose(two).config
 
     def use() -> None:

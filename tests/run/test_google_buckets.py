@@ -8,18 +8,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.gcs import BUCKET, refuse, serve_gcs
+from support.gcs import BUCKET, reject, serve_gcs
 from support.harness import RUN, metrics
 
 import tunix
 from tunix.base import buckets
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.checkpoints.bucket import Objects
+from tunix.checkpoints.root import check_root
+from tunix.checkpoints.saved import check_everything
 from tunix.config import Export
+from tunix.config.compose import compose
 from tunix.export import export
-from tunix.run.home import check_home
-from tunix.run.integrity import check_everything
-from tunix.run.objects import Objects
 
 HOME = f"gs://{BUCKET}/run"
 WORDS = [  # layers of both kinds: the run is exported as a Gemma 3
@@ -60,12 +60,12 @@ def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
 
 
 def test_a_wrong_address_is_one_line(run):
-    for home, message in (
+    for root, message in (
         ("gs://nobody/run", "checkpoint.folder=gs://nobody/run: there is no such bucket or object"),
         (HOME, f"{HOME} holds another run; resume={HOME} goes on with it"),
     ):
         with pytest.raises(UserError, match=message) as error:
-            check_home(compose([f"checkpoint.folder={home}"]))
+            check_root(compose([f"checkpoint.folder={root}"]))
         assert "\n" not in str(error.value)
 
 
@@ -77,9 +77,9 @@ def test_a_wrong_address_is_one_line(run):
     ],
 )
 def test_a_bucket_that_refuses_is_one_line(run, code, text, message, capfd):
-    with refuse(code, text):
+    with reject(code, text):
         for ask in (
-            lambda: check_home(compose(["checkpoint.folder=gs://shelf/new"])),
+            lambda: check_root(compose(["checkpoint.folder=gs://shelf/new"])),
             lambda: buckets.list_names("gs://shelf/new", "data.paths"),
             lambda: write(Objects("gs://shelf/new", 1)),
         ):

@@ -9,8 +9,9 @@ from support.harness import ONE_LAYER, RUN, metrics
 
 import tunix
 from tunix.base.errors import Diverged, UserError
+from tunix.checkpoints.saved import find_storage
+from tunix.checkpoints.store import find_parts, read_about
 from tunix.data.batches import TrainBatches
-from tunix.run.items import find_parts, read_json
 
 SMALLEST = [
     *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,
@@ -60,7 +61,7 @@ def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     log = (run / "train.log").read_text()
     assert "step 9 changed no weight: a spike: loss " in log
     assert "standard deviations above the steps before; its samples are 32 to 35" in log
-    assert find_parts(run / "checkpoints" / "8")["spike_window"] == 4
+    assert find_parts(*find_storage(run / "checkpoints" / "8"))["spike_window"] == 4
 
     shutil.copytree(run, "again", symlinks=True)  # the window is in the checkpoint: a resumed run has the same digits
     shutil.rmtree("again/checkpoints/10")
@@ -81,7 +82,7 @@ def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     again = numbers(run)[10:]
     assert [line["spikes"] for line in again] == [0, 0]
     assert [line["tokens"] for line in again] == [9 * 128, 10 * 128]  # what was left out does not count
-    position = read_json((run / "checkpoints" / "10").absolute(), "run")["position"]
+    position = read_about(*find_storage((run / "checkpoints" / "10").absolute()))["position"]
     assert (position["next_sample"], position["left_out"]) == (44, [[32, 36]])
     assert "data of 1 steps: 9 to 9" in (run / "train.log").read_text()
 
@@ -92,7 +93,7 @@ def test_a_run_ends_when_the_held_out_loss_stays(words):
     result = tunix.train([*words, *keys])
     assert (result.train["step"], result.held_out["step"]) == (3, 3)
     assert "evaluation.patience=2: the held-out loss did not fall below " in (result.folder / "train.log").read_text()
-    saved = read_json((result.folder / "checkpoints" / "3").absolute(), "run")["improvement"]
+    saved = read_about(*find_storage((result.folder / "checkpoints" / "3").absolute()))["improvement"]
     assert saved == {"best": metrics(result.folder, "held_out")[0]["loss"], "without": 2}
     again = tunix.train([f"resume={result.folder}"])
     assert again.train == {}

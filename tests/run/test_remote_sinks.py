@@ -7,28 +7,23 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.harness import ONE_LAYER, RUN, metrics
-from support.mlflow_server import Door, can_serve, serve_mlflow
+from support.mlflow_server import Door, serve_mlflow
 
 import tunix
 from tunix.base.errors import Diverged, UserError
-from tunix.cli.compose import compose
-from tunix.sinks import Start, open_sink
-from tunix.sinks.background import Background
+from tunix.config.compose import compose
+from tunix.run.sinks import Background
+from tunix.run.table import Start, open_sink
 
 SMALLEST = [
     *RUN, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,
     "training.micro_batch_size=2", "training.max_steps=2", "checkpoint.save_every_steps=null",
     "evaluation.every_steps=null", "evaluation.sample_tokens=2", "project_name=demo", "run_name=first",
 ]  # fmt: skip
-
-needs_sinks = pytest.mark.skipif(
-    not (find_spec("wandb") and can_serve()), reason="requirements-sinks.txt is not installed"
-)
 
 
 @pytest.fixture
@@ -63,14 +58,14 @@ def read_wandb(folder: Path) -> list:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("*.wandb")
-    data, found, parts, place = path.read_bytes(), [], b"", 7
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
+    data, found, parts, index = path.read_bytes(), [], b"", 7
+    while index + 7 <= len(data):
+        if 32768 - index % 32768 < 7:
+            index += 32768 - index % 32768
             continue
-        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        parts += data[place + 7 : place + 7 + size]
-        place += 7 + size
+        size, kind = int.from_bytes(data[index + 4 : index + 6], "little"), data[index + 6]
+        parts += data[index + 7 : index + 7 + size]
+        index += 7 + size
         if kind in (1, 4):  # all of a message, or its last part
             found.append(Record.FromString(parts))
             parts = b""
@@ -88,7 +83,6 @@ def mlflow(tmp_path_factory):
         yield server
 
 
-@needs_sinks
 @pytest.mark.slow
 def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpus, monkeypatch, server, mlflow):
     monkeypatch.chdir(tmp_path)
@@ -125,14 +119,14 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
     assert mlflow.fetch("get-artifact", run_uuid=run_id, path=sample["path"])
 
     first, second = (read_wandb(folder) for folder in sorted((run / "wandb").glob("offline-run-*")))
-    (about,) = [record.run for record in first if record.WhichOneof("record_type") == "run"]
-    assert (about.run_id, about.project, about.run_group, list(about.tags)) == (
+    (info,) = [record.run for record in first if record.WhichOneof("record_type") == "run"]
+    assert (info.run_id, info.project, info.run_group, list(info.tags)) == (
         ids["wandb"],
         "demo",
         "trials",
         ["one", "two"],
     )
-    assert "model" in {item.key for item in about.config.update}
+    assert "model" in {item.key for item in info.config.update}
     logged = {}
     for record in first + second:
         items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
@@ -149,11 +143,10 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
 
 
 @pytest.mark.nightly
-@needs_sinks
 @pytest.mark.slow
 def test_a_server_that_dies_and_comes_back_gets_every_number(tmp_path, mlflow, monkeypatch, caplog):
-    monkeypatch.setattr("tunix.sinks.mlflow.FLUSH_S", 0.0)
-    monkeypatch.setattr("tunix.sinks.background.DELAYS_S", (0.05,) * 1000)
+    monkeypatch.setattr("tunix.run.remote_sinks.FLUSH_S", 0.0)
+    monkeypatch.setattr("tunix.run.sinks.DELAYS_S", (0.05,) * 1000)
     door = Door(mlflow)
     start = start_of(tmp_path, f"logging.mlflow.tracking_uri={door.url}", "logging.mlflow.experiment=outage")
     sink = open_sink("mlflow", start)
@@ -184,7 +177,7 @@ def test_a_server_that_dies_and_comes_back_gets_every_number(tmp_path, mlflow, m
 
 
 def test_a_message_says_how_a_run_failed_and_is_sent_again(tmp_path, server, monkeypatch, caplog):
-    monkeypatch.setattr("tunix.sinks.background.DELAYS_S", (0.001,) * 3)
+    monkeypatch.setattr("tunix.run.sinks.DELAYS_S", (0.001,) * 3)
     texts, statuses = server
     statuses += [500, 200, 503]  # the second try of each message comes through
     sink = open_sink("webhook", start_of(tmp_path))
@@ -234,9 +227,9 @@ def test_what_is_missing_is_named_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     assert "webhook needs an address: set the environment variable TUNIX_WEBHOOK_URL" in refused("webhook")
     assert "begins with ftp://a.; it must be" in refused("webhook", "logging.webhook.url=ftp://a.b")
-    monkeypatch.setattr("tunix.sinks.wandb.find_spec", lambda name: True)
+    monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: True)
     assert "there is no key for api.wandb.ai: run `wandb login` once, or set WANDB_API_KEY" in refused("wandb")
-    monkeypatch.setattr("tunix.sinks.wandb.find_spec", lambda name: None)
-    monkeypatch.setattr("tunix.sinks.mlflow.find_spec", lambda name: None)
+    monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
         assert f"needs the package {name}: pip install 'tunix-trainer[{name}]'" in refused(name)

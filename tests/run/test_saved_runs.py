@@ -1,7 +1,8 @@
-"""Runs that version 0.1.0 saved go on: the same digits, and every saved config is understood.
+"""Runs that earlier versions saved go on: the same digits, and every saved config is understood.
 
-saved_by_0_1_0.tar.gz holds a run of 6 steps (with its checkpoint of step 3 and its metrics), its corpus, resolved configs
-of other runs, and the flags of the CPU that the run was made on.
+saved_by_VERSION.tar.gz holds a run of 6 steps (with its checkpoint of step 3 and its metrics), its corpus, resolved
+configs of other runs, and the flags of the CPU that the run was made on. The run of commit 0979945 has experts and an
+average of its weights.
 """
 
 import json
@@ -12,20 +13,27 @@ import pytest
 import yaml
 from support.harness import cli, metrics
 
-from tunix.base.nested import flat
-from tunix.cli.compose import compose
+from tunix.base.text import flat
+from tunix.config.compose import compose
+from tunix.config.upgrade_saved import upgrade
 
-CONFIGS = ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture")
+CONFIGS = {
+    "0_1_0": ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture"),
+    "0979945": ("default", "deepseek", "dpo", "gemma4", "gpt_oss", "grpo", "qwen3_next", "saved_run", "sft_lora"),
+}
 NEW_FORM = ("model.mlp", "model.biases", "logging.tensorboard")  # keys that have another form now
 
 MLP = {"gated_silu": ("gated", "silu"), "gated_gelu": ("gated", "gelu"), "gelu": ("plain", "gelu")}
 
 
 @pytest.fixture
-def saved(tmp_path) -> Path:
-    with tarfile.open(Path(__file__).with_name("saved_by_0_1_0.tar.gz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+def unpack(tmp_path):
+    def unpack(version: str) -> Path:
+        with tarfile.open(Path(__file__).with_name(f"saved_by_{version}.tar.gz")) as archive:
+            archive.extractall(tmp_path, filter="data")
+        return tmp_path
+
+    return unpack
 
 
 def numbers(folder: Path) -> list[tuple]:
@@ -36,8 +44,10 @@ def numbers(folder: Path) -> list[tuple]:
     ]
 
 
-def test_a_saved_run_goes_on_with_the_same_digits(saved):
+@pytest.mark.parametrize("version", CONFIGS)
+def test_a_saved_run_goes_on_with_the_same_digits(version, unpack):
     """Another kind of CPU may add up in another order: there, float32 rounding is allowed."""
+    saved = unpack(version)
     expected = numbers(saved / "run")
     (saved / "run" / "metrics.jsonl").unlink()
     done = cli("resume=run", cwd=saved, devices=2)
@@ -52,15 +62,31 @@ def test_a_saved_run_goes_on_with_the_same_digits(saved):
         assert resumed == rounded
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_saved_config_is_understood(name, saved):
-    run = saved / name
+def understand(text: str, run: Path) -> tuple[dict, dict]:
+    """Return the keys of a saved config, and those of the run that goes on from it."""
     run.mkdir()
-    text = (saved / "configs" / f"{name}.yaml").read_text()
     (run / "config.yaml").write_text(text)
-    old = flat(yaml.safe_load(text))
-    new = flat(compose([f"resume={run}"]).config.model_dump(mode="json", by_alias=True))
+    new = compose([f"resume={run}"]).config.model_dump(mode="json", by_alias=True)
+    return flat(yaml.safe_load(text)), flat(new)
+
+
+@pytest.mark.parametrize("name", CONFIGS["0_1_0"])
+def test_a_config_of_0_1_0_is_understood(name, unpack):
+    saved = unpack("0_1_0")
+    old, new = understand((saved / "configs" / f"{name}.yaml").read_text(), saved / name)
     assert (new["model.mlp.kind"], new["model.mlp.activation"]) == MLP[old["model.mlp"]]
     assert new["model.biases"] == ("attention|mlp" if old["model.biases"] else None)
     kept = {key: value for key, value in old.items() if key not in (*NEW_FORM, "resume")}
     assert {key: new.get(key, "missing") for key in kept} == kept
+
+
+@pytest.mark.parametrize("name", CONFIGS["0979945"])
+def test_a_config_of_0979945_is_understood(name, unpack):
+    saved = unpack("0979945")
+    old, new = understand((saved / "configs" / f"{name}.yaml").read_text(), saved / name)
+    kept = {key: value for key, value in old.items() if key != "resume"}
+    assert {key: new.get(key, "missing") for key in kept} == kept
+
+
+def test_a_run_by_gpipe_goes_on_by_1f1b():
+    assert upgrade({"training": {"pipeline_schedule": "gpipe"}})["training"]["pipeline_schedule"] == "1f1b"

@@ -9,10 +9,10 @@ from support.harness import ONE_LAYER, RUN
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.run.metrics import Metrics
-from tunix.sinks import SINKS, Start
-from tunix.sinks.run_ids import keep_id, read_id
+from tunix.run.remote_sinks import keep_id, read_id
+from tunix.run.table import SINKS, Start
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_new_sink_gets_every_line_and_is_told_how_the_run_ends(words, monkeypa
     def fail(self, state, position, *args):
         raise RuntimeError("the disk caught fire")
 
-    monkeypatch.setattr("tunix.run.checkpoint.Checkpoints.save", fail)
+    monkeypatch.setattr("tunix.checkpoints.checkpoint.Checkpoints.save", fail)
     with pytest.raises(RuntimeError, match="caught fire"):
         tunix.train(["resume=run", "training.max_steps=8"])
     assert [str(error) for error in Memory.last.ends] == ["the disk caught fire"]

@@ -13,10 +13,10 @@ import optax
 import pytest
 from support.harness import SMALL, batch, experts
 
-from tunix.cli.compose import compose
-from tunix.models import products
+from tunix.config.compose import compose
+from tunix.models import matmul
 from tunix.sharding.arrays import to_global
-from tunix.training.mesh_choices import build_mesh
+from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
 
 TOLERANCE = 1e-5  # float32; sums in another order
@@ -29,13 +29,12 @@ TINY = [
     "training.loss_chunk_size=32",
 ]
 EXPERTS = experts(num_experts=4)
-GPIPE = "training.pipeline_schedule=gpipe"
 
 
 @pytest.fixture(autouse=True)
 def matrices_of_any_size(monkeypatch):
     """Arrays of these tests are small; large ones are multiplied as matrices."""
-    monkeypatch.setattr(products, "MANY_NUMBERS", 0)
+    monkeypatch.setattr(matmul, "MANY_NUMBERS", 0)
 
 
 def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
@@ -56,7 +55,7 @@ def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
             return jax.tree.map(lambda x: x / weight, {"grad_norm": optax.tree.norm(grads), **named})
 
         params = jax.tree.map(
-            lambda leaf, weight: jax.device_put(leaf, jax.NamedSharding(mesh, step.layout.at_rest(weight.equation))),
+            lambda leaf, weight: jax.device_put(leaf, jax.NamedSharding(mesh, step.layout.stored(weight.equation))),
             weights(*words[:1]), step.arch.weights,
         )  # fmt: skip
         return {name: float(value) for name, value in run(params, to_global(rows, mesh)).items()}
@@ -82,7 +81,7 @@ def reference(*words: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ("pp,dp,fsdp", []), ("pp,dp,cp", [GPIPE]), ("pp,dp,tp", [GPIPE]), ("pp,fsdp,cp", []), ("pp,cp,tp", [GPIPE]),
+        ("pp,dp,fsdp", []), ("pp,dp,cp", []), ("pp,dp,tp", []), ("pp,fsdp,cp", []), ("pp,cp,tp", []),
         ("dp,cp,tp", []), ("dp,cp,tp", ["training.sequence_parallel=false"]),
     ],
 )  # fmt: skip
@@ -94,7 +93,7 @@ def test_dense(axes, words):
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ("pp,dp,ep", []), ("pp,fsdp,ep", [GPIPE]), ("pp,ep,cp", []), ("pp,ep,tp", [GPIPE]), ("dp,fsdp,ep", []),
+        ("pp,dp,ep", []), ("pp,fsdp,ep", []), ("pp,ep,cp", []), ("pp,ep,tp", []), ("dp,fsdp,ep", []),
         ("dp,ep,cp", []), ("dp,ep,tp", []), ("fsdp,ep,cp", []), ("ep,cp,tp", []),
     ],
 )  # fmt: skip

@@ -8,12 +8,12 @@ import pytest
 from support.harness import ROOT, batch, program
 
 from tunix.base.errors import UserError
-from tunix.sharding import dims
-from tunix.sharding.dims import DIMS, Axis, axis_names
+from tunix.sharding import table as dims
 from tunix.sharding.mesh import device_table
 from tunix.sharding.mesh_shape import check_divides
+from tunix.sharding.table import DIMS, Axis, axis_names
 
-TABLES = ROOT / "tunix/sharding/dims.py"
+TABLES = ROOT / "tunix/sharding/table.py"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tunix").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
@@ -27,11 +27,13 @@ def test_every_key_of_the_table_sets_its_dimension():
     cfg = program().cfg
     parts = ("model.mlp.", "model.latent.", "model.linear_attention.", "model.global_heads.")
     parts += ("model.shared_kv.", "model.layer_inputs.")
-    of_parts = {letter for letter, dim in DIMS.items() if dim.key.startswith(parts)}
+    of_parts = {dim_name for dim_name, dim in DIMS.items() if dim.key.startswith(parts)}
     assert of_parts == set("UXYG") | set("QCW") | set("IEJMZ") | set("kh") | set("fp")
     assert not of_parts & cfg.dims.keys()  # a dense model, whose attention has no latents, in every layer
     assert all(
-        (letter in cfg.dims) == bool(dim.key) for letter, dim in DIMS.items() if letter not in {*"cenos", *of_parts}
+        (dim_name in cfg.dims) == bool(dim.key)
+        for dim_name, dim in DIMS.items()
+        if dim_name not in {*"cenos", *of_parts}
     )
     assert cfg.dims["T"] == cfg.training.seq_len
 

@@ -5,15 +5,14 @@ Words that begin with distributed. go to every command.
 
 import sys
 
-from tunix import prepare
-from tunix.cli.command import run_command
-from tunix.cli.compose import compose
+from tunix import prepare, verify
 from tunix.config import Evaluate, Export, Generate
+from tunix.config.command_line import run_command
+from tunix.config.compose import compose
 from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import generate
-from tunix.processes import member
-from tunix.verify import __main__ as verify
+from tunix.processes import supervisor
 
 COMMANDS = {
     "evaluate": lambda: run_command(Evaluate, evaluate),
@@ -37,7 +36,7 @@ def split(words: list[str]) -> list[list[str]]:
 def main(words: list[str]) -> int:
     """Run the commands one after the other, in the child of a supervisor; return the first exit code that is not 0."""
     shared = [word for word in words if word.startswith("distributed.")]
-    if (code := member.supervise(compose(shared).config.distributed)) is not None:
+    if (code := supervisor.supervise(compose(shared).config.distributed)) is not None:
         return code
     for name, *own in split(words):
         sys.argv[1:] = [*own, *shared]

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tunix.models.fp8 import fp8_product
-from tunix.plan.described_devices import describe_devices
-from tunix.plan.topology import read_topology
+from tunix.models.matmul import fp8_product
+from tunix.plan.cluster import read_topology
+from tunix.plan.compile import describe_devices
 from tunix.sharding.equations import Equation
 
 mesh = jax.make_mesh(

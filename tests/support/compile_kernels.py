@@ -18,20 +18,19 @@ from jax.sharding import AxisType, Mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tunix.cli.compose import compose
-from tunix.config.exchange_tables import CP_EXCHANGES
+from tunix.config.compose import compose
+from tunix.costs.compiled_time import Speeds, predict_time
 from tunix.costs.hlo import read_collectives
-from tunix.costs.schedule import Speeds, predict_time
-from tunix.models.attention import Method, attend
-from tunix.models.draws import Draws
+from tunix.models.attention import Method, compute_attention
+from tunix.models.attention_mask import row_mask_rule
 from tunix.models.experts import Experts
-from tunix.models.flash import flash
-from tunix.models.seen import seen_in_row
-from tunix.plan.assumptions import derive_kernel_data
-from tunix.plan.described_devices import describe_devices
-from tunix.plan.topology import read_topology
-from tunix.sharding.dims import axis_names
-from tunix.training.mesh_choices import build_layout
+from tunix.models.flash_attention import flash
+from tunix.models.layers import Initializer
+from tunix.models.table import CP_EXCHANGES
+from tunix.plan.cluster import derive_kernel_data, read_topology
+from tunix.plan.compile import describe_devices
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_layout
 
 SPLIT = jax.P("fsdp")
 WITHOUT_TIME = Speeds(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, lambda _: 0.0)
@@ -43,7 +42,7 @@ def compile_attention(mesh: Mesh, dim: int, options: dict[str, Any]) -> str:
     def gradients(q, k, v, segments, window):
         @jax.shard_map(in_specs=(SPLIT,) * 4 + (jax.P(),), out_specs=SPLIT)
         def on_each_device(q, k, v, segments, window):
-            out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, seen_in_row(segments, window), **options), q, k, v)
+            out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, row_mask_rule(segments, window), **options), q, k, v)
             return pull_back(out)
 
         return on_each_device(q, k, v, segments, window)
@@ -60,7 +59,7 @@ def compile_experts(mesh: Mesh, kind: str, num_tokens: int = 4096) -> dict[str, 
     """Return what the program of a layer of Qwen 3 30B-A3B with its gradients has, and what its definition says."""
     cfg = compose(["model=qwen3_30b_a3b", "model.mesh_shape=[[1],[fsdp]]", "training.param_dtype=bfloat16"]).config
     layout = build_layout(cfg, mesh)
-    layer, state = nnx.split(nnx.eval_shape(lambda: Experts(cfg.model, layout, Draws(None))))
+    layer, state = nnx.split(nnx.eval_shape(lambda: Experts(cfg.model, layout, Initializer(None))))
     shaped = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P())), state
     )
@@ -88,13 +87,13 @@ def compile_exchange(mesh: Mesh, exchange: str) -> dict[str, list[str]]:
 
     def gradients(q, k, v, segments):
         def attended(q, k, v):
-            return attend(q, k, v, seen_in_row(segments, 300), layout, Method("auto", exchange, {}))
+            return compute_attention(q, k, v, row_mask_rule(segments, 300), layout, Method("flash", exchange, {}))
 
         out, pull_back = jax.vjp(attended, q, k, v)
         return pull_back(out)
 
-    def shape(letters: str, *dims: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, layout.activation(letters)))
+    def shape(dim_names: str, *dims: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, layout.activation(dim_names)))
 
     queries, keys = shape("BTNH", 1, 1024, 4, 128), shape("BTKH", 1, 1024, 2, 128)
     segments = shape("BS", 1, 1024, dtype=jnp.int32)
@@ -105,18 +104,18 @@ def compile_exchange(mesh: Mesh, exchange: str) -> dict[str, list[str]]:
     }
 
 
-chip, what = sys.argv[1:]
-cluster = read_topology(f"{chip}:{2 if what in CP_EXCHANGES else 1}")
+chip, label = sys.argv[1:]
+cluster = read_topology(f"{chip}:{2 if label in CP_EXCHANGES else 1}")
 devices = describe_devices(cluster)
-dim, _, capped = what.partition("-")
+dim, _, capped = label.partition("-")
 axes = ("fsdp",) if dim.isdigit() else axis_names()
 sizes = [len(devices) if axis == ("fsdp" if dim.isdigit() else "cp") else 1 for axis in axes]
 mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 with jax.set_mesh(mesh):
-    if what == "experts":
+    if label == "experts":
         print(json.dumps(compile_experts(mesh, cluster.kind.name)))
-    elif what in CP_EXCHANGES:
-        print(json.dumps(compile_exchange(mesh, what)))
+    elif label in CP_EXCHANGES:
+        print(json.dumps(compile_exchange(mesh, label)))
     else:
         text = compile_attention(mesh, int(dim), {"cap": 30.0, "with_sums": True} if capped else {})
         print(*sorted(set(re.findall(r'name = "(attention_\w+)"', text))))

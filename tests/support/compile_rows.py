@@ -12,11 +12,10 @@ from collections import Counter
 
 from support.harness import experts
 
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.costs.derived import derive
-from tunix.plan.compiled import compile_for
-from tunix.plan.described_devices import describe_devices
-from tunix.plan.topology import read_topology
+from tunix.plan.cluster import read_topology
+from tunix.plan.compile import compile_for, describe_devices
 from tunix.sharding.mesh_shape import explicit_sizes
 
 WORDS = [

@@ -11,14 +11,19 @@ import sys
 import jax
 import numpy as np
 
-from tunix.cli.compose import compose
-from tunix.costs.hlo import ARRAY, count_array_bytes, read_computations
-from tunix.costs.instruction_work import FREE, count_moved_bytes
-from tunix.costs.instructions import Instruction, parse_instructions
-from tunix.plan.compiled import compile_for
-from tunix.plan.described_devices import describe_devices
-from tunix.plan.topology import read_topology
-from tunix.training.mesh_choices import build_mesh
+from tunix.config.compose import compose
+from tunix.costs.hlo import (
+    ARRAY,
+    FREE,
+    Instruction,
+    count_array_bytes,
+    count_moved_bytes,
+    parse_instructions,
+    read_computations,
+)
+from tunix.plan.cluster import read_topology
+from tunix.plan.compile import compile_for, describe_devices
+from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
 
 WORDS = [
@@ -35,8 +40,8 @@ def update_bytes(program: dict[str, list[Instruction]]) -> int:
     """Return what the instructions of the update read and write, without the norm of the gradients, which is a sum."""
     scope, moved = {each.name: each for each in program["ENTRY"]}, 0
     for instruction in scope.values():
-        place = re.search(r'op_name="[^"]*/optimizer/([^"]*)"', instruction.text)
-        if place and place[1] != "reduce_sum" and instruction.opcode not in FREE:
+        index = re.search(r'op_name="[^"]*/optimizer/([^"]*)"', instruction.text)
+        if index and index[1] != "reduce_sum" and instruction.opcode not in FREE:
             moved += count_moved_bytes(instruction, scope, program)
     return moved
 

@@ -24,7 +24,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 from omegaconf._utils import get_yaml_loader
 
-from tunix.config.values import CONF
+from tunix.base.config_types import CONF
 
 OWN = {"hydra.conf", str(CONF.absolute()), ""}  # places of config files: Hydra's, ours, those of schemas
 

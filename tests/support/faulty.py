@@ -28,20 +28,20 @@ PHASES = {  # the watchdog's name of what a process does there
 STOP_REQUESTS = ("SIGTERM", "SIGUSR1")  # a launcher sends them to the process that it has started
 
 
-def happen(what: str) -> None:
+def happen(label: str) -> None:
     Path("happened").write_text(str(time.time()))
-    if what == "exception":
+    if label == "exception":
         raise RuntimeError("the disk caught fire")
-    if what == "clock":
+    if label == "clock":
         real, jump = time.time, random.choice((-3600, 3600))
         time.time = lambda: real() + jump  # what Python sees of the clock
         return
-    if what == "hang":
+    if label == "hang":
         time.sleep(10_000)
-    os.kill(os.getppid() if what in STOP_REQUESTS else os.getpid(), getattr(signal, what))
+    os.kill(os.getppid() if label in STOP_REQUESTS else os.getpid(), getattr(signal, label))
 
 
-def install(rank: int, what: str, place: str, step: int) -> None:
+def install(rank: int, label: str, index: str, step: int) -> None:
     """Let the fault happen inside a phase of the trainer: every phase passes through `Watchdog.phase`."""
     import jax
 
@@ -52,18 +52,18 @@ def install(rank: int, what: str, place: str, step: int) -> None:
     @contextmanager
     def faulty_phase(self: Watchdog, name: str, limit_s: float | None = None) -> Iterator[None]:
         with phase(self, name, limit_s):
-            due = name == PHASES[place] and self.number == step and jax.process_index() == rank
-            if due and place != "save":
-                happen(what)
+            due = name == PHASES[index] and self.number == step and jax.process_index() == rank
+            if due and index != "save":
+                happen(label)
             yield
-            if due and place == "save":  # now the checkpoint is being written in the background
-                happen(what)
+            if due and index == "save":  # now the checkpoint is being written in the background
+                happen(label)
 
     Watchdog.phase = faulty_phase
 
 
 if __name__ == "__main__":
     if supervisor.is_child():
-        rank, what, place, step = os.environ["FAULT"].split()
-        install(int(rank), what, place, int(step))
+        rank, label, index, step = os.environ["FAULT"].split()
+        install(int(rank), label, index, int(step))
     sys.exit(main())

@@ -12,7 +12,7 @@ supervisor starts its child, the spare wakes up and is that child: a process of 
 words and the environment that the supervisor gives it.
 
 What a fork cannot take is started by exec, as users start it (`can_fork`). Several tests of the command line, of launchers
-and of Slurm do so always.
+and of Slurm do so always, and all tests do with TUNIX_TESTS_PLAIN=1.
 """
 
 import multiprocessing
@@ -35,6 +35,9 @@ ROOT = Path(__file__).parents[2]
 READ_AT_IMPORT = ("JAX_", "PYTHON", "LD_", "TF_CPP_", "NPY_", "OMP_", "OPENBLAS_")
 # A fork takes up the first two; the third is read when the plugin for GPUs is loaded.
 EXCEPT = ("PYTHONPATH", "PYTHONUNBUFFERED", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+
+# Neither forks nor what Hydra is remembered to have composed: each process starts, and reads conf/, as a user's does.
+PLAIN = os.environ.get("TUNIX_TESTS_PLAIN") == "1"
 
 _server_environment: dict[str, str] = {}
 
@@ -71,7 +74,7 @@ class Started:
 
 def can_fork(environment: Mapping[str, str]) -> bool:
     """Return whether a fork can take this environment: what is read at import is that of the server."""
-    if sys.platform != "linux":  # elsewhere libraries of the system do not bear a fork
+    if PLAIN or sys.platform != "linux":  # elsewhere libraries of the system do not bear a fork
         return False
     names = {name for name in {*environment, *_server()} if name.startswith(READ_AT_IMPORT) and name not in EXCEPT}
     return all(environment.get(name) == _server().get(name) for name in names)

@@ -14,8 +14,8 @@ from tensorboard.util import tensor_util  # noqa: F401
 import tunix.__main__
 import tunix.train_command
 import tunix.trainer  # noqa: F401
-from tunix.cli.compose import compose
-from tunix.run.environment import list_packages
+from tunix.config.compose import compose
+from tunix.run.folder import list_packages
 
 list_packages()
 composing.remember()

@@ -26,14 +26,14 @@ from support.devices import xla_flags
 from support.forks import start
 
 from tunix.__main__ import main
-from tunix.cli.compose import compose
 from tunix.config import Config
+from tunix.config.compose import compose
 from tunix.processes import exits
 from tunix.sharding.arrays import to_global
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import ONE_DEVICE as ONE_DEVICE_SHAPE
 from tunix.training import program as training
-from tunix.training.mesh_choices import build_layout, build_mesh
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.state import Architecture, describe, new_state
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def _initial(built: training.Program) -> Any:
         mesh = device_mesh(ONE_DEVICE_SHAPE, cfg.dims, allow_idle=False, devices=jax.devices()[:1])
         with jax.set_mesh(mesh), mock.patch("jax.random.normal", _draw_quickly):
             arch = describe(cfg.model, build_layout(cfg, mesh))
-            make = jax.jit(partial(new_state, arch, built.optimizer, built.copies, built.guard))
+            make = jax.jit(partial(new_state, arch, built.optimizer, built.ema, built.guard))
             _initial_states[key] = jax.tree.map(np.asarray, make(cfg.seed))
     return _initial_states[key]
 

@@ -7,8 +7,8 @@ import jax
 from support.harness import program
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tunix.hf.config_json import write_config
-from tunix.hf.saved_weights import save_weights
+from tunix.huggingface.config_json import write_config
+from tunix.huggingface.save_weights import save_weights
 
 WORDS = 300
 TEMPLATE = (
@@ -38,7 +38,7 @@ def write_hf_dir(folder: Path) -> Path:
                             show_progress=False),
     )  # fmt: skip
     words.save(str(folder / "tokenizer.json"))
-    about = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE,
+    info = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}, "chat_template": TEMPLATE,
              "tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "tokenizer_config.json").write_text(json.dumps(info))
     return folder

@@ -9,7 +9,6 @@ import tempfile
 import venv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -17,29 +16,29 @@ import pytest
 
 TORCH = ("torch==2.13.0", "accelerate==1.15.0", "transformers==5.23.0", "peft==0.21.2")
 QUICKLY = ("install", "-q", "--no-compile")  # Python compiles the few files that a test imports
-XPROF = ("tensorboard==2.21.0", "xprof==2.24.2")
 
 
 @contextmanager
-def one_at_a_time(what: str = "installs") -> Iterator[None]:
-    """Let one process of this machine after the other do `what`."""
-    with (Path(tempfile.gettempdir()) / f"tunix-test-{what}.lock").open("w") as lock:
+def one_at_a_time(label: str = "installs") -> Iterator[None]:
+    """Let one process of this machine after the other do `label`."""
+    with (Path(tempfile.gettempdir()) / f"tunix-test-{label}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def apt(programs: tuple[str, ...], packages: tuple[str, ...]) -> None:
-    """Install Debian packages unless their programs are there; skips the test, loudly, where that cannot be."""
+    """Install Debian packages unless their programs are there; skips the test where that needs another user or system."""
     with one_at_a_time():
         if all(map(shutil.which, programs)):
             return
         if os.getuid() or not shutil.which("apt-get"):
-            pytest.skip(f"NOT TESTED: {', '.join(packages)} are not installed; installing them needs root and apt")
+            missing = ", ".join(name for name in programs if not shutil.which(name))
+            pytest.skip(f"NOT TESTED: {missing} not found; install it: apt-get install {' '.join(packages)}")
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for words in (("update", "-qq"), ("install", "-y", "-qq", "--no-install-recommends", *packages)):
             done = subprocess.run(["apt-get", *words], env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
-                pytest.skip(f"NOT TESTED: apt-get could not install {', '.join(packages)}: {done.stderr[-200:]}")
+                pytest.skip(f"NOT TESTED: apt-get install {' '.join(packages)} has failed: {done.stderr[-200:]}")
 
 
 def torch(installs_dir: Path) -> Path:
@@ -47,13 +46,6 @@ def torch(installs_dir: Path) -> Path:
     if given := os.environ.get("TUNIX_TORCH_PYTHON"):
         return Path(given).parent
     return _environment(installs_dir, TORCH)
-
-
-def xprof(installs_dir: Path) -> Path:
-    """The scripts of an environment with TensorBoard and its profile plugin: this one, or a new one."""
-    if find_spec("xprof"):
-        return Path(sys.executable).parent
-    return _environment(installs_dir, XPROF)
 
 
 def cuda_plugin(installs_dir: Path) -> str:
@@ -85,6 +77,6 @@ def _installed(installs_dir: Path, packages: tuple[str, ...], pip: Callable[[Pat
             folder.mkdir(parents=True)
             done = subprocess.run([*pip(folder), *packages], capture_output=True, text=True, check=False)
             if done.returncode:
-                pytest.skip(f"NOT TESTED: pip could not install {' and '.join(packages)}: {done.stderr[-200:]}")
+                raise RuntimeError(f"pip could not install {' and '.join(packages)}: {done.stderr[-200:]}")
             complete.touch()
     return folder

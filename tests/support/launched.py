@@ -66,6 +66,6 @@ ACTIONS = {
 
 if __name__ == "__main__":
     note("pid", os.getpid())
-    what = sys.argv[1:][min(RANK, len(sys.argv) - 2)]
-    action, _, value = what.partition(":")
+    label = sys.argv[1:][min(RANK, len(sys.argv) - 2)]
+    action, _, value = label.partition(":")
     ACTIONS[action](value)

@@ -13,16 +13,10 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-NEEDED = ("mlflow", "flask", "sqlalchemy", "alembic", "graphene")
 START_S = 240.0
-
-
-def can_serve() -> bool:
-    return all(map(find_spec, NEEDED))
 
 
 class Server:

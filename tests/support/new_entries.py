@@ -29,7 +29,7 @@ def entry(file: str, before: str, after: str, *words: str) -> Entry:
 # Those that one run uses.
 OF_THE_RUN = {
     "a data source": entry(
-        "tunix/sources/__init__.py",
+        "tunix/data/table.py",
         "SOURCES = (",
         """\
 class Numbers(Synthetic):
@@ -44,7 +44,7 @@ SOURCES = (Numbers, """,
         "data=synthetic", "data.source=numbers", "data.num_documents=200", "data.mean_document_bytes=300",
     ),
     "an optimizer": entry(
-        "tunix/optimizers/__init__.py",
+        "tunix/optimizers/table.py",
         "OPTIMIZERS = (",
         """\
 class Signs(Lion):
@@ -67,7 +67,7 @@ OPTIMIZERS = (Signs, """,
         "scheduler.name=halving", "scheduler.warmup_steps=0", "optimizer.learning_rate=0.5",
     ),
     "a loss": entry(
-        "tunix/training/losses.py",
+        "tunix/training/loss.py",
         "def find_loss_kind(",
         """\
 def _make_twice(cfg):
@@ -86,7 +86,7 @@ LOSSES["twice"] = LOSSES["next_token"]._replace(make=_make_twice)
 def find_loss_kind(""",
     ),
     "a field of a batch": entry(
-        "tunix/training/losses.py",
+        "tunix/training/loss.py",
         "_replace(make=_make_twice)",
         """_replace(
     make=_make_twice,
@@ -107,16 +107,16 @@ AnyTask = Annotated[Counting | """,
         "task.name=counting",
     ),
     "a kind of documents": entry(
-        "tunix/config/document_kinds.py",
+        "tunix/data/table.py",
         "DOCUMENTS = {",
         """\
 DOCUMENTS = {
     "numbers": DocumentKind(
-        "tunix.data.documents:read_text", "tunix.data.encoding:encode_texts", "numbers", takes_text=True
+        "tunix.data.documents:read_text", "tunix.data.documents:encode_texts", "numbers", takes_text=True
     ),""",
     ),
     "a metric sink": entry(
-        "tunix/sinks/__init__.py",
+        "tunix/run/table.py",
         "SINKS: dict[str, Callable[[Start], Sink]] = {",
         """\
 class Lines(Jsonl):
@@ -128,12 +128,12 @@ SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
         "logging.sinks=[jsonl,lines]",
     ),
     "a copy of the parameters": entry(
-        "tunix/training/copies.py",
+        "tunix/training/ema.py",
         '= {"ema":',
         '= {"first": lambda training: lambda copy, params: copy, "ema":',
     ),
     "a reason to end a run": entry(
-        "tunix/run/endings.py",
+        "tunix/run/early_stopping.py",
         "REASONS: list[Callable[[Moment], Ending | None]] = [",
         """\
 def enough(now):
@@ -144,43 +144,43 @@ REASONS: list[Callable[[Moment], Ending | None]] = [enough, """,
         "training.max_steps=9",
     ),
     "a place for checkpoints": entry(
-        "tunix/run/stores.py",
-        "STORES = {",
+        "tunix/checkpoints/store.py",
+        "STORAGE = {",
         """\
-class MarkedStore(SharedStore):
-    def save(self, step, state, record):
-        super().save(step, state, record)
+class MarkedFolder(Folder):
+    def commit(self, step, written, metrics):
+        super().commit(step, written, metrics)
         (self.folder.parent / "marked").touch()
 
 
-STORES = {
-    "marked": StoreKind(lambda folder, is_shared: True, lambda folder, cfg: MarkedStore(Path(folder), cfg)),""",
+STORAGE = {
+    "marked": StorageKind(lambda folder, is_shared: True, lambda folder, cfg: MarkedFolder(Path(folder))),""",
     ),
     "a mesh axis that splits the batch": entry(
-        "tunix/sharding/dims.py",
+        "tunix/sharding/table.py",
         'Axis("dp", s',
         'Axis("extra", splits_batch=True),\n    Axis("dp", s',
         "model.mesh_shape=[[2,2,2],[extra,wide,cp]]", "training.micro_batch_size=4",
     ),
     "a layer": Entry(
         (Edit(
-            "tunix/sharding/dims.py",
+            "tunix/sharding/table.py",
             '        Dim("V", "vocabulary",',
             """\
         Dim("g", "narrow width", ("tp", "wide"), ("tp", "wide"), key="model.mlp.narrow_dim"),
         Dim("V", "vocabulary",""",
         ),),
     ),
-    "a mesh axis that splits a dimension": entry("tunix/sharding/dims.py", 'Axis("cp", k', 'Axis("wide"),\n    Axis("cp", k'),
+    "a mesh axis that splits a dimension": entry("tunix/sharding/table.py", 'Axis("cp", k', 'Axis("wide"),\n    Axis("cp", k'),
     "an exchange of attention": entry(
-        "tunix/config/exchange_tables.py",
+        "tunix/models/table.py",
         "CP_EXCHANGES = {",
-        'CP_EXCHANGES = {\n    "another": AttentionExchange(\n        "tunix.models.exchanges:swap_tokens_for_heads",\n'
-        '        "tunix.costs.transfers:swap_heads",\n        "tunix.plan.exchange_times:time_of_ulysses",\n    ),',
+        'CP_EXCHANGES = {\n    "another": AttentionExchange(\n        "tunix.models.context_parallel:swap_tokens_for_heads",\n'
+        '        "tunix.costs.communication:swap_heads",\n        "tunix.plan.derived_time:time_of_ulysses",\n    ),',
         "model.cp_exchange=another",
     ),
     "an attention kernel": entry(
-        "tunix/config/kernel_tables.py",
+        "tunix/models/table.py",
         "KERNELS = {",
         'KERNELS = {\n    "another": "tunix.models.attention:plain",',
         "model.attention=another", "training.check_attention=false",
@@ -215,7 +215,7 @@ MIXERS = {
     "an MLP": Entry(
         (
             Edit(
-                "tunix/config/mlp.py",
+                "tunix/config/layers.py",
                 "AnyMlp = Annotated[",
                 """\
 class NarrowMlp(Section):
@@ -231,17 +231,17 @@ AnyMlp = Annotated[NarrowMlp | """,
                 "MLPS = {",
                 """\
 class Narrow(nnx.Module):
-    def __init__(self, cfg, layout, draws):
+    def __init__(self, cfg, layout, initializer):
         from tunix.models.layers import Einsum
 
         self.layout = layout
-        self.up = Einsum("mlp.up", "BTD,Dg->BTg", cfg, layout, draws)
-        self.down = Einsum("mlp.down", "BTg,gD->BtD", cfg, layout, draws)
+        self.up = Einsum("mlp.up", "BTD,Dg->BTg", cfg, layout, initializer)
+        self.down = Einsum("mlp.down", "BTg,gD->BtD", cfg, layout, initializer)
 
-    def __call__(self, x, noise):
-        from tunix.models.block_sums import NO_SUMS
+    def __call__(self, x, dropout_key):
+        from tunix.models.layers import NO_SUMS
 
-        return self.down(jax.nn.silu(self.up(self.layout.enter_branch(x), noise)), noise), NO_SUMS
+        return self.down(jax.nn.silu(self.up(self.layout.gather_tokens(x), dropout_key)), dropout_key), NO_SUMS
 
 
 MLPS = {
@@ -250,9 +250,9 @@ MLPS = {
         ),
     ),
     "a family of models whose parts exist": Entry(
+        (Edit("tunix/huggingface/table.py", "] = {", '] = {\n    "mine": like_llama("mine", "MineForCausalLM"),'),),
         files=(
             ("conf/model/family/mine.yaml", "defaults: [llama@_here_]\nfamily: mine\nmlp: {kind: narrow, narrow_dim: 24}\n"),
-            ("tunix/families/mine.py", "from tunix.families.llama import FAMILY as LLAMA\n\nFAMILY = LLAMA\n"),
         ),
     ),
     "a model size": Entry(
@@ -266,53 +266,43 @@ MLPS = {
 # Those of which programs are traced (support/use_new_entries.py).
 OF_PROGRAMS = {
     "a dtype of products": entry(
-        "tunix/config/kernel_tables.py",
+        "tunix/models/table.py",
         "MATMUL_DTYPES = {",
-        'MATMUL_DTYPES = {\n    "tiny_floats": MatmulDtype("tunix.models.fp8:fp8_product", "tiny floats", "fp8_tflops"),\n    ',
+        'MATMUL_DTYPES = {\n    "tiny_floats": MatmulDtype("tunix.models.matmul:fp8_product", "tiny floats", "fp8_tflops"),\n    ',
         "training.matmul_dtype=tiny_floats",
     ),
     "a kind of matrix product": entry(
-        "tunix/models/products.py",
-        "PRODUCTS = {",
+        "tunix/models/matmul.py",
+        "MATMUL = {",
         """\
 def _halves(equation, x, w, spec):
     return (_plain(equation, x, w / 2, spec) * 2).astype(x.dtype)
 
 
-PRODUCTS = {
+MATMUL = {
     "halves": ProductKind(_halves, few_rows_on=("cpu",)),""",
     ),
     "an exchange of experts": entry(
-        "tunix/config/exchange_tables.py",
+        "tunix/models/table.py",
         "EXPERT_EXCHANGES = {",
-        'EXPERT_EXCHANGES = {\n    "all": ExpertExchange(\n        "tunix.models.expert_exchanges:exchange_by_gather",\n'
-        '        "tunix.costs.expert_transfers:gather_tokens",\n    ),',
+        'EXPERT_EXCHANGES = {\n    "all": ExpertExchange(\n        "tunix.models.expert_parallel:exchange_by_gather",\n'
+        '        "tunix.costs.communication:gather_tokens",\n    ),',
         "model.expert_exchange=all",
     ),
     "a product of experts": entry(
-        "tunix/config/kernel_tables.py",
+        "tunix/models/table.py",
         "GROUPED = {",
         'GROUPED = {\n    "another": "jax.lax:ragged_dot",',
         "model.expert_products=another",
     ),
     "a mesh axis that keeps weights": entry(
-        "tunix/sharding/dims.py",
+        "tunix/sharding/table.py",
         'Axis("cp", k',
         'Axis("keeper", keeps_weights=True),\n    Axis("cp", k',
         "model.mesh_shape=[[2,2,2],[pp,ep,keeper]]",
     ),
-    "a schedule of pipeline stages": entry(
-        "tunix/config/pipeline_shape.py",
-        "PIPELINE_SCHEDULES = {",
-        """\
-PIPELINE_SCHEDULES = {
-    "drained": PipelineSchedule(
-        "tunix.training.program:one_by_one", lambda shape: _count_ticks_of_microbatches(shape) + 1, is_stream=False
-    ),""",
-        "training.pipeline_schedule=drained",
-    ),
     "a reward": entry(
-        "tunix/rewards/__init__.py",
+        "tunix/rl/table.py",
         "REWARDS: dict[str, Reward] = {",
         """\
 def polite(prompts, completions, **columns):

@@ -30,4 +30,4 @@ def digits(prompts: list[str], completions: list[str], **columns: list) -> list[
 
 def places(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
     """Score answers by their places in the list, whatever they say: nothing is to be learnt."""
-    return [(place % 4) / 3 for place in range(len(completions))]
+    return [(index % 4) / 3 for index in range(len(completions))]

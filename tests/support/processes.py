@@ -20,6 +20,19 @@ class End:
     stderr: str
 
 
+def wait_until(
+    happened: Callable[[], bool], event: str, timeout: float = 120,
+    still_possible: Callable[[], bool] = lambda: True, said: Callable[[], str] = lambda: "",
+) -> None:  # fmt: skip
+    """Return when `happened()`; fail with what was `said` at the timeout, or when it is no more `still_possible`."""
+    deadline = time.monotonic() + timeout
+    while not happened():
+        waits = time.monotonic() < deadline and still_possible()
+        if not waits and not happened():
+            raise AssertionError(f"{event} never came: {said()}")
+        time.sleep(0.05)
+
+
 class Processes:
     """`count` processes with `devices` fake devices each; their output goes to files in `folder`."""
 
@@ -84,12 +97,11 @@ class Processes:
 
     def wait_until(self, happened: Callable[[], bool], event: str, timeout: float = 120) -> None:
         """Return when `happened()`; fail with what process 0 said when all processes have ended, or at the timeout."""
-        deadline = time.monotonic() + timeout
-        while not happened():
-            waits = time.monotonic() < deadline and None in [process.poll() for process in self.started]
-            if not waits and not happened():
-                raise AssertionError(f"{event} never came: {(self.folder / 'stderr.0').read_text()}")
-            time.sleep(0.05)
+        wait_until(
+            happened, event, timeout,
+            still_possible=lambda: None in [process.poll() for process in self.started],
+            said=lambda: (self.folder / "stderr.0").read_text(),
+        )  # fmt: skip
 
     def wait_for_text(self, text: str) -> None:
         """Until process 0 has printed it."""

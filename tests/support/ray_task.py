@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.processes.identity import find_identity
 
 identity = find_identity(compose([]).config.distributed)

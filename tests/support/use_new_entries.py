@@ -8,23 +8,22 @@ import sys
 
 import jax
 
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.costs.derived import derive
-from tunix.models.products import product_of_few_rows
-from tunix.plan.exchange_times import settle_exchange
-from tunix.plan.topology import read_topology
-from tunix.rewards import find_reward
-from tunix.training.mesh_choices import build_mesh
-from tunix.training.program import abstract_batch, assemble
+from tunix.models.matmul import product_of_few_rows
+from tunix.plan.cluster import read_topology
+from tunix.plan.derived_time import resolve_exchange
+from tunix.rl.table import find_reward
+from tunix.training.choices import build_mesh
+from tunix.training.program import assemble
 
 words = sys.argv[1:]
 cfg = compose(words).config
 mesh = build_mesh(cfg)
 with jax.set_mesh(mesh):
     program = assemble(cfg, mesh)
-    jaxpr = jax.jit(program.step([(100, 1000)])).trace(program.abstract, abstract_batch(cfg, mesh)).jaxpr
+    jaxpr = jax.jit(program.step([(100, 1000)])).trace(program.abstract, program.abstract_batch).jaxpr
     few_rows = product_of_few_rows()
-pipeline = cfg.training.pipeline(mesh.shape)
 costs = derive(cfg, dict(mesh.shape), "cpu", with_activations=False)
 rests_over = {
     axis
@@ -45,13 +44,12 @@ print(
         {
             "products": str(jaxpr).count("float8_e4m3fn"),
             "few_rows": few_rows,
-            "ticks": [pipeline.schedule, pipeline.num_ticks],
             "gathered for experts": [
                 each.num_bytes for each in costs.transfers if each.kind == "all-gather" and each.axes == ("ep",)
             ],
             "matmul_share": costs.matmul_share,
             "rests over": sorted(rests_over),
-            "exchange": settle_exchange(split, sizes, cluster)[1],
+            "exchange": resolve_exchange(split, sizes, cluster)[1],
             "network": cluster.kind.network.nic_gb_per_s,
             "scores": find_reward(term.function)(["Hi"] * 2, ["please", "no"]),
         }

@@ -8,9 +8,9 @@ import jax
 import pytest
 from support.harness import SMALL, Program, batch, program
 
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.costs.hlo import read_collectives
-from tunix.training.mesh_choices import build_mesh, choose_sync
+from tunix.training.choices import build_mesh, select
 
 MICROBATCHES = 4
 
@@ -99,9 +99,8 @@ def test_gradients_are_reduced_once_a_step_where_no_axis_splits_them(mesh, strat
         "distributed.allow_idle_devices=true",
     ]
     cfg = compose([*SMALL, *words, f"training.gradient_accumulation_steps={MICROBATCHES}"]).config
-    assert choose_sync(cfg.training, build_mesh(cfg)) == sync
-    given = cfg.training.model_copy(update={"sync_gradients_every": 2})
-    assert choose_sync(given, build_mesh(cfg)) == 2
+    assert select(cfg, build_mesh(cfg)).sync_every == sync
+    assert select(cfg.with_training(sync_gradients_every=2), build_mesh(cfg)).sync_every == 2
 
 
 def test_muon_sends_each_momentum_out_and_back_once():

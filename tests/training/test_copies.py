@@ -48,10 +48,10 @@ def test_several_averages_in_a_dtype_of_their_own():
             lambda a, p: (a.astype(np.float32) + np.float32(0.5) * (p - a.astype(np.float32))).astype(jnp.bfloat16),
             expected, params,
         )  # fmt: skip
-    copies = on_host(trained.state["copies"])
-    assert copies.keys() == {"ema_0", "ema_0.5"}
-    jax.tree.map(np.testing.assert_array_equal, copies["ema_0.5"], expected)
-    jax.tree.map(lambda a, p: np.testing.assert_array_equal(a, p.astype(jnp.bfloat16)), copies["ema_0"], params)
+    ema = on_host(trained.state["copies"])
+    assert ema.keys() == {"ema_0", "ema_0.5"}
+    jax.tree.map(np.testing.assert_array_equal, ema["ema_0.5"], expected)
+    jax.tree.map(lambda a, p: np.testing.assert_array_equal(a, p.astype(jnp.bfloat16)), ema["ema_0"], params)
 
 
 @pytest.mark.nightly(but=["full_shard"])
@@ -85,7 +85,7 @@ def test_an_average_in_the_memory_of_the_host_has_the_same_bits(monkeypatch):
         started = whole.complete({"params": trained.state["params"]})["copies"]
     assert bytes_per_device(whole.abstract["copies"]) == 0
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(started)} == {"pinned_host"}
-    monkeypatch.setattr("tunix.training.program_checks.has_host_memory", lambda mesh: False)
+    monkeypatch.setattr("tunix.training.program.has_host_memory", lambda mesh: False)
     with pytest.raises(UserError, match=r"training.ema_memory=host needs devices that read .* pinned memory, and cpu"):
         program(*words)
 

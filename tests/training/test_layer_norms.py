@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from support.harness import batch, program
 
-from tunix.models.paths import named
+from tunix.models.layers import named
 from tunix.sharding.arrays import to_global
-from tunix.training.layer_norms import NORMS
+from tunix.training.step import NORMS
 
 
 @pytest.mark.nightly

@@ -13,9 +13,8 @@ import tunix
 from tunix.data.batch import FIELDS, Field, empty_example
 from tunix.models.block import Block
 from tunix.sharding.arrays import to_global
-from tunix.training.chunks import count_chunk_positions
-from tunix.training.losses import LOSSES, Loss, LossKind, compute_token_log_probs, find_loss_kind, next_token_loss
-from tunix.training.program import abstract_batch
+from tunix.training.logprobs import count_chunk_positions
+from tunix.training.loss import LOSSES, Loss, LossKind, compute_token_log_probs, find_loss_kind, next_token_loss
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 
@@ -64,7 +63,7 @@ def test_a_loss_adds_a_field_to_the_batch(dummy):
     cut = program("model.mesh_shape=[[4,2],[fsdp,tp]]", "training.gradient_accumulation_steps=2", *SGD, *ONE_LAYER)
     given = batch(sequences=8, microbatches=2)
     with jax.set_mesh(cut.mesh):
-        share = abstract_batch(cut.cfg, cut.mesh)["share"]
+        share = cut.built.abstract_batch["share"]
     assert share.shape == (2, 4)
     even = cut.run(given | {"share": np.ones((2, 4), np.float32)}, steps=1)[0]
     del cut.state
@@ -167,9 +166,9 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         for path in (ROOT / "tunix").rglob("*.py")
         if '"segment_ids"' in path.read_text()
     }
-    losses = {"training/scores.py", "training/preferences.py"}
-    stages = {"training/staged.py"}  # it sends rows of a batch from stage to stage
-    assert named == {"data/batch.py", "data/packing.py", "rl/answer_rows.py"} | losses | stages
+    losses = {"training/logprobs.py", "training/dpo.py"}
+    stages = {"training/pipeline_step.py"}  # it sends rows of a batch from stage to stage
+    assert named == {"data/batch.py", "data/packing.py", "rl/rollouts.py"} | losses | stages
 
 
 def test_penalties_of_the_blocks_are_minimised_and_reported(monkeypatch):

@@ -9,9 +9,9 @@ import pytest
 from support.harness import ONE_LAYER, SMALL, batch, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.training.mesh_choices import build_layout, build_mesh
-from tunix.training.optim import check_phases, count_phase_steps, make_optimizer, make_schedule
+from tunix.config.compose import compose
+from tunix.training.choices import build_layout, build_mesh
+from tunix.training.optimizer import check_phases, count_phase_steps, make_optimizer, make_schedule
 from tunix.training.state import describe
 
 CONSTANT = ["scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null"]
@@ -109,8 +109,8 @@ def test_muon_is_optaxs(weights):
         equation = weight.equation
         if equation.is_vector or "V" in equation.w:
             return None
-        out = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + equation.copies]
-        return optax.contrib.MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], out)
+        out = [n for n, dim_name in enumerate(equation.w) if dim_name not in equation.summed + equation.copies]
+        return optax.contrib.MuonDimensionNumbers([equation.w.index(dim_name) for dim_name in equation.summed], out)
 
     ours = compose(["optimizer=muon"]).config.optimizer.rule(weights)
     places = jax.tree.map(dims, weights)

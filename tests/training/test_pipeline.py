@@ -6,10 +6,11 @@ import pytest
 from support.harness import SGD, batch, experts, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
-from tunix.models.dealing import list_trips
-from tunix.sharding.dims import axis_names
-from tunix.training.turns import Turns
+from tunix.config.compose import compose
+from tunix.models.pipeline import list_sends
+from tunix.sharding.arrays import to_global
+from tunix.sharding.table import axis_names
+from tunix.training.pipeline_schedule import Turns
 
 # Four layers, of which every second one is global: the windows travel with the layers. Low-rank updates beside weights
 # that are trained too. Dropout draws the same for a row of a microbatch, whichever part the row is in.
@@ -20,6 +21,7 @@ NOISY = [
 ]  # fmt: skip
 IDLE = "distributed.allow_idle_devices=true"
 EXPERTS = experts(num_experts=4, dense_layers=2)
+EXPERTS_ALL = experts(num_experts=4)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +39,12 @@ def reference() -> list[dict[str, float]]:
         ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2"]),
         *(("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", f"training.pipeline_schedule={schedule}",
                                       "training.overlap=prefetch", "training.sync_gradients_every=1"])
-          for schedule in ("1f1b", "interleaved", "gpipe")),
+          for schedule in ("1f1b", "interleaved")),
         ("[[4],[pp]]", ["training.micro_batch_size=2", "training.pipeline_microbatches=4", "training.remat=none", IDLE,
-                        "training.pipeline_schedule=gpipe", "training.sharding_strategy=shard_grad_op"]),
+                        "training.sharding_strategy=shard_grad_op"]),
     ],
     ids=["interleaved, gathered in blocks", "interleaved, gathered once", "1f1b, gathered in blocks",
-         "1f1b, gathered ahead", "interleaved, gathered ahead", "gpipe, gathered ahead", "gpipe, gathered once"],
+         "1f1b, gathered ahead", "interleaved, gathered ahead", "1f1b, larger parts"],
 )  # fmt: skip
 def test_stages_leave_the_result_unchanged(mesh, more, reference):
     step = program(f"model.mesh_shape={mesh}", *NOISY, *more)
@@ -53,6 +55,23 @@ def test_stages_leave_the_result_unchanged(mesh, more, reference):
     assert query.shape[0] == 4, "a checkpoint has the layers in one array, whatever splits them"
     assert query.sharding.spec[0] == "pp"
     assert query.addressable_shards[0].data.shape[0] == 4 // step.mesh.shape["pp"]
+
+
+@pytest.mark.parametrize("words", [LAYERS, [EXPERTS_ALL, "model.num_layers=2"]], ids=["windows", "experts"])
+def test_held_out_loss_on_stages(words):
+    """The forward pass alone: six parts on two stages, and what routers add to the objective."""
+
+    def forward(mesh, *more):
+        step = program(*words, f"model.mesh_shape={mesh}", IDLE, *more)
+        rows = {name: leaf[0] for name, leaf in to_global(batch(12), step.mesh).items()}
+        with jax.set_mesh(step.mesh):
+            loss = jax.jit(lambda params, rows: step.built.loss_fn(step.arch.module(params), rows, None))
+            return loss(step.state["params"], rows)
+
+    ours = forward("[[2,2],[pp,fsdp]]", "training.micro_batch_size=3")
+    theirs = forward("[[1],[fsdp]]", "training.micro_batch_size=12")
+    np.testing.assert_allclose(ours.objective, theirs.objective, rtol=1e-5)
+    np.testing.assert_allclose(ours.sums["loss"], theirs.sums["loss"], rtol=1e-5)
 
 
 @pytest.mark.nightly
@@ -88,9 +107,8 @@ def test_quantized_layers_on_stages_are_traced():
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.micro_batch_size=6",
           "training.pipeline_microbatches=8"],
          r"must be a multiple of 2 that divides 12; nearest: 4 or 6 or 12, or auto"),
-        (["model.num_layers=4", "model.mesh_shape=[[4,2],[pp,fsdp]]", "training.seq_len=30",
-          "training.pipeline_schedule=1f1b"],
-         r"1f1b splits training.seq_len=30 over 4 devices; nearest: 28 or 32, or training.pipeline_schedule=gpipe"),
+        (["model.num_layers=4", "model.mesh_shape=[[4,2],[pp,fsdp]]", "training.seq_len=30"],
+         r"training.seq_len=30 is split over 4 devices of the mesh axes pp x cp; nearest: 28 or 32, or leave pp out of"),
         (["model.num_layers=6", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.pipeline_schedule=interleaved"],
          r"training.pipeline_chunks=2 does not divide the 3 layers of each of 2 stages; nearest: 3, or training.pipeline_"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", EXPERTS],
@@ -104,23 +122,21 @@ def test_what_does_not_fit_the_stages(words, message):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "given", "ticks"),
+    ("schedule", "given", "iterations"),
     [
-        ("gpipe", "auto", 3 * 13),
         ("1f1b", "auto", 37),
         ("1f1b", 4, 13),
-        ("gpipe", 4, 15),
         ("interleaved", "auto", 2 * 36 + 1),
     ],
 )
-def test_ticks_and_bubble(schedule, given, ticks):
+def test_ticks_and_bubble(schedule, given, iterations):
     """Of three microbatches on two stages, which 1F1B fills once a step."""
     words = ["training.micro_batch_size=6", "training.gradient_accumulation_steps=3"]
     keys = [f"training.pipeline_microbatches={given}", f"training.pipeline_schedule={schedule}"]
     pipeline = compose([*words, *keys]).config.training.pipeline(dict.fromkeys(axis_names(), 1) | {"pp": 2})
-    assert pipeline.num_ticks == ticks
+    assert pipeline.num_iterations == iterations
     work = 3 * (12 if given == "auto" else given) * pipeline.num_chunks
-    assert pipeline.bubble == pytest.approx((ticks - work) / ticks)
+    assert pipeline.bubble == pytest.approx((iterations - work) / iterations)
 
 
 def test_turns_of_interleaved_stages():
@@ -129,8 +145,8 @@ def test_turns_of_interleaved_stages():
     turns, stages = Turns(num_stages, num_chunks, num_parts), np.arange(num_stages)
     (_, _, _), (begin, end, _), (_, last, _) = turns.loops
     times = {}
-    for name, turn_of, ticks in (("F", turns.forward, range(end)), ("B", turns.backward, range(begin, last))):
-        for now in ticks:
+    for name, turn_of, iterations in (("F", turns.forward, range(end)), ("B", turns.backward, range(begin, last))):
+        for now in iterations:
             chunk, part = turn_of(now, stages)
             for stage in stages:
                 if 0 <= part[stage] < num_parts:
@@ -138,12 +154,12 @@ def test_turns_of_interleaved_stages():
                     assert key not in times
                     times[key] = now
     for part in range(num_parts):
-        for place in range(num_stages * num_chunks):
-            after = times["F", part, place], times["B", part, place]
-            if place:
-                assert after == (times["F", part, place - 1] + 1, times["B", part, place - 1] - 1)
-            assert after[1] - after[0] < turns.num_kept
-            assert turns.taken_at(after[1], stages)[place % num_stages] == after[0]
+        for index in range(num_stages * num_chunks):
+            after = times["F", part, index], times["B", part, index]
+            if index:
+                assert after == (times["F", part, index - 1] + 1, times["B", part, index - 1] - 1)
+            assert after[1] - after[0] < turns.num_saved
+            assert turns.taken_at(after[1], stages)[index % num_stages] == after[0]
     assert len(times) == 2 * num_parts * num_stages * num_chunks
 
 
@@ -152,8 +168,8 @@ def test_each_chunk_is_dealt_to_its_stage(num_stages, num_chunks):
     """Each permute takes one chunk of each stage, and gives each stage one."""
     places = set()
     for number in range(num_chunks):
-        trips = list_trips(num_stages, num_chunks, number)
+        trips = list_sends(num_stages, num_chunks, number)
         assert sorted(trip[0] for trip in trips) == sorted(trip[2] for trip in trips) == list(range(num_stages))
-        assert all(home * num_chunks + place == slot * num_stages + there for home, place, there, slot in trips)
+        assert all(root * num_chunks + index == slot * num_stages + there for root, index, there, slot in trips)
         places |= {trip[:2] for trip in trips}
     assert len(places) == num_stages * num_chunks

@@ -16,18 +16,18 @@ from support.processes import Processes
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.cli.command import read_settings
-from tunix.cli.compose import compose
 from tunix.config import Evaluate
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
 from tunix.data.batch import stack_examples
-from tunix.data.corpus import load_corpus
+from tunix.data.dataset import load_corpus
 from tunix.data.packing import _fill_pairs
-from tunix.data.stream import Arrays
+from tunix.data.shards import Arrays
 from tunix.evaluate import evaluate
-from tunix.models.paths import named
-from tunix.rl.pair_reference import digest_weights
-from tunix.training.preferences import preference_loss, sum_answers
-from tunix.training.scores import compute_token_log_probs
+from tunix.models.layers import named
+from tunix.rl.reference import digest_weights
+from tunix.training.dpo import preference_loss, sum_answers
+from tunix.training.logprobs import compute_token_log_probs
 
 TRL = json.loads((ROOT / "tests" / "training" / "trl" / "losses.json").read_text())
 TASK = compose(["task=dpo", "data=pairs", "data.paths=[none]", f"task.beta={TRL['beta']}"]).config.task
@@ -66,13 +66,13 @@ class Policy:
     def batch(self, rows, swapped=False):
         shard = shard_of(TRL["pairs"], swapped)
         ends = [*shard.starts[1:], len(shard.tokens)]
-        pieces = [[int(start), int(end - start) - 2] for start, end in zip(shard.starts, ends, strict=True)]
+        chunks = [[int(start), int(end - start) - 2] for start, end in zip(shard.starts, ends, strict=True)]
 
         def stacked(of_pairs):
-            examples = [_fill_pairs(shard, [pieces[n] for n in row], 64, of_pairs) for row in rows]
+            examples = [_fill_pairs(shard, [chunks[n] for n in row], 64, of_pairs) for row in rows]
             return {name: jnp.asarray(field[0]) for name, field in stack_examples([examples]).items()}
 
-        batch, table = stacked(None), np.zeros((len(pieces), 2), np.float32)
+        batch, table = stacked(None), np.zeros((len(chunks), 2), np.float32)
         sides = self.sides(self.reference, batch)
         for number, row in enumerate(rows):
             table[row] = np.stack([np.asarray(side)[number, : len(row)] for side in sides], -1)
@@ -106,9 +106,9 @@ def batches(policy):
 @pytest.mark.parametrize("rows", ROWS)
 def test_losses_and_gradients_are_trls(variant, rows, policy, batches):
     (loss, _), grads = policy(batches[rows], TASK.model_copy(update=VARIANTS[variant]))
-    wanted = TRL["losses"][variant]
-    assert float(loss) == pytest.approx(wanted["loss"], rel=2e-5)
-    assert float(optax.tree.norm(grads)) == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    requested = TRL["losses"][variant]
+    assert float(loss) == pytest.approx(requested["loss"], rel=2e-5)
+    assert float(optax.tree.norm(grads)) == pytest.approx(requested["grad_norm"], rel=1e-4)
 
 
 def test_at_step_0_nothing_is_known_and_swapped_answers_turn_the_gradient(policy, batches):

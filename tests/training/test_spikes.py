@@ -6,7 +6,7 @@ import pytest
 from support.harness import ONE_LAYER, batch, program
 
 from tunix.sharding.arrays import to_global
-from tunix.training.spikes import SpikeGuard
+from tunix.training.optimizer import SpikeGuard
 
 SMALLER = [
     "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,

@@ -9,8 +9,8 @@ import pytest
 from support.harness import ONE_LAYER, SGD, batch, program
 
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.dims import keeping_axes
-from tunix.training.losses import find_loss_kind
+from tunix.sharding.table import keeping_axes
+from tunix.training.loss import find_loss_kind
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 TOLERANCE = 1e-5  # float32; sums in another order
@@ -61,7 +61,7 @@ def test_same_loss_and_gradient_norm_on_every_mesh(mesh, reference):
 )
 def test_keys_that_go_round_in_a_ring(mesh, words, reference, monkeypatch):
     """A device has 4 or 16 tokens, and computes with those 2 at a time: whole blocks and parts of blocks are skipped."""
-    monkeypatch.setattr("tunix.models.ring_plain.MOST_QUERIES", 2)
+    monkeypatch.setattr("tunix.models.ring_xla.MAX_QUERIES", 2)
     assert_same(program(f"model.mesh_shape={mesh}", *CLIPPED, *words).run(batch(), steps=3), reference)
 
 
@@ -172,7 +172,7 @@ def test_what_is_kept_and_where_leaves_the_result_unchanged(words, reference):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_scores_of_long_sequences_are_not_kept(remat, reference, monkeypatch):
     """Of more tokens than a block of queries; the result is the same."""
-    monkeypatch.setattr("tunix.models.attention.choose_query_block", lambda length: 4)
+    monkeypatch.setattr("tunix.models.attention.select_query_block", lambda length: 4)
     blocked = program(*ONE, *CLIPPED, f"training.remat={remat}")
     assert_same(blocked.run(batch(), steps=3), reference)
     loss, rows = find_loss_kind(blocked.cfg).make(blocked.cfg), {name: leaf[0] for name, leaf in batch().items()}

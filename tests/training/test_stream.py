@@ -8,10 +8,10 @@ import pytest
 from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
-from tunix.cli.compose import compose
+from tunix.config.compose import compose
 from tunix.costs.derived import derive
-from tunix.costs.program_cache import find_program
-from tunix.sharding.dims import axis_names
+from tunix.costs.memory import find_program
+from tunix.sharding.table import axis_names
 
 TP = "model.mesh_shape=[[2,4],[fsdp,tp]]"
 

@@ -4,6 +4,7 @@ fsspec does the work. Its packages find credentials as the providers' own tools 
 GOOGLE_APPLICATION_CREDENTIALS, ...). fsspec and the package of a scheme are imported when an address is used.
 """
 
+import hashlib
 import importlib
 import json
 import logging
@@ -14,12 +15,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tunix.base.disk import write_whole
 from tunix.base.errors import UserError
+from tunix.base.files import CACHE_FORMS, replacing, resolve_below, write_whole
+
+log = logging.getLogger(__name__)
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}  # package that fsspec needs, by scheme
 BUCKETS = ("s3", "gs")  # schemes that can be written
 VERSIONS = ".versions.json"  # in a mirrored folder: which version of each object is there
+WEB_DEPTH = 8  # folders below each other that are listed on a web server, whose pages may name folders without end
 
 # Reasons for an error of a server, by the name of its class; a subclass stands before its base.
 REASONS = {
@@ -30,7 +34,7 @@ REASONS = {
     "ClientConnectorError": "the server cannot be reached",
 }
 # Reasons for an error whose class says nothing, by words in its text: those of Google, tensorstore and gcsfs.
-WORDS = {
+PATTERNS = {
     "Anonymous caller": "there are no credentials (GOOGLE_APPLICATION_CREDENTIALS)",
     "NOT_FOUND": REASONS["FileNotFoundError"],
     "PERMISSION_DENIED": REASONS["PermissionError"],
@@ -44,8 +48,9 @@ def is_address(path: str) -> bool:
 
 
 def is_bucket(path: str) -> bool:
-    """Return whether a path is an address that can be written."""
-    return path.partition("://")[0] in BUCKETS and is_address(path)
+    """Return whether a path is an address that can be written: of a known scheme, with the name of a bucket."""
+    scheme, _, remaining = path.partition("://")
+    return scheme in BUCKETS and remaining.partition("/")[0] != ""
 
 
 def join(address: str, *names: str) -> str:
@@ -90,7 +95,7 @@ def explain(error: BaseException) -> str:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = (str(error).strip() or repr(error)).splitlines()[0][:300]
     by_kind = (reason for kind, reason in REASONS.items() if kind in kinds)
-    by_text = (reason for words, reason in WORDS.items() if words in text)
+    by_text = (reason for pattern, reason in PATTERNS.items() if pattern in text)
     reason = next(by_kind, "") or next(by_text, "")
     return f"{reason} ({text})" if reason else text
 
@@ -110,10 +115,10 @@ def list_names(address: str, key: str) -> list[str]:
     files = filesystem(address, key)
     with explaining(address, key):
         try:
-            listed = files.ls(address, detail=False)
+            entries = files.ls(address, detail=False)
         except FileNotFoundError:
             return []
-    return sorted({name.rstrip("/").rpartition("/")[2] for name in listed} - {""})
+    return sorted({name.rstrip("/").rpartition("/")[2] for name in entries} - {""})
 
 
 def find_objects(address: str, key: str) -> dict[str, dict[str, Any]]:
@@ -121,13 +126,33 @@ def find_objects(address: str, key: str) -> dict[str, dict[str, Any]]:
     files = filesystem(address, key)
     with explaining(address, key):
         root = files._strip_protocol(address.rstrip("/")) + "/"
-        found = files.find(address, detail=True)
-    return {name.removeprefix(root): about for name, about in found.items() if name.startswith(root)}
+        depth = {} if is_bucket(address) else {"maxdepth": WEB_DEPTH}
+        found = files.find(address, detail=True, **depth)
+    return {name.removeprefix(root): info for name, info in found.items() if name.startswith(root)}
 
 
-def version_of(about: dict[str, Any]) -> str:
+# What fsspec knows of an object that changes when the object does: the first one that the server says is its version.
+VERSION_KEYS = ("ETag", "etag", "Content-MD5", "Digest", "Last-Modified", "LastModified", "mtime")
+
+
+def version_of(info: dict[str, Any]) -> str:
     """Return a text that changes when an object does, of what fsspec knows of it; empty where the server says none."""
-    return str(about.get("ETag") or about.get("etag") or about.get("LastModified") or about.get("mtime") or "")
+    return str(next((info[key] for key in VERSION_KEYS if info.get(key)), ""))
+
+
+def find_version(address: str, info: dict[str, Any], key: str) -> str:
+    """Return the version of an object; where its server says none, read it whole for the hash of its bytes."""
+    if version := version_of(info):
+        return version
+    log.warning(
+        "%s=%s: the server sends no ETag and no Last-Modified, so each start reads the file whole to see whether it "
+        "has changed", key, address,
+    )  # fmt: skip
+    digest = hashlib.sha256()
+    with explaining(address, key), filesystem(address, key).open(address, "rb", block_size=0) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return f"sha256 {digest.hexdigest()}"
 
 
 def mirror(address: str, patterns: tuple[str, ...], key: str) -> Path:
@@ -139,38 +164,65 @@ def mirror(address: str, patterns: tuple[str, ...], key: str) -> Path:
         UserError: no object matches, or the server refuses; the message names `key`.
     """
     files, found = filesystem(address, key), find_objects(address, key)
-    wanted = {
-        name: about
-        for name, about in found.items()
-        if any(fnmatch(name, pattern) or fnmatch(name.rpartition("/")[2], pattern) for pattern in patterns)
-    }
-    if not wanted:
+    requested = {name: info for name, info in found.items() if _is_wanted(name, patterns, is_bucket(address))}
+    if not requested:
         raise UserError(f"{key}={address}: there is no {' or '.join(patterns)}")
     folder = local_copy(address)
     folder.mkdir(parents=True, exist_ok=True)
+    # All names are looked at before the first byte is fetched: a listing with one bad name is not to be trusted.
+    paths = {name: resolve_below(folder, name, f"{key}={address}") for name in requested}
     notes = folder / VERSIONS
-    before = json.loads(notes.read_text()) if notes.is_file() else {}
-    now = {name: [about.get("size"), version_of(about)] for name, about in wanted.items()}
+    before = _read_notes(notes)
+    if not is_bucket(address):  # the page of a web server names its files, and says nothing else about them
+        with explaining(address, key):
+            requested = {name: files.info(join(address, name)) for name in requested}
+    now = {name: [info.get("size"), version_of(info)] for name, info in requested.items()}
+    if unknown := [name for name in now if not now[name][1]]:
+        log.warning(
+            "%s=%s: the server sends no ETag and no Last-Modified for %s%s, which is fetched again each time",
+            key, address, unknown[0], f" and {len(unknown) - 1} more" if unknown[1:] else "",
+        )  # fmt: skip
     for name, version in now.items():
-        target = folder / name
+        target = paths[name]
         if before.get(name) == version and version[1] and target.is_file():
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Fetched beside its place and renamed: several processes of a host may mirror the same address at once.
-        part = target.with_name(f".{target.name}.{os.getpid()}")
         with explaining(join(address, name), key):
-            files.get_file(join(address, name), str(part))
-        os.replace(part, target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Fetched beside its place and renamed: several processes of a host may mirror the same address at once.
+            with replacing(target) as part:
+                files.get_file(join(address, name), str(part))
     for name in before.keys() - found.keys():
-        (folder / name).unlink(missing_ok=True)
+        resolve_below(folder, name, str(notes)).unlink(missing_ok=True)
     write_whole(notes, json.dumps({**{name: before[name] for name in before if name in found}, **now}))
     return folder
+
+
+def _is_wanted(name: str, patterns: tuple[str, ...], in_bucket: bool) -> bool:
+    """Return whether an object of a listing is to be copied: an object whose name, or its last part, matches a pattern.
+
+    Left out are objects that stand for folders, those with the name of our own notes, and links of a web server's page
+    that are questions to the server (`?C=N;O=D` sorts the page).
+    """
+    last = name.rpartition("/")[2]
+    if not last or last == VERSIONS or (not in_bucket and {"?", "#"} & set(name)):
+        return False
+    return any(fnmatch(name, pattern) or fnmatch(last, pattern) for pattern in patterns)
+
+
+def _read_notes(notes: Path) -> dict[str, Any]:
+    """Return which version of each object is in a mirrored folder; {} if that is not known: all are fetched again."""
+    try:
+        read = json.loads(notes.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def local_copy(address: str) -> Path:
     """Return the folder of this machine for copies of what is below an address."""
     cache = os.environ.get("TUNIX_CACHE_DIR", "~/.cache/tunix")  # as loading.cache_dir has it by default
-    return Path(cache).expanduser() / "buckets" / address.rstrip("/").replace("://", "/")
+    name = "/".join(part for part in address.replace("://", "/").split("/") if part)
+    return resolve_below(Path(cache).expanduser() / "buckets", f"v{CACHE_FORMS['buckets']}-{name}", address)
 
 
 def upload(folder: Path, address: str, key: str, last: str = "") -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
+from tunix.base.files import is_plain
 
 FILE = "digests.json"
 BLOCK = 1 << 26  # bytes with a CRC of their own
@@ -30,10 +31,10 @@ class Damaged(Exception):
     """Files of a folder are not what was written; the message names the first."""
 
 
-def write_digests(folder: Path, files: Iterable[Path], name: str = FILE, **about: Any) -> None:
-    """Write the digests of some files of a folder to its file `name`; `about` is written beside them."""
+def write_digests(folder: Path, files: Iterable[Path], name: str = FILE, **info: Any) -> None:
+    """Write the digests of some files of a folder to its file `name`; `info` is written beside them."""
     digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(files)}
-    (folder / name).write_text(json.dumps({**about, "files": digests}))
+    (folder / name).write_text(json.dumps({**info, "files": digests}))
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -73,6 +74,8 @@ def check_files(files: Iterable[Path], share: int = 0, num_shares: int = 1) -> i
     while waiting:
         file = waiting.pop()
         for name, digest in read_digests(file)["files"].items():
+            if not is_plain(name):
+                raise Damaged(f"{file} names {name!r}, which is not a file below its folder")
             path = file.parent / name
             blocks += _list_blocks(path, digest)
             waiting += [path] if path.match("digests*.json") else []
@@ -136,13 +139,13 @@ def _read(path: Path, start: int) -> Iterator[memoryview]:
             start += count
 
 
-def refuse_damaged(folder: Path, key: str, way_out: str) -> None:
+def reject_damaged(folder: Path, key: str, hint: str) -> None:
     """Raise `UserError` if the files of a folder are not those of its digests; a folder without digests passes."""
     if (folder / FILE).is_file():
         try:
             check_files([folder / FILE])
         except Damaged as damage:
-            raise UserError(f"{key}: {damage}; {way_out}") from None
+            raise UserError(f"{key}: {damage}; {hint}") from None
 
 
 def is_verified(folder: Path, file: Path) -> bool:

@@ -2,11 +2,19 @@
 
 import difflib
 
+from tunix.base.secrets import mask_secrets
+
 
 def did_you_mean(value: str, choices: list[str]) -> str:
     """Return "; did you mean CHOICE?" for the choice nearest to `value`; empty if none is near."""
     near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def near_multiples(value: int, unit: int) -> str:
+    """Return in words the multiples of `unit` on both sides of a value that is none: 256 or 384."""
+    low = max(1, value // unit) * unit
+    return f"{low} or {low + unit}"
 
 
 class Ending(Exception):
@@ -15,6 +23,10 @@ class Ending(Exception):
     code: int
     is_failure = True  # its message goes to stderr, and the other processes of the run are told
     saves = False  # the state is saved before a run ends with it
+
+    def __str__(self) -> str:
+        """The message, without the passwords and signatures of addresses in it."""
+        return mask_secrets(super().__str__())
 
 
 class UserError(Ending, ValueError):

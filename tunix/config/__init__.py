@@ -4,23 +4,25 @@ Sections have no defaults on purpose: `--cfg job` then shows everything that a r
 string below it; docs/config.md is made from these.
 """
 
+from typing import Any
+
 from pydantic import model_validator
 
-from tunix.base.section import Flag, Section, Seed
+from tunix.base.config_types import Flag, ProjectName, Section, Seed
+from tunix.base.errors import near_multiples
+from tunix.config.batch import BatchKeys
 from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network
 from tunix.config.data import AnyData, Loading, Tokenizer
-from tunix.config.decoding import Sampling
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Ray, Slurm
-from tunix.config.low_rank import PROJECTIONS, Lora
+from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
-from tunix.config.run import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.stage_checks import check_stages
-from tunix.config.step_ranges import read_steps
-from tunix.config.task import AnyTask, Dpo, Grpo, Task
-from tunix.config.training import Training
-from tunix.optimizers import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
+from tunix.config.model_checks import check_stages
+from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
+from tunix.config.task import AnyTask, Dpo, Grpo, Sampling, Task
+from tunix.config.training import Training, read_steps
+from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
 from tunix.sharding import mesh_shape
-from tunix.sharding.dims import read_dims
+from tunix.sharding.table import read_dims
 
 __all__ = [
     "PROJECTIONS", "Average", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export",
@@ -32,10 +34,15 @@ __all__ = [
 FILTERS = ("top_k", "top_p", "min_p")  # keys of the section sampling that leave tokens out
 
 
+def list_dims(model: Model, batch: BatchKeys) -> dict[str, int]:
+    """Return the size of each dimension of weights and activations by its letter (`tunix.sharding.table.DIMS`)."""
+    return model.dims | read_dims("training", batch)
+
+
 class Config(Section):
     """One run."""
 
-    project_name: str
+    project_name: ProjectName
     """Runs are grouped under outputs/PROJECT_NAME."""
     run_name: str | None
     """Name shown in reports; null takes the run folder's."""
@@ -80,8 +87,12 @@ class Config(Section):
 
     @property
     def dims(self) -> dict[str, int]:
-        """Size of each dimension of weights and activations by its letter (`tunix.sharding.dims.DIMS`)."""
-        return self.model.dims | read_dims("training", self.training)
+        """Size of each dimension of weights and activations by its letter (`tunix.sharding.table.DIMS`)."""
+        return list_dims(self.model, self.training)
+
+    def with_training(self, **values: Any) -> "Config":
+        """Return the config with other values of keys of `training`, which are not checked again."""
+        return self.model_copy(update={"training": self.training.model_copy(update=values)})
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -96,11 +107,11 @@ class Config(Section):
                 f"model.context_length={self.model.context_length}"
             )
         # A launcher takes exit code 75 for a time limit and starts the job again: a hard stop would have no effect.
-        again, hard_stop = self.launcher.again_key, self.training.hard_stop
-        if hard_stop is not None and again and (times := getattr(self.launcher, again)):
+        key, hard_stop = self.launcher.again_key, self.training.hard_stop
+        if hard_stop is not None and key and (times := getattr(self.launcher, key)):
             raise ValueError(
-                f"training.hard_stop={hard_stop} ends the job with exit code 75, and launcher.{again}={times} starts "
-                f"it again, past that step; set launcher.{again}=0"
+                f"training.hard_stop={hard_stop} ends the job with exit code 75, and launcher.{key}={times} starts "
+                f"it again, past that step; set launcher.{key}=0"
             )
         # What depends on the mesh is checked here if the mesh is known: the user gave its sizes, or a launcher gives
         # the number of devices. Otherwise the run checks it when it sees its devices.
@@ -181,8 +192,7 @@ class Config(Section):
             ("training.max_steps", self.training.max_steps),
         ):
             if steps is not None and steps % cycle:
-                low = max(1, steps // cycle) * cycle
                 raise ValueError(
                     f"{key}={steps} is within a rollout, which serves {cycle} steps (task.steps_per_rollout x "
-                    f"task.passes_per_rollout); nearest: {low} or {low + cycle}"
+                    f"task.passes_per_rollout); nearest: {near_multiples(steps, cycle)}"
                 )

@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tunix.base.dotted import entry_of
-from tunix.base.section import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
+from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
+from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
-from tunix.config.rewards import RewardTerms
-from tunix.families import FAMILIES, Family
-from tunix.rewards import REWARDS
+from tunix.config.task import RewardTerms
+from tunix.huggingface.table import FAMILIES, Family
+from tunix.rl.table import REWARDS
 
 
 class Export(Section):

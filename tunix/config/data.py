@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field, model_validator
 
-from tunix.base.section import Count, CountOrZero, Flag, PositiveOrZero, Section
-from tunix.sources import SOURCES, AnySource, Source
+from tunix.base.config_types import Count, CountOrZero, Flag, PositiveOrZero, Section
+from tunix.data.table import SOURCES, AnySource, Source
 
 
 class Stage(Section):
@@ -75,7 +75,7 @@ class Loading(Section):
     packing: Literal["concat", "best_fit", "pad"]
     """How documents fill sequences: end to end, cut where a sequence is full; whole, each where it fits best
     (arXiv:2404.10830); or one in each sequence. Documents never see one another."""
-    cache_dir: str
+    cache_dir: Annotated[str, Field(min_length=1)]
     """Folder for trained tokenizers, tokenized corpora and packing plans."""
     shard_bytes: Count
     """Text in one shard of a tokenized corpus: what a process tokenizes at a time, and what is done again after a

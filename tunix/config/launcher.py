@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tunix.base.section import Count, CountOrZero, Flag, Positive, Section
+from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section
 
 
 def _assignment(text: str) -> str:
@@ -158,8 +158,8 @@ class Slurm(Nodes):
         """`time_limit` in seconds; None where it is null or 0: no limit."""
         # Slurm's forms: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS. The first number is minutes, or hours where
         # there are days or two colons.
-        days, _, rest = (self.time_limit or "0").rpartition("-")
-        parts = [int(part) for part in rest.split(":")]
+        days, _, remaining = (self.time_limit or "0").rpartition("-")
+        parts = [int(part) for part in remaining.split(":")]
         hours, minutes, seconds = (*parts, 0, 0)[:3] if days or len(parts) == 3 else (0, *parts, 0)[:3]
         return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds or None
 
@@ -208,7 +208,7 @@ class Kubernetes(Nodes):
 
     @model_validator(mode="after")
     def _check_env(self) -> "Kubernetes":
-        _refuse_ranks(self.extra_env, "the manifest sets for each pod")
+        _reject_ranks(self.extra_env, "the manifest sets for each pod")
         return self
 
 
@@ -236,13 +236,13 @@ class Ray(Nodes):
 
     @model_validator(mode="after")
     def _check_nodes(self) -> "Ray":
-        _refuse_ranks(self.extra_env, "the launcher sets for each process")
+        _reject_ranks(self.extra_env, "the launcher sets for each process")
         if self.min_nodes is not None and self.min_nodes > self.nodes:
             raise ValueError(f"launcher.min_nodes={self.min_nodes} is more than launcher.nodes={self.nodes}")
         return self
 
 
-def _refuse_ranks(extra_env: tuple[str, ...], who: str) -> None:
+def _reject_ranks(extra_env: tuple[str, ...], who: str) -> None:
     """Raise ValueError if the environment of a run sets the number or the address of a process.
 
     `who` ends the message: who sets this variable. One value for all processes would give all of them one number.

@@ -4,20 +4,48 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, field_validator, model_validator
 
-from tunix.base.dotted import entry_of
-from tunix.base.section import Count, Flag, Positive, Regex, Section
-from tunix.config.exchange_tables import CP_EXCHANGES, EXPERT_EXCHANGES
-from tunix.config.kernel_tables import GROUPED, KERNELS
-from tunix.config.low_rank import Lora, match_projections
-from tunix.config.mixers import GlobalHeads, HeadSizes, Latent, LinearAttention, QueryGrowth
-from tunix.config.mlp import AnyMlp, ExpertsMlp
+from tunix.base.config_types import Count, Flag, Positive, Regex, Section
+from tunix.base.dotted_path import entry_of
+from tunix.config.layers import (
+    AnyMlp,
+    ExpertsMlp,
+    GlobalHeads,
+    HeadSizes,
+    Latent,
+    LayerInputs,
+    LinearAttention,
+    Lora,
+    QueryGrowth,
+    RopeScaling,
+    Run,
+    SharedKv,
+    list_runs,
+    match_projections,
+)
 from tunix.config.model_checks import check_model_keys
-from tunix.config.rope import RopeScaling
-from tunix.config.shared_layers import LayerInputs, Run, SharedKv, list_runs
-from tunix.families import FAMILIES, Family
+from tunix.huggingface.table import FAMILIES, Family
+from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, GROUPED, KERNELS
 from tunix.sharding import mesh_shape
-from tunix.sharding.dims import read_dims
-from tunix.sharding.equations import codes_per_byte, weights_per_scale
+from tunix.sharding.equations import values_per_byte, weights_per_scale
+from tunix.sharding.table import read_dims
+
+# Keys of `model` that are no part of the architecture, by what they decide. Models that differ in these alone have
+# parameters of the same shapes and the same meaning, but for low-rank updates. Code that compares models reads this.
+OUTSIDE_ARCHITECTURE = {
+    "mesh": frozenset({"mesh_shape"}),
+    "computation": frozenset(
+        {"attention", "expert_products", "expert_exchange", "expert_buffer_factor", "cp_exchange"}
+    ),  # how results are computed
+    "start": frozenset({"init_from", "init_adapter"}),  # where the first weights come from
+    "updates": frozenset({"lora"}),
+    "losses": frozenset({"mlp.balance_loss", "mlp.z_loss"}),  # how experts are trained
+}
+
+
+def list_keys_outside(*decide: str) -> set[str]:
+    """Return the keys of `model` that decide one of these (keys of `OUTSIDE_ARCHITECTURE`); without words, all."""
+    return set().union(*(OUTSIDE_ARCHITECTURE[name] for name in decide or OUTSIDE_ARCHITECTURE))
+
 
 MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
 
@@ -46,15 +74,15 @@ class Model(Section):
     context_length: Count
     """Longest sequence (P): what training.seq_len and a prompt with its answer may not exceed."""
     latent: Latent | None
-    """Latent attention: head_dim is that of queries and keys, whose last rotated_dim numbers are rotated; null for keys
-    and values out of the token's whole vector."""
+    """Multi-head latent attention (MLA, DeepSeek-V2); null for ordinary attention. head_dim is the width of queries and
+    keys; the last rotated_dim numbers of it get RoPE."""
     linear_attention: LinearAttention | None
-    """Linear attention in the layers that are not global, of which global_every says the number; null for attention in
-    all layers."""
+    """Gated delta-rule attention (Qwen 3 Next) in all layers but every global_every-th; null for softmax attention
+    everywhere."""
     global_heads: GlobalHeads | None
     """Heads of global layers; null for those of local layers."""
     shared_kv: SharedKv | None
-    """Last layers that take keys and values of earlier ones; null where each layer has its own."""
+    """KV sharing (Gemma 4): the last layers reuse keys and values of earlier layers; null: every layer has its own."""
     layer_inputs: LayerInputs | None
     """A vector of each token for each layer, which a gate lets into the residual stream; null for none."""
     value_norm: Flag
@@ -125,10 +153,10 @@ class Model(Section):
     init_adapter: str | None
     """Start from the low-rank updates of an adapter: a folder as PEFT or tunix.export writes it, or an ID of the
     Hugging Face hub. Sets rank, alpha and targets of model.lora; the adapter's base is model.init_from."""
-    attention: entry_of(KERNELS)  # type: ignore[valid-type]
+    attention: entry_of(("auto", *KERNELS))  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
-    expert_products: entry_of(GROUPED)  # type: ignore[valid-type]
+    expert_products: entry_of(("auto", *GROUPED))  # type: ignore[valid-type]
     """Products of experts: grouped (our own kernel; GPUs, 16-bit products), xla (anywhere; on GPUs it multiplies all
     tokens with all experts), or auto: the fastest one that is exact here. The start report says which, and why."""
     expert_exchange: Literal[("auto", *EXPERT_EXCHANGES)]  # type: ignore[valid-type]
@@ -149,7 +177,7 @@ class Model(Section):
 
     @property
     def dims(self) -> dict[str, int]:
-        """Size of each dimension of the weights by its letter (`tunix.sharding.dims.DIMS`)."""
+        """Size of each dimension of the weights by its letter (`tunix.sharding.table.DIMS`)."""
         # Most sizes are a key of the model. Those that follow from several keys are added here.
         dims = read_dims("model", self) | {"o": 1, "s": self.num_turns}
         if self.latent is not None:
@@ -162,7 +190,7 @@ class Model(Section):
         if exchange is None or not exchange.splits_heads:
             del dims["n"]
         if self.lora.quantize_base is not None:  # codes and scales take the place of the width D of a matrix
-            dims["c"] = self.embed_dim // codes_per_byte(self.lora.quantize_base)
+            dims["c"] = self.embed_dim // values_per_byte(self.lora.quantize_base)
             dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)
         return dims
 
@@ -216,6 +244,15 @@ class Model(Section):
         return len(first.layers) // len(first.pattern)
 
     @property
+    def architecture(self) -> dict[str, Any]:
+        """The values of all keys that are part of the architecture; those of a section are a dict, as in the config."""
+        values = self.model_dump()
+        for key in list_keys_outside():
+            section, _, name = key.rpartition(".")
+            (values[section] if section else values).pop(name, None)
+        return values
+
+    @property
     def keeps_base(self) -> bool:
         """True where only low-rank updates are trained, and they begin at zero.
 
@@ -237,7 +274,7 @@ class Model(Section):
         return HeadSizes(self.num_kv_heads, self.head_dim, value_dim, "KH")
 
     @property
-    def kinds_of_heads(self) -> dict[HeadSizes, tuple[int, ...]]:
+    def head_kinds(self) -> dict[HeadSizes, tuple[int, ...]]:
         """Layers with attention by the sizes of their heads."""
         kinds: dict[HeadSizes, tuple[int, ...]] = {}
         for layer in range(self.num_layers):

@@ -1,22 +1,62 @@
 """Checks of keys of a model that must fit one another. A message names the keys, their values and the way out.
 
-What depends on a mesh is checked elsewhere: `check_stages` (stage_checks.py), `check_divides` (sharding/mesh_shape.py).
+What depends on a mesh is checked elsewhere: `check_stages` (model_checks.py), `check_divides` (sharding/mesh_shape.py).
 """
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tunix.config.exchange_tables import CP_EXCHANGES, EXPERT_EXCHANGES
-from tunix.config.kernel_tables import RING_KERNELS
-from tunix.config.low_rank import PROJECTIONS
-from tunix.config.mixers import GlobalHeads, Latent, LinearAttention
-from tunix.config.mlp import ExpertsMlp
-from tunix.config.rope import RopeLong
-from tunix.config.shared_layers import check_shared_layers
-from tunix.sharding.equations import codes_per_byte
+from tunix.base.errors import UserError
+from tunix.config.layers import (
+    PROJECTIONS,
+    ExpertsMlp,
+    GlobalHeads,
+    Latent,
+    LinearAttention,
+    RopeLong,
+    check_shared_layers,
+)
+from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, RING_KERNELS
+from tunix.sharding.equations import values_per_byte
+from tunix.sharding.mesh_shape import list_divisors, nearest, num_stages
+from tunix.sharding.table import DIMS, LAYERS
 
 if TYPE_CHECKING:
     from tunix.config.model import Model
+
+
+# Checks of the layers of a model against the stages of a mesh (its axis pp).
+
+
+def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` where the stages of a mesh of these sizes cannot share the layers of a model.
+
+    All stages run one program, each with its own weights. So each stage must have layers of the same kinds in the same
+    order, and only the residual stream goes from stage to stage. `check_divides` refuses the same meshes, by the number
+    `Model.num_turns`; the errors here say the reason, so they must come first.
+    """
+    stages = num_stages(sizes)
+    if stages == 1:
+        return
+    first, *others = model.runs
+    leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
+    for key in ("shared_kv", "layer_inputs"):
+        if getattr(model, key) is not None:
+            raise UserError(f"model.{key} gives a layer arrays that do not travel from stage to stage; {leave_out}")
+    if others and isinstance(model.mlp, ExpertsMlp) and model.mlp.dense_layers:
+        raise UserError(
+            f"model.mlp.dense_layers={model.mlp.dense_layers}: the first stage would have layers without experts, and "
+            f"the others none; {leave_out}, or set model.mlp.dense_layers=0"
+        )
+    turns = model.num_turns
+    if turns % stages and (others or len(first.pattern) > 1):
+        valid = list_divisors(turns, least=2)
+        near = f"take {' or '.join(map(str, nearest(valid, stages)))} stages, " if valid else ""
+        raise UserError(
+            f"model.num_layers={model.num_layers}: layers of several kinds take turns, and {stages} stages do not have "
+            f"the same whole turns; {near}{leave_out}, or change model.num_layers"
+        )
 
 
 def check_model_keys(model: "Model") -> None:
@@ -37,12 +77,12 @@ def check_model_keys(model: "Model") -> None:
     if model.norm.startswith("layer") and model.qk_norm != "none":
         raise ValueError(f"model.qk_norm={model.qk_norm} needs an RMSNorm, not model.norm={model.norm}; set it to none")
     local = model.global_every > 1 and model.linear_attention is None
-    for key, needed, why in (
+    for key, needed, reason in (
         ("sliding_window", local, f"model.global_every={model.global_every}"),
         ("rope_theta", model.positions == "rope", f"model.positions={model.positions}"),
     ):
         if needed and getattr(model, key) is None:
-            raise ValueError(f"model.{key} must be given with {why}")
+            raise ValueError(f"model.{key} must be given with {reason}")
     if model.latent is not None:
         _check_latent(model, model.latent)
     if model.linear_attention is not None:
@@ -64,7 +104,7 @@ def check_model_keys(model: "Model") -> None:
     quantized = model.lora.quantize_base
     if quantized and not model.lora.rank:
         raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
-    if quantized and model.embed_dim % codes_per_byte(quantized):
+    if quantized and model.embed_dim % values_per_byte(quantized):
         raise ValueError(f"model.embed_dim={model.embed_dim} must be even: model.lora.quantize_base={quantized}")
 
 
@@ -108,24 +148,24 @@ def _check_equal_experts(model: "Model", part: str) -> None:
     """Raise `ValueError` where only some layers have experts, or experts have biases; `part` is a key of the model."""
     if not isinstance(model.mlp, ExpertsMlp):
         return
-    for key, wanted in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
-        if (value := getattr(model.mlp, key)) != wanted:
+    for key, expected in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
+        if (value := getattr(model.mlp, key)) != expected:
             raise ValueError(
                 f"model.mlp.{key}={value} does not go with model.{part}, whose layers all have the same experts, "
-                f"without biases in the choice; set it to {'null' if wanted is None else wanted}"
+                f"without biases in the choice; set it to {'null' if expected is None else expected}"
             )
 
 
 def _check_latent(model: "Model", latent: Latent) -> None:
     # Each head has keys of its own, made of the latent; a norm, a sink or a gate has no place in the absorbed products
     # that decode from latents (DeepSeek-V2, section 2.1).
-    wanted_values: tuple[tuple[str, Any], ...] = (
+    expected_values: tuple[tuple[str, Any], ...] = (
         ("num_kv_heads", model.num_heads), ("qk_norm", "none"), ("attention_sinks", False),
         ("attention_gate", False),
     )  # fmt: skip
-    for key, wanted in wanted_values:
-        if (value := getattr(model, key)) != wanted:
-            raise ValueError(f"model.{key}={value} does not go with model.latent; set it to {wanted}")
+    for key, expected in expected_values:
+        if (value := getattr(model, key)) != expected:
+            raise ValueError(f"model.{key}={value} does not go with model.latent; set it to {expected}")
     if model.rotated_dim is None or model.rotated_dim >= model.head_dim:
         raise ValueError(
             f"model.rotated_dim={model.rotated_dim} must be a number below model.head_dim={model.head_dim} with "
@@ -150,7 +190,7 @@ def _check_rotations(model: "Model") -> None:
     wide = model.global_heads
     if wide is not None and model.rotated_dim is None and wide.head_dim % 2:
         raise ValueError(f"model.global_heads.head_dim={wide.head_dim} must be even: RoPE rotates pairs")
-    for heads in model.kinds_of_heads:
+    for heads in model.head_kinds:
         if model.rotated_dim is not None and model.rotated_dim > heads.dim:
             raise ValueError(f"model.rotated_dim={model.rotated_dim} is more than model.head_dim={heads.dim}")
     if isinstance(model.rope_scaling, RopeLong):

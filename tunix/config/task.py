@@ -2,12 +2,56 @@
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from tunix.base.dotted import NameOrPath
-from tunix.base.errors import UserError
-from tunix.base.section import Count, Flag, Positive, PositiveOrZero, Section, Share
-from tunix.config.rewards import RewardTerms
+from tunix.base.config_types import Count, Flag, Positive, PositiveOrZero, Section, Share, Temperature
+from tunix.base.dotted_path import NameOrPath, entry_of
+from tunix.base.errors import UserError, near_multiples
+from tunix.rl.table import REWARDS
+from tunix.sharding.mesh_shape import list_divisors
+
+# Rewards of a run: which functions score answers, and with what weights.
+
+
+class RewardTerm(Section):
+    """One term of the reward of an answer, which is the sum of all terms."""
+
+    function: entry_of(REWARDS)  # type: ignore[valid-type]
+    """A reward by name, or `package.module:name` of your own (docs/post_training.md)."""
+    weight: Annotated[float, Field(allow_inf_nan=False)]
+    """Its score is multiplied by this."""
+
+    @property
+    def label(self) -> str:
+        """Name of the term in metrics.jsonl, samples.jsonl and results.json."""
+        return self.function.rpartition(":")[2]
+
+
+# The type of a key that lists rewards. A name alone has the weight 1: [gsm8k, {function: format, weight: 0.2}].
+AnyTerm = Annotated[
+    RewardTerm, BeforeValidator(lambda value: {"function": value, "weight": 1.0} if isinstance(value, str) else value)
+]
+RewardTerms = Annotated[tuple[AnyTerm, ...], Field(min_length=1)]
+
+
+# How answers are drawn from a model.
+
+
+class Sampling(Section):
+    """Choice of each token of an answer, and where an answer ends. The filters apply in the order of their keys."""
+
+    max_new_tokens: Count
+    """Longest answer, in tokens."""
+    temperature: Temperature
+    """Logits are divided by it; 0 takes the likeliest token."""
+    top_k: Count | None
+    """Draw from the k likeliest tokens only."""
+    top_p: Annotated[Share, Field(gt=0)] | None
+    """Draw from the likeliest tokens that together have this probability (Holtzman et al. 2020)."""
+    min_p: Share | None
+    """Draw from tokens with at least this share of the likeliest one's probability (arXiv:2407.01082)."""
+    stop: tuple[str, ...]
+    """Tokens that end an answer, beside those that the model and its chat template name."""
 
 
 class Cycle(NamedTuple):
@@ -21,7 +65,7 @@ class Task(Section):
     """The task of a run: its documents and its loss."""
 
     documents: ClassVar[str]  # what a document of the data is: a key of `DOCUMENTS`
-    default_loss: ClassVar[str]  # a key of LOSSES in training/losses.py
+    default_loss: ClassVar[str]  # a key of LOSSES in training/loss.py
 
     name: str
     """Which task."""
@@ -135,12 +179,12 @@ class Grpo(Prompted):
             UserError: the groups do not fill the sequences, with the nearest values that do.
         """
         if num_sequences % self.group_size:
-            low = max(1, num_sequences // self.group_size) * self.group_size
-            sizes = [size for size in range(2, num_sequences + 1) if num_sequences % size == 0]
-            near = sorted(sorted(sizes, key=lambda size: abs(size - self.group_size))[:2])
+            near = sorted(
+                sorted(list_divisors(num_sequences, least=2), key=lambda size: abs(size - self.group_size))[:2]
+            )
             raise UserError(
                 f"task.group_size={self.group_size} does not divide the {num_sequences} answers of a step "
-                f"(training.global_batch_size); nearest: a batch of {low} or {low + self.group_size}"
+                f"(training.global_batch_size); nearest: a batch of {near_multiples(num_sequences, self.group_size)}"
                 + (f", or task.group_size={' or '.join(map(str, near))}" if near else "")
             )
         return num_sequences // self.group_size

@@ -1,188 +1,482 @@
-"""Communication of a traced step: bytes come from the compiled program, times from the trace.
+"""Collectives of a step, derived from equations: weights gathered, gradients reduced, tokens exchanged."""
 
-Beside each measured row stands the prediction that `tunix.costs.derived` makes from the config.
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-Two bandwidths are reported, defined as in NCCL-tests (doc/PERFORMANCE.md). The algorithm bandwidth is the size of the
-whole array divided by the time. The bus bandwidth is the algorithm bandwidth times the bytes that each device has to
-send for one byte of the array (`BUS_FACTORS`); it can be compared with the speed of the link.
-"""
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from tunix.base.dotted_path import import_object
+from tunix.config import DeviceKind, Model
+from tunix.config.layers import ExpertsMlp, HeadSizes
+from tunix.costs.devices import Group, predict_collective_s
+from tunix.models.context_parallel import count_repeats
+from tunix.models.expert_parallel import count_rows
+from tunix.models.layers import parameter_name
+from tunix.models.remat import Remat, product_name
+from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
+from tunix.sharding.equations import Equation
+from tunix.sharding.layout import Layout
+from tunix.sharding.mesh_shape import count_devices, token_shards
+from tunix.sharding.table import EXPERTS, STREAM_TOKENS, TOKENS, axis_names, token_axes
+from tunix.training.choices import Choices
+from tunix.training.loss import find_loss_kind
+from tunix.training.program import Program
+from tunix.training.state import Weight
 
-from tunix.config import DeviceKind
-from tunix.costs.hlo import Collective
-from tunix.costs.links import BUS_FACTORS
-from tunix.costs.timeline import UNKNOWN, Timeline
-from tunix.costs.transfers import Transfer, predict_seconds
+# Collectives of a training step, derived from equations: weights gathered, gradients reduced, tokens exchanged.
+#
+# An example: a weight [1024, 4096] in each of 4 blocks, over 8 devices of fsdp, with full_shard, products in bfloat16,
+# gradients reduced in float32, and one microbatch. Each block gathers its weight before the forward pass and again
+# before the backward pass, and then sums its gradient. One block's weight has 4 Mi numbers, so a step has
+#
+#     8 all-gathers        4 blocks x 2 passes x 4 Mi x 2 bytes   64 MiB
+#     4 reduce-scatters    4 blocks x 4 Mi x 4 bytes              64 MiB
+#
+# Blocks that gather ahead (training.overlap) have one more of each, so 72 and 80 MiB. These are the bytes of whole
+# arrays. Each device has 1/8 of an array already, and sends 7/8 of the bytes (BUS_FACTORS).
 
-# Parts of JAX's name stack that JAX adds by itself; only the names that our source gave are shown.
-NO_SCOPE = re.compile(r"while|body|closed_call|checkpoint|cond|branch_\d+_fun|rematted_computation|.*->.*|")
+
+# Collectives of experts: what devices with different experts send each other, by the name of the exchange.
 
 
 @dataclass(frozen=True)
-class Row:
-    """One collective of a step, or the sum of all collectives of one kind over the same mesh axes.
+class Transfer:
+    """All collectives of one kind and purpose in one step, over some mesh axes."""
 
-    Numbers are for one step. Seconds are means over devices.
+    kind: str  # of links.BUS_FACTORS
+    axes: tuple[str, ...]
+    num_bytes: int  # in one step: of the arrays that BUS_FACTORS counts
+    overlaps: bool = True  # arithmetic goes on meanwhile; false where the next instruction waits for the result
+    count: int = 1  # executions in one step, which have equal shares of the bytes
+
+
+def predict_seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_node: int) -> float:
+    """Return the time of all executions of a transfer, if nothing else uses the links.
+
+    Neighbours on inner axes are neighbours in a node.
     """
-
-    kind: str
-    axes: tuple[str, ...]  # mesh axes, without those of size 1
-    group_size: int
-    count: int  # executions in one step
-    num_bytes: int  # size of the whole arrays, summed over all executions
-    time_s: float
-    exposed_s: float  # time during which the device did nothing else
-    name: str = ""  # the HLO instruction; empty for a sum
-    dtype: str = ""
-    scope: str = ""  # named scopes of the source, and the phase (forward, backward, ...)
-
-    @property
-    def algorithm_gb_per_s(self) -> float:
-        return self.num_bytes / self.time_s / 1e9 if self.time_s else 0.0
-
-    @property
-    def bus_gb_per_s(self) -> float:
-        return self.algorithm_gb_per_s * BUS_FACTORS[self.kind](self.group_size)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted communication of one kind over the same mesh axes, in one step."""
-
-    num_bytes: int
-    time_s: float | None  # None if the speed of this kind of device is not known
-
-
-@dataclass(frozen=True)
-class Communication:
-    """Communication of the traced steps, over all traced devices."""
-
-    first_step: int
-    num_steps: int
-    timelines: dict[str, Timeline]  # keyed by device, like "process 0 device 3"
-    rows: list[Row]  # one row per collective, longest first
-    per_axis: list[Row]  # one row per kind and mesh axes, longest first
-    predicted: dict[tuple[str, tuple[str, ...]], Prediction]  # keyed by kind and mesh axes
-    unnamed_s: float  # seconds per step of NCCL kernels for which the trace names no instruction
-
-    @property
-    def steps(self) -> str:
-        return f"steps {self.first_step} to {self.first_step + self.num_steps - 1}"
-
-    def average(self, name: str) -> float:
-        """Return the mean of `Timeline.name` over devices and steps, in seconds per step."""
-        total_s = sum(getattr(timeline, name) for timeline in self.timelines.values())
-        return total_s / len(self.timelines) / self.num_steps
-
-    @property
-    def num_lost(self) -> int:
-        """Number of executions that the program ran and the trace lacks; the profiler's buffer was too small."""
-        seen: dict[str, int] = defaultdict(int)
-        for timeline in self.timelines.values():
-            for name, (count, *_) in timeline.collectives.items():
-                seen[name] += count
-        num_runs = self.num_steps * len(self.timelines)
-        return sum(max(0, row.count * num_runs - seen[row.name]) for row in self.rows)
-
-
-def measure(
-    first_step: int,
-    num_steps: int,
-    timelines: dict[str, Timeline],
-    collectives: Iterable[Collective],
-    sizes: Mapping[str, int],
-    predicted: dict[tuple[str, tuple[str, ...]], Prediction],
-) -> Communication:
-    """Join the collectives of the compiled step with the times that the trace shows for them.
-
-    `timelines` must not be empty. `sizes` are the sizes of the mesh axes.
-    """
-    share = 1 / (num_steps * len(timelines))
-
-    def average_times(name: str) -> tuple[float, float]:
-        """Return mean time and exposed time of the instruction `name`, in seconds per step and device."""
-        totals = [each.collectives[name] for each in timelines.values() if name in each.collectives]
-        return share * sum(time_s for _, time_s, _ in totals), share * sum(exposed_s for *_, exposed_s in totals)
-
-    rows = []
-    for collective in collectives:
-        if collective.group_size > 1:
-            time_s, exposed_s = average_times(collective.name)
-            rows.append(
-                Row(
-                    kind=collective.kind,
-                    axes=collective.find_axes(sizes),
-                    group_size=collective.group_size,
-                    count=collective.times,
-                    num_bytes=collective.num_bytes * collective.times,
-                    time_s=time_s,
-                    exposed_s=exposed_s,
-                    name=collective.name,
-                    dtype=collective.dtype,
-                    scope=format_scope(collective.scope),
-                )
-            )
-    rows.sort(key=lambda row: -row.time_s)
-    return Communication(
-        first_step, num_steps, timelines, rows, _sum_by_axes(rows), predicted, average_times(UNKNOWN)[0]
+    size = count_devices(sizes, transfer.axes)
+    group = Group(size, min(_count_neighbours(transfer.axes, sizes, per_node), size))
+    return transfer.count * predict_collective_s(
+        transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node
     )
 
 
-def _sum_by_axes(rows: list[Row]) -> list[Row]:
-    groups: dict[tuple, list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.kind, row.axes, row.group_size].append(row)
-    sums = []
-    for key, members in groups.items():
-        totals = (sum(getattr(row, name) for row in members) for name in ("count", "num_bytes", "time_s", "exposed_s"))
-        sums.append(Row(*key, *totals))
-    return sorted(sums, key=lambda row: -row.time_s)
+def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:
+    """Return how many devices of a group along these axes one node has, where groups and nodes overlap least.
 
+    Other axes may lie between: of a group along fsdp and cp of [fsdp, ep=4, cp=2], a node of 8 devices has two.
+    `stride` is the distance of two neighbours on an axis, in devices. In the example:
 
-def predict(
-    transfers: Iterable[Transfer], sizes: Mapping[str, int], kind: DeviceKind | None, per_node: int
-) -> dict[tuple[str, tuple[str, ...]], Prediction]:
-    """Sum the transfers that `tunix.costs.derived` derives from a config, by kind and mesh axes."""
-    predicted: dict[tuple[str, tuple[str, ...]], Prediction] = {}
-    for transfer in transfers:
-        axes = tuple(axis for axis in transfer.axes if sizes[axis] > 1)
-        if not axes:
-            continue
-        before = predicted.get((transfer.kind, axes), Prediction(0, 0.0 if kind else None))
-        time_s = None
-        if kind and before.time_s is not None:
-            time_s = before.time_s + predict_seconds(transfer, dict(sizes), kind, per_node)
-        predicted[transfer.kind, axes] = Prediction(before.num_bytes + transfer.num_bytes, time_s)
-    return predicted
-
-
-def format_scope(op_name: str) -> str:
-    """Format JAX's name stack as the scopes of the source and the phase: `blocks/mlp backward`.
-
-    Where XLA has merged instructions, it writes their stacks as `common/(one:other)`. On GPUs it may write none.
+        cp     of the group, 2 devices side by side
+        ep     not of the group: the node has those 2, and the next of the group are stride = 2 x 4 = 8 devices away
+        fsdp   of the group, but a node of 8 ends before the next: still 2
     """
-    if not op_name:
-        return ""
-    common, bracket, rest = op_name.partition("/(")
-    stacks = [f"{common}/{part}" for part in rest.removesuffix(")").split(":")] if bracket else [op_name]
-    scopes = list(dict.fromkeys(_read_scopes(stack) for stack in stacks))
-    phases = list(dict.fromkeys(_read_phase(stack) for stack in stacks))
-    return f"{' + '.join(filter(None, scopes)) or 'step'} {'/'.join(phases)}"
+    neighbours, stride, run = 1, 1, 1  # `run` is the size of the axes of the group that lie side by side
+    for axis in (*reversed(axis_names()), None):
+        if axis in axes and axis is not None:
+            run *= sizes[axis]
+        elif axis is None or sizes[axis] > 1:  # an axis of size 1 separates nothing
+            neighbours *= max(1, math.gcd(stride * run, per_node) // stride)
+            stride, run = stride * run * (1 if axis is None else sizes[axis]), 1
+    return neighbours
 
 
-def _read_scopes(stack: str) -> str:
-    parts = [re.sub(r"transpose\(|jvp\(|[()]", "", part) for part in stack.split("/")[1:-1]]
-    return "/".join(part for part in parts if not NO_SCOPE.fullmatch(part))
+def list_transfers(program: Program) -> list[Transfer]:
+    """Return the collectives of one step that are not of products or experts, which have files of their own."""
+    return [*_list_weight_transfers(program), *_list_attention_transfers(program), *_list_stage_transfers(program)]
 
 
-def _read_phase(stack: str) -> str:
-    # jax.grad wraps the names of the forward pass in jvp(...), and of the backward pass in transpose(jvp(...)).
-    if "rematted_computation" in stack:
-        return "recomputed"
-    if "transpose(" in stack:
-        return "backward"
-    return "forward" if "jvp(" in stack else "update"
+def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield gathers of weights before they are used, and reductions of their gradients.
+
+    Blocks on stages gather in every tick, and once more where the backward pass runs a stage again.
+    """
+    layout, strategy = program.layout, program.layout.strategy
+    mesh, pipeline, sync_every = program.mesh, program.choices.pipeline, program.choices.sync_every
+    in_blocks = layout.gathers_in_blocks(sync_every)
+    reductions = 1 if pipeline.num_stages > 1 else program.batch.num_microbatches // sync_every
+    ahead = program.choices.prefetch
+    gathers_of_block = (2 + pipeline.recompute_runs) * pipeline.num_passes
+    is_trained = jax.tree.leaves(program.arch.is_trained)
+    for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
+        equation = weight.equation
+        in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
+        blocks = weight.shape[0] // pipeline.num_stages if equation.is_stacked else 1
+        if gathered_over and strategy.params:
+            times = gathers_of_block if in_blocks and equation.is_stacked else 1
+            size = round(times * count_shard_bytes(weight, in_use, find_gathered_dtype(weight, layout), mesh))
+            count = round(times * blocks) if in_blocks else 1
+            if ahead and equation.is_stacked:  # each forward pass ends with one more, of the last block
+                more = (1 + pipeline.recompute_runs) * pipeline.num_iterations
+                size, count = size * (count + more) // count, count + more
+            yield Transfer("all-gather", gathered_over, size, count=count)
+        elif gathered_over and strategy.optimizer and trained:  # the updated weights
+            yield Transfer("all-gather", gathered_over, count_shard_bytes(weight, in_use, layout.param, mesh))
+        if not trained:
+            continue
+        times = pipeline.num_passes if in_blocks and equation.is_stacked else reductions
+        size = round(times * count_shard_bytes(weight, in_use, layout.reduce, mesh))
+        summed_over = layout.gradient_axes(equation)
+        count = round(times * blocks) if in_blocks else reductions
+        if ahead and equation.is_stacked:  # and each backward pass begins with one more, of zeros
+            size, count = size * (count + pipeline.num_iterations) // count, count + pipeline.num_iterations
+        if gathered_over and strategy.gradients:
+            yield Transfer("reduce-scatter", gathered_over, size, count=count)
+            size //= count_devices(mesh.shape, gathered_over)
+            summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
+        # Compiled programs sum over dp at the end of the backward pass, where nothing is left to do meanwhile.
+        yield Transfer("all-reduce", summed_over, size, overlaps=False, count=count)
+
+
+def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield the rows that stages send one another in each tick, their gradients, and what all stages share."""
+    cfg, layout, mesh, pipeline = program.cfg, program.layout, program.mesh, program.choices.pipeline
+    if pipeline.num_stages == 1:
+        return
+    rows, tokens = count_microbatch_rows(program), program.batch.seq_len
+    local_tokens = tokens // token_shards(mesh.shape)
+    joined = rows * local_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+    stream = joined // count_devices(mesh.shape, layout.stream_axes)
+    extra_bytes = (
+        rows * (local_tokens + tokens) * 4
+    )  # positions, and segments of whole sequences; they have no gradient
+    # The next stage waits for the rows.
+    yield Transfer(
+        "collective-permute",
+        layout.stage_axes,
+        pipeline.num_iterations * (2 * stream + extra_bytes),
+        False,
+        pipeline.num_iterations,
+    )
+    # A part comes in and its result goes out, forward; backward the gradients of both.
+    parts = pipeline.num_microbatches * pipeline.num_parts
+    entered = parts + pipeline.num_stages - 1  # with what the first stage takes when all parts have gone in
+    times = entered + parts
+    yield Transfer("all-gather", layout.stage_axes, times * joined + entered * extra_bytes, overlaps=False)
+    returned = parts if pipeline.num_chunks > 1 else entered
+    yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * joined, overlaps=False)
+    if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
+        yield Transfer("all-gather", layout.stream_axes, times * (joined + joined // pipeline.num_stages), False)
+    # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
+    fields = sum(field.dims == "ABT" for field in find_loss_kind(cfg).fields.values())
+    batch = pipeline.num_microbatches * program.choices.batch.sequences_per_shard * local_tokens * 4
+    yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=False)
+    if pipeline.num_chunks > 1:
+        yield _deal_layers(program)
+
+
+def _deal_layers(program: Program) -> Transfer:
+    """Return the transfer of layers that stages deal out before the first tick, and of gradients afterwards."""
+    layout, mesh, num_chunks = program.layout, program.mesh, program.choices.pipeline.num_chunks
+    num_bytes, count = 0, 0
+    is_trained = jax.tree.leaves(program.arch.is_trained)
+    for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
+        if not weight.equation.is_stacked:
+            continue
+        num_bytes += count_shard_bytes(
+            weight, layout.stored(weight.equation, layout.strategy.params), weight.dtype, mesh
+        )
+        count += num_chunks
+        if trained:
+            stored = layout.stored(weight.equation, layout.strategy.gradients)
+            num_bytes += count_shard_bytes(weight, stored, "float32", mesh)
+            count += num_chunks
+    return Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
+
+
+def count_microbatch_rows(program: Program) -> int:
+    """Return the sequences of one part of a microbatch on one device, while it is on a stage."""
+    pipeline = program.choices.pipeline
+    return program.choices.batch.sequences_per_shard * pipeline.num_stages // pipeline.num_parts
+
+
+def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield the transfers of attention between devices that share sequences, and of the segment ids, spread once."""
+    cfg, axes, mesh = program.cfg, token_axes(), program.mesh
+    if token_shards(mesh.shape) == 1:
+        return
+    num_microbatches, rows, tokens = program.batch
+    segment_ids = math.prod(find_shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
+    yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
+    pipeline = program.choices.pipeline
+    exchanged = import_object(CP_EXCHANGES[program.layout.cp_exchange].transfers)
+    for kind, numbers in cfg.model.head_kinds.items():
+        layers = num_microbatches * len(numbers) * pipeline.iterations_per_microbatch
+        heads = measure_heads(cfg.model, kind, program.choices, mesh)
+        layer = exchanged(program.choices.remat, heads, pipeline.recompute_runs)
+        num_bytes, count = round(layers * layer.num_bytes), max(1, round(layers * layer.count))
+        yield replace(layer, num_bytes=num_bytes, count=count)
+
+
+class LocalHeads(NamedTuple):
+    """Sizes of attention's arrays on one device, for one microbatch, before an exchange."""
+
+    rows: int
+    queries: int  # query heads
+    keys: int  # key/value heads
+    numbers: int  # in one head: rows x own tokens x head dim
+    num_devices: int  # that share a sequence
+    itemsize: int  # bytes of a number in products
+
+
+def measure_heads(model: Model, kind: HeadSizes, choices: Choices, mesh: Mesh | AbstractMesh) -> LocalHeads:
+    """Return the sizes on one device of heads of a kind (`Model.kinds_of_heads`)."""
+    layout, (_, rows, tokens) = choices.layout, choices.shape
+    shape = rows, tokens, model.num_heads, kind.dim
+    local_rows, local_tokens, queries, head_dim = find_shard_shape(shape, layout.activation("BTNH"), mesh)
+    dim_name = kind.dim_names[0]
+    keys = layout.num_local_kv_heads(
+        find_shard_shape((kind.num_kv_heads,), layout.activation(dim_name), mesh)[0], dim_name
+    )
+    numbers, itemsize = local_rows * local_tokens * head_dim, jnp.dtype(layout.compute).itemsize
+    return LocalHeads(local_rows, queries, keys, numbers, token_shards(mesh.shape), itemsize)
+
+
+def swap_heads(remat: Remat, heads: LocalHeads, recompute_runs: bool) -> Transfer:
+    """Return the transfers of a layer whose devices swap queries, keys, values and results: heads for tokens.
+
+    `recompute_runs` is true where the backward pass runs a whole stage once more.
+    """
+    keys = heads.keys * count_repeats(heads.keys, heads.num_devices)
+    # Forward, once more where they are not kept, and backward the same in the other direction.
+    times = 2 + remat.recompute_fraction("exchange") + recompute_runs
+    num_bytes = round(times * 2 * (heads.queries + keys) * heads.numbers * heads.itemsize)
+    return Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=round(4 * times))
+
+
+def hand_on_keys(remat: Remat, heads: LocalHeads, recompute_runs: bool) -> Transfer:
+    """Return the transfers of a layer whose keys, values and their gradients go round a ring."""
+    # Forward, once more where the results are not kept, and backward. The last two begin with the same transfer, which
+    # XLA makes once. Gradients, float32, also go home.
+    hops = (2 + recompute_runs) * (heads.num_devices - 1)
+    hops += round(remat.recompute_fraction("attention") * (heads.num_devices - 2))
+    num_bytes = 2 * heads.keys * heads.numbers * (hops * heads.itemsize + heads.num_devices * 4)
+    return Transfer("collective-permute", token_axes(), num_bytes, count=2 * (hops + heads.num_devices))
+
+
+def find_gathered_dtype(weight: Weight, layout: Layout) -> str:
+    """Return the dtype in which a weight is gathered: codes and scales travel as they are."""
+    return weight.dtype if weight.equation.is_quantized else layout.use_dtype(weight.equation)
+
+
+def count_shard_bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: Mesh | AbstractMesh) -> int:
+    """Return the bytes that one device has of a weight laid out as `spec` in this dtype."""
+    return math.prod(find_shard_shape(weight.shape, spec, mesh)) * jnp.dtype(dtype).itemsize
+
+
+def find_shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """Return the shape of the part of an array that one device has."""
+    return NamedSharding(mesh, PartitionSpec(*spec.partitions)).shard_shape(tuple(shape))
+
+
+# Collectives of activations around products: sums over devices, and tokens that enter and leave branches.
+
+ENTERED = "BTD"  # what the first products of a branch take, and the sums of its last product before they are scattered
+
+
+class Exchange(NamedTuple):
+    """Collectives of one kind on arrays of the same dimensions."""
+
+    kind: str
+    dim_names: str
+    axes: tuple[str, ...]
+    times: float  # in one microbatch
+
+
+def list_matmul_transfers(program: Program) -> list[Transfer]:
+    """Return the collectives of one step that bring activations to products and sum their results.
+
+    A product `x,w->y` of a block runs forward, once more where `training.remat` computes it again, and transposed for
+    the gradient of x.
+    """
+    cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
+    sizes = program.dims | {"B": batch.num_rows, STREAM_TOKENS: batch.seq_len}
+    item = jnp.dtype(layout.compute).itemsize
+    transfers = []
+
+    def add(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> None:
+        count = round(batch.num_microbatches * times)
+        transfers.append(Transfer(kind, axes, round(count * num_bytes), overlaps=False, count=count))
+
+    def count_numbers(dim_names: str) -> int:
+        return math.prod(
+            find_shard_shape([sizes[dim_name] for dim_name in dim_names], layout.activation(dim_names), mesh)
+        )
+
+    for kind, dim_names, axes, times in (*_list_in_blocks(program), *_list_at_ends(program)):
+        if axes and times:
+            add(kind, axes, count_numbers(dim_names) * item, times)
+    if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
+        layers = cfg.model.num_expert_layers * program.choices.pipeline.iterations_per_microbatch
+        forward = 1 + program.choices.remat.recompute_fraction("product") + program.choices.pipeline.recompute_runs
+        choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
+        add("all-gather", layout.stream_axes, choices, 2 * forward * layers)
+        add("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
+    return transfers
+
+
+def _list_in_blocks(program: Program) -> Iterator[Exchange]:
+    """Yield the exchanges around the products of blocks."""
+    cfg, layout, pipeline = program.cfg, program.layout, program.choices.pipeline
+    remat, stream = program.choices.remat, layout.stream_axes
+    entered: dict[str, float] = {}  # layers of each branch that tokens enter, by its name
+    expert_exchanges: list[Exchange] = []  # of one expert
+    for path, weight in jax.tree.leaves_with_path(program.arch.weights):
+        equation = weight.equation.dequantized()
+        if not equation.is_stacked or equation.is_vector or equation.is_scales:
+            continue
+        name, layers = parameter_name(path), weight.shape[0] * pipeline.iterations_per_microbatch
+        recompute = remat.recompute_fraction(product_name(name))
+        if name.split(".")[1] == "mlp" and _gives_stream(equation) and cfg.model.norm_placement == "pre":
+            recompute = 0.0  # nothing behind the last product needs its result again
+        forward = (1 + recompute + pipeline.recompute_runs) * layers
+        if EXPERTS in equation.w:
+            # Sums of experts' products are summed over devices once for each token: not once for each expert, and not
+            # apart for the two products that take it.
+            expert_exchanges = [*_list_around_expert(program, equation, forward, layers), *expert_exchanges]
+        elif stream and equation.leaves_branch:
+            axes, summed = layout.product_axes(equation), equation.y.replace(STREAM_TOKENS, TOKENS)
+            yield Exchange("reduce-scatter", summed, axes, forward)
+            yield Exchange("all-gather", summed, axes, layers)  # of its gradient
+            yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
+        else:
+            yield Exchange("all-reduce", equation.y, layout.product_axes(equation), forward)
+            if stream and equation.x == ENTERED and not _is_update(equation):
+                entered[name.rsplit(".", 2)[0]] = layers
+            else:
+                yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
+    yield from dict.fromkeys(expert_exchanges)
+    for layers in entered.values():
+        times = 2 + pipeline.recompute_runs  # no policy keeps what a branch takes
+        yield Exchange("all-gather", ENTERED, stream, times * layers)
+        yield Exchange("reduce-scatter", ENTERED, stream, layers)
+
+
+def _list_around_expert(program: Program, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
+    """Yield the exchanges around a product of experts, which runs forward `forward` times in all its `layers`."""
+    layout = program.layout
+    gives, takes = layout.product_axes(equation), layout.product_axes(equation.transposed())
+    if not layout.stream_axes:
+        yield Exchange("all-reduce", ENTERED, gives, forward)
+        yield Exchange("all-reduce", ENTERED, takes, layers)
+    elif gives:
+        yield Exchange("reduce-scatter", ENTERED, gives, forward)
+        yield Exchange("all-gather", ENTERED, gives, layers)
+    else:
+        recompute = program.choices.remat.recompute_fraction("product")
+        yield Exchange("all-gather", ENTERED, takes, (1 + recompute) * layers)
+        yield Exchange("reduce-scatter", ENTERED, takes, layers)
+
+
+def _list_at_ends(program: Program) -> Iterator[Exchange]:
+    """Yield the exchanges of embedding and head.
+
+    A vocabulary that is split is summed over in the lookup of tokens, and in the gradient of the logits' product.
+    """
+    table: Weight = program.arch.weights["embedding"]["table"]
+    yield Exchange("all-reduce", ENTERED, program.layout.product_axes(table.equation.transposed()), 2)
+    if (inputs := program.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own
+        yield Exchange("all-reduce", "BTlp", program.layout.product_axes(inputs["table"].equation), 1)
+    # What the head takes, and the gradient of what the lookup gives: the stream begins and ends between them.
+    yield Exchange("all-gather", ENTERED, program.layout.stream_axes, 2)
+
+
+def _is_update(equation: Equation) -> bool:
+    """Return whether a low-rank update has this product: it takes what the product beside it takes."""
+    return "r" in equation.w
+
+
+def _gives_stream(equation: Equation) -> bool:
+    return equation.y.endswith("D") and not equation.x.endswith("D")
+
+
+NUMBER = 4  # bytes of the number of an expert, of a share and of a count
+
+
+class Exchanged(NamedTuple):
+    """Sizes and counts of an exchange of experts in one step."""
+
+    axes: tuple[str, ...]  # that split the experts
+    num_devices: int  # along them
+    num_tokens: int  # of one device in a microbatch
+    per_token: int  # experts of a token
+    num_experts: int  # of a layer
+    row: int  # bytes of a token in products
+    capacity: float | None  # of `count_rows`
+    weighs_inputs: bool
+    layers: float  # layers with experts x microbatches, with those of the bubble of a pipeline
+    runs: float  # forward passes of a layer: one, and those that the backward pass needs again
+    results: float  # forward passes of which the results come back: nothing but a norm behind them needs them again
+
+
+def list_expert_transfers(program: Program) -> list[Transfer]:
+    """Return the collectives of one step that bring tokens to experts of other devices, and results back."""
+    cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
+    axes, mlp = layout.expert_axes, cfg.model.mlp
+    num_devices = count_devices(mesh.shape, axes)
+    if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
+        return []
+    num_tokens = math.prod(find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh))
+    pipeline, remat = program.choices.pipeline, program.choices.remat
+    exchanged = Exchanged(
+        axes,
+        num_devices,
+        num_tokens,
+        mlp.experts_per_token,
+        mlp.num_experts,
+        row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
+        capacity=cfg.model.expert_buffer_factor,
+        weighs_inputs=mlp.weighted == "inputs",
+        layers=cfg.model.num_expert_layers * batch.num_microbatches * pipeline.iterations_per_microbatch,
+        runs=1 + remat.recompute_fraction("exchange") + pipeline.recompute_runs,
+        results=1 + pipeline.recompute_runs + remat.recompute_fraction("product") * (cfg.model.norm_placement != "pre"),
+    )
+    return list(import_object(EXPERT_EXCHANGES[layout.expert_exchange].transfers)(exchanged))
+
+
+def gather_tokens(each: Exchanged) -> Iterator[Transfer]:
+    """Yield gathers of tokens, experts and shares, reduce-scatters of sums, and the opposite for gradients.
+
+    An example: tokens of 2,048 bytes (`row`) with 2 experts each; their numbers are 8 bytes (`choices`), and so are
+    their shares. Where the backward pass needs nothing again, one layer moves for each token
+
+        all-gather       2,048 + 8 + 8   forward: the token, the numbers of its experts, their shares
+                         2,048           backward: the gradient of its sum
+        reduce-scatter   2,048           forward: the sum of its experts' results
+                         2,048 + 8       backward: the gradients of the token and of its shares
+    """
+    local = each.num_tokens * each.num_devices  # tokens of a group
+    choices = each.per_token * NUMBER
+    gathers = each.runs * (each.row + 2 * choices) + each.row
+    count = round(each.layers * (3 * each.runs + 1))
+    yield Transfer("all-gather", each.axes, round(each.layers * local * gathers), overlaps=False, count=count)
+    num_bytes = round(each.layers * local * ((each.results + 1) * each.row + choices))
+    count = round(each.layers * (each.results + 2))
+    yield Transfer("reduce-scatter", each.axes, num_bytes, overlaps=False, count=count)
+
+
+def send_rows(each: Exchanged) -> Iterator[Transfer]:
+    """Yield counts that all devices gather, rows and their shares there, results back, and the same for gradients.
+
+    A row is a token on its way to one expert: a token with 2 experts sends 2 rows. Before rows travel, each device
+    tells all others how many rows it has for each expert.
+
+        forward    counts to all   rows and shares to the experts   results back
+        backward                   gradients of results there       gradients of rows and shares back
+    """
+    counts = each.num_devices * each.num_experts * NUMBER
+    times = each.layers * each.runs
+    yield Transfer("all-gather", each.axes, round(times * counts), overlaps=False, count=round(times))
+    num_local = each.num_experts // each.num_devices
+    capacity = count_rows(each.num_tokens, each.per_token, each.num_devices, num_local, each.capacity)
+    num_rows = min(each.num_tokens * each.per_token, capacity)
+    there = each.runs + 1
+    factor = 0.0 if each.weighs_inputs else there
+    num_bytes = round(each.layers * num_rows * ((there + each.results + 1) * each.row + factor * NUMBER))
+    count = round(each.layers * (there + each.results + 1 + factor))
+    yield Transfer("ragged-all-to-all", each.axes, num_bytes, overlaps=False, count=count)

@@ -13,7 +13,7 @@ INK, PALE, LIMIT = "#222222", "#8a8a8a", "#b02a37"
 @dataclass(frozen=True)
 class Bar:
     parts: dict[str, float]  # length of each part by its name, drawn from left to right
-    words: str  # text to the right of the bar
+    text: str  # text to the right of the bar
     mark: float | None = None  # where a vertical line crosses the bar, in the unit of the lengths
 
 
@@ -28,48 +28,48 @@ class Panel:
     notes: dict[str, str] = field(default_factory=dict)  # more entries of the legend, with their colours
 
 
-def draw(title: str, labels: list[tuple[str, str]], panels: list[Panel]) -> bytes:
+def plot(title: str, labels: list[tuple[str, str]], panels: list[Panel]) -> bytes:
     """Return a PNG of panels beside one another; `labels` are text and colour of each row, shared by all panels."""
     font = ImageFont.load_default(13)
-    panel_width = BARS + 30 + round(max(font.getlength(bar.words) for panel in panels for bar in panel.bars))
+    panel_width = BARS + 30 + round(max(font.getlength(bar.text) for panel in panels for bar in panel.bars))
     image = Image.new("RGB", (LABEL + len(panels) * panel_width, ROW * (len(labels) + 4)), "white")
     canvas = ImageDraw.Draw(image)
     canvas.text((10, 8), title, INK, ImageFont.load_default(16))
-    for place, (label, ink) in enumerate(labels):
-        canvas.text((10, ROW * (place + 3) + 5), label, ink, font)
-    for place, panel in enumerate(panels):
-        _draw(canvas, font, panel, LABEL + place * panel_width)
+    for index, (label, ink) in enumerate(labels):
+        canvas.text((10, ROW * (index + 3) + 5), label, ink, font)
+    for index, panel in enumerate(panels):
+        _plot(canvas, font, panel, LABEL + index * panel_width)
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
-def _draw(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> None:
+def _plot(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> None:
     canvas.text((left, ROW + 8), panel.title, INK, font)
     at = left
     for name, colour in (panel.colours | panel.notes).items():
         canvas.rectangle((at, 2 * ROW + 8, at + 11, 2 * ROW + 19), colour)
         canvas.text((at + 16, 2 * ROW + 5), name, INK, font)
         at += 26 + round(canvas.textlength(name, font))
-    longest = max([panel.limit or 0.0, *(max(sum(bar.parts.values()), bar.mark or 0.0) for bar in panel.bars)])
+    max_value = max([panel.limit or 0.0, *(max(sum(bar.parts.values()), bar.mark or 0.0) for bar in panel.bars)])
     if panel.limit:
-        longest = min(longest, 2 * panel.limit)  # a bar far past the limit is cut, or it would dwarf all others
-    scale = (BARS - 10) / longest if longest else 0.0
-    for place, bar in enumerate(panel.bars):
-        top, start = ROW * (place + 3), float(left)
+        max_value = min(max_value, 2 * panel.limit)  # a bar far past the limit is cut, or it would dwarf all others
+    scale = (BARS - 10) / max_value if max_value else 0.0
+    for index, bar in enumerate(panel.bars):
+        top, start = ROW * (index + 3), float(left)
         for name, length in bar.parts.items():
             end = min(start + scale * length, left + BARS - 10)
             canvas.rectangle((start, top + 4, end, top + ROW - 6), panel.colours[name])
             start = end
-        words_at, limit_at = start + 6, left + scale * (panel.limit or 0.0)
-        if words_at < limit_at < words_at + font.getlength(bar.words):  # the line of the limit would cross the words
-            words_at = limit_at + 6
-        canvas.text((words_at, top + 5), bar.words, INK, font)
+        text_at, limit_at = start + 6, left + scale * (panel.limit or 0.0)
+        if text_at < limit_at < text_at + font.getlength(bar.text):  # the line of the limit would cross the words
+            text_at = limit_at + 6
+        canvas.text((text_at, top + 5), bar.text, INK, font)
         if bar.mark is not None:
-            _draw_line(canvas, left + scale * bar.mark, top, top + ROW - 2, INK)
+            _plot_line(canvas, left + scale * bar.mark, top, top + ROW - 2, INK)
     if panel.limit:
-        _draw_line(canvas, left + scale * panel.limit, 3 * ROW, ROW * (len(panel.bars) + 3), LIMIT)
+        _plot_line(canvas, left + scale * panel.limit, 3 * ROW, ROW * (len(panel.bars) + 3), LIMIT)
 
 
-def _draw_line(canvas: ImageDraw.ImageDraw, x: float, top: int, bottom: int, colour: str) -> None:
+def _plot_line(canvas: ImageDraw.ImageDraw, x: float, top: int, bottom: int, colour: str) -> None:
     canvas.line((x, top, x, bottom), colour, 2)

@@ -1,19 +1,20 @@
 """Data: from files on disk to batches of token ids. The pipeline in order, with the name of each thing on the way:
 
-    find   `tunix.sources`      Unit       a piece of work for one process: a file, or a range of its bytes or rows
-    read   `tunix.sources`      Item       one thing in a unit: a text, or a row with named columns
+    find   `files`, `sources`   Unit       a piece of work for one process: a file, or a range of its bytes or rows
+    read   `files`, `sources`   Item       one thing in a unit: a text, or a row with named columns
            `documents`          Document   an item as the task needs it: a text, the turns of a conversation, or a
                                            Question: the turns before an answer, and the other columns of the row
     make   `shards`             Part       tokens of the documents of one split, train or held out, while collected
-           `stream`             Arrays     the same on disk, for one shard: tokens, starts of documents, answers
-    open   `stream`             Stream     all shards of a split, mapped into memory when they are read
+                                Arrays     the same on disk, for one shard: tokens, starts of documents, answers
+    open   `shards`             Stream     all shards of a split, mapped into memory when they are read
     pack   `packing`            Sequences  a stream cut into sequences of T = training.seq_len tokens
                                 Example    one of them: the arrays that the model is trained on
            `prompts`            Prompt     in place of an Example, where the model writes the answers itself
 
-`tokenize` runs the first half for one source and keeps the result in the cache, `tokenized_sources` for all sources of
-a config. `corpus.load_corpus` and `prompts.load_prompts` run the second half, too. `mixture` deals out samples of
-several sources, `samples` shuffles them, and `batches` reads the samples of a step. Read `corpus` first.
+`tokenize` runs the first half for one source and keeps the result in the cache; `dataset` for all sources of a
+config. `dataset.load_corpus` and `prompts.load_prompts` run the second half, too. `sample_order` chooses and shuffles
+the samples of one source or of several, and `batches` reads the samples of a step; `batch` lists the fields of a
+batch. `table` lists sources and kinds of documents. Read `dataset` first.
 
 An example. The row {"prompt": "1+1?", "completion": "2"} of a JSONL file (task=sft) becomes a conversation of two
 turns; the chat template makes it text, and the tokenizer makes that tokens (written as text here, with T = 8):

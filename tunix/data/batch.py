@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from tunix.config.batch_stages import BatchShape
-from tunix.sharding.placement import activation_spec
+from tunix.config.batch import BatchShape
+from tunix.sharding.layout import activation_spec
 
 Batch = dict[str, jax.Array]  # [A, B, T] on the devices; [B, T] inside the loop over microbatches
 Example = dict[str, np.ndarray]  # [T], one sequence; or several of them stacked, [A, B, T]
@@ -60,7 +60,7 @@ def empty_example(seq_len: int, fields: Mapping[str, Field] = FIELDS) -> Example
     return {name: np.zeros(shape.of(field.dims[2:]), field.dtype) for name, field in fields.items()}
 
 
-def cut_rows(batch: Example, num_cuts: int) -> Example:
+def split_rows(batch: Example, num_cuts: int) -> Example:
     """Cut each sequence of a batch `[A, B, T]` into rows: `[A, B * num_cuts, T / num_cuts]`.
 
     A row is what packing would have made of its tokens alone: documents that began before the row begin with it.

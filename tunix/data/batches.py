@@ -11,12 +11,10 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.batch_stages import BatchPeriod
-from tunix.data.batch import FIELDS, Batch, Example, Field, add_fields, cut_rows, stack_examples
-from tunix.data.course import Course, make_course, schedule_after
+from tunix.config.batch import BatchKeys, BatchPeriod
+from tunix.data.batch import FIELDS, Batch, Example, Field, add_fields, split_rows, stack_examples
 from tunix.data.packing import Sequences
-from tunix.data.position import BEGINNING, Position
-from tunix.data.samples import Samples
+from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples, make_data_schedule, schedule_after
 from tunix.sharding.arrays import local_rows, to_global
 
 Numbers = dict[str, float]  # of one step, by their names in metrics.jsonl
@@ -28,10 +26,17 @@ class TrainBatches(Samples):
     These are A x B samples. In a stage of `training.batch_stages` with shorter sequences a sample becomes several rows.
     """
 
-    def __init__(self, parts: dict[str, Sequences], cfg: Config, mesh: Mesh, fields: Mapping[str, Field] = FIELDS):
+    def __init__(
+        self,
+        parts: dict[str, Sequences],
+        cfg: Config,
+        batch: BatchKeys,
+        mesh: Mesh,
+        fields: Mapping[str, Field] = FIELDS,
+    ):
         """`fields` are those of the loss."""
-        self.cfg, self.mesh, self.fields = cfg, mesh, fields
-        schedule = schedule_after(BEGINNING, cfg, mesh.shape)
+        self.cfg, self.batch, self.mesh, self.fields = cfg, batch, mesh, fields
+        schedule = schedule_after(BEGINNING, batch, mesh.shape)
         self._set_period(schedule.periods[-1])
         num_sequences, needed = sum(map(len, parts.values())), max(period.num_samples for period in schedule.periods)
         if num_sequences < needed:
@@ -39,7 +44,7 @@ class TrainBatches(Samples):
                 f"the training data make {num_sequences} sequences of training.seq_len={cfg.training.seq_len} tokens, "
                 f"one step needs {needed}; add data or make the batch or seq_len smaller"
             )
-        super().__init__(parts, cfg, make_course(cfg, schedule, BEGINNING), cfg.training.seq_len)
+        super().__init__(parts, cfg, make_data_schedule(cfg, schedule, BEGINNING), cfg.training.seq_len)
 
     def _set_period(self, period: BatchPeriod) -> None:
         self.batch_size, self.num_cuts = period.num_samples, period.num_cuts
@@ -62,7 +67,7 @@ class TrainBatches(Samples):
         """
         microbatches = range(first_sample, first_sample + self.batch_size, self.num_rows)
         examples = stack_examples([[self[start + row] for row in self.rows] for start in microbatches])
-        return add_fields(cut_rows(examples, self.num_cuts), self.fields)
+        return add_fields(split_rows(examples, self.num_cuts), self.fields)
 
     def iterate(self, first_samples: Sequence[int]) -> Generator[Batch]:
         """Yield the global batches that start at these samples. They are read ahead; any start costs the same."""
@@ -78,14 +83,14 @@ class TrainBatches(Samples):
 class FirstSamples(Sequence[int]):
     """The first sample of each of some steps of a course: computed when asked for, as a run may have millions."""
 
-    def __init__(self, course: Course, steps: range):
-        self.course, self.steps = course, steps
+    def __init__(self, data_schedule: DataSchedule, steps: range):
+        self.data_schedule, self.steps = data_schedule, steps
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __getitem__(self, number: Any) -> Any:
-        return self.course.samples(self.steps[number]).start
+        return self.data_schedule.samples(self.steps[number]).start
 
 
 class BatchSource(Protocol):
@@ -117,7 +122,7 @@ class BatchSource(Protocol):
         """End reading."""
 
 
-class ReadAhead:
+class PrefetchReader:
     """The batches of a corpus from `start` to the step `last`, read ahead by threads: a `BatchSource`."""
 
     phase = "reading a batch"
@@ -125,19 +130,19 @@ class ReadAhead:
 
     def __init__(self, data: TrainBatches, start: Position, last: int):
         self.data, self.start, self.step = data, start, start.step
-        self.schedule = schedule_after(start, data.cfg, data.mesh.shape)
-        self.course = make_course(data.cfg, self.schedule, start)
+        self.schedule = schedule_after(start, data.batch, data.mesh.shape)
+        self.data_schedule = make_data_schedule(data.cfg, self.schedule, start)
         self.batches = self._iterate(last)
 
     def _iterate(self, last: int) -> Generator[Batch]:
         for period in self.schedule.periods:
             steps = period.steps(self.start.step + 1, last)
-            yield from self.data.in_period(period).iterate(FirstSamples(self.course, steps))
+            yield from self.data.in_period(period).iterate(FirstSamples(self.data_schedule, steps))
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         batch = next(self.batches)
-        wait_s = time.perf_counter() - begun
+        wait_s = time.perf_counter() - start_time
         self.step += 1
         position = self.after(self.step)
         by_source = {f"tokens_{name}": count for name, count in position.source_tokens.items()}
@@ -145,10 +150,10 @@ class ReadAhead:
         return batch, {"tokens": tokens, **by_source, "data_wait_s": wait_s}
 
     def after(self, step: int) -> Position:
-        return self.data.position_after(step, self.start, self.course)
+        return self.data.position_after(step, self.start, self.data_schedule)
 
     def samples(self, step: int) -> range:
-        return self.course.samples(step)
+        return self.data_schedule.samples(step)
 
     def can_stop(self, step: int) -> bool:
         return True

@@ -1,17 +1,22 @@
-"""Documents of a task, made of the items that a source reads: a text, a conversation, a prompt, a pair."""
+"""Documents: items of a source become texts, conversations, prompts or pairs, and then tokens."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tunix.base.dotted import import_object
+import numpy as np
+
+from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Task
-from tunix.config.document_kinds import DOCUMENTS
 from tunix.config.task import Prompted
-from tunix.sources import Columns, Item, Rows, Source
-from tunix.sources.files import Unit
-from tunix.tokenizer.chat import Message
+from tunix.data.chat import Message
+from tunix.data.files import TOO_LONG, Columns, Item, Limited, Rows, Source, Unit, is_longer
+from tunix.data.pieces import count_bytes
+from tunix.data.table import DOCUMENTS
+from tunix.data.tokenizer import Vocab
+
+# Documents of a task, made of the items that a source reads: a text, a conversation, a prompt, a pair.
 
 PROMPT_ROLES = {"system", "developer", "user", "tool"}  # the model learns nothing from turns of these roles
 
@@ -53,7 +58,7 @@ class LeftOut(NamedTuple):
     """An item of a source that gives no document."""
 
     name: str
-    reason: str  # "empty", "not UTF-8", "bad row"
+    reason: str  # "empty", "not UTF-8", "bad row", `TOO_LONG`, `NOT_CUT` (data/shards.py)
 
 
 def read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
@@ -62,13 +67,24 @@ def read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document 
     Raises:
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
+    limit = source.max_document_bytes if isinstance(source, Limited) else None
+    for document in _read_documents(source, task, unit):
+        if limit and isinstance(document, Document) and is_longer(document.text, limit):
+            yield LeftOut(document.name, TOO_LONG)
+        else:
+            yield document
+
+
+def _read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
     read = import_object(DOCUMENTS[task.documents].read)
     if task.documents == "prompt" and isinstance(source, Rows):
         items = source.read_all_columns(unit)
     else:
         items = source.read(unit)
     for item in items:
-        if isinstance(item.content, str):
+        if item.problem == TOO_LONG:
+            yield LeftOut(item.name, TOO_LONG)
+        elif isinstance(item.content, str):
             if not DOCUMENTS[task.documents].takes_text:
                 raise UserError(
                     f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
@@ -91,7 +107,8 @@ def _read_row(source: Rows, task: Task, item: Item, read: Callable[..., Any]) ->
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
         content = read(source.columns, item.content, task)
-        encode_json(content)  # fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is
+        # Fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is.
+        count_bytes(content) if isinstance(content, str) else encode_json(content)
     except (BadRow, UnicodeEncodeError) as error:
         if source.bad_rows == "error":
             problem = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
@@ -206,11 +223,13 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     """Return the turns of a list of {role, content}, or of such a list written as JSON."""
     try:
         turns = json.loads(value) if isinstance(value, str) else value
-        messages = [{"role": str(turn["role"]), "content": turn["content"]} for turn in turns]
-    except (ValueError, TypeError, KeyError):
+        messages = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise BadRow(f"has no list of {{role, content}} in column {column}") from None
     if not all(isinstance(message["content"], str) for message in messages):
         raise BadRow(f"has a content in column {column} that is not text")
+    if not all(isinstance(message["role"], str) and message["role"] for message in messages):
+        raise BadRow(f"has a role in column {column} that is not text")
     roles = {message["role"] for message in messages}
     if "assistant" not in roles and (others := roles - PROMPT_ROLES):
         raise BadRow(f"has role {min(others)} in column {column} and no assistant, whose turns are the answers")
@@ -230,3 +249,85 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
     if not isinstance(value, kinds):
         raise BadRow(f"holds {type(value).__name__} in column {name}, not text")
     return value
+
+
+# Documents to tokens: a text, a conversation, a prompt or a pair becomes what a shard keeps of it.
+#
+# text           <bos> text <eos>
+# conversation   the turns by the chat template; `answers` marks the tokens of the assistant
+# prompt         the turns by the chat template, up to where an answer begins
+# pair           prompt, chosen answer, prompt, rejected answer; `split` is where the second prompt begins
+
+
+NO_ANSWERS = np.zeros(0, bool)
+
+
+class Encoded(NamedTuple):
+    """One document as a shard keeps it."""
+
+    text_bytes: int
+    tokens: Sequence[np.ndarray]  # parts of its tokens, one after the other
+    answers: np.ndarray = NO_ANSWERS  # [T] bool of a conversation or a pair: which tokens are answers
+    split: int = 0  # of a pair: where the rejected answer begins, with its prompt
+    row: bytes = b""  # of a prompt: its text and its columns, as JSON
+
+
+def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    before, after = (np.array([token], vocab.dtype) for token in (vocab.bos or 0, vocab.eos))
+    texts = [str(document.content) for document in documents]
+    # With this, "<eos>" within a text is text, and does not end the document.
+    vocab.backend.encode_special_tokens = True
+    for text, tokens in zip(texts, vocab.encode(texts), strict=True):
+        parts = (tokens, after) if vocab.bos is None else (before, tokens, after)
+        yield Encoded(count_bytes(text), parts)
+
+
+def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    conversations = [vocab.chat.segments(document.content) for document in documents]  # type: ignore[arg-type]
+    # Here "<eos>" comes from the chat template, and is the special token.
+    vocab.backend.encode_special_tokens = False
+    # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
+    pieces = [text for segments in conversations for text, _ in segments]
+    encoded = vocab.encode(pieces)
+    for segments in conversations:
+        tokens: list[np.ndarray] = []
+        answers: list[np.ndarray] = [NO_ANSWERS]
+        for _, is_answer in segments:
+            tokens.append(next(encoded))
+            answers.append(np.full(len(tokens[-1]), is_answer))
+        yield Encoded(sum(count_bytes(text) for text, _ in segments), tokens, np.concatenate(answers))
+
+
+def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield the tokens up to where an answer begins, as `tunix.generate` asks for one."""
+    questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
+    texts = [vocab.chat.render(question.messages, add_generation_prompt=True) for question in questions]
+    vocab.backend.encode_special_tokens = False
+    for text, tokens, question in zip(texts, vocab.encode(texts), questions, strict=True):
+        yield Encoded(count_bytes(text), (tokens,), row=encode_json({"text": text, "columns": question.columns}))
+
+
+def encode_pairs(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
+    pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
+    both = [Document("", [*pair.prompt, *answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    encoded = encode_conversations(vocab, both)
+    # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.
+    for pair, chosen, rejected in zip(pairs, encoded, encoded, strict=False):
+        num_earlier = sum(turn["role"] == "assistant" for turn in pair.prompt)
+        yield Encoded(
+            chosen.text_bytes + rejected.text_bytes,
+            (*chosen.tokens, *rejected.tokens),
+            np.concatenate([_without_first(each.answers, num_earlier) for each in (chosen, rejected)]),
+            sum(map(len, chosen.tokens)),
+        )
+
+
+def _without_first(answers: np.ndarray, count: int) -> np.ndarray:
+    """Return which tokens are answers, without the first `count` answers.
+
+    answers, count=1     0 1 1 0 0 1 1 1
+    result               0 0 0 0 0 1 1 1
+    """
+    starts = answers & ~np.concatenate([[False], answers])[:-1]
+    return answers & (np.cumsum(starts) > count)

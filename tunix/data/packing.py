@@ -8,9 +8,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from tunix.base.disk import make_once
+from tunix.base.files import locate_cached, make_once
 from tunix.data.batch import Example, empty_example
-from tunix.data.stream import Arrays, Stream, locate
+from tunix.data.shards import Arrays, Stream, locate
 
 
 class Sequences(grain.sources.RandomAccessDataSource):
@@ -63,7 +63,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
         return self.stream.num_documents - sum(len(pieces) for pieces, _ in self.plans)
 
     def pairs_of(self, index: int) -> tuple[int, np.ndarray]:
-        """Return the number of the shard of a sequence, and the numbers of its pairs in that shard, in their order."""
+        """Return the number of the shard of a sequence, and the numbers [pairs] of its pairs in that shard, in their
+        order."""
         assert self.plans is not None
         number, local = locate(index, self.ends)
         pieces, bounds = self.plans[number]
@@ -86,15 +87,15 @@ class Sequences(grain.sources.RandomAccessDataSource):
         number, local = locate(index, self.ends)
         shard = self.stream.shard(number)
         if self.plans is None:
-            return _cut_window(shard, local * self.seq_len, self.seq_len)
+            return _slice_window(shard, local * self.seq_len, self.seq_len)
         pieces, bounds = self.plans[number]
         own = pieces[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
-            return _fill_pieces(shard, own, self.seq_len)
+            return _fill_chunks(shard, own, self.seq_len)
         return _fill_pairs(shard, own, self.seq_len, None if self.of_pairs is None else self.of_pairs(number))
 
 
-def _cut_window(shard: Arrays, first: int, seq_len: int) -> Example:
+def _slice_window(shard: Arrays, first: int, seq_len: int) -> Example:
     """Return the example of the T tokens from `first` on, whatever documents they are of.
 
     documents        a a a a a b b c c c c ...       T = 6, first = 3
@@ -122,19 +123,19 @@ def _cut_window(shard: Arrays, first: int, seq_len: int) -> Example:
     return example
 
 
-def _fill_pieces(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
+def _fill_chunks(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
     """Return the example of pieces one after the other, then padding; each has its next token as last target."""
     example = empty_example(seq_len)
-    place = 0
+    offset = 0
     for segment, (first, length) in enumerate(pieces, 1):
-        here = slice(place, place + length)
+        span = slice(offset, offset + length)
         tokens = shard.tokens[first : first + length + 1]
-        example["tokens"][here], example["targets"][here] = tokens[:-1], tokens[1:]
-        example["positions"][here] = np.arange(length)
-        example["segment_ids"][here] = segment
+        example["tokens"][span], example["targets"][span] = tokens[:-1], tokens[1:]
+        example["positions"][span] = np.arange(length)
+        example["segment_ids"][span] = segment
         learnt = 1 if shard.answers is None else shard.answers[first + 1 : first + length + 1]
-        example["loss_mask"][here] = learnt
-        place += length
+        example["loss_mask"][span] = learnt
+        offset += length
     return example
 
 
@@ -151,16 +152,16 @@ def _fill_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: 
     for first, length in pieces:
         split = int(shard.splits[np.searchsorted(shard.starts, first)])
         halves += [[first, split - 1], [first + split, length - split + 1]]
-    example = _fill_pieces(shard, halves, seq_len)
+    example = _fill_chunks(shard, halves, seq_len)
     if of_pairs is None:
         return example
     example["reference_log_probs"] = np.zeros(seq_len, np.float32)
-    place = 0
+    offset = 0
     for number, (first, length) in enumerate(halves):
-        place += length
+        offset += length
         # The document begins with its first half. The answer ends with the last token that is learnt, from the right.
         start = first if number % 2 == 0 else halves[number - 1][0]
-        last = place - 1 - int(np.argmax(example["loss_mask"][place - length : place][::-1] > 0))
+        last = offset - 1 - int(np.argmax(example["loss_mask"][offset - length : offset][::-1] > 0))
         example["reference_log_probs"][last] = of_pairs[np.searchsorted(shard.starts, start), number % 2]
     return example
 
@@ -178,17 +179,18 @@ def _make_plan(
         folder.mkdir()
         shard, tokens = stream.shard(number), stream.sizes[number][0]
         lengths, starts = np.diff(shard.starts, append=tokens), np.asarray(shard.starts)
-        pieces = (_cut_pieces if shard.splits is None else _take_whole_pairs)(lengths, starts, seq_len)
+        pieces = (_split_chunks if shard.splits is None else _take_whole_pairs)(lengths, starts, seq_len)
         rows = list(PACKINGS[packing](pieces[:, 1], seq_len))
         np.save(folder / "bounds.npy", np.cumsum([0, *map(len, rows)]))
         np.save(folder / "pieces.npy", pieces[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
 
-    folder = make_once(cache_dir / "packing" / f"{stream.fingerprint}-{packing}-{seq_len}" / f"{number:05}", make)
+    plans = locate_cached(cache_dir, "packing", f"{stream.fingerprint}-{packing}-{seq_len}")
+    folder = make_once(plans / f"{number:05}", make)
     pieces, bounds = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "bounds"))
     return pieces, bounds
 
 
-def _cut_pieces(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+def _split_chunks(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
     """Cut each document's tokens but the last, which is only a target, into pieces [pieces, 2] of at most T tokens.
 
         T = 4, a document of 10 tokens from 100 on: 9 tokens to read    (100, 4) (104, 4) (108, 1)
@@ -208,12 +210,6 @@ def _take_whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> 
     return pieces[pieces[:, 1] <= seq_len]
 
 
-def _pack_alone(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
-    """Give each piece a sequence of its own."""
-    for piece in range(len(lengths)):
-        yield [piece]
-
-
 def _pack_best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
     """Best-fit decreasing: from the longest piece down, each into the sequence that it fills up most.
 
@@ -223,33 +219,36 @@ def _pack_best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
         T = 8, pieces of 6 5 3 2 2      6 | 6, 5 | 6, 5 3 | 6 2, 5 3 | 6 2, 5 3, 2
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(seq_len + 1)]  # sequences, by the room in them
+    by_capacity: list[list[int]] = [[] for _ in range(seq_len + 1)]  # sequences, by the room in them
     order = np.argsort(-lengths, kind="stable")
-    cuts = np.flatnonzero(np.diff(lengths[order], prepend=-1))
+    bounds = np.flatnonzero(np.diff(lengths[order], prepend=-1))
     rooms: list[int] = []  # the rooms that some sequence has, in order
-    for group in np.split(order, cuts[1:]) if len(order) else []:
+    for group in np.split(order, bounds[1:]) if len(order) else []:
         length = int(lengths[group[0]])
         waiting = group.tolist()[::-1]
         while waiting:
             at = bisect.bisect_left(rooms, length)  # the least room that is enough
             if at == len(rooms):
-                row, room = len(rows), seq_len
+                row, capacity = len(rows), seq_len
                 rows.append([])
             else:
-                room = rooms[at]
-                row = by_room[room].pop()
-                if not by_room[room]:
+                capacity = rooms[at]
+                row = by_capacity[capacity].pop()
+                if not by_capacity[capacity]:
                     del rooms[at]
             # As many of this length as fit: each would choose the same sequence, whose room is still the least.
-            while waiting and room >= length:
+            while waiting and capacity >= length:
                 rows[row].append(waiting.pop())
-                room -= length
-            if room:
-                if not by_room[room]:
-                    bisect.insort(rooms, room)
-                by_room[room].append(row)
+                capacity -= length
+            if capacity:
+                if not by_capacity[capacity]:
+                    bisect.insort(rooms, capacity)
+                by_capacity[capacity].append(row)
     yield from rows
 
 
 # (lengths of pieces, T) -> the numbers of the pieces of each sequence.
-PACKINGS: dict[str, Callable[[np.ndarray, int], Iterator[list[int]]]] = {"best_fit": _pack_best_fit, "pad": _pack_alone}
+PACKINGS: dict[str, Callable[[np.ndarray, int], Iterator[list[int]]]] = {
+    "best_fit": _pack_best_fit,
+    "pad": lambda lengths, seq_len: ([piece] for piece in range(len(lengths))),
+}

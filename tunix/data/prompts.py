@@ -3,7 +3,7 @@
     row       {"question": "1+1?", "answer": "It is #### 2", "level": 1}        data.columns.prompt=question
     Prompt    tokens    <bos>user:\\n1+1?\\nassistant:\\n          up to where the answer begins
               text      the same as text
-              columns   the row: question, answer, level       for the rewards
+              columns   the row: question, answer, level       for the rewards, with the prompt's turns as `messages`
 
 Training takes prompts in the order of `Samples`, so its place in them is one number. A prompt that is longer than the
 limit is left out and counted, never cut.
@@ -20,11 +20,12 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
-from tunix.config import Config
-from tunix.data.corpus import Corpus
-from tunix.data.stream import Prepared, Stream, locate
-from tunix.data.tokenized_sources import compute_fingerprint, prepare_corpus
-from tunix.tokenizer.vocabulary import Vocabulary
+from tunix.config import Config, Task
+from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
+from tunix.data.documents import read_prompt
+from tunix.data.shards import Prepared, Stream, locate
+from tunix.data.table import Rows, Source
+from tunix.data.tokenizer import Vocab
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +35,24 @@ class Prompt(NamedTuple):
 
     tokens: list[int]
     text: str  # by the chat template
-    columns: dict[str, Any]  # of its row; `answer` is the answer in the data, if no column has that name
+    columns: dict[str, Any]  # of its row; if none has such a name also `answer` of the data, `messages` of the prompt
 
 
 class PromptPart(grain.sources.RandomAccessDataSource):
-    """The prompts of a stream that have at most `longest` tokens; any of them at the same cost."""
+    """The prompts of a stream that have at most `max_length` tokens; any of them at the same cost."""
 
     documents_per_sequence = 1.0
 
-    def __init__(self, stream: Stream, longest: int):
-        self.stream = stream
-        self.kept: list[np.ndarray] = []  # of each shard, the numbers of its documents
+    def __init__(self, stream: Stream, max_length: int, source: Source, task: Task):
+        """`source` and `task` are those of the prompts, of which `stream` holds the texts and the rows."""
+        self.stream, self.source, self.task = stream, source, task
+        self.selected: list[np.ndarray] = []  # of each shard, the numbers of its documents
         self.num_tokens = 0
         for number, (tokens, _) in enumerate(stream.sizes):
             lengths = np.diff(stream.shard(number).starts, append=tokens)
-            self.kept.append(np.flatnonzero(lengths <= longest))
-            self.num_tokens += int(lengths[self.kept[-1]].sum())
-        self.ends = np.cumsum([len(kept) for kept in self.kept])
+            self.selected.append(np.flatnonzero(lengths <= max_length))
+            self.num_tokens += int(lengths[self.selected[-1]].sum())
+        self.ends = np.cumsum([len(selected) for selected in self.selected])
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -60,19 +62,23 @@ class PromptPart(grain.sources.RandomAccessDataSource):
         return self.stream.num_documents - len(self)
 
     def __getitem__(self, index: Any) -> Prompt:
-        number, place = locate(index, self.ends)
-        document = int(self.kept[number][place])
+        number, shard_index = locate(index, self.ends)
+        document = int(self.selected[number][shard_index])
         shard = self.stream.shard(number)
         assert shard.rows is not None
         assert shard.row_ends is not None
-        tokens = shard.tokens[_find_span(shard.starts, document, len(shard.tokens))]
+        starts = [*shard.starts[document : document + 2], len(shard.tokens)]
+        tokens = shard.tokens[int(starts[0]) : int(starts[1])]
         begin = int(shard.row_ends[document - 1]) if document else 0
         row = json.loads(shard.rows[begin : int(shard.row_ends[document])].tobytes())
-        return Prompt(tokens.tolist(), row["text"], row["columns"])
+        return Prompt(tokens.tolist(), row["text"], self._add_messages(row["columns"]))
 
-
-def _find_span(starts: np.ndarray, document: int, end: int) -> slice:
-    return slice(int(starts[document]), int(starts[document + 1]) if document + 1 < len(starts) else end)
+    def _add_messages(self, row: dict[str, Any]) -> dict[str, Any]:
+        if "messages" in row or not isinstance(self.source, Rows):  # a copied folder does not say what its columns are
+            return row
+        question = read_prompt(self.source.columns, row, self.task)
+        assert question is not None
+        return {"messages": question.messages, **row}
 
 
 @dataclass(frozen=True)
@@ -82,13 +88,13 @@ class PromptCorpus:
     prepared: dict[str, Prepared]  # keyed by the name of the source
     train: dict[str, PromptPart]  # keyed by the name of the source
     held_out: dict[str, PromptPart]
-    vocabulary: Vocabulary
+    vocab: Vocab
     fingerprint: str  # identifies the training prompts: rows, template, tokenizer, split, longest prompt
     summary: str  # a line for each source
 
     @property
     def tokenizer(self) -> Backend:
-        return self.vocabulary.backend
+        return self.vocab.backend
 
     @property
     def num_samples(self) -> int:
@@ -113,13 +119,13 @@ class PromptCorpus:
 AnyCorpus = Corpus | PromptCorpus
 
 
-def load_prompts(cfg: Config, longest: int) -> PromptCorpus:
-    """Read the prompts of `cfg.data` that have at most `longest` tokens; `cfg.task` must be one that asks for them.
+def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
+    """Read the prompts of `cfg.data` that have at most `max_length` tokens; `cfg.task` must be one that asks for them.
 
     Raises:
         UserError: the data cannot be read, are no conversations, or all prompts are longer.
     """
-    prepared, vocabulary = prepare_corpus(cfg)
+    prepared, vocab = prepare_corpus(cfg)
     for name, folder in prepared.items():
         if folder.documents != "prompt":
             raise UserError(
@@ -127,25 +133,28 @@ def load_prompts(cfg: Config, longest: int) -> PromptCorpus:
                 "give the rows: data=jsonl, csv, parquet or hf"
             )
     train, held_out = (
-        {name: PromptPart(folder.stream(split), longest) for name, folder in prepared.items()}
+        {
+            name: PromptPart(folder.stream(split), max_length, list_sources(cfg)[name], cfg.task)
+            for name, folder in prepared.items()
+        }
         for split in ("train", "held_out")
     )
     for name, part in train.items():
         too_long = part.num_too_long + held_out[name].num_too_long
         if too_long:
-            log.warning("%s: left out: %d prompts of more than %d tokens", name, too_long, longest)
+            log.warning("%s: left out: %d prompts of more than %d tokens", name, too_long, max_length)
         if not len(part):
             raise UserError(
-                f"data: all {part.num_too_long} prompts of {name} have more than the {longest} tokens that the context "
-                "leaves beside an answer; make the answers shorter (max_new_tokens) or the context longer"
+                f"data: all {part.num_too_long} prompts of {name} have more than the {max_length} tokens that the "
+                "context leaves beside an answer; make the answers shorter (max_new_tokens) or the context longer"
             )
     summary = "\n".join(
         f"{name}: {len(part):,} prompts to train on, {part.num_tokens / len(part):,.1f} tokens on average; "
         f"{len(held_out[name]):,} held out"
         for name, part in train.items()
     )
-    fingerprint = compute_fingerprint(cfg.data, prepared, f"prompts of {longest} tokens")
-    return PromptCorpus(prepared, train, held_out, vocabulary, fingerprint, summary)
+    fingerprint = compute_fingerprint(cfg.data, prepared, f"prompts of {max_length} tokens")
+    return PromptCorpus(prepared, train, held_out, vocab, fingerprint, summary)
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

@@ -1,15 +1,10 @@
-"""One shard of a tokenized corpus: one process reads some units, tokenizes their documents and writes the arrays.
-
-    units (files, or parts of large files) -> documents -> tokens -> arrays of train, arrays of held_out
-
-A shard depends on its plan alone, so any process of any host can make it, and shards are made side by side.
-"""
+"""Shards of a tokenized corpus: written by workers, mapped into memory when they are read."""
 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,16 +12,254 @@ from typing import Any
 import numpy as np
 
 from tunix.base.digests import list_files, write_digests
-from tunix.base.dotted import import_object
+from tunix.base.dotted_path import import_object
+from tunix.base.errors import UserError
+from tunix.base.files import CACHE_FORMS, read_json
 from tunix.config import Task
-from tunix.config.document_kinds import DOCUMENTS
-from tunix.data.documents import Document, LeftOut, read_documents
-from tunix.data.encoding import Encoded
-from tunix.data.stream import SPLITS, digest_arrays, read_blocks
-from tunix.data.token_files import scan_tokens
-from tunix.sources import Source, Tokens
-from tunix.sources.files import Unit
-from tunix.tokenizer.vocabulary import Vocabulary, load_vocabulary
+from tunix.data.documents import Document, Encoded, LeftOut, read_documents
+from tunix.data.files import Limited, Unit
+from tunix.data.pieces import Cutter, find_longest_piece
+from tunix.data.table import DOCUMENTS, Source, Tokens
+from tunix.data.tokenizer import Vocab, load_vocab
+
+# Tokenized documents on disk, read by memory mapping: reading any place of any shard costs one page of the file.
+#
+# FOLDER/index.json                 counts, digests and names of the shards; written last
+# FOLDER/digests.json               digests of these files; each shard has its own
+# FOLDER/tokenizer/                 files of the tokenizer
+# FOLDER/00000/train.tokens.npy     [tokens] uint16 or uint32: the documents of the shard, one after the other
+# FOLDER/00000/train.starts.npy     [documents] int64: where each document begins
+# FOLDER/00000/train.answers.npy    [tokens] bool: tokens of answers; only of conversations and pairs
+# FOLDER/00000/train.splits.npy     [documents] int64: tokens of the chosen answer with its prompt; only of pairs
+# FOLDER/00000/train.rows.npy       [bytes] uint8: text and columns of each prompt, as JSON; only of prompts
+# FOLDER/00000/train.row_ends.npy   [documents] int64: where the JSON of each prompt ends
+# FOLDER/00000/held_out.*.npy       the same for the held-out documents
+# FOLDER/00001/ ...
+# FOLDER/00001-held-out/            in place of 00001, where `tokenize.prepare` held a document out afterwards
+
+BLOCK = 1 << 24  # elements of an array that are read at one time
+OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
+FORMAT = str(CACHE_FORMS["tokens"])  # in the index: a folder of the cache may be copied to a place of the user's own
+READABLE = {"2", FORMAT}  # formats of copied folders; those of 2 name the kind of their documents in several ways
+SPLITS = ("train", "held_out")
+DTYPES = {"answers": bool, "splits": np.int64, "rows": np.uint8, "row_ends": np.int64}
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The arrays of one shard of a split: its documents, one after the other."""
+
+    tokens: np.ndarray  # [tokens] uint16 or uint32
+    starts: np.ndarray  # [documents] int64: where each document begins
+    answers: np.ndarray | None = None  # [tokens] bool: the tokens to learn; None means all of them
+    splits: np.ndarray | None = None  # [documents] int64: of pairs, the tokens of the chosen answer with its prompt
+    rows: np.ndarray | None = None  # [bytes] uint8: of prompts, text and columns as JSON
+    row_ends: np.ndarray | None = None  # [documents] int64
+
+
+class Stream:
+    """A split of a corpus: a list of shards, each opened when it is first read."""
+
+    def __init__(self, sizes: list[tuple[int, int]], open_shard: Callable[[int], Arrays], fingerprint: str):
+        """`sizes` are the numbers of tokens and documents of each shard; `fingerprint` identifies all of their data."""
+        self.sizes, self.fingerprint = sizes, fingerprint
+        self.shard = lru_cache(OPEN_SHARDS)(open_shard)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.sizes)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(documents for _, documents in self.sizes)
+
+
+def locate(index: Any, ends: np.ndarray) -> tuple[int, int]:
+    """Return the number of the shard that has sample `index` of a split, and the sample's number in that shard.
+
+    `ends[n]` is the number of the first sample behind shard n:  ends 3 3 7, index 5  ->  shard 2, sample 2
+    """
+    number = int(np.searchsorted(ends, index, side="right"))  # side="right" passes shards without samples
+    return number, int(index) - (int(ends[number - 1]) if number else 0)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The folder of a tokenized corpus and its index (see the top of this file)."""
+
+    folder: Path
+    index: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index["fingerprint"]
+
+    @property
+    def documents(self) -> str:
+        """Kind of the documents, a key of `DOCUMENTS`."""
+        if "kind" in self.index:
+            return self.index["kind"]
+        for kind, word in (("prompt", "prompts"), ("pair", "pairs")):  # words of earlier versions; 0.1.0 lacks them
+            if self.index.get(word):
+                return kind
+        return "conversation" if self.index["answers"] else "text"
+
+    def stream(self, split: str) -> Stream:
+        """Return the stream of a split, "train" or "held_out"."""
+        shards = [shard[split] for shard in self.index["shards"]]
+        digest = hashlib.sha256("".join(shard["digest"] for shard in shards).encode()).hexdigest()[:20]
+        sizes = [(shard["tokens"], shard["documents"]) for shard in shards]
+        return Stream(sizes, lambda number: self._open(number, split), digest)
+
+    def _open(self, number: int, split: str) -> Arrays:
+        shard = self.index["shards"][number]
+        folder = self.folder / shard["name"]
+        flat_path = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
+        tokens = map_tokens(**flat_path) if flat_path else _map_array(folder / f"{split}.tokens.npy")
+        starts = _map_array(folder / f"{split}.starts.npy")
+        names = DOCUMENTS[self.documents].arrays
+        return Arrays(tokens, starts, **{name: _map_array(folder / f"{split}.{name}.npy") for name in names})
+
+
+def open_prepared(folder: Path) -> Prepared:
+    """Open the folder of a tokenized corpus.
+
+    Raises:
+        UserError: the index is damaged or of another version.
+    """
+    index = read_json(folder / "index.json")
+    if index.get("format") not in READABLE:
+        raise UserError(
+            f"{folder}/index.json is of format {index.get('format')}, not {FORMAT}; remove the folder and prepare it "
+            "again"
+        )
+    return Prepared(folder, index)
+
+
+def map_tokens(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
+    """Map `count` numbers of a file, from the byte `offset` on, as an array [count]."""
+    if count == 0:
+        return np.zeros(0, dtype)  # an empty range cannot be mapped
+    try:
+        return np.memmap(path, dtype, "r", offset, (count,))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _map_array(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def read_blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the parts [at most BLOCK, ...] of an array that may be larger than memory, each with its first index."""
+    for first in range(0, len(array), BLOCK):
+        yield first, array[first : first + BLOCK]
+
+
+def digest_arrays(arrays: dict[str, np.ndarray]) -> str:
+    """Return a hash of the names, dtypes, lengths and numbers of some arrays of any shape."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name}\0{array.dtype}\0{len(array)}\0".encode())
+        for _, block in read_blocks(array):
+            digest.update(np.ascontiguousarray(block).data)
+    return digest.hexdigest()
+
+
+def _unreadable(path: str | Path, error: OSError | ValueError) -> UserError:
+    """Return the error for a shard that is missing or cut off."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return UserError(
+        f"data: cannot read the tokens in {path}: {reason}; the folder was changed after it was made. "
+        "Remove it, and it is made again"
+    )
+
+
+# Files of tokens that another program has made (data.source=tokens). They stay where they are.
+#
+# A shard of such a file has no tokens of its own, but their place in the file. Only what is not in the file is
+# computed: where documents begin, how often each token occurs, and which tokens are held out.
+
+
+def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple[dict[str, Any], np.ndarray]:
+    """Make the shard of a file of tokens: find its documents, count its tokens, hold out the documents at its end.
+
+    Returns:
+        The facts of the shard, and a count for each token of the vocabulary.
+
+    Raises:
+        UserError: a token that the tokenizer does not have; see also `locate_tokens`.
+    """
+    flat_path = locate_tokens(source, Path(unit.path))
+    tokens = map_tokens(**flat_path)
+    counts, ends = np.zeros(vocab.num_tokens, np.int64), []
+    for first, block in read_blocks(tokens):  # the file may be larger than memory
+        least, high = int(block.min()), int(block.max())
+        if least < 0 or high >= len(counts):
+            raise UserError(
+                f"data: {unit.path} has token {least if least < 0 else high}, the tokenizer has {len(counts)}; "
+                "give the tokenizer that made it, or the right data.dtype and data.skip_bytes"
+            )
+        counts += np.bincount(block, minlength=len(counts))
+        if source.document_end is not None:
+            ends.append(np.flatnonzero(block == source.document_end) + first)
+    starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
+    starts = starts[starts < len(tokens)]  # behind the last end there may be nothing
+    # Tokens from `bound` on are held out. Where documents are known, the cut moves to the next start of a document.
+    bound = len(tokens) - round(source.held_out_fraction * len(tokens))
+    if source.document_end is None:
+        starts = np.array([start for start in (0, bound) if start < len(tokens)], np.int64)
+    elif len(starts) <= 1:  # a single document is not cut in two
+        bound = len(tokens)
+    elif source.held_out_fraction > 0:
+        bound = int(starts[min(int(np.searchsorted(starts, bound)), len(starts) - 1)])
+    info: dict[str, Any] = {"left_out": {}, "left_out_names": [], "smallest_hash": 0}
+    for split, first, stop in (("train", 0, bound), ("held_out", bound, len(tokens))):
+        local = starts[(starts >= first) & (starts < stop)] - first
+        np.save(folder / f"{split}.starts.npy", local)
+        local_path = flat_path | {"offset": flat_path["offset"] + first * tokens.itemsize, "count": stop - first}
+        digest = digest_arrays({"tokens": map_tokens(**local_path), "starts": local})
+        info[split] = {"tokens": stop - first, "documents": len(local), "digest": digest, "flat": local_path}
+    info["train"]["bytes"] = None  # `tokenize` computes them from the counts of tokens
+    return info, counts
+
+
+def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
+    """Return where the numbers of a file of tokens are, as arguments of `map_tokens`. A .npy file says so itself.
+
+    Raises:
+        UserError: the file is damaged, or is no array of tokens.
+    """
+    with path.open("rb") as file:
+        if file.read(6) == b"\x93NUMPY":
+            try:
+                array = np.load(path, mmap_mode="r")
+            except ValueError as error:
+                raise UserError(f"data: {path} is damaged or ends early: {error}") from None
+            if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32, np.int32):
+                raise UserError(
+                    f"data: {path} is an array of shape {list(array.shape)} and dtype {array.dtype}; tokens are one "
+                    "row of uint16, uint32 or int32"
+                )
+            return {"path": str(path), "dtype": str(array.dtype), "offset": array.offset, "count": len(array)}
+    size = path.stat().st_size - source.skip_bytes
+    width = np.dtype(source.dtype).itemsize
+    if size < 0 or size % width:
+        raise UserError(
+            f"data: {path} has {path.stat().st_size} bytes, which is not data.skip_bytes={source.skip_bytes} and a "
+            f"number of whole data.dtype={source.dtype}; the file ends early or is of another type"
+        )
+    return {"path": str(path.absolute()), "dtype": source.dtype, "offset": source.skip_bytes, "count": size // width}
+
+
+# One shard of a tokenized corpus: one process reads some units, tokenizes their documents and writes the arrays.
+#
+#     units (files, or parts of large files) -> documents -> tokens -> arrays of train, arrays of held_out
+#
+# A shard depends on its plan alone, so any process of any host can make it, and shards are made side by side.
 
 BATCH_CHARS = 1 << 20  # characters of text that are tokenized at one time
 HASH_BITS = 64
@@ -58,79 +291,114 @@ def hash_document(name: str) -> int:
     return int.from_bytes(hashlib.sha256(encoded).digest()[: HASH_BITS // 8], "big")
 
 
-@dataclass
+class ArrayFile:
+    """A .npy file of one row of numbers that grows: what it holds need not fit into memory."""
+
+    def __init__(self, path: Path, dtype: Any):
+        self.dtype, self.count, self.file = np.dtype(dtype), 0, path.open("wb")
+        self._write_head()
+
+    def append(self, numbers: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(numbers, self.dtype).data)
+        self.count += len(numbers)
+
+    def close(self) -> None:
+        self.file.seek(0)  # the head is as long for every number of numbers
+        self._write_head()
+        self.file.close()
+
+    def _write_head(self) -> None:
+        head = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self.file, head)
+
+
 class Part:
-    """Documents of one split of a shard, while they are collected."""
+    """One split of a shard, written document by document."""
 
-    documents: str  # kind of the documents, a key of `DOCUMENTS`
-    tokens: list[np.ndarray] = field(default_factory=list)  # an array for each document
-    answers: list[np.ndarray] = field(default_factory=list)  # an array for each conversation or pair
-    splits: list[int] = field(default_factory=list)  # tokens of the first answer of each pair, with its prompt
-    rows: list[bytes] = field(default_factory=list)  # JSON for each prompt
-    bytes: int = 0  # of text
+    def __init__(self, documents: str, folder: Path, split: str, dtype: np.dtype):
+        """`documents` is their kind, a key of `DOCUMENTS`; `dtype` that of the tokens."""
+        self.folder, self.split, self.bytes = folder, split, 0  # bytes of text
+        dtypes = {"tokens": dtype, "starts": np.int64} | {name: DTYPES[name] for name in DOCUMENTS[documents].arrays}
+        self.files = {name: ArrayFile(self._path(name), dtypes[name]) for name in dtypes}
 
-    def add(self, encoded: Encoded, dtype: type) -> None:
-        self.tokens.append(np.array(encoded.tokens, dtype))
-        self.answers.append(np.array(encoded.answers, bool))
-        self.splits.append(encoded.split)
-        self.rows.append(encoded.row)
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{self.split}.{name}.npy"
+
+    def add(self, encoded: Encoded) -> None:
+        files = self.files
+        files["starts"].append(np.array([files["tokens"].count]))
+        for tokens in encoded.tokens:
+            files["tokens"].append(tokens)
+        if "answers" in files:
+            files["answers"].append(encoded.answers)
+        if "splits" in files:
+            files["splits"].append(np.array([encoded.split]))
+        if "rows" in files:
+            files["rows"].append(np.frombuffer(encoded.row, np.uint8))
+            files["row_ends"].append(np.array([files["rows"].count]))
         self.bytes += encoded.text_bytes
 
-    def save(self, folder: Path, split: str, dtype: type) -> dict[str, Any]:
-        """Write the arrays (`stream.Arrays`) to `folder`; return their counts and digest."""
-        lengths = np.array([len(document) for document in self.tokens], np.int64)
-        starts = np.cumsum(lengths) - lengths
-        tokens = np.concatenate([np.zeros(0, dtype), *self.tokens])
-        others = {
-            "answers": lambda: np.concatenate([np.zeros(0, bool), *self.answers]),
-            "splits": lambda: np.array(self.splits, np.int64),
-            "rows": lambda: np.frombuffer(b"".join(self.rows), np.uint8),
-            "row_ends": lambda: np.cumsum([len(row) for row in self.rows], dtype=np.int64),
-        }
-        arrays = {"tokens": tokens, "starts": starts}
-        arrays |= {name: others[name]() for name in DOCUMENTS[self.documents].arrays}
-        for name, array in arrays.items():
-            np.save(folder / f"{split}.{name}.npy", array)
-        return {"tokens": len(tokens), "documents": len(starts), "bytes": self.bytes, "digest": digest_arrays(arrays)}
+    def close(self) -> dict[str, Any]:
+        """End the files (`Arrays`); return their counts and digest."""
+        for file in self.files.values():
+            file.close()
+        arrays = {name: _map_array(self._path(name)) for name in self.files}
+        counts = {"tokens": self.files["tokens"].count, "documents": self.files["starts"].count}
+        return {**counts, "bytes": self.bytes, "digest": digest_arrays(arrays)}
 
 
 def make_shard(plan: ShardPlan, folder: Path) -> None:
     """Make a shard in `folder`: the arrays of each split, counts.npy with a count for each token, facts, digests."""
     folder.mkdir()
-    vocabulary = _load_vocabulary(plan.tokenizer)
+    vocab = _load_vocab(plan.tokenizer)
     if isinstance(plan.source, Tokens):
         (unit,) = plan.units
-        facts, counts = scan_tokens(plan.source, unit, folder, vocabulary)
+        info, counts = scan_tokens(plan.source, unit, folder, vocab)
     else:
-        facts, counts = _tokenize(plan, folder, vocabulary)
+        info, counts = _tokenize(plan, folder, vocab)
     np.save(folder / "counts.npy", counts)
-    facts["name"] = plan.name
-    (folder / "facts.json").write_text(json.dumps(facts))
+    info["name"] = plan.name
+    (folder / "facts.json").write_text(json.dumps(info))
     write_digests(folder, list_files(folder))
 
 
-def _tokenize(plan: ShardPlan, folder: Path, vocabulary: Vocabulary) -> tuple[dict[str, Any], np.ndarray]:
+def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, Any], np.ndarray]:
     """Tokenize the documents of a plan; return the facts of the shard, and a count for each token of the vocabulary."""
-    dtype = np.uint16 if vocabulary.num_tokens <= 2**16 else np.uint32
-    parts = {split: Part(plan.task.documents) for split in SPLITS}
+    parts = {split: Part(plan.task.documents, folder, split, vocab.dtype) for split in SPLITS}
     left_out: Counter[str] = Counter()
     examples: list[str] = []
     smallest = 2**HASH_BITS  # of a small corpus, `tokenize.prepare` holds out the document with the smallest hash
-    for documents in _read_batches(plan, left_out, examples):
+    encode = import_object(DOCUMENTS[plan.task.documents].encode)
+    for documents in _read_batches(plan, vocab, left_out, examples):
         hashes = [hash_document(document.name) for document in documents]
         smallest = min([smallest, *hashes])
-        encode = import_object(DOCUMENTS[plan.task.documents].encode)
-        for number, encoded in zip(hashes, encode(vocabulary, documents) if documents else (), strict=True):
-            parts["held_out" if number < plan.held_out_below else "train"].add(encoded, dtype)
-    facts = {split: part.save(folder, split, dtype) for split, part in parts.items()}
-    # Counted in the file, because the tokens of the parts are lists of small arrays.
-    counts = np.zeros(vocabulary.num_tokens, np.int64)
+        for number, encoded in zip(hashes, encode(vocab, documents) if documents else (), strict=True):
+            parts["held_out" if number < plan.held_out_below else "train"].add(encoded)
+    info = {split: part.close() for split, part in parts.items()}
+    counts = np.zeros(vocab.num_tokens, np.int64)
     for _, block in read_blocks(np.load(folder / "train.tokens.npy", mmap_mode="r")):
         counts += np.bincount(block, minlength=len(counts))
-    return {**facts, "left_out": left_out, "left_out_names": examples, "smallest_hash": smallest}, counts
+    return {**info, "left_out": left_out, "left_out_names": examples, "smallest_hash": smallest}, counts
 
 
-def _read_batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) -> Iterator[list[Document]]:
+NOT_CUT = "with a part that the tokenizer cannot cut, longer than a 64th of data.max_document_bytes"
+
+
+def is_cut(source: Source, document: Document, cutter: Cutter | None) -> bool:
+    """Return whether the tokenizer takes a document in pieces that are short enough for `data.max_document_bytes`.
+
+    The library takes more than 100 times the bytes of a piece: a hostile document is one word of hundreds of MB.
+    """
+    if not isinstance(source, Limited) or source.max_document_bytes is None:
+        return True
+    limit = max(1 << 20, source.max_document_bytes // 64)
+    text = document.text
+    return len(text) * 4 <= limit or find_longest_piece(text, cutter) <= limit
+
+
+def _read_batches(
+    plan: ShardPlan, vocab: Vocab, left_out: Counter[str], examples: list[str]
+) -> Iterator[list[Document]]:
     """Yield the documents in order, about `BATCH_CHARS` of text at a time.
 
     `left_out` counts the items that give no document by reason; `examples` gets the names of the first five.
@@ -139,6 +407,8 @@ def _read_batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) 
     size = 0
     for unit in plan.units:
         for document in read_documents(plan.source, plan.task, unit):
+            if isinstance(document, Document) and not is_cut(plan.source, document, vocab.cutter):
+                document = LeftOut(document.name, NOT_CUT)
             if isinstance(document, LeftOut):
                 left_out[document.reason] += 1
                 if document.reason != "empty" and len(examples) < 5:
@@ -153,5 +423,5 @@ def _read_batches(plan: ShardPlan, left_out: Counter[str], examples: list[str]) 
 
 
 @lru_cache(1)  # a process makes many shards with one tokenizer
-def _load_vocabulary(folder: Path) -> Vocabulary:
-    return load_vocabulary(str(folder))
+def _load_vocab(folder: Path) -> Vocab:
+    return load_vocab(str(folder))

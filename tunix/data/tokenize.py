@@ -9,31 +9,104 @@ import filecmp
 import hashlib
 import json
 import logging
+import multiprocessing
+import os
 import shutil
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from tunix.base.digests import FILE, is_verified, list_files, note_verified, refuse_damaged, write_digests
-from tunix.base.disk import make_once, replacing
+from tunix.base.digests import FILE, is_verified, list_files, note_verified, reject_damaged, write_digests
 from tunix.base.errors import UserError
+from tunix.base.files import locate_cached, make_once, replacing
 from tunix.config import Loading, Task, Tokenizer
-from tunix.config.document_kinds import DOCUMENTS
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
-from tunix.data.shard_workers import make_shards
-from tunix.data.shards import HASH_BITS, ShardPlan, hash_document
-from tunix.data.stream import FORMAT, Prepared, open_prepared
-from tunix.sources import Source, Tokens
-from tunix.sources.files import Unit
-from tunix.tokenizer.vocabulary import Vocabulary, bytes_by_token, read_vocabulary, train_vocabulary
+from tunix.data.files import Unit
+from tunix.data.pieces import TRAINED_HERE, cut_text
+from tunix.data.shards import FORMAT, HASH_BITS, Prepared, ShardPlan, hash_document, is_cut, make_shard, open_prepared
+from tunix.data.table import DOCUMENTS, Source, Tokens
+from tunix.data.tokenizer import Vocab, bytes_by_token, read_vocab, train_vocab
 
 log = logging.getLogger(__name__)
-PLACE_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
+
+
+# Workers that make the shards of a corpus, on all cores of this host.
+
+
+def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[dict]:
+    """Make the shards that are missing, on all cores; return the facts of all."""
+    missing = [plan for plan in plans if not (folder / plan.name).exists()]
+    if 0 < len(missing) < len(plans):
+        log.info("%d of %d shards are there already", len(plans) - len(missing), len(plans))
+    num_workers = min(len(missing), loading.prepare_processes or os.cpu_count() or 1)
+    sizes = {plan.name: sum(unit.size for unit in plan.units) for plan in missing}
+    columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
+        bar = progress.add_task("", total=sum(sizes.values()))
+        for name in _make_missing(missing, folder, num_workers):
+            progress.advance(bar, sizes[name])
+    return [json.loads((folder / plan.name / "facts.json").read_text()) for plan in plans]
+
+
+def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:
+    """Make shards in worker processes and yield the name of each when it is done.
+
+    With one worker, this process makes them all, and the tokenizer uses a thread for each core.
+    """
+    if num_workers <= 1:
+        for plan in plans:
+            yield _make_one(plan, folder)
+        return
+    # "spawn" starts a new interpreter. "fork" would copy this process, whose other threads (JAX, a tokenizer) may hold
+    # locks; the copy has no such thread, so its locks would never open.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
+        futures = [pool.submit(_make_one, plan, folder) for plan in plans]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a process that tokenizes was killed, perhaps because memory ran out; run fewer at a time: "
+                f"loading.prepare_processes={max(1, num_workers // 2)}. Finished shards are kept"
+            ) from None
+        except BaseException:
+            # Without this, leaving the block waits for every shard that has not begun yet.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _make_one(plan: ShardPlan, folder: Path) -> str:
+    make_once(folder / plan.name, lambda path: make_shard(plan, path))
+    return plan.name
+
+
+def _start_worker(parent: int) -> None:
+    """Prepare a worker process: it uses one core, and it ends when its parent has ended."""
+    # The tokenizer's threads (Rayon) are one for each core; so many in each worker would only wait for one another.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+
+    # A parent that is killed cannot end its workers. A process whose parent has ended gets another parent.
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+FINGERPRINT = "2"  # first word of what is hashed; checkpoints hold the result, so it stays where the files change
+LOCATION_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
 
 
 def find_units(source: Source, loading: Loading) -> list[Unit]:
@@ -42,24 +115,23 @@ def find_units(source: Source, loading: Loading) -> list[Unit]:
     return sorted(units, key=lambda unit: (hash_document(unit.name), unit.start))
 
 
-def find_vocabulary(
-    tokenizer: Tokenizer, task: Task, sources: list[tuple[Source, list[Unit]]], cache_dir: Path
-) -> Vocabulary:
+def find_vocab(tokenizer: Tokenizer, task: Task, sources: list[tuple[Source, list[Unit]]], cache_dir: Path) -> Vocab:
     """Read the tokenizer of the config, or train it on the training documents of all sources.
 
     Raises:
         UserError: there is no tokenizer, or none can be trained, or a trained one would overwrite another file.
     """
     if tokenizer.path is not None and not tokenizer.train:
-        return read_vocabulary(tokenizer, task.chat_template)
+        return read_vocab(tokenizer, task.chat_template)
     if tokenizer.train is False:
         raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
     settings = tokenizer.model_dump_json(exclude={"path", "train"})
-    key = _hash(FORMAT, settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources))
+    key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources))
 
-    trained = cache_dir / "tokenizers" / key / "tokenizer.json"
+    root = locate_cached(cache_dir, "tokenizers", key)
+    trained = root / "tokenizer.json"
     path = None if tokenizer.path is None else Path(tokenizer.path).expanduser()
     if path and path.exists() and not (trained.exists() and filecmp.cmp(path, trained, False)):
         raise UserError(
@@ -69,74 +141,74 @@ def find_vocabulary(
 
     def make(folder: Path) -> None:
         log.info("training a tokenizer of %d tokens", tokenizer.vocab_size)
-        train_vocabulary(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes)).save(folder)
+        train_vocab(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes)).save(folder)
 
-    folder = make_once(cache_dir / "tokenizers" / key, make)
+    folder = make_once(root, make)
     if path and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:  # a second process may write it at the same time
             shutil.copy(folder / "tokenizer.json", new)
-    return read_vocabulary(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template)
+    return read_vocab(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template)
 
 
-def prepare(source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Prepared:
+def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading) -> Prepared:
     """Return the tokenized corpus of a source: open it, or first make the shards that are missing.
 
     Raises:
         UserError: documents cannot be read, or there are none, or the cache cannot be written.
     """
-    folder = find_folder(source, units, task, vocabulary, loading)
+    folder = find_folder(source, units, task, vocab, loading)
     if not (folder / "index.json").exists():
-        begun = time.perf_counter()
-        plans = _plan_shards(source, units, task, vocabulary, loading, folder)
+        start_time = time.perf_counter()
+        plans = _plan_shards(source, units, task, vocab, loading, folder)
         limit, tokenizer = int(source.held_out_fraction * 2**HASH_BITS), folder / "tokenizer"
-        facts = make_shards(plans, folder, loading)
-        if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in facts):
+        info = make_shards(plans, folder, loading)
+        if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in info):
             # A small corpus may have no document below the limit: hold out the one with the smallest hash, which shards
             # record. Its shard is made anew under another name, because a second process may be reading the first one.
-            place = min(range(len(facts)), key=lambda number: facts[number]["smallest_hash"])
-            held_out_below = facts[place]["smallest_hash"] + 1
-            plans[place] = replace(plans[place], name=f"{plans[place].name}-held-out", held_out_below=held_out_below)
-            (facts[place],) = make_shards([plans[place]], folder, loading)
-        index = _make_index(source, task, facts, folder, vocabulary)
+            smallest = min(range(len(info)), key=lambda number: info[number]["smallest_hash"])
+            held_out_below = info[smallest]["smallest_hash"] + 1
+            plans[smallest] = replace(
+                plans[smallest], name=f"{plans[smallest].name}-held-out", held_out_below=held_out_below
+            )
+            (info[smallest],) = make_shards([plans[smallest]], folder, loading)
+        index = _make_index(source, task, info, folder, vocab)
         # Written last: a folder with an index has all of its shards. A second process that is here at the same time has
         # made the same bytes.
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
         own = [folder / "index.json", *list_files(tokenizer), *(folder / plan.name / FILE for plan in plans)]
         write_digests(folder, [path for path in own if path.is_file()])
         note_verified(folder, folder / FILE)
-        log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - begun, folder)
+        log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - start_time, folder)
     return open_verified(folder, loading)
 
 
-def make_share(
-    source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading, share: slice
-) -> None:
+def make_share(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading, share: slice) -> None:
     """Make the missing ones of some shards of a source; afterwards `prepare` makes the others, and the index.
 
     Raises:
         UserError: documents cannot be read, or the cache cannot be written.
     """
-    folder = find_folder(source, units, task, vocabulary, loading)
+    folder = find_folder(source, units, task, vocab, loading)
     if not (folder / "index.json").exists():
-        make_shards(_plan_shards(source, units, task, vocabulary, loading, folder)[share], folder, loading)
+        make_shards(_plan_shards(source, units, task, vocab, loading, folder)[share], folder, loading)
 
 
-def find_folder(source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading) -> Path:
+def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading) -> Path:
     """Return the folder of a tokenized corpus: its name is a hash of everything that decides what is in it."""
     # What is not in the hash does not change the tokens: where the files are, how many processes read them.
-    template = "" if task.documents == "text" else str(vocabulary.chat_template)
+    template = "" if task.documents == "text" else str(vocab.chat_template)
     system = [str(task.system)] if isinstance(task, Prompted) else []
     kind, shard_size = DOCUMENTS[task.documents].in_hashes, str(loading.shard_bytes)
-    key = _hash(FORMAT, _hash_source(source, units), kind, template, vocabulary.digest, shard_size, *system)
-    return Path(loading.cache_dir).expanduser() / "tokens" / key
+    key = _hash(_hash_source(source, units), kind, template, vocab.digest, shard_size, *system)
+    return locate_cached(loading.cache_dir, "tokens", key)
 
 
 def _plan_shards(
-    source: Source, units: list[Unit], task: Task, vocabulary: Vocabulary, loading: Loading, folder: Path
+    source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading, folder: Path
 ) -> list[ShardPlan]:
     """Return the plans of all shards of a source, and write the tokenizer that they name."""
-    tokenizer = make_once(folder / "tokenizer", vocabulary.save)
+    tokenizer = make_once(folder / "tokenizer", vocab.save)
     limit = int(source.held_out_fraction * 2**HASH_BITS)
     shard_bytes = 0 if isinstance(source, Tokens) else loading.shard_bytes  # 0: each file of tokens is a shard
     return [
@@ -153,7 +225,7 @@ def open_verified(folder: Path, loading: Loading) -> Prepared:
     """
     mark = folder / FILE
     if loading.verify == "always" or (loading.verify == "once" and not is_verified(folder, mark)):
-        refuse_damaged(folder, "data", f"remove the folder {folder}, and prepare it again")
+        reject_damaged(folder, "data", f"remove the folder {folder}, and prepare it again")
         if loading.verify == "once" and mark.is_file():
             note_verified(folder, mark)
     return open_prepared(folder)
@@ -173,16 +245,16 @@ def _group_units(units: list[Unit], size: int) -> Iterator[list[Unit]]:
         yield group
 
 
-def _make_index(source: Source, task: Task, facts: list[dict], folder: Path, vocabulary: Vocabulary) -> dict:
+def _make_index(source: Source, task: Task, info: list[dict], folder: Path, vocab: Vocab) -> dict:
     """Sum up the facts of all shards, and return what index.json says of the corpus.
 
     Raises:
         UserError: nothing to train on, or nothing held out though that was asked for.
     """
-    left_out = sum((Counter(fact["left_out"]) for fact in facts), Counter())
-    num_train, num_held_out = (sum(fact[split]["documents"] for fact in facts) for split in ("train", "held_out"))
+    left_out = sum((Counter(fact["left_out"]) for fact in info), Counter())
+    num_train, num_held_out = (sum(fact[split]["documents"] for fact in info) for split in ("train", "held_out"))
     if num_train == 0:
-        reasons = ", ".join(f"{left_out[kind]} {kind}" for kind in ("empty", "not UTF-8", "bad row") if left_out[kind])
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         if num_held_out == 0:
             raise UserError(
                 f"data.source={source.source}: no document with text in it ({reasons or 'nothing in its files'})"
@@ -193,35 +265,35 @@ def _make_index(source: Source, task: Task, facts: list[dict], folder: Path, voc
         )
     if isinstance(source, Tokens) and source.held_out_fraction > 0 and num_held_out == 0:
         raise UserError(
-            f"data.held_out_fraction={source.held_out_fraction} holds out nothing: no file of data.paths has a second "
-            "document, or too few tokens; raise it, or set it to 0"
+            f"data.held_out_fraction={source.held_out_fraction}: the data are too small to hold any document out; "
+            "raise the fraction, add data, or set it to 0"
         )
-    counts = sum(np.load(folder / fact["name"] / "counts.npy") for fact in facts)  # [V]: how often each token occurs
+    counts = sum(np.load(folder / fact["name"] / "counts.npy") for fact in info)  # [V]: how often each token occurs
     end = source.document_end if isinstance(source, Tokens) else None
     if end is not None and (end >= len(counts) or counts[end] == 0):
         raise UserError(
             f"data.document_end={end} does not occur in data.paths; the tokenizer ends a document with "
-            f"{vocabulary.eos}, and data.document_end=null takes each file as one document"
+            f"{vocab.eos}, and data.document_end=null takes each file as one document"
         )
-    sizes = [fact["train"]["bytes"] for fact in facts]
-    size = int(counts @ bytes_by_token(vocabulary.backend)[: len(counts)]) if None in sizes else sum(sizes)
+    sizes = [fact["train"]["bytes"] for fact in info]
+    size = int(counts @ bytes_by_token(vocab.backend)[: len(counts)]) if None in sizes else sum(sizes)
     # The loss of a model that knows only how frequent each token is; a trained model must be better than that.
-    shares = counts[counts > 0] / counts.sum()
-    entropy_bits = float(-(shares * np.log2(shares)).sum())
+    probs = counts[counts > 0] / counts.sum()
+    entropy_bits = float(-(probs * np.log2(probs)).sum())
     return {
         "format": FORMAT,
-        "fingerprint": _hash(FORMAT, vocabulary.digest, *(fact["train"]["digest"] for fact in facts)),
+        "fingerprint": _hash(FINGERPRINT, vocab.digest, *(fact["train"]["digest"] for fact in info)),
         "source": source.source,
-        "vocab_size": vocabulary.num_tokens,
+        "vocab_size": vocab.num_tokens,
         "tokens": int(counts.sum()),
         "documents": num_train,
         "bytes": size,
         "bytes_per_token": size / counts.sum(),
         "unigram_bits_per_byte": entropy_bits * float(counts.sum()) / max(1, size),
         "left_out": left_out,
-        "left_out_names": [name for fact in facts for name in fact["left_out_names"]][:5],
+        "left_out_names": [name for fact in info for name in fact["left_out_names"]][:5],
         "kind": "text" if isinstance(source, Tokens) else task.documents,
-        "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in facts],
+        "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in info],
     }
 
 
@@ -240,15 +312,17 @@ def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: i
                 if left <= 0 or left_of_unit <= 0:
                     break
                 held_out = hash_document(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
-                if isinstance(document, Document) and not held_out:
-                    yield document.text
+                if isinstance(document, Document) and not held_out and is_cut(source, document, TRAINED_HERE):
+                    yield from cut_text(document.text, TRAINED_HERE)
                     left -= len(document.text.encode())
                     left_of_unit -= len(document.text.encode())
 
 
 def _hash_source(source: Source, units: list[Unit]) -> str:
     """Hash everything that decides a source's documents, without reading them: its keys, and its files' versions."""
-    excluded = set() if isinstance(source, Tokens) else PLACE_KEYS  # tokens are read from their own place in training
+    excluded = (
+        set() if isinstance(source, Tokens) else LOCATION_KEYS
+    )  # tokens are read from their own place in training
     return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 
 

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.models.embedding import Embedding
-from tunix.models.layers import Einsum
-from tunix.models.products import PRODUCTS, product_of_few_rows
+from tunix.models.layers import Einsum, Embedding
+from tunix.models.matmul import MATMUL, product_of_few_rows
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import bring_to
@@ -46,7 +45,7 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
     model = arch.module(params)
 
     def gather_one(parameter: jax.Array, weight: Weight) -> jax.Array:
-        spec = model.layout.at_rest(weight.equation)
+        spec = model.layout.stored(weight.equation)
         # Generation has another layout than training where stages split the layers: all layers come to each device.
         return model.layout.gather(bring_to(parameter, spec), weight.equation)
 
@@ -67,8 +66,8 @@ def _order_weights(block: nnx.GraphDef, tree: Tree) -> Tree:
     # Transposed once here, and not at each of the many tokens.
     module = nnx.merge(block, tree)
     for part in _list_einsums(module):
-        wanted = PRODUCTS[product_of_few_rows()].order(part.equation)
-        part.w.set_value(jnp.transpose(part.w[...], [part.equation.w.index(letter) for letter in wanted.w]))
+        dims = MATMUL[product_of_few_rows()].order(part.equation)
+        part.w.set_value(jnp.transpose(part.w[...], [part.equation.w.index(dim_name) for dim_name in dims.w]))
     return nnx.to_pure_dict(nnx.state(module))
 
 

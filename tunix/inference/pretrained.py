@@ -1,6 +1,5 @@
 """A trained model ready for use, out of a run's folder or Hugging Face's files: `tunix.load_pretrained`."""
 
-import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,31 +10,28 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
-from tunix.base.digests import refuse_damaged
-from tunix.base.disk import list_numbers
+from tunix.base.digests import reject_damaged
 from tunix.base.errors import UserError
-from tunix.cli import architecture
-from tunix.cli.runs import find_run
-from tunix.config import Model
-from tunix.hf.adapter import put_updates
-from tunix.hf.adapter_config import read_adapter
-from tunix.hf.hub import ABOUT, WEIGHTS, find
-from tunix.hf.weights import CHANGED, load_weights
-from tunix.inference.answers import Answer
-from tunix.inference.drawing import Sampling
-from tunix.inference.requests import Request
-from tunix.inference.sampling import Sampler
-from tunix.models.lora import merge
+from tunix.base.files import list_numbers
+from tunix.checkpoints.saved import describe_unreadable, find_storage, reject_damaged_checkpoint
+from tunix.checkpoints.store import find_parts
+from tunix.config import Config, Model, pretrained_config
+from tunix.config.saved_runs import COPIED, find_run
+from tunix.data.tokenizer import Vocab, load_vocab, read_backend
+from tunix.huggingface.adapter import check_adapter, write_updates
+from tunix.huggingface.adapter_config import read_adapter
+from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
+from tunix.huggingface.weights import CHANGED, check_weights, load_weights
+from tunix.inference.sampling import Answer, Request, Sampler, Sampling
+from tunix.models.kernels import choose_kernels, select_expert_matmul
+from tunix.models.matmul import merge
 from tunix.processes import peers
-from tunix.run.integrity import refuse_damaged_checkpoint
-from tunix.run.items import find_parts, read_json, read_state
-from tunix.run.run_folder import FILES, TOKENIZER
+from tunix.run.folder import FILES, TOKENIZER
 from tunix.sharding.arrays import rows_to_global
-from tunix.sharding.layout import Layout
+from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh, whole_sequences
 from tunix.sharding.mesh_shape import ONE_DEVICE, unsplit_dims
-from tunix.sharding.placement import STRATEGIES
-from tunix.tokenizer.vocabulary import Vocabulary, load_vocabulary, read_backend
+from tunix.training.program import Program
 from tunix.training.state import Architecture, abstract_params, describe
 
 Params = dict[str, Any]
@@ -64,9 +60,9 @@ class Pretrained:
         return rows_to_global(tokens, self.mesh)
 
     @cached_property
-    def vocabulary(self) -> Vocabulary | None:
+    def vocab(self) -> Vocab | None:
         """The tokenizer as a run trained with it: with its marks and template; None for Hugging Face's files."""
-        return None if self.tokenizer_files == self.files else load_vocabulary(str(self.tokenizer_files))
+        return None if self.tokenizer_files == self.files else load_vocab(str(self.tokenizer_files))
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -75,7 +71,7 @@ class Pretrained:
     def sample(
         self,
         prompts: list[list[int]],
-        how: Sampling,
+        sampling: Sampling,
         seed: int = 0,
         first_row: int = 0,
         answers_per_prompt: int = 1,
@@ -84,7 +80,7 @@ class Pretrained:
         """Return answers to prompts of token ids; see `Sampler.rollout`."""
         with jax.set_mesh(self.mesh):
             request = Request(prompts, answers_per_prompt, seed, first_row)
-            return self.sampler.rollout(self.params, request, how, prompts_at_once)
+            return self.sampler.rollout(self.params, request, sampling, prompts_at_once)
 
     @cached_property
     def _logits(self):
@@ -125,24 +121,28 @@ def load_pretrained(
         UserError: the source is neither a run nor a folder or an ID of Hugging Face's; one of its files is missing,
             damaged, or of a model that tunix does not know; `adapter` is given for a run.
     """
-    run = find_run(str(source))
+    run = find_run(str(source), copied=COPIED)
     if run and adapter is not None:
         raise UserError(
             f"adapter={adapter}: checkpoint={source} is a run of tunix, which has updates of its own or none; leave it "
             "out, or write the run's model first: python -m tunix.export checkpoint=RUN_DIR output=DIR merge_lora=true"
         )
-    folder = run[0] if run else _fetch(str(source), ABOUT)
+    folder = run[0] if run else _fetch(str(source), INFO_FILES)
     if mesh_shape is None:
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
-    cfg = architecture.trained_model(folder, mesh_shape, family)
+    cfg = pretrained_config.trained_model(folder, mesh_shape, family)
     if adapter is not None:
-        updates = _fetch(str(adapter), ABOUT + WEIGHTS, key="adapter")
+        updates = _fetch(str(adapter), INFO_FILES + WEIGHTS, key="adapter")
         lora = cfg.lora.model_copy(update=read_adapter(updates, cfg.family))
         cfg = cfg.model_copy(update={"lora": lora, "init_from": str(source), "init_adapter": str(updates)})
     # `allow_idle`: one device of several is enough for a small model.
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
-    layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32").for_generation()
+    device = mesh.abstract_mesh.abstract_device
+    kernels = tuple((dim_name, each.name) for dim_name, each in choose_kernels(cfg, dtype, device).items())
+    products = select_expert_matmul(cfg.expert_products, dtype, device).name
+    layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32", kernels=kernels, expert_products=products)
+    layout = layout.for_generation()
     with jax.set_mesh(mesh):
         arch = describe(cfg, layout)
         params, tokenizer = load_params(str(source), cfg, arch, layout, mesh, weights)
@@ -161,20 +161,22 @@ def load_params(
     if run := find_run(source):
         checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
         if peers.first_of_host():
-            refuse_damaged_checkpoint(checkpoint)
-        params = _restore_params(checkpoint, arch, abstract_params(arch, mesh), weights)
-        return params, Tokenizer.from_str(json.dumps(read_json(checkpoint, "tokenizer")))
-    folder = _fetch(source, ABOUT + WEIGHTS)
+            reject_damaged_checkpoint(checkpoint)
+        with describe_unreadable(checkpoint):
+            params = _restore_params(checkpoint, arch, abstract_params(arch, mesh), weights)
+            index, step = find_storage(checkpoint)
+            return params, Tokenizer.from_str(index.read(step, "tokenizer/metadata"))
+    folder = _fetch(source, INFO_FILES + WEIGHTS)
     if weights != "trained":
         raise UserError(f"weights={weights}: {folder} is no run of tunix and has one set of weights; weights=trained")
     if peers.first_of_host():
-        refuse_damaged(folder, "checkpoint", CHANGED)
+        reject_damaged(folder, "checkpoint", CHANGED)
     params = load_weights(folder, cfg, arch.weights, layout, mesh)
     if cfg.init_adapter is not None:
         adapter = find_adapter(cfg.init_adapter)
         if peers.first_of_host():
-            refuse_damaged(adapter, "adapter", CHANGED)
-        params = put_updates(params, adapter, cfg, arch.weights, layout, mesh)
+            reject_damaged(adapter, "adapter", CHANGED)
+        params = write_updates(params, adapter, cfg, arch.weights, layout, mesh)
     return params, read_backend(folder)
 
 
@@ -185,7 +187,7 @@ def describe_files(source: str, cfg: Model) -> dict[str, Any]:
 
 def find_adapter(source: str) -> Path:
     """Return the folder of an adapter, downloaded if `source` is an ID."""
-    return find(source, ABOUT + WEIGHTS, key="model.init_adapter")
+    return find(source, INFO_FILES + WEIGHTS, key="model.init_adapter")
 
 
 def _fetch(source: str, patterns: tuple[str, ...], key: str = "checkpoint") -> Path:
@@ -197,21 +199,111 @@ def find_checkpoint(checkpoints: Path, step: int | None, key: str = "checkpoint"
     """Return the folder of a run's checkpoint; step None is the newest, `key` is for messages."""
     steps = list_numbers(checkpoints)
     if not steps or step not in (None, *steps):
-        asked = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
-        raise UserError(f"{key}: {checkpoints} has {asked}; it has {', '.join(map(str, steps)) or 'none'}")
+        message = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
+        raise UserError(f"{key}: {checkpoints} has {message}; it has {', '.join(map(str, steps)) or 'none'}")
     return (checkpoints / str(steps[-1] if step is None else step)).absolute()
 
 
 def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weights: str) -> Params:
     """Read the parameters of a checkpoint: the trained ones, or one of the copies that the run has kept of them."""
+    index, step = find_storage(checkpoint)
     if weights == "trained":
-        return read_state(checkpoint, {"params": abstract})["params"]
-    names = ["trained", *find_parts(checkpoint)["copies"]]
+        return index.restore(step, {"params": abstract})["params"]
+    names = ["trained", *find_parts(index, step)["copies"]]
     if weights not in names:
         raise UserError(
             f"weights={weights}: {checkpoint} has weights={', '.join(names)}; training.ema_decay keeps an average"
         )
     # A copy has the trained parameters only; frozen ones do not change, so they are those of the run.
-    wanted = {"params": arch.frozen(abstract), "copies": {weights: arch.trained(abstract)}}
-    state = read_state(checkpoint, wanted)
+    requested = {"params": arch.frozen(abstract), "copies": {weights: arch.trained(abstract)}}
+    state = index.restore(step, requested)
     return arch.merge(state["copies"][weights], state["params"])
+
+
+# Weights that a run starts from: those of `model.init_from`, a run of tunix or a model of Hugging Face's.
+
+
+def check_init_from(cfg: Config, arch: Architecture) -> None:
+    """Fetch the files that `model.init_from` names and read their headers, before anything is written.
+
+    Raises:
+        UserError: files that are not complete, damaged, or of another model; a run without a checkpoint.
+    """
+    source = cfg.model.init_from
+    if source is None or cfg.resume:
+        return
+    if run := find_run(source, "model.init_from"):
+        checkpoint = _find_checkpoint_of(cfg, *run)
+        if peers.first_of_host():
+            reject_damaged_checkpoint(checkpoint, "model.init_from")
+    else:
+        folder = find(source, INFO_FILES + WEIGHTS)
+        if peers.first_of_host():
+            reject_damaged(folder, "model.init_from", CHANGED)
+        check_weights(folder, cfg.model, arch.weights)
+    if cfg.model.init_adapter is not None:
+        folder = find_adapter(cfg.model.init_adapter)
+        if peers.first_of_host():
+            reject_damaged(folder, "model.init_adapter", CHANGED)
+        check_adapter(folder, cfg.model, arch.weights)
+
+
+def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
+    """Load the parameters of `model.init_from` on the mesh, with None for those that it lacks; None if it is not set.
+
+    Low-rank updates are those of `model.init_adapter`, if it is set.
+    """
+    model = program.cfg.model
+    if model.init_from is None:
+        return None
+    params = _load_base(program, mesh, model.init_from)
+    if model.init_adapter is None:
+        return params
+    return write_updates(params, find_adapter(model.init_adapter), model, program.arch.weights, program.layout, mesh)
+
+
+def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
+    if run := find_run(source, "model.init_from"):
+        # A run without low-rank updates has no arrays for them: they are left out of the read, and made by step 0.
+        abstract = abstract_params(program.arch, mesh)
+        own, lacking = _split_updates(abstract)
+        checkpoint = _find_checkpoint_of(program.cfg, *run)
+        with describe_unreadable(checkpoint, "model.init_from"):
+            index, step = find_storage(checkpoint)
+            return _fill(index.restore(step, {"params": own})["params"], lacking)
+    folder = find(source, INFO_FILES + WEIGHTS)
+    return load_weights(folder, program.cfg.model, program.arch.weights, program.layout, mesh)
+
+
+def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:
+    if cfg.model.lora.quantize_base:
+        raise UserError(
+            f"model.lora.quantize_base={cfg.model.lora.quantize_base} quantizes weights of Hugging Face's files only; "
+            f"write them first: python -m tunix.export checkpoint={folder} output=DIR, then model.init_from=DIR"
+        )
+    return find_checkpoint(folder / "checkpoints", step, "model.init_from")
+
+
+def _split_updates(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tree of parameters without its low-rank updates, which a run of whole matrices lacks, and those."""
+    own: dict[str, Any] = {}
+    lacking: dict[str, Any] = {}
+    for name, node in params.items():
+        if name == "lora":
+            lacking[name] = node
+        elif isinstance(node, dict):
+            own[name], lacking[name] = _split_updates(node)
+        else:
+            own[name] = node
+    return own, lacking
+
+
+def _fill(params: dict[str, Any], lacking: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with None in the places that it lacks."""
+    filled = dict(params)
+    for name, node in lacking.items():
+        if name == "lora":
+            filled[name] = dict.fromkeys(node)
+        else:
+            filled[name] = _fill(params[name], node)
+    return filled

@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from tunix.launch import accelerate, children
+from tunix.base.files import is_whole_number
+from tunix.launch import children, nodes
 from tunix.launch.nodes import NodeFlags, find_node
 from tunix.processes import exits
 
@@ -20,15 +21,15 @@ global rank of this node, or the number of this node. docs/coming_from.md has ex
 """
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Run the command line; return 0, or the worst exit code of the processes."""
-    args = parser().parse_args(words)
+    args = parser().parse_args(argv)
 
     def work() -> int:
         environment = dict(os.environ)
         flags = NodeFlags(**{name: getattr(args, name) for name in NodeFlags.__annotations__})
         if args.accelerate_config:
-            file = accelerate.read_config(args.accelerate_config)
+            file = nodes.read_config(args.accelerate_config)
             flags, environment = flags.with_defaults(file.flags, environment), environment | file.environment
         command = children.build_command(args.script, args.arguments, args.module, args.no_python)
         return children.run(find_node(flags, environment), command, environment, args.log_dir, args.grace_s, args.label)
@@ -78,10 +79,10 @@ def parser() -> argparse.ArgumentParser:
 
 def _read_nodes(text: str) -> int:
     """Read a number of nodes, or torchrun's MIN:MAX if both are the same."""
-    least, _, most = text.partition(":")
-    if most and least != most:
+    least, _, high = text.partition(":")
+    if high and least != high:
         raise argparse.ArgumentTypeError(f"{text}: the number of nodes is fixed; give one number")
-    if not least.isdigit():
+    if not is_whole_number(least):
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number")
     return int(least)
 

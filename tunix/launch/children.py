@@ -7,16 +7,120 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO
+from types import FrameType
+from typing import IO, BinaryIO, Protocol, TypeVar
 
 from tunix.base.errors import UserError
-from tunix.launch import watch
 from tunix.launch.nodes import Node
 from tunix.processes import exits
+
+# The parts of a run as a launcher sees them: pass signals on, end all parts together, find the exit code that counts.
+#
+# A part is a process of this node (`children`), or a node with its processes (`ray`).
+#
+#     a part dies -- LAST_WORDS_S --> SIGTERM to the others -- grace_s --> SIGKILL
+
+# Exit codes from the best to the worst; every other code is worse than these.
+SEVERITY = (0, exits.STOPPED, exits.PEER, exits.DIVERGED, exits.USER_ERROR)
+LAST_MESSAGES_S = 2.0  # after a part died, seconds in which the others may notice it themselves and log the reason
+# Signals that the launcher passes on to every part. Ctrl-C (SIGINT) is passed on as SIGTERM.
+FORWARDED = {
+    signal.SIGINT: signal.SIGTERM,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+}
+
+
+class Part(Protocol):
+    """A part of a run, which ends with an exit code."""
+
+    rank: int
+    code: int | None  # its exit code, once it has ended
+    was_ended: bool  # the launcher has sent SIGTERM to it, because another part died
+
+    def has_ended(self) -> bool:
+        """Return whether the part has ended."""
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+
+
+AnyPart = TypeVar("AnyPart", bound=Part)
+
+
+@contextmanager
+def receive_signals() -> Iterator[list[int]]:
+    """Note the signals of `FORWARDED` in a list, in place of what they did before."""
+    received: list[int] = []
+
+    def note_signal(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note_signal) for number in FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def wait_for_all(parts: Sequence[Part], received: list[int], grace_s: float) -> bool:
+    """Wait until all parts have ended; pass signals on, and end the others when one dies.
+
+    Args:
+        received: signals that have come; they are taken out of the list.
+        grace_s: seconds between SIGTERM and SIGKILL after a part died.
+
+    Returns True if a signal has asked the run to stop.
+    """
+    stops, died_at, ended_at = 0, None, None
+    while running := [part for part in parts if not part.has_ended()]:
+        while received:
+            number = FORWARDED[signal.Signals(received.pop(0))]
+            stops += number == signal.SIGTERM
+            if stops > 1:
+                number = signal.SIGKILL
+            elif stops:
+                say("stopping: every process may save and end; a second signal kills them")
+            for part in running:
+                part.send(number)
+        now = time.monotonic()
+        # A part with 0 or 75 has not died: the others come to the same end by themselves, and may still be saving.
+        if died_at is None and any(part.code not in (None, 0, exits.STOPPED) for part in parts):
+            died_at = now
+        if died_at and ended_at is None and now > died_at + LAST_MESSAGES_S:
+            ended_at = now
+            for part in running:
+                part.was_ended = True
+                part.send(signal.SIGTERM)
+        if ended_at and now > ended_at + grace_s:
+            for part in running:
+                part.send(signal.SIGKILL)
+        time.sleep(0.02)  # a loop that asks, because no call waits for signals and for several parts at once
+    return stops > 0
+
+
+def find_worst(parts: Sequence[AnyPart]) -> AnyPart:
+    """Return the part whose exit code counts for the whole run: the worst one."""
+
+    def severity(part: Part) -> int:
+        return SEVERITY.index(part.code) if part.code in SEVERITY else len(SEVERITY)
+
+    # A part that the launcher's signal has killed says nothing about why the run failed.
+    local = [part for part in parts if not (part.was_ended and (part.code or 0) > 128)]
+    return max(local or parts, key=lambda part: (severity(part), -part.rank))
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher."""
+    print(f"tunix.launch: {text}", file=sys.stderr, flush=True)
+
 
 TAIL_LINES = 20
 
@@ -115,9 +219,9 @@ def build_command(script: str, arguments: list[str], module: bool, no_python: bo
 
 
 def run(
-    node: Node, words: list[str], environment: Mapping[str, str], log_dir: Path | None, grace_s: float, label: bool
+    node: Node, command: list[str], environment: Mapping[str, str], log_dir: Path | None, grace_s: float, label: bool
 ) -> int:
-    """Run `words` once for each process of this node; return the worst of their exit codes.
+    """Run `command` once for each process of this node; return the worst of their exit codes.
 
     With `label` the terminal shows the output of every process, each line behind its rank; else that of process 0.
     """
@@ -127,17 +231,17 @@ def run(
     except OSError as error:
         raise UserError(f"--log_dir={log_dir} cannot be written ({error.strerror})") from None
     children: list[Child] = []
-    with watch.receive_signals() as received:
+    with receive_signals() as received:
         try:
             for local_rank in range(node.num_processes):
-                own_environment = {"PYTHONUNBUFFERED": "1", **environment, **node.environment(local_rank)}
-                children.append(_start(words, own_environment, log_dir, label))
+                extra_env = {"PYTHONUNBUFFERED": "1", **environment, **node.environment(local_rank)}
+                children.append(_start(command, extra_env, log_dir, label))
             # Only now, because this starts threads: a process that is forked while another thread holds a lock (of the
             # memory allocator, for example) may wait for that lock for ever.
             for child in children:
                 child.copy_output(f"{child.rank}: ".encode() if label else b"")
-            watch.say(f"{len(children)} of {node.world_size} processes; output of each in {log_dir}/train.RANK.log")
-            watch.wait_for_all(children, received, grace_s)
+            say(f"{len(children)} of {node.world_size} processes; output of each in {log_dir}/train.RANK.log")
+            wait_for_all(children, received, grace_s)
             for child in children:
                 for copier in child.copiers:
                     copier.finish(received)
@@ -148,14 +252,14 @@ def run(
                     child.send(signal.SIGKILL)
 
 
-def _start(words: list[str], environment: Mapping[str, str], log_dir: Path, label: bool) -> Child:
+def _start(command: list[str], environment: Mapping[str, str], log_dir: Path, label: bool) -> Child:
     """Start one process. The output of rank 0 (with `label`, of each) goes to the terminal and to its log."""
     rank = int(environment["RANK"])
     log = log_dir / f"train.{rank}.log"
     with log.open("ab") as file:
         output = subprocess.PIPE if rank == 0 or label else file
         process = subprocess.Popen(
-            words,
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -168,12 +272,12 @@ def _start(words: list[str], environment: Mapping[str, str], log_dir: Path, labe
 
 def _report(children: list[Child]) -> int:
     """Return the worst exit code, and print the last lines of the process that it is from."""
-    worst = watch.find_worst(children)
+    worst = find_worst(children)
     assert worst.code is not None
     if worst.code not in (0, exits.STOPPED):
         if worst.process.stdout is None:  # else its output is on the terminal already
             print("\n".join(_read_tail(worst.log)), file=sys.stderr)
-        watch.say(f"process {worst.rank} ended with exit code {worst.code}; its output is in {worst.log}")
+        say(f"process {worst.rank} ended with exit code {worst.code}; its output is in {worst.log}")
     return worst.code
 
 

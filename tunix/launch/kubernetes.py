@@ -12,8 +12,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from tunix.base.errors import UserError
-from tunix.cli import compose
-from tunix.config import Config, Kubernetes, Local
+from tunix.config import Config, Kubernetes, Local, compose
 from tunix.launch import submission
 from tunix.processes import exits
 
@@ -29,7 +28,7 @@ def launch(job: compose.Job) -> int:
     assert isinstance(kubernetes, Kubernetes)
     if job.config.resume:
         raise UserError("launcher=kubernetes with resume: apply the manifest of that run again; its pods resume")
-    name = _choose_name(job)
+    name = _select_name(job)
     text = yaml.safe_dump_all(make_manifests(job.config, kubernetes, name), sort_keys=False)
     if job.config.dry_run:
         print(text)
@@ -144,12 +143,12 @@ def _mount(volume: str, path: str) -> dict[str, str]:
 
 def _environment(kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
-    given = {
+    flags = {
         "MASTER_ADDR": f"{name}-{JOB}-0-0.{name}",  # the host name that JobSet gives pod 0
         "MASTER_PORT": str(kubernetes.port),
         **_pairs(kubernetes.extra_env),
     }
-    return [{"name": "NODE_RANK", "valueFrom": index}, *({"name": key, "value": value} for key, value in given.items())]
+    return [{"name": "NODE_RANK", "valueFrom": index}, *({"name": key, "value": value} for key, value in flags.items())]
 
 
 def _resources(kubernetes: Kubernetes) -> dict[str, Any]:
@@ -170,7 +169,7 @@ def _pod_folder(kubernetes: Kubernetes, name: str) -> str:
     return str(Path(kubernetes.mount_path) / name)
 
 
-def _choose_name(job: compose.Job) -> str:
+def _select_name(job: compose.Job) -> str:
     """Return run_name (in a sweep with the point's number), or project and time, in characters that DNS accepts.
 
     Raises:

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 import yaml
 
 from tunix.base.errors import Ending, UserError
-from tunix.cli import compose
-from tunix.config import Config, Ray
-from tunix.launch import submission, watch
+from tunix.config import Config, Ray, compose
+from tunix.launch import children, submission
 from tunix.processes import exits
 
 if TYPE_CHECKING:
-    from tunix.launch import ray_cluster  # imports ray, which is optional
+    from tunix.launch import ray_cluster
 
 
 def launch(job: compose.Job) -> int:
@@ -37,12 +36,12 @@ def launch(job: compose.Job) -> int:
     assert isinstance(launcher, Ray)
     sizes = list_sizes(job.config, launcher)
     if job.config.dry_run:
-        words = make_words(launcher, 0, sizes[0], ("ADDRESS", 0), job.run_dir.absolute(), job.resume_step)
+        command = make_command(launcher, 0, sizes[0], ("ADDRESS", 0), job.run_dir.absolute(), job.resume_step)
         shown = {
             "nodes": sizes,
             "bundle": make_bundle(launcher),
             "environment": make_environment(launcher),
-            "python": words,
+            "python": command,
         }
         print(f"# {submission.describe(job.config, launcher)}. A bundle and a command for each node, node 0's here.")
         print(yaml.safe_dump(shown, sort_keys=False, width=1000), end="")
@@ -51,7 +50,7 @@ def launch(job: compose.Job) -> int:
         raise UserError("launcher=ray needs the package ray: pip install 'tunix-trainer[ray]'")
     from tunix.launch import ray_cluster
 
-    with ray_cluster.connect(launcher.address), watch.receive_signals() as received:
+    with ray_cluster.connect(launcher.address), children.receive_signals() as received:
 
         def take_nodes() -> list[ray_cluster.Node]:
             return ray_cluster.take_nodes(make_bundle(launcher), sizes, launcher.start_timeout_s, received)
@@ -61,18 +60,18 @@ def launch(job: compose.Job) -> int:
         print(f"run folder: {folder}", flush=True)
         start_at = job.resume_step
         for restart in range(launcher.max_restarts + 1):
-            code, is_asked = _run_once(launcher, nodes, folder, start_at, received)
-            if is_asked or code not in submission.AGAIN or _stops_by_itself(job.config, code):
+            code, is_requested = _run_once(launcher, nodes, folder, start_at, received)
+            if is_requested or code not in submission.AGAIN or _stops_by_itself(job.config, code):
                 break
             if restart == launcher.max_restarts:
-                watch.say(f"exit code {code}; launcher.max_restarts={restart} are used up")
+                children.say(f"exit code {code}; launcher.max_restarts={restart} are used up")
                 break
-            watch.say(f"exit code {code}: starts again, {restart} of {launcher.max_restarts} times so far")
+            children.say(f"exit code {code}: starts again, {restart} of {launcher.max_restarts} times so far")
             start_at = None  # from the newest checkpoint: only the first start has a step that the user named
             try:
                 nodes = take_nodes()
             except Ending as ending:  # no nodes, or a signal: the run ends with the exit code that it has
-                watch.say(str(ending))
+                children.say(str(ending))
                 break
         return code
 
@@ -86,18 +85,18 @@ def _run_once(
     """
     from tunix.launch import ray_cluster
 
-    watch.say(f"{len(nodes)} nodes, {launcher.tasks} processes each; process 0 is on {nodes[0].host}")
+    children.say(f"{len(nodes)} nodes, {launcher.tasks} processes each; process 0 is on {nodes[0].host}")
     config = folder / "config.yaml"
     try:
         for node in nodes:
-            words = make_words(launcher, node.rank, len(nodes), nodes[0].address, folder, step)
-            node.start(words, make_environment(launcher), str(Path.cwd()), config, config.read_text())
-        is_asked = watch.wait_for_all(nodes, received, launcher.grace_period_s)
+            command = make_command(launcher, node.rank, len(nodes), nodes[0].address, folder, step)
+            node.start(command, make_environment(launcher), str(Path.cwd()), config, config.read_text())
+        is_requested = children.wait_for_all(nodes, received, launcher.grace_period_s)
     finally:
         ray_cluster.give_back(nodes)
-    worst = watch.find_worst(nodes)
+    worst = children.find_worst(nodes)
     assert worst.code is not None
-    return worst.code, is_asked
+    return worst.code, is_requested
 
 
 def list_sizes(config: Config, launcher: Ray) -> list[int]:
@@ -135,7 +134,7 @@ def make_bundle(launcher: Ray) -> dict[str, float]:
     return {name: amount for name, amount in bundle.items() if amount}
 
 
-def make_words(
+def make_command(
     launcher: Ray, rank: int, num_nodes: int, address: tuple[str, int], folder: Path, step: int | None
 ) -> list[str]:
     """Return the command of one node, for Python: the launcher of a node, and what each process runs.
@@ -147,9 +146,9 @@ def make_words(
     resume = submission.make_resume_word(folder if step is None else folder / "checkpoints" / str(step))
     nodes = [f"--nnodes={num_nodes}", f"--node_rank={rank}", f"--nprocs={launcher.tasks}"]
     meeting = [f"--master_addr={address[0]}", f"--master_port={address[1]}"]
-    own = [f"--grace_s={launcher.grace_period_s:g}", f"--log_dir={folder}", "--label"]
+    local = [f"--grace_s={launcher.grace_period_s:g}", f"--log_dir={folder}", "--label"]
     script = [launcher.train_script] if launcher.train_script else ["-m", "tunix"]
-    return ["-m", "tunix.launch", *nodes, *meeting, *own, *script, resume]
+    return ["-m", "tunix.launch", *nodes, *meeting, *local, *script, resume]
 
 
 def make_environment(launcher: Ray) -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 import logging
 import os
+import selectors
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,9 +20,80 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tunix.base.errors import Stopped, UserError
-from tunix.launch import watch
-from tunix.launch.ray_node import STDERR, STDOUT, RayNode
+from tunix.launch import children
+from tunix.launch.nodes import find_free_port
 from tunix.processes import exits
+
+# The part of a Ray launch that runs on a node: start the node's processes, send their output, pass signals on.
+
+STDOUT, STDERR = 1, 2
+
+
+class RayNode:
+    """An actor of Ray: an object in a process of its own on a node, whose methods the driver calls from afar.
+
+    Ray calls the methods in several threads: a signal can be sent while `run` is at work. The processes of the node end
+    with the actor, also when it is killed.
+    """
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.has_started = threading.Event()
+        self.sent: set[int] = set()  # signals
+
+    def find_address(self) -> tuple[str, int]:
+        """Return this node's address, and a port that is free here, as is the next one."""
+        return ray.util.get_node_ip_address(), find_free_port()
+
+    def run(
+        self, command: list[str], environment: Mapping[str, str], here: str, config: Path, text: str
+    ) -> Iterator[tuple[int, bytes] | int]:
+        """Run a command of Python's; yield its output as it comes (`STDOUT` or `STDERR`, bytes), then its exit code.
+
+        Args:
+            words: the command, without the interpreter.
+            environment: variables beside those of this process.
+            here: the folder of the driver; the command starts there if this node has such a folder.
+            config: the file with the run's config; it is written with `text` if this node does not see it.
+        """
+        if not config.exists():
+            config.parent.mkdir(parents=True, exist_ok=True)
+            config.write_text(text)
+        root = str(Path(__file__).parents[2])  # where Ray has found tunix
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=here if Path(here).is_dir() else None,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=exits.end_with_parent(),
+        )
+        self.has_started.set()
+        # Wait for both streams at once: a program that fills the pipe of the one that nobody reads would stop.
+        with selectors.DefaultSelector() as open_streams:
+            for number, stream in ((STDOUT, self.process.stdout), (STDERR, self.process.stderr)):
+                assert stream is not None
+                open_streams.register(stream, selectors.EVENT_READ, number)
+            while open_streams.get_map():
+                for key, _ in open_streams.select():
+                    if data := os.read(key.fd, 65536):
+                        yield key.data, data
+                    else:
+                        open_streams.unregister(key.fileobj)
+        status = self.process.wait()
+        # A signal ended the launcher before it handled signals, so there was nothing to save: 75, and not 143.
+        yield exits.STOPPED if -status in self.sent else exits.find_exit_code(status)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the command, which passes it on to its processes."""
+        self.has_started.wait()  # a signal may come while `run` still starts the command
+        assert self.process is not None
+        self.sent.add(number)
+        self.process.send_signal(number)
+
 
 CONNECT_S = 10.0
 FEWER_S = 10.0  # seconds to wait for each smaller number of nodes; nodes that are there already are free at once
@@ -96,7 +170,7 @@ class Node:
 
     def _follow(self, items: Any) -> None:
         """Copy the output of the node to the terminal, whole lines at a time, until the exit code comes."""
-        rest = dict.fromkeys(TERMINALS, b"")  # of each stream, the begin of a line whose end has not come yet
+        remaining = dict.fromkeys(TERMINALS, b"")  # of each stream, the begin of a line whose end has not come yet
         code = None
         try:
             for item in map(ray.get, items):  # as `RayNode.run` yields them: pieces of output, then the exit code
@@ -104,12 +178,12 @@ class Node:
                     code = item
                 else:
                     stream, data = item
-                    lines, newline, rest[stream] = (rest[stream] + data).rpartition(b"\n")
+                    lines, newline, remaining[stream] = (remaining[stream] + data).rpartition(b"\n")
                     _print(stream, lines + newline)
         except RayError as error:
             if not self.is_killed:
-                watch.say(f"node {self.rank} ({self.host}) is lost: {_first_line(error)}")
-        for stream, text in rest.items():
+                children.say(f"node {self.rank} ({self.host}) is lost: {_first_line(error)}")
+        for stream, text in remaining.items():
             _print(stream, text)
         if code is None:
             code = 128 + signal.SIGKILL if self.is_killed else exits.PEER
@@ -141,7 +215,7 @@ def take_nodes(bundle: dict[str, float], sizes: Sequence[int], timeout_s: float,
             remove_placement_group(group)
             if received:
                 raise Stopped(f"{signal.Signals(received[0]).name} while the run waited for nodes: nothing to save")
-        watch.say(f"{size} nodes with {bundle} were not free in time")
+        children.say(f"{size} nodes with {bundle} were not free in time")
     raise UserError(
         f"launcher.nodes={sizes[0]}: the cluster did not have {sizes[-1]} nodes with {bundle} free within "
         f"launcher.start_timeout_s={timeout_s:g}; `ray status` shows what it has. Ask for less, or wait longer"
@@ -164,11 +238,12 @@ def _start_actors(group: PlacementGroup, bundle: dict[str, float], size: int) ->
         addresses = ray.get([node.actor.find_address.remote() for node in nodes], timeout=120)
     except (ActorDiedError, GetTimeoutError) as error:
         if "creation task" in str(error):  # Ray's words where the node cannot import `RayNode`
+            reason = (str(error).strip() or repr(error)).splitlines()[-1]
             raise UserError(
-                f"launcher=ray: tunix cannot be started on the nodes: {_last_line(error)}; install the same tunix on "
+                f"launcher=ray: tunix cannot be started on the nodes: {reason}; install the same tunix on "
                 "each node, or send it with `ray job submit --working-dir`"
             ) from None
-        watch.say(f"a node is lost: {_first_line(error)}")
+        children.say(f"a node is lost: {_first_line(error)}")
         return []
     for node, address in zip(nodes, addresses, strict=True):
         node.address = address
@@ -183,7 +258,3 @@ def _print(stream: int, text: bytes) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[-1]

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tunix.base.errors import UserError
-from tunix.cli import compose
-from tunix.config import Config, Slurm
+from tunix.config import Config, Slurm, compose
 from tunix.launch import submission
 from tunix.processes import exits
 from tunix.processes.identity import FIRST_PORT, NUM_PORTS
@@ -46,7 +45,8 @@ def launch(job: compose.Job) -> int:
         raise UserError(f"launcher.train_script={slurm.train_script} is not a file here")
     with submission.prepare_folder(job) as folder, ExitStack() as written:
         text = format_script(job.config, slurm, folder, job.resume_step)
-        name = f"{_job_name(job.config)}-{_find_time(folder)}".replace("/", "-")
+        when = "-".join(folder.parts[-2:])  # by default the date and time of the run
+        name = f"{_job_name(job.config)}-{when}".replace("/", "-")
         file = Path(slurm.scripts_path or folder).absolute() / f"{name if slurm.scripts_path else 'job'}.sbatch"
         written.callback(submission.write_file(file, text).unlink, missing_ok=True)
         if slurm.configs_path is not None:
@@ -82,16 +82,16 @@ def submit(file: Path) -> str:
 
 def follow(number: str, output: Path) -> int:
     """Print the job's output until the job has ended, also while it is queued again; return its exit code."""
-    place, state, code = 0, "PENDING", 0
+    offset, state, code = 0, "PENDING", 0
     try:
         while state in GOING:
             time.sleep(POLL_S)
             state, code = _read_state(number, code)
             if output.exists():
                 with output.open("rb") as file:
-                    file.seek(place)
+                    file.seek(offset)
                     sys.stdout.write(file.read().decode(errors="replace"))
-                    place = file.tell()
+                    offset = file.tell()
                 sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"\njob {number} goes on; tail -F {output} shows its output, scancel {number} ends it")
@@ -105,17 +105,18 @@ def _read_state(number: str, last_code: int) -> tuple[str, int]:
     result = subprocess.run(["scontrol", "show", "job", "-o", number], capture_output=True, text=True, check=False)
     if "Invalid job id" in result.stderr:
         return "COMPLETED", last_code
-    facts = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", result.stdout))
-    if "JobState" not in facts:  # the controller is busy or restarts
+    info = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", result.stdout))
+    if "JobState" not in info:  # the controller is busy or restarts
         return "PENDING", last_code
-    exit_code, _, signal_number = facts["ExitCode"].partition(":")
-    return facts["JobState"], int(exit_code) or (128 + int(signal_number) if int(signal_number) else 0)
+    exit_code, _, signal_number = info["ExitCode"].partition(":")
+    return info["JobState"], int(exit_code) or (128 + int(signal_number) if int(signal_number) else 0)
 
 
 def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int | None = None) -> str:
     """Return the text of the batch script."""
     options = "\n".join(f"#SBATCH --{option}" for option in _options(config, slurm, folder))
-    exports = [_export(word) for word in ("PYTHONUNBUFFERED=1", *slurm.extra_env)]
+    variables = [word.partition("=") for word in ("PYTHONUNBUFFERED=1", *slurm.extra_env)]
+    exports = [f"export {name}={shlex.quote(value)}" for name, _, value in variables]
     quoted = re.sub(r'(["`\\])', r"\\\1", slurm.tmp_dir)  # in double quotes: $SLURM_JOB_ID is replaced on the node
     setup = "\n".join([f'export TMPDIR="{quoted}"', *exports, *slurm.pre_launch_commands])
     resume = _resume_word(folder)
@@ -172,7 +173,7 @@ def _resume_word(path: Path) -> str:
 
 def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:
     """Return the options of sbatch; values that are null or false are left out."""
-    wanted = {
+    flags = {
         "job-name": _job_name(config),
         "nodes": slurm.nodes,
         "ntasks-per-node": slurm.tasks,
@@ -193,27 +194,22 @@ def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:
         "output": str(_log_folder(slurm, folder) / "slurm-%j.out"),
         "open-mode": "append",
     }
-    given = {name: value for name, value in wanted.items() if value is not None and value is not False}
-    return [name if value is True else f"{name}={shlex.quote(str(value))}" for name, value in given.items()]
+    options = {name: value for name, value in flags.items() if value is not None and value is not False}
+    return [name if value is True else f"{name}={shlex.quote(str(value))}" for name, value in options.items()]
 
 
 def _srun_command(slurm: Slurm, folder: Path) -> str:
     """Return the srun command: one task for each process; when one fails, Slurm ends the others."""
-    words = ["srun", "--kill-on-bad-exit=1", "--label"]  # not --unbuffered: tasks would think they have a terminal
+    command = ["srun", "--kill-on-bad-exit=1", "--label"]  # not --unbuffered: tasks would think they have a terminal
     if slurm.cpus_per_task:
-        words.append(f"--cpus-per-task={slurm.cpus_per_task}")  # srun does not take it from sbatch
+        command.append(f"--cpus-per-task={slurm.cpus_per_task}")  # srun does not take it from sbatch
     if slurm.container_image:
         # The container sees the run's folder, the program, and the folder from which relative paths start.
         needed = {str(path): None for path in (folder, RUN_TRAINING.parent, Path.cwd())}
         mounts = [*([slurm.container_mounts] if slurm.container_mounts else []), *(f"{path}:{path}" for path in needed)]
-        words += [f"--container-image={slurm.container_image}", f"--container-mounts={','.join(mounts)}"]
-        words.append(f"--container-workdir={Path.cwd()}")
-    return shlex.join(words)
-
-
-def _export(assignment: str) -> str:
-    name, _, value = assignment.partition("=")
-    return f"export {name}={shlex.quote(value)}"
+        command += [f"--container-image={slurm.container_image}", f"--container-mounts={','.join(mounts)}"]
+        command.append(f"--container-workdir={Path.cwd()}")
+    return shlex.join(command)
 
 
 def _log_folder(slurm: Slurm, folder: Path) -> Path:
@@ -222,8 +218,3 @@ def _log_folder(slurm: Slurm, folder: Path) -> Path:
 
 def _job_name(config: Config) -> str:
     return config.run_name or config.project_name
-
-
-def _find_time(folder: Path) -> str:
-    """Return the last two parts of the folder's path: by default the date and time of the run."""
-    return "-".join(folder.parts[-2:])

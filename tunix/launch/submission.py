@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from tunix.base.errors import UserError
-from tunix.cli import compose
-from tunix.config import Config, Local
+from tunix.base.secrets import mask_values
+from tunix.base.text import flat
+from tunix.config import Config, Local, compose
 from tunix.config.launcher import Nodes
 from tunix.processes import exits
 from tunix.processes.identity import find_identity
-from tunix.run import run_folder
+from tunix.run.folder import claim_folder, write_config
 
 # Exit codes after which a run starts again, the worst last: stopped before it began, stopped early, lost a process,
 # aborted by JAX's runtime, killed. After every other code the next start would fail in the same way.
@@ -33,12 +34,18 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
             f"launcher={job.config.launcher.name} submits a run once, but this is process {identity.process_id} of "
             f"{identity.num_processes} ({identity.source}); start it alone"
         )
+    for key, value in flat(job.config.model_dump(mode="json", by_alias=True)).items():
+        if mask_values(value) != value:
+            raise UserError(
+                f"{key} has a password or a signature, and a run that starts elsewhere reads its keys from a file, "
+                "which keeps none; use credentials of the machine (docs/buckets.md)"
+            )
     job = replace(job, config=job.config.model_copy(update={"launcher": Local(name="local")}))
     resumes = job.goes_on_in_folder
     before = (job.run_dir / "config.yaml").read_text() if resumes else ""
     try:
-        folder = (job.run_dir if resumes else run_folder.claim_folder(job)).absolute()
-        run_folder.write_config(job, folder)
+        folder = (job.run_dir if resumes else claim_folder(job)).absolute()
+        write_config(job, folder)
     except OSError as error:
         raise UserError(
             f"the run's folder {job.run_dir} cannot be written ({error.strerror}); choose hydra.run.dir=DIR"

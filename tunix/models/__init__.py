@@ -1,14 +1,14 @@
 """Models: a decoder made of blocks, as Flax modules. A file here names dimensions by letters, and no mesh axis.
 
-Read `transformer` first: embed, a scan over blocks, final norm, logits. Then `block`, and `stacks`, which runs equal
-blocks as one piece of program. Then what a block is made of:
+Read `transformer` first: embed, a scan over blocks, final norm, logits. Then `block`, and `layer_stacks`, which runs
+equal blocks as one piece of program. Then what a block is made of:
 
-    weights and their products      layers, embedding, norms, products, quantized, lora, fp8
-    attention                       grouped_query, latent, linear_attention; attention, seen, positions
-      its kernels                   flash, grouped (for experts); kernels chooses
-      keys on other devices         exchanges, ring
-    experts                         router, experts, expert_exchanges, expert_rows
-    ways through the layers         forward, stacks, remat, prefetch, pipeline
+    weights and their products      layers, matmul, quantized
+    attention                       attention (grouped-query), mla, linear_attention; attention_mask, rope
+      its kernels                   flash_attention, kernel_blocks; kernels chooses
+      keys on other devices         context_parallel, ring_xla, ring_flash
+    experts                         experts, expert_parallel, grouped_matmul
+    ways through the layers         layer_stacks, remat, prefetch, pipeline
 
-`flops` counts the arithmetic of a model, `paths` names its parameters.
+`table` has what is chosen by name: kernels, exchanges, dtypes of products. `flops` counts the arithmetic of a model.
 """

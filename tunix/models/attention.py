@@ -1,11 +1,12 @@
-"""Attention: which keys a query sees, and the kernels that compute it.
+"""Grouped-query attention: heads of queries that share heads of keys and values (arXiv:2305.13245).
 
-One function serves training, prefill and decoding. They differ only in `Seen`:
+    x [B, T, D] --+-- q --> norm, rotation --> queries [B, T, N, H] --+
+                  +-- k --> norm, rotation --> keys    [B, T, K, H] --+-- softmax --> [B, T, N, H] -- o --> [B, t, D]
+                  +-- v --> norm ------------> values  [B, T, K, H] --+
 
-             queries                    keys                          segments
-    train    T tokens of a row          the same tokens               one for each document of the row
-    prefill  T tokens of a prompt       the same tokens               0 before the prompt begins, then 1
-    decode   the newest token           the slots of a cache          1 where a slot holds a token of the row
+Global layers may have other heads than local ones (`model.global_heads`). The letters of their dimensions are k and h.
+With `values_are_keys` they have no v: the product with k is both, before its norm and rotation. Layers that take keys
+and values of earlier ones (`model.shared_kv`) have neither: their mix brings those of the other layer.
 """
 
 from collections.abc import Mapping
@@ -14,16 +15,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.models.exchanges import find_attention_exchange
+from tunix.config import Model
+from tunix.models.attention_mask import MaskRule
+from tunix.models.context_parallel import find_attention_exchange
 from tunix.models.kernels import branches_are_cheap
-from tunix.models.seen import Seen
-from tunix.models.soft_cap import soft_cap
+from tunix.models.layers import NORMS, Bias, Einsum, Initializer, divide_by_rms, soft_cap, unchanged
+from tunix.models.mla import AttentionFn, Heads
+from tunix.models.rope import apply_rope, grow_queries
 from tunix.sharding.layout import Layout
-from tunix.sharding.stages import stage_shard_map
+from tunix.sharding.mesh import stage_shard_map
 
-FEWEST_QUERIES, MOST_QUERIES = 128, 512  # of a block of the plain kernel, which has the scores of one block at a time
+# Attention: which keys a query sees, and the kernels that compute it.
+#
+# One function serves training, prefill and decoding. They differ only in `MaskRule`:
+#
+#              queries                    keys                          segments
+#     train    T tokens of a row          the same tokens               one for each document of the row
+#     prefill  T tokens of a prompt       the same tokens               0 before the prompt begins, then 1
+#     decode   the newest token           the slots of a cache          1 where a slot holds a token of the row
+
+FEWEST_QUERIES, MAX_QUERIES = 128, 512  # of a block of the plain kernel, which has the scores of one block at a time
 SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys before them: those of Gemma 3
 NEAR_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
 
@@ -36,25 +50,31 @@ class Method(NamedTuple):
     options: Mapping[str, Any]  # of the kernel (`Model.attention_options`)
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, layout: Layout, method: Method, kv_letter: str = "K"
+def compute_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask_rule: MaskRule,
+    layout: Layout,
+    method: Method,
+    kv_dim_name: str = "K",
 ) -> Any:
     """Return [B, T, N, H] of queries [B, T, N, H], which come scaled, and keys and values [B, S, K, H].
 
-    Scores and softmax are float32. `kv_letter` is that of the dimension of key/value heads, by which the layout splits
-    them. Places and segments of `seen` are those of whole sequences, on every device that has a part of them.
+    Scores and softmax are float32. `kv_dim_name` names the dimension of key/value heads, which the layout splits.
+    Positions and segments of `mask_rule` are those of whole sequences, on every device that has a part of them.
     """
-    q_spec, kv_spec, segments = (layout.activation(letters) for letters in ("BTNH", f"BT{kv_letter}H", "BS"))
-    seen_spec: Any = Seen._make([jax.P(), jax.P(), segments, segments, jax.P()])
+    q_spec, kv_spec, segments = (layout.activation(dim_names) for dim_names in ("BTNH", f"BT{kv_dim_name}H", "BS"))
+    mask_spec: Any = MaskRule._make([jax.P(), jax.P(), segments, segments, jax.P()])
 
-    def attend_on_device(q, k, v, seen):
-        k, v = (layout.own_kv_heads(x, q.shape[2], kv_letter) for x in (k, v))
-        return find_attention_exchange(method.exchange)(method.kernel, q, k, v, seen, **method.options)
+    def local_attention(q, k, v, mask_rule):
+        k, v = (layout.local_kv_heads(x, q.shape[2], kv_dim_name) for x in (k, v))
+        return find_attention_exchange(method.exchange)(method.kernel, q, k, v, mask_rule, **method.options)
 
-    in_specs = (q_spec, kv_spec, kv_spec, seen_spec)
+    in_specs = (q_spec, kv_spec, kv_spec, mask_spec)
     out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in method.options else q_spec
-    mapped = stage_shard_map(attend_on_device, in_specs, out_specs, layout.stages_around)
-    return mapped(q, k, v, seen._replace(window=jnp.asarray(seen.window, jnp.int32)))
+    mapped = stage_shard_map(local_attention, in_specs, out_specs, layout.stages_around)
+    return mapped(q, k, v, mask_rule._replace(window=jnp.asarray(mask_rule.window, jnp.int32)))
 
 
 # A kernel is a function of one device's arrays: (q [B, T, N, H], k and v [B, S, K, H], seen) -> [B, T, N, H].
@@ -68,19 +88,20 @@ def attend(
 # without a name is computed again.
 
 
-def choose_query_block(length: int) -> int:
+def select_query_block(length: int) -> int:
     """Return the number of queries in a block of the plain kernel: an eighth of the sequence, within bounds.
 
     A smaller block has fewer keys that none of its queries sees, and more blocks make a longer program.
     """
     eighth = -(-length // (8 * FEWEST_QUERIES)) * FEWEST_QUERIES
-    return min(eighth, MOST_QUERIES)
+    return min(eighth, MAX_QUERIES)
 
 
 def plain(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, cap: float | None = None, with_sums: bool = False
+    q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, cap: float | None = None, with_sums: bool = False
 ) -> Any:
-    """Attention in XLA's own operations, for a block of queries at a time (Rabe and Staats 2021, arXiv:2112.05682).
+    """Attention in XLA's own operations, for a block of queries at a time (Rabe and Staats 2021, arXiv:2112.05682):
+    q [B, T, N, H], scaled, k and v [B, S, K, H] -> [B, T, N, H], and with `with_sums` also [B, T, N] float32.
 
     The backward pass computes the scores of a block again. So memory grows with T, not with its square. A block attends
     to the keys up to its own end, which saves almost half of the scores, forward and backward:
@@ -98,8 +119,8 @@ def plain(
     window too. The window is data, so that a scan over layers is one program: it has both ways once, at any depth.
     """
     length = q.shape[1]
-    if length <= choose_query_block(length):
-        out = _weigh_values(q, k, v, seen.mask(), cap, with_sums)
+    if length <= select_query_block(length):
+        out = _weigh_values(q, k, v, mask_rule.mask(), cap, with_sums)
         return checkpoint_name(out, "attention")
     assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
 
@@ -108,25 +129,25 @@ def plain(
     # The number of spans that are smaller than the window: it is the place of the first span in which the window fits.
     # The last way takes a window that fits in none.
     ways = [*(partial(_near, cap=cap, with_sums=with_sums, span=span) for span in spans), triangle]
-    way = jnp.sum(jnp.asarray(seen.window) > jnp.asarray(spans, jnp.int32))
-    out = jax.lax.switch(way, ways, q, k, v, seen) if spans else triangle(q, k, v, seen)
+    way = jnp.sum(jnp.asarray(mask_rule.window) > jnp.asarray(spans, jnp.int32))
+    out = jax.lax.switch(way, ways, q, k, v, mask_rule) if spans else triangle(q, k, v, mask_rule)
     return checkpoint_name(out, "attention")
 
 
 def _triangle(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen, cap: float | None = None, with_sums: bool = False
+    q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, cap: float | None = None, with_sums: bool = False
 ) -> Any:
     """Let each block of queries attend to all keys up to its own end; see `plain`."""
-    length, size = q.shape[1], choose_query_block(q.shape[1])
+    length, size = q.shape[1], select_query_block(q.shape[1])
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-    def one_block(start, q, k, v, seen):
+    def one_block(start, q, k, v, mask_rule):
         end = min(start + size, length)
-        rule = seen.queries(start, end - start)
-        rule = rule._replace(k_places=seen.k_places[:end], k_segments=seen.k_segments[:, :end])
+        rule = mask_rule.queries(start, end - start)
+        rule = rule._replace(k_positions=mask_rule.k_positions[:end], k_segments=mask_rule.k_segments[:, :end])
         return _weigh_values(q[:, start:end], k[:, :end], v[:, :end], rule.mask(), cap, with_sums)
 
-    blocks = [one_block(start, q, k, v, seen) for start in range(0, length, size)]
+    blocks = [one_block(start, q, k, v, mask_rule) for start in range(0, length, size)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
 
 
@@ -134,7 +155,7 @@ def _near(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    seen: Seen,
+    mask_rule: MaskRule,
     cap: float | None = None,
     with_sums: bool = False,
     *,
@@ -170,23 +191,24 @@ def _near(
         #     moved by 1    -  0  1  2  3         a column has the keys of one block of queries; -: filler
         #     blocks        0  1  2  3  4
         blocks = split(x, dim, filler)
-        rest = [(0, 0)] * (blocks.ndim - 1)
+        remaining = [(0, 0)] * (blocks.ndim - 1)
         earlier = [
-            jnp.pad(blocks[: count - n], [(n, 0), *rest], constant_values=filler) for n in range(num_earlier, 0, -1)
+            jnp.pad(blocks[: count - n], [(n, 0), *remaining], constant_values=filler)
+            for n in range(num_earlier, 0, -1)
         ]
         return jnp.concatenate([*earlier, blocks], dim + 1)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def one_block(_, block):
         q, k, v, *rule = block
-        return None, _weigh_values(q, k, v, Seen._make([*rule, seen.window]).mask(), cap, with_sums)
+        return None, _weigh_values(q, k, v, MaskRule._make([*rule, mask_rule.window]).mask(), cap, with_sums)
 
-    rules = Seen(
-        q_places=split(seen.q_places, 0),
-        q_segments=split(seen.q_segments, 1),
-        k_places=split_with_earlier(seen.k_places, 0, unseen),
-        k_segments=split_with_earlier(seen.k_segments, 1),
-        window=seen.window,
+    rules = MaskRule(
+        q_positions=split(mask_rule.q_positions, 0),
+        q_segments=split(mask_rule.q_segments, 1),
+        k_positions=split_with_earlier(mask_rule.k_positions, 0, unseen),
+        k_segments=split_with_earlier(mask_rule.k_segments, 1),
+        window=mask_rule.window,
     )
     arrays = split(q, 1), split_with_earlier(k, 1), split_with_earlier(v, 1)
     _, blocks = jax.lax.scan(one_block, None, (*arrays, *rules[:-1]))
@@ -206,6 +228,8 @@ def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap
     beside one another, [B, K, T, G, S]. With one such head, as in Gemma 3 1B, no array is copied into another order.
     """
     batch, length, num_heads, dim = q.shape
+    if length == 1:
+        return _weigh_slots(q, k, v, mask, cap, with_sums)
     # JAX's own function has no cap and no sums, and wants values as wide as keys.
     if length < FEWEST_QUERIES and cap is None and not with_sums and dim == v.shape[3]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
@@ -222,7 +246,111 @@ def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap
     return out, jnp.moveaxis(sums, 1, 2).reshape(batch, length, num_heads)
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen: Seen) -> jax.Array:
+def _weigh_slots(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: float | None, with_sums: bool) -> Any:
+    """Do as `_weigh_values` for one query of each row, [B, 1, N, H], which looks into a cache.
+
+    The products take keys and values as the cache has them, [B, K, S, H]: XLA's loop over tokens then needs no copy of
+    the cache in another order.
+    """
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(*q.shape[:3], -1)
+    return (out, jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:3])) if with_sums else out
+
+
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule) -> jax.Array:
     """The fused attention of cuDNN, for GPUs. It takes the rule as a mask [B, 1, T, S], which takes memory and time."""
-    out = jax.nn.dot_product_attention(q, k, v, mask=seen.mask(), scale=1.0, implementation="cudnn")
+    out = jax.nn.dot_product_attention(q, k, v, mask=mask_rule.mask(), scale=1.0, implementation="cudnn")
     return checkpoint_name(out, "attention")
+
+
+class Attention(nnx.Module):
+    """Attention [B, t, D] -> [B, t, D], and its cache.
+
+    `dim_names` are those of key/value heads and of their width: "KH", or "kh" in global layers with heads of their own.
+    With `model.attention_gate` each token says which numbers of its result count. Without `has_kv` there are queries
+    alone.
+    """
+
+    def __init__(
+        self, cfg: Model, layout: Layout, initializer: Initializer, dim_names: str = "KH", has_kv: bool = True
+    ):
+        self.cfg, self.layout, self.scale = cfg, layout, cfg.query_scale**-0.5
+        self.kv_dim_name, width = dim_names[0], dim_names[1]
+        self.q = Einsum("attention.q", f"BTD,DN{width}->BTN{width}", cfg, layout, initializer)
+        self.k = Einsum("attention.k", f"BTD,D{dim_names}->BT{dim_names}", cfg, layout, initializer) if has_kv else None
+        has_values = dim_names == "KH" or cfg.global_heads is None or not cfg.global_heads.values_are_keys
+        has_values = has_values and has_kv
+        self.v = (
+            Einsum("attention.v", f"BTD,D{dim_names}->BT{dim_names}", cfg, layout, initializer) if has_values else None
+        )
+        self.o = Einsum("attention.o", f"BTN{width},N{width}D->BtD", cfg, layout, initializer)
+        self.q_norm = self._norm(f"BTN{width}", cfg, layout)
+        self.k_norm = self._norm(f"BT{dim_names}", cfg, layout) if has_kv else unchanged
+        self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
+        gate_equation = f"BTD,DN{width}->BTN{width}"
+        self.gate = Einsum("attention.gate", gate_equation, cfg, layout, initializer) if cfg.attention_gate else None
+
+    def _norm(self, dim_names: str, cfg: Model, layout: Layout) -> Any:
+        """Return the norm of queries or keys, over each head or over all heads together."""
+        if cfg.qk_norm in ("none", "after_rotation"):
+            return unchanged
+        dims = {"per_head": dim_names[-1], "all_heads": dim_names[-2:]}[cfg.qk_norm]
+        return NORMS[cfg.norm](dim_names, cfg, layout, dims)
+
+    def __call__(self, x, positions, rope, mix, dropout_key):
+        """[B, t, D] -> ([B, t, D], the cache of the layer); `positions` are [B, T] int32.
+
+        `rope` are the rotations of the layer, `mix` says which keys there are, `dropout_key` draws what dropout leaves
+        out.
+        """
+        x = self.layout.gather_tokens(x)
+        kv: tuple[jax.Array, ...] = ()
+        q = self.q(x, dropout_key)
+        if self.k is not None:
+            k = self.k(x, dropout_key)
+            v = k if self.v is None else self.v(x, dropout_key)  # before the norm and the rotation of k
+            v = divide_by_rms(v, self.cfg.norm_eps) if self.cfg.value_norm else v
+            q, k = self._apply_rope(self.q_norm(q), positions, rope), self._apply_rope(self.k_norm(k), positions, rope)
+            kv = k, v
+        else:
+            q = self._apply_rope(self.q_norm(q), positions, rope)
+        if self.cfg.query_growth is not None:
+            q = grow_queries(q, positions, rope, self.cfg.query_growth)
+        # The mix knows which keys there are: in training those of the row, in generation those of a cache.
+        out, cache = mix.compute_attention(q * self.scale, kv, Heads(_pass_on, self._look_back, self.kv_dim_name))
+        out = out if self.sinks is None else self._add_sinks(*out)
+        if self.gate is not None:
+            out = out * jax.nn.sigmoid(self.gate(x, dropout_key))
+        return self.o(out, dropout_key), cache
+
+    def _apply_rope(self, x: jax.Array, positions: jax.Array, rope: Any) -> jax.Array:
+        """Return queries or keys rotated by their positions, and with `qk_norm=after_rotation` divided by their RMS."""
+        if self.cfg.positions == "rope":
+            x = apply_rope(x, positions, rope, self.cfg.rotated_pairs)
+        if self.cfg.qk_norm == "after_rotation":
+            # Which layers rotate is data: layers with and without positions are one program.
+            x = jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x)
+        return x
+
+    def _look_back(self, q: jax.Array, entries: tuple[jax.Array, ...], compute_attention: AttentionFn) -> Any:
+        return compute_attention(q, *entries, self.layout)
+
+    def _add_sinks(self, out: jax.Array, log_sums: jax.Array) -> jax.Array:
+        """Return the results [B, T, N, H] as if each head's softmax had one more score, the sink, without a value.
+
+        sum(exp(s) v) / (sum(exp(s)) + exp(sink)) = result * sigmoid(log(sum(exp(s))) - sink)
+
+        So the kernels need not know of sinks: they return the log of their sum.
+        """
+        assert self.sinks is not None
+        # `sinks` is a bias, which adds: log_sums - sinks = -(sinks - log_sums).
+        share = jax.nn.sigmoid(-self.sinks(-log_sums))
+        return out * share[..., None].astype(out.dtype)
+
+
+def _pass_on(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return k, v

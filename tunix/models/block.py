@@ -10,20 +10,90 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix.config import Model
-from tunix.config.mlp import ExpertsMlp
-from tunix.models.beside import ExpertsBesideMlp
-from tunix.models.block_sums import BlockSums
-from tunix.models.draws import Draws
+from tunix.config.layers import ExpertsMlp
+from tunix.models.attention import Attention
 from tunix.models.experts import Experts
-from tunix.models.grouped_query import Attention
-from tunix.models.latent import Heads, LatentAttention
-from tunix.models.layer_inputs import InputGate
-from tunix.models.layers import MLP, unchanged
+from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
-from tunix.models.noise import Noise
-from tunix.models.norms import NORMS
+from tunix.models.matmul import product
+from tunix.models.mla import Heads, LatentAttention
+from tunix.models.rope import Rope, layer_rope
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
+
+# Inputs of each layer (`model.layer_inputs`): a vector of each token for each layer (Gemma 4).
+#
+#     tokens [B, T] -------> table -------> [B, t, l, p] --+
+#     x      [B, t, D] --> projection, norm [B, t, l, p] --+-- sum / sqrt(2) --> inputs [l, B, t, p]
+#
+#     x [B, t, D] --+-- gate, activation --> [B, t, p] -- x inputs of the layer --> down, norm --+--> [B, t, D]
+#                   +----------------------------------------------------------------------------+
+#
+# The numbers of a token are few, so every device computes all of them for its tokens of the residual stream.
+
+
+class LayerInputs(nnx.Module):
+    """Vectors of the tokens for each layer: rows of a table [V, l, p], and a projection of the embedding."""
+
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
+        self.equation, self.layout = Equation("BtV,Vlp->Btlp"), layout
+        shape = [cfg.dims[dim_name] for dim_name in self.equation.w]
+        self.width, self.projection_scale = cfg.dims["p"], cfg.embed_dim**-0.5
+        table = initializer.normal(shape, layout.param, self.width**-0.5)
+        self.table = nnx.Param(table, equation=self.equation)
+        self.projection = Matrix("BtD,Dlp->Btlp", cfg, layout, initializer)
+        self.norm = NORMS[cfg.norm]("Btlp", cfg, layout)
+
+    def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
+        """Return inputs [l, B, t, p] of tokens [B, T] int32 and their embeddings [B, t, D]."""
+        table = self.layout.gather(self.table[...], self.equation)
+        rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTlp")))
+        projected = product(self.projection.equation, x, self.projection.gathered(), self.layout)
+        projected = self.norm(projected * jnp.asarray(self.projection_scale, x.dtype))
+        both = projected + rows * jnp.asarray(self.width**0.5, rows.dtype)
+        return jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
+
+
+class InputGate(nnx.Module):
+    """The part of a block that takes the layer's inputs: [B, t, D] and [B, t, p] -> [B, t, D]."""
+
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
+        self.layout, self.activation = layout, ACTIVATIONS[cfg.mlp.activation]
+        self.gate = Matrix("BtD,Dp->Btp", cfg, layout, initializer)
+        self.down = Matrix("Btp,pD->BtD", cfg, layout, initializer)
+        self.norm = NORMS[cfg.norm]("BtD", cfg, layout)
+
+    def __call__(self, x: jax.Array, inputs: jax.Array) -> jax.Array:
+        """x [B, t, D] and the inputs of the layer [B, t, p] -> [B, t, D]."""
+        h = self.activation(product(self.gate.equation, x, self.gate.gathered(), self.layout)) * inputs
+        return x + self.norm(product(self.down.equation, h, self.down.gathered(), self.layout))
+
+
+# Experts beside an MLP that computes every token (Gemma 4): both take the residual stream, behind norms of their own.
+#
+# x [B, t, D] --+-- norm --> MLP ------> norm --+
+#               +-- norm --> experts --> norm --+--> [B, t, D]
+#               +-- router ---^
+
+
+class ExpertsBesideMlp(nnx.Module):
+    """An MLP and experts, whose results are added: [B, t, D] of the residual stream -> [B, t, D]."""
+
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
+        # Both parts have norms of their own, so the block has none before them.
+        def norm() -> Any:
+            return NORMS[cfg.norm]("BtD", cfg, layout)
+
+        self.dense, self.experts = MLP(cfg, layout, initializer, "gated"), Experts(cfg, layout, initializer)
+        self.pre_dense, self.post_dense = norm(), norm()
+        self.pre_experts, self.post_experts = norm(), norm()
+
+    def __call__(self, x, dropout_key) -> tuple[jax.Array, BlockSums]:
+        """Return [B, t, D], and the sums of the router."""
+        with jax.named_scope("dense"):
+            dense = self.post_dense(self.dense(self.pre_dense(x), dropout_key)[0])
+        y, sums = self.experts(self.pre_experts(x), dropout_key, routed=x)
+        return dense + self.post_experts(y), sums
 
 
 class Mix(NamedTuple):
@@ -34,7 +104,7 @@ class Mix(NamedTuple):
     """
 
     # (queries [B, T, N, H], entries of the tokens in a cache, the way from entries to keys and values)
-    attend: Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
+    compute_attention: Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
     recur: Callable[[Recurrence], tuple[jax.Array, Any]]
 
 
@@ -42,17 +112,17 @@ class PartKind(NamedTuple):
     """A kind of a part of a block. A layer takes the first of a table that it has."""
 
     has: Callable[[Model, int], bool]  # whether a layer of a model, given by its number, has this kind
-    make: Callable[[Model, Layout, Draws], nnx.Module]
+    make: Callable[[Model, Layout, Initializer], nnx.Module]
 
 
 MIXERS = {
     "linear": PartKind(lambda cfg, layer: cfg.is_linear(layer), LinearAttention),
     "shared_global": PartKind(
         lambda cfg, layer: cfg.is_shared(layer) and _has_global_heads(cfg, layer),
-        partial(Attention, letters="kh", has_kv=False),
+        partial(Attention, dim_names="kh", has_kv=False),
     ),
     "shared": PartKind(lambda cfg, layer: cfg.is_shared(layer), partial(Attention, has_kv=False)),
-    "global": PartKind(lambda cfg, layer: _has_global_heads(cfg, layer), partial(Attention, letters="kh")),
+    "global": PartKind(lambda cfg, layer: _has_global_heads(cfg, layer), partial(Attention, dim_names="kh")),
     "latent": PartKind(lambda cfg, layer: cfg.latent is not None, LatentAttention),
     "attention": PartKind(lambda cfg, layer: True, Attention),
 }
@@ -73,7 +143,7 @@ MLPS = {
 
 
 def _has_global_heads(cfg: Model, layer: int) -> bool:
-    return cfg.heads_of(layer).letters == "kh"
+    return cfg.heads_of(layer).dim_names == "kh"
 
 
 def find_part(kinds: Mapping[str, PartKind], cfg: Model, layer: int) -> str:
@@ -84,11 +154,12 @@ def find_part(kinds: Mapping[str, PartKind], cfg: Model, layer: int) -> str:
 class LayerScale(nnx.Module):
     """A trained number, 1 at first, times each number of [B, t, D], the result of a layer."""
 
-    def __init__(self, letters: str, layout: Layout):
-        self.equation, self.layout = Equation(f"{letters}o,o->{letters}o"), layout
+    def __init__(self, dim_names: str, layout: Layout):
+        self.equation, self.layout = Equation(f"{dim_names}o,o->{dim_names}o"), layout
         self.factor = nnx.Param(jnp.ones(1, layout.param), equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, t, D] -> [B, t, D]."""
         factor, spec = self.layout.gather(self.factor[...], self.equation), self.layout.activation(self.equation.y)
         return jnp.einsum(self.equation.text, x[..., None], factor, out_sharding=spec)[..., 0].astype(x.dtype)
 
@@ -99,29 +170,29 @@ class Block(nnx.Module):
     `mixer` is a key of `MIXERS`, `mlp` one of `MLPS`.
     """
 
-    def __init__(self, cfg: Model, layout: Layout, mixer: str, mlp: str, draws: Draws):
+    def __init__(self, cfg: Model, layout: Layout, mixer: str, mlp: str, initializer: Initializer):
         def norm(is_there: bool) -> Any:
             return NORMS[cfg.norm]("BtD", cfg, layout) if is_there else unchanged
 
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
-        self.attention = MIXERS[mixer].make(cfg, layout, draws)
-        self.mlp = MLPS[mlp].make(cfg, layout, draws)
+        self.attention = MIXERS[mixer].make(cfg, layout, initializer)
+        self.mlp = MLPS[mlp].make(cfg, layout, initializer)
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
         self.scale = LayerScale("BtD", layout) if cfg.layer_scale else unchanged
-        self.input_gate = InputGate(cfg, layout, draws) if cfg.layer_inputs is not None else None
+        self.input_gate = InputGate(cfg, layout, initializer) if cfg.layer_inputs is not None else None
 
     def __call__(
-        self, x, positions, rope, mix: Mix, noise: Noise | None = None, inputs: jax.Array | None = None
+        self, x, positions, rope, mix: Mix, dropout_key: DropoutKey | None = None, inputs: jax.Array | None = None
     ) -> tuple[jax.Array, Any, BlockSums]:
         """Return [B, t, D], the cache, and numbers for the loss; `inputs` [B, t, p] are those of the layer."""
         with jax.named_scope("attention"):
-            h, cache = self.attention(self.pre_attention(x), positions, rope, mix, noise)
+            h, cache = self.attention(self.pre_attention(x), positions, rope, mix, dropout_key)
             # Both branches start from the residual stream and add to it: x + attention(norm(x)), then x + mlp(norm(x)).
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         with jax.named_scope("mlp"):
-            h, sums = self.mlp(self.pre_mlp(x), noise)
+            h, sums = self.mlp(self.pre_mlp(x), dropout_key)
             x = x + self._scaled(self.post_mlp(h))
         if self.input_gate is not None and inputs is not None:
             with jax.named_scope("input_gate"):
@@ -131,3 +202,85 @@ class Block(nnx.Module):
 
     def _scaled(self, h: jax.Array) -> jax.Array:
         return h if self.multiplier == 1 else h * jnp.asarray(self.multiplier, h.dtype)
+
+
+# Values of a forward pass through the blocks: of each layer, of the rows of tokens, and of all layers together.
+
+
+class Layer(NamedTuple):
+    """Values in which a layer differs from the others of its stack; with a first dimension L, those of all its layers.
+
+    They are data, so that the layers of a stack are one program.
+    """
+
+    number: Any  # int32 scalar, in the whole model
+    window: Any  # int32 scalar: a query sees its own token and the `window - 1` before it
+    rope: Rope | None  # None with learned positions
+    inputs: Any = None  # [B, t, p], of `model.layer_inputs`
+
+
+class Rows(NamedTuple):
+    """Arrays [B, ...] that a block takes of sequences. In a pipeline they travel from stage to stage together."""
+
+    x: Any  # [B, t, D], the residual stream; a block changes it and nothing else
+    positions: Any  # [B, T] int32
+    mask_inputs: Any  # what the mix needs of the sequences: a tree of arrays, or None
+    # On stages alone:
+    penalties: Any = None  # {name: [B]}, those of the layers so far
+    numbers: jax.Array | None = None  # [B] int32 in the microbatch: dropout draws by them
+    # Keys and values of donors for later layers, by the letters of their heads (block.py)
+    shared: Any = None
+
+
+class Forward(NamedTuple):
+    """Values that all layers share in a forward pass."""
+
+    # (a layer, `Rows.beside`) -> how tokens of these rows act on one another in this layer
+    mix_of: Callable[[Layer, Any], Mix]
+    length: int  # tokens of the sequences, or those for which a cache has room
+    seed: Any = None  # int32 scalar for the dropout of training, or None
+    reach: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
+    inputs: Any = None  # [l, B, t, p], of all layers, where the model has `layer_inputs`
+
+    def rope(self, cfg: Model, layers: Any) -> Rope | None:
+        """Return the rotations of layers with heads of one width, arrays [L, ...]; None with learned positions."""
+        reach = self.length if self.reach is None else self.reach
+        return layer_rope(cfg, layers, reach) if cfg.positions == "rope" else None
+
+
+# Keys and values of one layer that later layers use too (`model.shared_kv`).
+#
+#     layer 13   q, k, v --> attention --> result
+#                   |  |                                        `Stacks` carries them in `Rows.shared`
+#                   v  v
+#     layer 17   q  k, v --> attention --> result               a layer with queries alone
+#
+# The layer that computes them, the donor, returns them beside what its mix returns (`donate_kv`). A layer that takes
+# them (`take_kv`) has no cache of its own: in generation it looks into that of its donor.
+
+
+class Donation(NamedTuple):
+    """Keys and values of a donor for later layers, beside its cache; its mix returns both in the place of the cache."""
+
+    cache: Any
+    kv: tuple[jax.Array, ...]  # keys and values [B, T, K, H] of the tokens at work
+
+
+def donate_kv(mix: Mix) -> Mix:
+    """Return the mix of a donor, out of that of the same layer without later layers that take its keys and values."""
+
+    def compute_attention(q, kv, heads):
+        out, cache = mix.compute_attention(q, kv, heads)
+        return out, Donation(cache, kv)
+
+    return mix._replace(compute_attention=compute_attention)
+
+
+def take_kv(mix: Mix, kv: tuple[jax.Array, ...]) -> Mix:
+    """Return the mix of a layer that takes these keys and values [B, S, K, H] of its donor; `mix` is the donor's."""
+
+    def compute_attention(q, _, heads):
+        out, _ = mix.compute_attention(q, kv, heads)
+        return out, ()
+
+    return mix._replace(compute_attention=compute_attention)

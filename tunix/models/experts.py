@@ -1,8 +1,8 @@
 """A mixture of experts: a router sends each token to a few gated MLPs, whose results are added up with its weights.
 
-    x [B, t, D] --- router.py ---> k experts of each token, and their weights, [B, t, k]
+    x [B, t, D] --- experts.py ---> k experts of each token, and their weights, [B, t, k]
         |
-        |   an exchange (expert_exchanges.py) brings a row of each token to each of its experts' devices; there:
+        |   an exchange (expert_parallel.py) brings a row of each token to each of its experts' devices; there:
         |   rows, sorted by expert            | expert 0 | expert 1 | ... | of no expert of this device
         |   grouped products                  each expert's weights meet its rows
         |   rows in their old order
@@ -16,7 +16,7 @@ loads are.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +24,119 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from tunix.config import Model
-from tunix.config.mlp import ExpertsMlp
-from tunix.models.block_sums import BlockSums
-from tunix.models.draws import Draws
-from tunix.models.expert_exchanges import OwnExperts, Tokens, find_expert_exchange
-from tunix.models.layers import ACTIVATIONS, MLP, Matrix, unchanged
-from tunix.models.products import grouped_product, product
-from tunix.models.router import Router, Routes
+from tunix.config.layers import ExpertsMlp
+from tunix.models.expert_parallel import LocalExperts, Tokens, find_expert_exchange
+from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
+from tunix.models.matmul import grouped_product, product
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
-from tunix.sharding.stages import stage_shard_map
+from tunix.sharding.mesh import stage_shard_map
+
+# Router of a mixture of experts: a score of each expert for each token, and the choice of the best.
+
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
+def penalty_names(cfg: Model) -> tuple[str, ...]:
+    """Return the names of the penalties that a layer's router gives."""
+    weights = {}
+    if isinstance(cfg.mlp, ExpertsMlp):
+        weights = {"balance_loss": cfg.mlp.balance_loss, "router_z_loss": cfg.mlp.z_loss}
+    return tuple(name for name, weight in weights.items() if weight)
+
+
+class Routes(NamedTuple):
+    """Experts of each token, and the weights of their results."""
+
+    experts: jax.Array  # [B, t, k] int32
+    weights: jax.Array  # [B, t, k] float32
+
+
+class Router(Matrix):
+    """Scores of experts for a token, and the choice of the best: [B, t, D] -> `Routes`, and sums for the loss."""
+
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
+        super().__init__(
+            "BtD,DY->BtY", cfg, layout, initializer
+        )  # each device has whole experts' scores of its own tokens
+        assert isinstance(cfg.mlp, ExpertsMlp)
+        self.mlp = cfg.mlp
+        self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else unchanged
+        # Beside an MLP (Gemma 4) the router takes the residual stream, so it has a norm and scales of its own.
+        is_parallel = self.mlp.beside_mlp
+        self.norm = RMSNorm("BtD", cfg, layout) if is_parallel else unchanged
+        self.input_scale = cfg.embed_dim**-0.5 if is_parallel else 1.0
+        ones = jnp.ones(self.mlp.num_experts, layout.param)
+        self.expert_scales = nnx.Param(ones, equation=Equation("Bt,Y->BtY")) if is_parallel else None
+        if self.mlp.bias_rate is not None:
+            zeros = jnp.zeros(self.mlp.num_experts)  # float32: a step adds less than 16 bits resolve
+            self.bias = nnx.Param(zeros, equation=Equation("BtY,Y->BtY"))
+
+    def __call__(self, x: jax.Array) -> tuple[Routes, BlockSums]:
+        """[B, t, D] -> the experts of each token and their weights, both [B, t, k], and sums for the loss."""
+        x = self.norm(x)
+        x = x if self.input_scale == 1 else x * jnp.asarray(self.input_scale, x.dtype)
+        logits = product(self.equation, x, self.gathered(), self.layout).astype(jnp.float32)
+        logits = self.logits_bias(logits)
+        scores = SCORES[self.mlp.scores](logits)
+        experts = self._select(jax.lax.stop_gradient(scores))
+        # A comparison in place of a lookup: it fuses, and its gradient is a sum in a fixed order.
+        is_chosen = experts[..., None] == jnp.arange(self.mlp.num_experts)  # [B, t, k, X]
+        weights = jnp.sum(jnp.where(is_chosen, scores[..., None, :], 0), -1)
+        if self.mlp.normalized:
+            weights = weights / jnp.sum(weights, -1, keepdims=True)
+        if self.expert_scales is not None:
+            scales = self.layout.gather(self.expert_scales[...], self.expert_scales.equation)
+            spec = self.layout.activation("Bt")
+            weights = weights * jnp.einsum("BtkY,Y->Btk", is_chosen.astype(scales.dtype), scales, out_sharding=spec)
+        choices = jnp.sum(is_chosen.astype(jnp.float32), 2)  # [B, t, X]: 1 where the token takes the expert
+        return Routes(experts, weights * self.mlp.scale), self._sums(logits, scores, choices)
+
+    def _select(self, scores: jax.Array) -> jax.Array:
+        """Return the experts [B, t, k] int32 with the best scores [B, t, X], within the best groups.
+
+        Each device chooses for its own tokens. Outside of a `shard_map`, XLA gathers the scores of all devices for a
+        `top_k`.
+        """
+        if self.mlp.bias_rate is not None:  # the bias evens out loads: it counts for the choice, not for the weights
+            scores = scores + jax.lax.stop_gradient(self.bias[...].astype(jnp.float32))
+        spec = self.layout.activation("BtY")
+        stand_in = lambda scores: scores[..., : self.mlp.experts_per_token].astype(jnp.int32)  # noqa: E731
+        return stage_shard_map(self._select_on_device, spec, spec, self.layout.stages_around, stand_in)(scores)
+
+    def _select_on_device(self, scores: jax.Array) -> jax.Array:
+        """Return the best experts; with groups, those of the groups whose two best experts have the largest sums."""
+        if self.mlp.num_groups > 1:
+            grouped = scores.reshape(*scores.shape[:2], self.mlp.num_groups, -1)
+            best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+            groups = jax.lax.top_k(best_two, self.mlp.groups_per_token)[1]
+            is_best = jnp.any(groups[..., None] == jnp.arange(self.mlp.num_groups), 2)
+            scores = jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
+        return jax.lax.top_k(scores, self.mlp.experts_per_token)[1]
+
+    def _sums(self, logits: jax.Array, scores: jax.Array, choices: jax.Array) -> BlockSums:
+        """Return the penalties of each sequence, and counts; all arguments are [B, t, X] float32.
+
+        The balance loss of a sequence is the sum over experts of (share of choices) x (mean share of scores) x X. It is
+        1 where all loads are equal. It is a sum over sequences, so microbatches and meshes do not change it.
+        """
+        mlp, penalties = self.mlp, {}
+        probs = scores / jnp.sum(scores, -1, keepdims=True)
+        if mlp.balance_loss:
+            loads = jnp.mean(choices, 1) * (mlp.num_experts / mlp.experts_per_token)
+            penalties["balance_loss"] = mlp.balance_loss * jnp.sum(loads * jnp.mean(probs, 1), -1)
+        if mlp.z_loss:
+            squares = jax.nn.logsumexp(logits, -1) ** 2
+            penalties["router_z_loss"] = mlp.z_loss * jnp.mean(squares, 1)
+        probs = jax.lax.stop_gradient(probs)
+        entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs))
+        # On the mesh, as `entropy` is: a scan that takes two layers at a time cannot stack a constant that is not.
+        num_tokens = jnp.full_like(entropy, scores.shape[0] * scores.shape[1])
+        return BlockSums(penalties, Routing(jnp.sum(choices, (0, 1)), num_tokens, entropy))
+
 
 CLAMP, GAIN = 7.0, 1.702  # of the gate of GPT-OSS
 
@@ -57,9 +160,11 @@ GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 class ExpertBias(nnx.Module):
     """A vector of each expert [X, G] or [X, D], added to the rows that its product gives; zero at first."""
 
-    def __init__(self, letters: str, cfg: Model, layout: Layout):
-        self.equation, self.layout = Equation(f"BTX{letters[1]},{letters}->BTX{letters[1]}"), layout
-        self.b = nnx.Param(jnp.zeros([cfg.dims[letter] for letter in letters], layout.param), equation=self.equation)
+    def __init__(self, dim_names: str, cfg: Model, layout: Layout):
+        self.equation, self.layout = Equation(f"BTX{dim_names[1]},{dim_names}->BTX{dim_names[1]}"), layout
+        self.b = nnx.Param(
+            jnp.zeros([cfg.dims[dim_name] for dim_name in dim_names], layout.param), equation=self.equation
+        )
 
     def gathered(self) -> jax.Array:
         """Return the vectors [X, G] or [X, D], float32."""
@@ -69,34 +174,34 @@ class ExpertBias(nnx.Module):
 class Experts(nnx.Module):
     """The experts of a layer behind their router, and a shared one beside them: [B, t, D] -> [B, t, D]."""
 
-    def __init__(self, cfg: Model, layout: Layout, draws: Draws):
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.weighs_inputs = cfg.mlp.weighted == "inputs"
-        self.product, self.room = partial(grouped_product, kind=cfg.expert_products), cfg.expert_buffer_factor
-        self.router = Router(cfg, layout, draws)
+        self.product, self.capacity = partial(grouped_product, kind=layout.expert_products), cfg.expert_buffer_factor
+        self.router = Router(cfg, layout, initializer)
         qtype = cfg.lora.quantize_base
-        self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, draws, qtype)
-        self.expert_up = Matrix("BTXD,XDG->BTXG", cfg, layout, draws, qtype)
-        self.expert_down = Matrix("BTXG,XGD->BTXD", cfg, layout, draws, qtype)
+        self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, initializer, qtype)
+        self.expert_up = Matrix("BTXD,XDG->BTXG", cfg, layout, initializer, qtype)
+        self.expert_down = Matrix("BTXG,XGD->BTXD", cfg, layout, initializer, qtype)
         self.gate_bias, self.up_bias, self.down_bias = (
-            ExpertBias(letters, cfg, layout) if cfg.mlp.biases else None for letters in ("XG", "XG", "XD")
+            ExpertBias(dim_names, cfg, layout) if cfg.mlp.biases else None for dim_names in ("XG", "XG", "XD")
         )
-        self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, draws, "gated", width="U")
-        self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, draws) if cfg.mlp.shared_gate else None
+        self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, initializer, "gated", width="U")
+        self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, initializer) if cfg.mlp.shared_gate else None
 
-    def __call__(self, x, noise, routed=None) -> tuple[jax.Array, BlockSums]:
+    def __call__(self, x, dropout_key, routed=None) -> tuple[jax.Array, BlockSums]:
         """Return [B, t, D], and the sums of the router, which takes `routed` [B, t, D], or x where that is None."""
         with jax.named_scope("router"):
             routes, sums = self.router(x if routed is None else routed)
         with jax.named_scope("experts"):
             y, dropped = self._compute(x, routes)
-        if self.room is not None:  # a bounded buffer: some choices may have found no room
+        if self.capacity is not None:  # a bounded buffer: some choices may have found no room
             assert sums.routing is not None
             sums = sums._replace(routing=sums.routing._replace(dropped=dropped))
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
-                y = y + self._weigh_shared(x, self.shared(x, noise)[0])
+                y = y + self._weigh_shared(x, self.shared(x, dropout_key)[0])
         return y, sums
 
     def _weigh_shared(self, x: jax.Array, result: jax.Array) -> jax.Array:
@@ -111,25 +216,25 @@ class Experts(nnx.Module):
         layout, token_spec = self.layout, self.layout.activation("Bt")
         parts: list[Any] = [self.expert_gate, self.expert_up, self.expert_down]
         parts += [part for part in (self.gate_bias, self.up_bias, self.down_bias) if part is not None]
-        weights = [layout.enter_devices(part.gathered()) for part in parts]
+        weights = [layout.as_local_input(part.gathered()) for part in parts]
         specs = [jax.typeof(weight).sharding.spec for weight in weights]
         width_axes = layout.product_axes(self.expert_down.equation)  # these devices have parts of the same experts
         assert layout.stream_axes in ((), width_axes), "the axes that split the stream split the width of experts"
 
         # Each device along `width_axes` has a part of the width of its experts, and so a part of the sum that their
         # last product is: all must compute the same tokens, and their results are added up.
-        def compute_on_device(x, experts, shares, weights):
+        def compute_on_device(x, experts, probs, weights):
             if layout.stream_axes:  # and these devices have different tokens: each gathers those of all
-                arrays = (jax.lax.all_gather(each, width_axes, axis=1, tiled=True) for each in (x, experts, shares))
-                tokens, experts, shares = arrays
+                arrays = (jax.lax.all_gather(each, width_axes, axis=1, tiled=True) for each in (x, experts, probs))
+                tokens, experts, probs = arrays
             else:
                 # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
                 tokens = jax.lax.pcast(x, width_axes, to="varying")
             shape = tokens.shape
-            tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, shares)))
+            tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, probs)))
             compute = partial(self._compute_rows, weights)
-            own = OwnExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.room, compute)
-            y, dropped = find_expert_exchange(layout.expert_exchange)(tokens, own)
+            local = LocalExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.capacity, compute)
+            y, dropped = find_expert_exchange(layout.expert_exchange)(tokens, local)
             dropped = _sum_over_devices(dropped, width_axes)
             if layout.stream_axes:
                 y = y.reshape(shape).astype(x.dtype)
@@ -145,7 +250,7 @@ class Experts(nnx.Module):
         return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)
 
     def _compute_rows(
-        self, weights: list[jax.Array], rows: jax.Array, group: jax.Array, shares: jax.Array | None
+        self, weights: list[jax.Array], rows: jax.Array, group: jax.Array, probs: jax.Array | None
     ) -> jax.Array:
         """Return what this device's experts give for rows [R, D]: results [R, D], times their shares [R] if given.
 
@@ -161,21 +266,21 @@ class Experts(nnx.Module):
         has_expert = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]
         rows = rows.at[order].get(unique_indices=True)
         rows = jnp.where(has_expert, rows, 0)
-        add_biases = self._bias_adders(biases, group[order], shares if shares is None else shares[order])
+        add_biases = self._bias_adders(biases, group[order], probs if probs is None else probs[order])
         gates, ups = (
             add(self.product(rows, weight, sizes)) for add, weight in zip(add_biases[:2], (gate, up), strict=True)
         )
         hidden = self.gated(gates, ups)
-        if shares is not None:
+        if probs is not None:
             # The last product is linear, and its operand is narrower than its result: this is one pass with the gate.
-            shares = jnp.where(has_expert, shares[order][:, None], 0)
-            hidden = hidden * shares.astype(hidden.dtype)
+            probs = jnp.where(has_expert, probs[order][:, None], 0)
+            hidden = hidden * probs.astype(hidden.dtype)
         results = add_biases[2](self.product(hidden, down, sizes))
         results = jnp.where(has_expert, results, 0)
         return jnp.zeros_like(results).at[order].set(results, unique_indices=True)  # in the old order of rows
 
     def _bias_adders(
-        self, biases: list[jax.Array], group: jax.Array, shares: jax.Array | None
+        self, biases: list[jax.Array], group: jax.Array, probs: jax.Array | None
     ) -> list[Callable[[jax.Array], jax.Array]]:
         """Return for each of the three products a function that adds its bias to rows of these groups [rows].
 
@@ -186,8 +291,8 @@ class Experts(nnx.Module):
             return [unchanged] * 3
         *inner, outer = (bias.at[group].get(mode="fill", fill_value=0) for bias in biases)
         width_axes = self.layout.product_axes(self.expert_down.equation)
-        if shares is not None:
-            outer = outer * shares[:, None]
+        if probs is not None:
+            outer = outer * probs[:, None]
         is_first = jax.lax.axis_index(width_axes) == 0 if width_axes else True
         return [partial(_add, bias) for bias in (*inner, jnp.where(is_first, outer, 0))]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tunix.config import Model
-from tunix.models.delta_rule import CHUNK
+from tunix.models.linear_attention import CHUNK
 
 
 def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int) -> float:
@@ -27,7 +27,7 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
     Linear attention reads the memory of each head, corrects it, and asks it: three products with E x M numbers.
     """
     scores = 0.0
-    for heads, layers in cfg.kinds_of_heads.items():
+    for heads, layers in cfg.head_kinds.items():
         scores += 2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * attended_tokens(cfg, seq_len, layers)
     return 2.0 * _multiplied(cfg, num_active) + scores + _memory_flops_per_token(cfg)
 
@@ -35,7 +35,7 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
 def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
     """Return FLOPs that linear attention by chunks has beyond those of token by token; MFU does not count them.
 
-    Within a chunk, keys meet keys and queries, and a triangular system is solved (`models/delta_rule.py`).
+    Within a chunk, keys meet keys and queries, and a triangular system is solved (`models/linear_attention.py`).
     """
     linear = cfg.linear_attention
     if linear is None:

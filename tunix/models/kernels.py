@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice
 
-from tunix.base.dotted import import_object
+from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
-from tunix.config.kernel_tables import GROUPED, KERNELS
-from tunix.models import grouped_blocks
-from tunix.models.chips import find_row_of_chip
-from tunix.models.flash_blocks import BLOCKS
+from tunix.config import Model
+from tunix.models import kernel_blocks
+from tunix.models.kernel_blocks import FLASH_BLOCKS, find_row_of_chip
+from tunix.models.table import KERNELS
 
 # Dtypes that flash and cuDNN multiply. The tensor cores of a GPU round float32 to fewer bits: such a kernel would be
 # fast and not exact, so float32 takes XLA's operations.
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
-# The keys of the model that need an option of kernels, by option, for messages.
+# Which key of the model needs each kernel option (for error messages).
 NEEDED_FOR = {"cap": "cap of scores (model.attention_cap)", "with_sums": "sums for model.attention_sinks"}
 
 
@@ -42,15 +42,24 @@ def find_kernel(name: str) -> Any:
     return import_object(KERNELS.get(name, name))
 
 
-def choose_kernel(name: str, head_dim: int, dtype: str, options: Iterable[str] = ()) -> Choice:
-    """Return the kernel of `model.attention=name` on the mesh in use, for products in `dtype`.
+def choose_kernels(model: Model, dtype: str, device: AbstractDevice | None) -> dict[str, Choice]:
+    """Return the kernel of attention by the letter of its key/value heads; see `select_kernel`."""
+    return {
+        heads.dim_names[0]: select_kernel(model.attention, heads.dim, dtype, device, model.attention_options)
+        for heads in model.head_kinds
+    }
+
+
+def select_kernel(
+    name: str, head_dim: int, dtype: str, device: AbstractDevice | None, options: Iterable[str] = ()
+) -> Choice:
+    """Return the kernel of `model.attention=name` for products in `dtype` on this device; None is not known.
 
     `options` are the names of those that the model needs (`Model.attention_options`).
 
     Raises:
-        UserError: the kernel does not run or is not exact on these devices.
+        UserError: the kernel does not run or is not exact there.
     """
-    device = mesh_device()
     if name == "auto":
         problem = _check_flash(device, head_dim, dtype)
         # cuDNN is not among the choices: it takes the rule as a mask [T, S], and skips nothing.
@@ -66,16 +75,11 @@ def choose_kernel(name: str, head_dim: int, dtype: str, options: Iterable[str] =
     return Choice(name, f"model.attention={name}")
 
 
-def fastest(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, **options: Any) -> Any:
-    """Attend by the fastest kernel that is exact for these arrays on the devices of the mesh in use."""
-    name = choose_kernel("auto", q.shape[3], q.dtype.name).name
-    return import_object(KERNELS[name])(q, k, v, seen, **options)
-
-
 def _check_flash(device: AbstractDevice | None, head_dim: int, dtype: str) -> str | None:
     """Return why flash does not run or is not exact here; None if it is."""
-    if device is None or find_row_of_chip(BLOCKS, device.device_kind) is None:
-        return f"flash has block sizes for {', '.join(BLOCKS)}, not for {device.device_kind if device else 'no device'}"
+    if device is None or find_row_of_chip(FLASH_BLOCKS, device.device_kind) is None:
+        kind = device.device_kind if device else "no device"
+        return f"flash has block sizes for {', '.join(FLASH_BLOCKS)}, not for {kind}"
     return _check_heads("flash", head_dim, dtype)
 
 
@@ -100,13 +104,12 @@ def _check_heads(kernel: str, head_dim: int, dtype: str) -> str | None:
 CHECKS = {"flash": _check_flash, "cudnn": _check_cudnn}
 
 
-def choose_expert_products(name: str, dtype: str) -> Choice:
-    """Return the grouped product of `model.expert_products=name` on the mesh in use, for products in `dtype`.
+def select_expert_matmul(name: str, dtype: str, device: AbstractDevice | None) -> Choice:
+    """Return the grouped product of `model.expert_products=name` for products in `dtype` on this device.
 
     Raises:
-        UserError: the kernel does not run or is not exact on these devices.
+        UserError: the kernel does not run or is not exact there.
     """
-    device = mesh_device()
     if name == "auto":
         problem = _check_grouped(device, dtype)
         return Choice("xla", problem) if problem else Choice("grouped", "exact here, and a row meets one expert")
@@ -115,16 +118,10 @@ def choose_expert_products(name: str, dtype: str) -> Choice:
     return Choice(name, f"model.expert_products={name}")
 
 
-def fastest_grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Multiply rows with the weights of their groups, by the fastest exact kernel on the devices of the mesh in use."""
-    name = choose_expert_products("auto", rows.dtype.name).name
-    return import_object(GROUPED[name])(rows, w, sizes)
-
-
 def _check_grouped(device: AbstractDevice | None, dtype: str) -> str | None:
     """Return why the grouped kernel does not run or is not exact here; None if it is."""
-    if device is None or find_row_of_chip(grouped_blocks.BLOCKS, device.device_kind) is None:
-        chips, this = ", ".join(grouped_blocks.BLOCKS), device.device_kind if device else "no device"
+    if device is None or find_row_of_chip(kernel_blocks.GROUPED_BLOCKS, device.device_kind) is None:
+        chips, this = ", ".join(kernel_blocks.GROUPED_BLOCKS), device.device_kind if device else "no device"
         return f"the grouped kernel has block sizes for {chips}, not for {this}"
     if dtype not in DTYPES:
         return f"the grouped kernel multiplies 16-bit numbers, and products are {dtype}"

@@ -1,24 +1,162 @@
-"""Weights, their products, and the MLP. The letters of shapes and equations are in sharding/dims.py."""
+"""Layers: initializers, dropout, norms, weights and their products, the MLP, embeddings."""
 
 import math
 import re
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial, reduce
+from itertools import count
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import reshard
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import PROJECTIONS, Model
-from tunix.models.block_sums import NO_SUMS, BlockSums
-from tunix.models.draws import Draws
-from tunix.models.noise import Noise
-from tunix.models.products import product
+from tunix.models.matmul import product
 from tunix.models.quantized import dequantize, quantize
-from tunix.sharding.dims import STREAM_TOKENS
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
+from tunix.sharding.table import STREAM_TOKENS
+
+# Names of parameters in a tree.
+
+
+def named(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree with their names, like `blocks.attention.q.w`."""
+    return [(parameter_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def parameter_name(path: Any) -> str:
+    """Return the name of a path in a tree of parameters, like `blocks.attention.q.w`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+# Random numbers of the initial weights.
+
+KEYS_AT_ONCE = 16  # XLA compiles how sixteen keys are made in the time of one
+
+
+class Initializer:
+    """Arrays of random numbers, each drawn with a key of its own; without a key all numbers are 0.
+
+    Where only shapes matter there is no key: JAX takes milliseconds to trace how random numbers of one shape are made.
+    """
+
+    def __init__(self, key: jax.Array | None):
+        self.key = key
+        self.keys = iter(()) if key is None else _list_keys(key)
+
+    def normal(self, shape: Sequence[int], dtype: Any, deviation: float) -> jax.Array:
+        """Return an array of this shape, of mean 0 and this standard deviation."""
+        if self.key is None:
+            return jnp.zeros(shape, dtype)
+        return jax.random.normal(next(self.keys), shape, dtype) * deviation
+
+    def uniform(self, shape: Sequence[int], low: float | jax.Array, high: float | jax.Array) -> jax.Array:
+        """Return an array of this shape, float32 between `low` and `high`."""
+        if self.key is None:
+            return jnp.zeros(shape)
+        return jax.random.uniform(next(self.keys), shape, minval=low, maxval=high)
+
+    def split(self, num: int) -> jax.Array | None:
+        """Return keys [num] for as many other `Initializer`; None without a key."""
+        return None if self.key is None else jax.random.split(next(self.keys), num)
+
+
+def _list_keys(key: jax.Array) -> Iterator[jax.Array]:
+    """Yield `jax.random.fold_in(key, number)` for the numbers from 0 on."""
+    for first in count(0, KEYS_AT_ONCE):
+        yield from jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(first, first + KEYS_AT_ONCE))
+
+
+# Random choices of dropout, the same for a row of a microbatch wherever the row is computed.
+
+
+class DropoutKey(NamedTuple):
+    """Source of the random choices of one layer, for some rows of a microbatch."""
+
+    key: jax.Array  # of the microbatch and the layer
+    rows: jax.Array | None = None  # [B] int32: numbers of these rows in the microbatch; None where all are here
+
+    def sample(self, index: int, share: float, shape: tuple[int, ...]) -> jax.Array:
+        """Return [B, ...] bool, true for this share of the entries; `index` tells apart the draws of a layer."""
+        # Each row has a key of its own: a stage draws for its part of a batch alone, and no noise travels.
+        rows, key = jnp.arange(shape[0]) if self.rows is None else self.rows, jax.random.fold_in(self.key, index)
+        return jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), share, shape[1:]))(rows)
+
+
+# A soft cap, of the scores of attention and of logits (Gemma 2, arXiv:2408.00118).
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Return cap * tanh(x / cap) of any shape, near x for small x and never beyond the cap; x where there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+# Numbers that blocks return beside their result: penalties, which a loss adds to its own, and tokens per expert.
+
+
+class Routing(NamedTuple):
+    """Tokens sent to experts by one layer: float32 counts without a gradient. Of several layers, with an L."""
+
+    load: jax.Array  # [X]: tokens of each expert
+    tokens: jax.Array  # number of tokens
+    entropy: jax.Array  # sum over tokens of the entropy of the router's scores, in nats
+    dropped: jax.Array | None = None  # choices of tokens that found no room; None where there is room for all
+
+
+class BlockSums(NamedTuple):
+    """Numbers of blocks, summed over their tokens and layers."""
+
+    # [B] float32 by name in metrics.jsonl: a mean over the tokens of each sequence. A loss minimises these penalties
+    # with its own, each sequence with the weight that it has in the loss.
+    penalties: dict[str, jax.Array]
+    routing: Routing | None  # None without experts
+
+
+NO_SUMS = BlockSums({}, None)
+
+
+def merge_layers(sums: BlockSums) -> BlockSums:
+    """Return the numbers of layers, whose arrays come with a first dimension L: penalties added up, counts apart."""
+    return sums._replace(penalties={name: value.sum(0) for name, value in sums.penalties.items()})
+
+
+def merge_pattern(blocks: list[BlockSums]) -> BlockSums:
+    """Return the numbers of stacks that take turns, given those of each place; routing in the order of layers.
+
+    place 0    layers 0 2 4
+    place 1    layers 1 3 5        --> 0 1 2 3 4 5: stacked along a second dimension, then joined with the first
+    """
+    routings = [sums.routing for sums in blocks if sums.routing is not None]
+    sums = reduce(merge_runs, (sums._replace(routing=None) for sums in blocks))
+    if not routings:
+        return sums
+    in_turns = jax.tree.map(lambda *each: jnp.stack(each, 1).reshape(-1, *each[0].shape[1:]), *routings)
+    return sums._replace(routing=in_turns)
+
+
+def merge_stages(routing: Routing | None) -> Routing | None:
+    """Return the routing of all layers, [L, ...] on every device, out of that of each stage's layers, [S, L / S, ...].
+
+    It travels once a microbatch or a step, and is small.
+    """
+    return jax.tree.map(lambda x: reshard(x, PartitionSpec()).reshape(-1, *x.shape[2:]), routing)
+
+
+def merge_runs(first: BlockSums, second: BlockSums) -> BlockSums:
+    """Return the numbers of two runs of layers, one after the other."""
+    penalties = dict(first.penalties)
+    for name, value in second.penalties.items():
+        penalties[name] = penalties[name] + value if name in penalties else value
+    if first.routing is None or second.routing is None:
+        return BlockSums(penalties, first.routing or second.routing)
+    return BlockSums(penalties, jax.tree.map(lambda *both: jnp.concatenate(both), first.routing, second.routing))
+
+
+# Weights, their products, and the MLP. The letters of shapes and equations are in sharding/table.py.
 
 
 def _relu_squared(x: jax.Array) -> jax.Array:
@@ -41,8 +179,8 @@ class Xielu(nnx.Module):
 
     BETA, EPS = 0.5, -1e-6
 
-    def __init__(self, letters: str, layout: Layout):
-        self.equation, self.layout = Equation(f"{letters}o,o->{letters}o"), layout
+    def __init__(self, dim_names: str, layout: Layout):
+        self.equation, self.layout = Equation(f"{dim_names}o,o->{dim_names}o"), layout
         self.positive, self.negative = (self._number(value) for value in (0.8, 0.8 - self.BETA))
 
     def _number(self, value: float) -> nnx.Param:
@@ -50,6 +188,7 @@ class Xielu(nnx.Module):
         return nnx.Param(jnp.full(1, math.log(math.expm1(value)), self.layout.param), equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, F] -> [B, T, F]."""
         above = jnp.where(x > 0, x * x, 0)
         # The minimum keeps exp of large x, which `where` drops, from being infinite: its gradient would be no number.
         below = jnp.where(x > 0, 0, jnp.expm1(jnp.minimum(x, self.EPS)) - x)
@@ -64,14 +203,15 @@ class Xielu(nnx.Module):
 class Bias(nnx.Module):
     """A vector [N, H], [F] or [D] added to every token of [B, T, N, H], [B, T, F], [B, t, D]; zero at first."""
 
-    def __init__(self, letters: str, cfg: Model, layout: Layout):
-        """`letters` are those of the array that it is added to."""
-        self.tokens, vector = letters[:2], letters[2:]
-        self.equation, self.layout = Equation(f"{self.tokens},{vector}->{letters}"), layout
-        zeros = jnp.zeros([cfg.dims[letter] for letter in vector], layout.param)
+    def __init__(self, dim_names: str, cfg: Model, layout: Layout):
+        """`dim_names` are those of the array that it is added to."""
+        self.tokens, vector = dim_names[:2], dim_names[2:]
+        self.equation, self.layout = Equation(f"{self.tokens},{vector}->{dim_names}"), layout
+        zeros = jnp.zeros([cfg.dims[dim_name] for dim_name in vector], layout.param)
         self.b = nnx.Param(zeros, equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, N, H], [B, T, F] or [B, t, D] -> the same shape."""
         # A product with ones spreads the bias over tokens. So its gradient is a product too, and the equation declares
         # the sum over tokens like that of any weight.
         bias = self.layout.gather(self.b[...], self.equation)
@@ -79,9 +219,9 @@ class Bias(nnx.Module):
         # In a split stream the ones have the shape of x, and the product is one of elements, like that of a norm's
         # scale: XLA of jaxlib 0.10.2 aborts on the gradient of ones [B, t] times a vector inside of a scan.
         in_stream = STREAM_TOKENS in self.tokens and self.layout.stream_axes
-        letters = self.equation.y if in_stream else self.tokens
-        ones = jnp.ones(x.shape[: len(letters)], bias.dtype, out_sharding=self.layout.activation(letters))
-        spread = jnp.einsum(f"{letters},{self.equation.w}->{self.equation.y}", ones, bias, out_sharding=result)
+        dim_names = self.equation.y if in_stream else self.tokens
+        ones = jnp.ones(x.shape[: len(dim_names)], bias.dtype, out_sharding=self.layout.activation(dim_names))
+        spread = jnp.einsum(f"{dim_names},{self.equation.w}->{self.equation.y}", ones, bias, out_sharding=result)
         return (x + spread).astype(x.dtype)
 
 
@@ -90,26 +230,27 @@ class Matrix(nnx.Module):
 
     Normal with variance 1 / fan-in. With `qtype` it rests as codes and scales of this kind.
 
-    `product` is a key of `PRODUCTS`. Where it is not "plain", the weight is gathered already, and its dimensions stand
+    `product` is a key of `MATMUL`. Where it is not "plain", the weight is gathered already, and its dimensions stand
     in the `order` of this kind.
     """
 
-    def __init__(self, equation: str, cfg: Model, layout: Layout, draws: Draws, qtype: str | None = None):
+    def __init__(self, equation: str, cfg: Model, layout: Layout, initializer: Initializer, qtype: str | None = None):
         self.equation, self.layout, self.product, self.qtype = Equation(equation), layout, "plain", qtype
-        fan_in = math.prod(cfg.dims[letter] for letter in self.equation.summed)
-        shape = [cfg.dims[letter] for letter in self.equation.w]
+        fan_in = math.prod(cfg.dims[dim_name] for dim_name in self.equation.summed)
+        shape = [cfg.dims[dim_name] for dim_name in self.equation.w]
         # With variance 1 / fan-in, numbers of y have the variance of those of x.
-        weight = draws.normal(shape, layout.param, fan_in**-0.5)
+        weight = initializer.normal(shape, layout.param, fan_in**-0.5)
         if self.qtype is None:
             self.w = nnx.Param(weight, equation=self.equation)
         else:
-            codes, scales = quantize(weight, self.equation.w, self.qtype)
+            quantized, scales = quantize(weight, self.equation.w, self.qtype)
             code_equation, scale_equation = self.equation.quantized()
-            self.w = nnx.Param(codes, equation=code_equation)
+            self.w = nnx.Param(quantized, equation=code_equation)
             self.w_scale = nnx.Param(scales, equation=scale_equation)
 
     def gathered(self) -> jax.Array:
-        """Return the weight as the product takes it: gathered, and a matrix again if it rests quantized."""
+        """Return the weight in the shape of its equation as the product takes it: gathered, a matrix if it rests
+        quantized."""
         if self.product != "plain":
             return self.w[...]
         if self.qtype is None:
@@ -118,11 +259,11 @@ class Matrix(nnx.Module):
             return self.w[...]
         # Codes travel, not matrices: these are bytes, and each device makes the matrix of what it gathered.
         code_equation, scale_equation = self.equation.quantized()
-        codes = self.layout.gather(self.w[...], code_equation)
+        quantized = self.layout.gather(self.w[...], code_equation)
         scales = self.layout.gather(self.w_scale[...], scale_equation)
         spec = self.layout.in_use(code_equation)
         return dequantize(
-            codes, scales, self.equation, self.qtype, self.layout.compute, spec, self.layout.stages_around
+            quantized, scales, self.equation, self.qtype, self.layout.compute, spec, self.layout.stages_around
         )
 
 
@@ -133,40 +274,42 @@ class Einsum(Matrix):
     bias [N, H] if `model.biases` names the projection.
     """
 
-    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, draws: Draws):
+    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, initializer: Initializer):
         # Blocks of codes lie along D, so a weight without it rests as it is.
         qtype = cfg.lora.quantize_base if "D" in Equation(equation).w else None
-        super().__init__(equation, cfg, layout, draws, qtype)
+        super().__init__(equation, cfg, layout, initializer, qtype)
         self.result_name = f"product.{name}"  # by which remat policies keep the result
         has_bias = cfg.biases is not None and re.search(cfg.biases, name)
         self.bias = Bias(self.equation.y, cfg, layout) if has_bias else unchanged
         has_update = cfg.lora.rank and re.search(cfg.lora.targets, name)
-        self.lora = LowRank(name, self.equation, cfg, layout, draws) if has_update else None
+        self.lora = LowRank(name, self.equation, cfg, layout, initializer) if has_update else None
 
-    def __call__(self, x: jax.Array, noise: Noise | None = None) -> jax.Array:
-        """`noise` draws what dropout leaves out, and is None outside of training."""
-        kind = self.layout.block_products if self.product == "plain" else self.product
+    def __call__(self, x: jax.Array, dropout_key: DropoutKey | None = None) -> jax.Array:
+        """x -> y in the shapes of the equation; `dropout_key` draws what dropout leaves out, and is None outside of
+        training."""
+        kind = self.layout.block_matmul if self.product == "plain" else self.product
         y = self.bias(product(self.equation, x, self.gathered(), self.layout, kind, self.result_name))
-        return y if self.lora is None else y + self.lora(x, noise)
+        return y if self.lora is None else y + self.lora(x, dropout_key)
 
 
 class LowRank(nnx.Module):
     """A product's low-rank update x a b * alpha / r, zero at first (LoRA, arXiv:2106.09685)."""
 
-    def __init__(self, name: str, updated: Equation, cfg: Model, layout: Layout, draws: Draws):
+    def __init__(self, name: str, updated: Equation, cfg: Model, layout: Layout, initializer: Initializer):
         self.first, self.second = updated.low_rank()
         self.layout, self.scale, self.dropout = layout, cfg.lora.alpha / cfg.lora.rank, cfg.lora.dropout
-        self.place = PROJECTIONS.index(name)
-        fan_in = math.prod(cfg.dims[letter] for letter in self.first.summed)
-        a, b = ([cfg.dims[letter] for letter in equation.w] for equation in (self.first, self.second))
-        self.a = nnx.Param(draws.normal(a, layout.param, fan_in**-0.5), equation=self.first)
+        self.index = PROJECTIONS.index(name)
+        fan_in = math.prod(cfg.dims[dim_name] for dim_name in self.first.summed)
+        a, b = ([cfg.dims[dim_name] for dim_name in equation.w] for equation in (self.first, self.second))
+        self.a = nnx.Param(initializer.normal(a, layout.param, fan_in**-0.5), equation=self.first)
         # a is random and b is 0: the update is 0 at first, and b has a gradient. With both at 0 neither would have one.
         self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
 
-    def __call__(self, x: jax.Array, noise: Noise | None) -> jax.Array:
-        x = self.layout.meet(x, self.first)
-        if noise is not None and self.dropout:
-            stays = noise.draw(self.place, 1 - self.dropout, x.shape)
+    def __call__(self, x: jax.Array, dropout_key: DropoutKey | None) -> jax.Array:
+        """x -> the update of y, in the shapes of the updated equation."""
+        x = self.layout.as_matmul_input(x, self.first)
+        if dropout_key is not None and self.dropout:
+            stays = dropout_key.sample(self.index, 1 - self.dropout, x.shape)
             # Divided by the share that stays, so that the mean of the sum is that without dropout.
             x = jnp.where(reshard(stays, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
         for equation, factor in ((self.first, self.a), (self.second, self.b)):
@@ -177,24 +320,146 @@ class LowRank(nnx.Module):
 class MLP(nnx.Module):
     """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, t, D] -> [B, t, D]."""
 
-    def __init__(self, cfg: Model, layout: Layout, draws: Draws, kind: str, width: str = "F"):
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer, kind: str, width: str = "F"):
         """`width` is the letter of the hidden width."""
         into, out = f"BTD,D{width}->BT{width}", f"BT{width},{width}D->BtD"
         self.layout = layout
         is_trained = cfg.mlp.activation == "xielu"  # the only activation with parameters
         self.activation = Xielu(f"BT{width}", layout) if is_trained else ACTIVATIONS[cfg.mlp.activation]
-        self.gate = Einsum("mlp.gate", into, cfg, layout, draws) if kind == "gated" else None
-        self.up = Einsum("mlp.up", into, cfg, layout, draws)
-        self.down = Einsum("mlp.down", out, cfg, layout, draws)
+        self.gate = Einsum("mlp.gate", into, cfg, layout, initializer) if kind == "gated" else None
+        self.up = Einsum("mlp.up", into, cfg, layout, initializer)
+        self.down = Einsum("mlp.down", out, cfg, layout, initializer)
 
-    def __call__(self, x, noise) -> tuple[jax.Array, BlockSums]:
+    def __call__(self, x, dropout_key) -> tuple[jax.Array, BlockSums]:
         """Return [B, t, D], and sums for the loss, of which this kind has none."""
-        x = self.layout.enter_branch(x)
-        up = self.up(x, noise)
-        h = self.activation(up) if self.gate is None else self.activation(self.gate(x, noise)) * up
-        return self.down(h, noise), NO_SUMS
+        x = self.layout.gather_tokens(x)
+        up = self.up(x, dropout_key)
+        h = self.activation(up) if self.gate is None else self.activation(self.gate(x, dropout_key)) * up
+        return self.down(h, dropout_key), NO_SUMS
 
 
 def unchanged(x: jax.Array) -> jax.Array:
-    """Return x: it stands in the place of a part that a family does not have."""
+    """Return x of any shape: it stands in the place of a part that a family does not have."""
     return x
+
+
+# Norms: of the residual stream, of queries and keys, of the results of a branch. All compute in float32.
+
+
+def divide_by_rms(x: jax.Array, eps: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+    """Return x / rms(x) of any shape, computed in float32, the mean taken over `axes`, in the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axes, keepdims=True) + eps)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * (offset + scale) in float32 (Zhang & Sennrich 2019).
+
+    The mean is taken over the last dimension, or over the last two with `dims="NH"`. Gemma's offset is 1, and its
+    scales are 0 at first.
+    """
+
+    def __init__(self, dim_names: str, cfg: Model, layout: Layout, dims: str | None = None, offset: float = 0.0):
+        dims = dims or dim_names[-1]
+        self.equation, self.eps, self.layout = Equation(f"{dim_names},{dims}->{dim_names}"), cfg.norm_eps, layout
+        self.offset, self.axes = offset, tuple(range(-len(dims), 0))
+        scale = jnp.full([cfg.dims[dim_name] for dim_name in dims], 1 - offset, layout.param)
+        self.scale = nnx.Param(scale, equation=self.equation)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, t, D], or with heads [B, T, N, H] -> the same shape and dtype."""
+        normed = divide_by_rms(x.astype(jnp.float32), self.eps, self.axes)
+        scaled = _multiply_by_scale(normed, self.offset, self.scale, self.equation, self.layout)
+        return checkpoint_name(scaled.astype(x.dtype), "norm")
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
+
+    def __init__(self, dim_names: str, cfg: Model, layout: Layout, offset: float = 0.0):
+        self.equation, self.eps, self.layout = (
+            Equation(f"{dim_names},{dim_names[-1]}->{dim_names}"),
+            cfg.norm_eps,
+            layout,
+        )
+        self.offset = offset
+        scale = jnp.full(cfg.dims[dim_names[-1]], 1 - offset, layout.param)
+        self.scale = nnx.Param(scale, equation=self.equation)
+        self.bias = Bias(dim_names, cfg, layout)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, t, D] -> [B, t, D], in the dtype of x."""
+        x32 = x.astype(jnp.float32)
+        # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
+        centred = x32 - jnp.mean(x32, -1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
+        scaled = _multiply_by_scale(normed, self.offset, self.scale, self.equation, self.layout)
+        return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
+
+
+def _multiply_by_scale(
+    normed: jax.Array, offset: float, scale: nnx.Param, equation: Equation, layout: Layout
+) -> jax.Array:
+    """Return normed [B, t, D] * (offset + scale [D]), where the scale is the weight of the equation.
+
+    The scale is repeated for every token before it is multiplied, so its gradient is a sum over tokens. The gradient of
+    a product "BtD,D->BtD" is the same sum, but as a product of matrices, before which XLA's CPU backend copies both
+    factors into another order.
+    """
+    gathered = offset + layout.gather(scale[...], equation)
+    dims = [equation.y.index(dim_name) for dim_name in equation.w]
+    return normed * jax.lax.broadcast_in_dim(gathered, normed.shape, dims, out_sharding=layout.activation(equation.y))
+
+
+NORMS: dict[str, Any] = {
+    "rms": RMSNorm,
+    "rms_unit_offset": partial(RMSNorm, offset=1.0),
+    "layer": LayerNorm,
+    "layer_unit_offset": partial(LayerNorm, offset=1.0),
+}
+
+
+# Tables of vectors: of the tokens, at both ends of the decoder, and of the places in the context.
+
+
+class Embedding(nnx.Module):
+    """Token vectors [V, D]; with a tied head used at both ends of the decoder."""
+
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
+        self.equation, self.layout, self.product = Equation("BTD,VD->BTV"), layout, "plain"
+        self.scale = (cfg.embed_dim**0.5 if cfg.scaled_embedding else 1.0) * cfg.embedding_multiplier
+        self.divisor, self.cap = cfg.logits_divisor, cfg.logits_cap
+        table = initializer.normal((cfg.vocab_size, cfg.embed_dim), layout.param, cfg.embed_dim**-0.5)
+        self.table = nnx.Param(table, equation=self.equation)
+
+    def gathered(self) -> jax.Array:
+        """Return the table [V, D] as `lookup` and `logits` take it; gathered once for both, so its gradient travels
+        once."""
+        return self.layout.gather(self.table[...], self.equation)
+
+    def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return the vectors [B, t, D] of tokens [B, T] int32, times sqrt(D) if the family scales them."""
+        # A lookup, not a product with one-hot vectors [B, T, V]: these are as large as the logits.
+        rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTD")))
+        return rows * jnp.asarray(self.scale, table.dtype)
+
+    def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
+        """Return the logits [B, T, V] float32 of x [B, T, D], divided and capped if the family does so."""
+        # float32 behind the product: exp and the sum over V of the loss need more digits than bfloat16 has.
+        logits = product(self.equation, x, table, self.layout, self.product).astype(jnp.float32)
+        logits = logits if self.divisor == 1 else logits / self.divisor
+        return soft_cap(logits, self.cap)
+
+
+class LearnedPositions(nnx.Module):
+    """A vector for each place in the context [P, D], added to the vector of the token there."""
+
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
+        self.equation, self.layout = Equation("BtP,PD->BtD"), layout
+        shape = (cfg.context_length, cfg.embed_dim)
+        self.table = nnx.Param(initializer.normal(shape, layout.param, cfg.embed_dim**-0.5), equation=self.equation)
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """[B, t, D] and [B, T] int32 -> [B, t, D]"""
+        table, positions = self.layout.gather(self.table[...], self.equation), self.layout.split_stream(positions)
+        return x + table.at[positions].get(out_sharding=self.layout.activation("BtD"))

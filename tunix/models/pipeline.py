@@ -1,7 +1,7 @@
-"""Blocks on stages: parts of a batch stream through them, one stage a tick (GPipe, Huang et al., arXiv:1811.06965).
+"""Blocks on stages: where rows and layers lie, and the forward pass of an evaluation through the stages.
 
-Each of S stages has L / S layers, and computes P parts of the batch one after the other. JAX differentiates the loop,
-so the backward pass runs the ticks in the other direction.
+Each of S stages has L / S layers, and computes P parts of the batch one after the other. This file has the forward pass
+alone, one part a tick. Training goes backward in the same ticks (training/pipeline_step.py).
 
     tick        0    1    2    3    4    5    6          P = 4 parts, S = 4 stages, P + S - 1 = 7 ticks
     stage 0    p0   p1   p2   p3    .    .    .
@@ -16,7 +16,8 @@ that it has finished. So a tick sends two things, computed rows to the next stag
 before, and nothing is gathered.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,16 +27,81 @@ from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices
 
-# (layers, rows) -> (rows, counts): the layers of each stage, arrays [S, L / S, ...], on its rows, [S, rows, ...]. The
-# counts are a tree of arrays [S, ...] that are added up over the parts of the batch.
-RunLayers = Callable[[Any, Any], tuple[Any, Any]]
+# Layers dealt out to stages in turn: each stage gets every S-th chunk of the layers, in the place of a run of them.
+#
+#     layers at rest     stage 0:  0 1 2 3     stage 1:  4 5 6 7          S = 2 stages, v = 2 chunks, L = 8
+#     dealt out          stage 0:  0 1 4 5     stage 1:  2 3 6 7
+#
+# Shape and sharding of an array stay, so nothing outside of a step knows of the order: checkpoints, exports, averages
+# and evaluations have the layers in their own order. Each stage sends each of its chunks to one stage, in v permutes.
 
 
-def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per_stage: int | None) -> tuple[Any, Any]:
+def deal_out(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: int) -> jax.Array:
+    """[L, ...], whose first dimension `axes` split, with the layers in the order of the stages' chunks."""
+    return _exchange(x, axes, num_stages, num_chunks, to_chunks=True)
+
+
+def take_back(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: int) -> jax.Array:
+    """[L, ...] in the order of `deal_out`'s result, with the layers in their own order again."""
+    return _exchange(x, axes, num_stages, num_chunks, to_chunks=False)
+
+
+def _exchange(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: int, *, to_chunks: bool) -> jax.Array:
+    spec = jax.typeof(x).sharding.spec
+
+    def on_each_stage(x: jax.Array) -> jax.Array:
+        chunks = x.reshape(num_chunks, -1, *x.shape[1:])
+        result = jnp.zeros_like(chunks)
+        stage = jax.lax.axis_index(axes)
+        for each in range(num_chunks):
+            # A permute sends one array from each device and brings one to each: so v permutes, of a chunk each.
+            sends = list_sends(num_stages, num_chunks, each)
+            if not to_chunks:  # the same trips, from their end to their beginning
+                sends = [(target, slot, source, index) for source, index, target, slot in sends]
+            # All stages run one program, in which the number of the stage is data: tables say which chunk it sends, and
+            # where it puts the one that it gets.
+            num_slots, slots = _by_stage([trip[:2] for trip in sends]), _by_stage([trip[2:] for trip in sends])
+            chunk = jax.lax.dynamic_index_in_dim(chunks, num_slots[stage], keepdims=False)
+            chunk = jax.lax.ppermute(chunk, axes, [(source, target) for source, _, target, _ in sends])
+            result = jax.lax.dynamic_update_index_in_dim(result, chunk, slots[stage], 0)
+        return result.reshape(x.shape)
+
+    return jax.shard_map(on_each_stage, in_specs=spec, out_specs=spec)(x)
+
+
+def list_sends(num_stages: int, num_chunks: int, number: int) -> list[tuple[int, int, int, int]]:
+    """Return the trips of one permute: stage and place of a chunk at rest, stage and place where it is dealt to.
+
+    Chunk g = p v + i is the i-th at rest on stage p, and belongs to stage g mod S. Each permute takes one chunk of each
+    stage, so that each stage gets one. p v mod S repeats after S / d stages, where d is the greatest common divisor of
+    v and S; from one such run of stages to the next, i moves on by one, which fills the gaps. For S = v = 2:
+
+        permute 0    stage 0 sends chunk 0 to stage 0    stage 1 sends chunk 3 to stage 1
+                1    stage 0 sends chunk 1 to stage 1    stage 1 sends chunk 2 to stage 0
+    """
+    run = num_stages // math.gcd(num_stages, num_chunks)
+    sends = []
+    for stage in range(num_stages):
+        index = (number + stage // run) % num_chunks
+        chunk = stage * num_chunks + index
+        sends.append((stage, index, chunk % num_stages, chunk // num_stages))
+    return sends
+
+
+def _by_stage(pairs: Sequence[tuple[int, ...]]) -> jax.Array:
+    """Return the place of each stage, [S], of pairs of a stage and a place."""
+    return jnp.asarray([index for _, index in sorted(pairs)])
+
+
+# (layers, rows) -> rows: the layers of each stage, arrays [S, L / S, ...], on its rows, [S, rows, ...]
+RunLayers = Callable[[Any, Any], Any]
+
+
+def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per_stage: int | None) -> Any:
     """Return what `run` returns for all layers, arrays [L, ...], and all rows, arrays [B, ...], by stages.
 
-    The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. Counts
-    are those of each stage, [S, ...].
+    The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. It is
+    for evaluations: a backward pass would keep what each tick computes.
     """
     # The queue, with two stages and two places for each. In tick t stage 0 takes the part at place t mod 2. Then this
     # place moves up by one stage, and the last stage puts in the part that it has finished:
@@ -47,37 +113,23 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     num_stages = lanes.num_stages
     queue = jax.tree.map(lambda x: lanes.fold(x, parts_per_stage), rows)
     layers = jax.tree.map(lanes.split_layers, layers)
-    num_places = jax.tree.leaves(queue)[0].shape[1]
-    num_parts = num_places * num_stages
+    num_slots = jax.tree.leaves(queue)[0].shape[1]
     stages = reshard(jnp.arange(num_stages), PartitionSpec(lanes.stage_axes))
-
-    # The backward pass of a tick computes its blocks again: only the rows that the stages took are kept.
-    run_all = jax.checkpoint(run, prevent_cse=False)
 
     def tick(carry, now):
         queue, received = carry
-        place = now % num_places
-        waiting = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False), queue)
-        out, counts = run_all(layers, lanes.choose(stages == 0, waiting, received))
-        counts = lanes.leave_bubbles_out(counts, now - stages, num_parts)
-        put = lanes.choose(stages == num_stages - 1, out, lanes.send(waiting, -1))
-        queue = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, axis=1), queue, put)
-        return (queue, lanes.send(out, 1)), counts
+        index = now % num_slots
+        waiting = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), queue)
+        out = run(layers, lanes.select(stages == 0, waiting, received))
+        put = lanes.select(stages == num_stages - 1, out, lanes.send(waiting, -1))
+        queue = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, axis=1), queue, put)
+        return (queue, lanes.send(out, 1)), None
 
-    ticks = jnp.arange(num_parts + num_stages - 1)
+    iterations = jnp.arange(num_slots * num_stages + num_stages - 1)
     start = queue, jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), queue)
-    (queue, _), counts = jax.lax.scan(tick, start, ticks)
-    counts = jax.tree.map(lambda each: jnp.sum(each, 0), counts)
+    (queue, _), _ = jax.lax.scan(tick, start, iterations)
     # The first part is finished in tick S - 1, and so lies at the place of this tick.
-    return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue), counts
-
-
-def spread_seed(layout: Layout, seed: jax.Array | None) -> jax.Array | None:
-    """Return the seed of a microbatch for each stage, [S]; None where nothing is random."""
-    if seed is None:
-        return None
-    spec = PartitionSpec(layout.stage_axes)
-    return jnp.broadcast_to(seed, (Lanes(layout).num_stages,), out_sharding=spec)
+    return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue)
 
 
 class Lanes:
@@ -96,7 +148,7 @@ class Lanes:
         self.num_stages = count_devices(sizes, self.stage_axes)
         self.num_shards = count_devices(sizes, self.row_axes)
 
-    def fold(self, x: jax.Array, places: int | None, dim: int = 0) -> jax.Array:
+    def fold(self, x: jax.Array, num_slots: int | None, dim: int = 0) -> jax.Array:
         """[B, ...] -> [S, places, rows, ...]; with `dim` 1, [A, B, ...] -> [A, S, places, rows, ...]."""
         # Rows of a device stay on it, so places cut each device's rows, not the batch. With two stages of two devices
         # and two places, a batch of eight rows lies as follows:
@@ -105,35 +157,35 @@ class Lanes:
         #     stage 0     place 0: 0 2    place 1: 1 3
         #     stage 1     place 0: 4 6    place 1: 5 7
         num_local = x.shape[dim] // (self.num_stages * self.num_shards)
-        places = places or num_local
+        num_slots = num_slots or num_local
         spec = jax.typeof(x).sharding.spec
-        front, rest = spec[:dim], spec[dim + 1 :]
+        front, remaining = spec[:dim], spec[dim + 1 :]
         shape, others = x.shape[:dim], x.shape[dim + 1 :]
         x = x.reshape(
-            *shape, self.num_stages, self.num_shards, places, num_local // places, *others,
-            out_sharding=PartitionSpec(*front, self.stage_axes, self.row_axes, None, None, *rest),
+            *shape, self.num_stages, self.num_shards, num_slots, num_local // num_slots, *others,
+            out_sharding=PartitionSpec(*front, self.stage_axes, self.row_axes, None, None, *remaining),
         ).swapaxes(dim + 1, dim + 2)  # fmt: skip
-        folded = PartitionSpec(*front, self.stage_axes, None, self.row_axes, *rest)
-        return x.reshape(*shape, self.num_stages, places, -1, *others, out_sharding=folded)
+        folded = PartitionSpec(*front, self.stage_axes, None, self.row_axes, *remaining)
+        return x.reshape(*shape, self.num_stages, num_slots, -1, *others, out_sharding=folded)
 
-    def list_parts(self, x: jax.Array, places: int | None, layout: Layout) -> jax.Array:
+    def list_parts(self, x: jax.Array, num_slots: int | None, layout: Layout) -> jax.Array:
         """[A, B] or [A, B, T] -> [M, rows, ...]: the parts of all microbatches in the order in which they go in.
 
         `layout` is that of one part outside of the stages (`Layout.with_tokens_on_stages`).
         """
-        x = self.fold(x, places, dim=1)
+        x = self.fold(x, num_slots, dim=1)
         spec = layout.activation("BT"[: x.ndim - 3])
         x = reshard(x, PartitionSpec(None, None, None, *spec))
         return x.reshape(-1, *x.shape[3:], out_sharding=PartitionSpec(None, *spec))
 
     def unfold(self, x: jax.Array) -> jax.Array:
         """[S, places, rows, ...] -> [B, ...]"""
-        rest = jax.typeof(x).sharding.spec[3:]
+        remaining = jax.typeof(x).sharding.spec[3:]
         x = x.reshape(
             self.num_stages, x.shape[1], self.num_shards, -1, *x.shape[3:],
-            out_sharding=PartitionSpec(self.stage_axes, None, self.row_axes, None, *rest),
+            out_sharding=PartitionSpec(self.stage_axes, None, self.row_axes, None, *remaining),
         ).swapaxes(1, 2)  # fmt: skip
-        return x.reshape(-1, *x.shape[4:], out_sharding=PartitionSpec((*self.stage_axes, *self.row_axes), *rest))
+        return x.reshape(-1, *x.shape[4:], out_sharding=PartitionSpec((*self.stage_axes, *self.row_axes), *remaining))
 
     def split_layers(self, x: jax.Array) -> jax.Array:
         """[L, ...] -> [S, L / S, ...]"""
@@ -149,9 +201,9 @@ class Lanes:
     def leave_bubbles_out(self, counts: Any, part: jax.Array, num_parts: int) -> Any:
         """Return counts [S, ...], zero on the stages where the number of the part, [S], is that of no part."""
         counts = jax.tree.map(lambda x: reshard(x, PartitionSpec(self.stage_axes)), counts)
-        return self.choose((part >= 0) & (part < num_parts), counts, jax.tree.map(jnp.zeros_like, counts))
+        return self.select((part >= 0) & (part < num_parts), counts, jax.tree.map(jnp.zeros_like, counts))
 
-    def choose(self, condition: jax.Array, chosen: Any, others: Any) -> Any:
+    def select(self, condition: jax.Array, chosen: Any, others: Any) -> Any:
         """Return rows [S, ...]: the chosen ones on the stages where the condition [S] is true, the others elsewhere."""
 
         def one(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -169,8 +221,8 @@ class Lanes:
     def from_stage(self, condition: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """[S, rows, ...] -> [rows, ...] of the one stage where the condition [S] holds, laid out as `spec`."""
         # A product with 0 and 1: the choice is a sum over stages, so it is one reduce-scatter where `spec` splits rows.
-        letters = "BTD"[: x.ndim - 1]
-        return jnp.einsum(f"S,S{letters}->{letters}", condition.astype(x.dtype), x, out_sharding=spec)
+        dim_names = "BTD"[: x.ndim - 1]
+        return jnp.einsum(f"S,S{dim_names}->{dim_names}", condition.astype(x.dtype), x, out_sharding=spec)
 
     def several(self, x: jax.Array, count: int) -> jax.Array:
         """[S, rows, ...] -> [S, count, rows, ...]"""

@@ -35,7 +35,7 @@ from tunix.sharding.layout import Layout
 Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
 
 
-def scan_ahead(
+def scan_prefetch(
     block: Block, params: Any, x: jax.Array, layers: Any, shared: Any, layout: Layout, unroll: int = 2
 ) -> tuple[jax.Array, Any]:
     """Return x after `block` of every layer, and the results of all layers with a first dimension L.
@@ -63,7 +63,7 @@ def as_variables(module: nnx.Module, values: Any) -> Any:
 
 
 class Passes:
-    """Forward and backward pass of `scan_ahead`, in the form that `jax.custom_vjp` takes.
+    """Forward and backward pass of `scan_prefetch`, in the form that `jax.custom_vjp` takes.
 
     A scan over layers of which JAX takes the gradient would keep the gathered weights of every layer, because the
     backward pass of a product needs them. So the backward pass is written here: it gathers them once more.
@@ -74,11 +74,12 @@ class Passes:
         self._run_block = weights.on_each_stage(self._run_one_block)
 
     def run(self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any]:
-        """Return x and the results, where no gradient is asked for."""
+        """Return x [B, t, D] and the results of each layer [L, ...], where no gradient is asked for."""
         return self._run_layers(params, x, layers, shared, self._run_block)[:2]
 
     def forward(self, params: Any, x: Any, layers: Any, shared: Any) -> tuple[tuple[jax.Array, Any], Any]:
-        """Return what `run` returns, and what the backward pass needs. Each argument says whether it has a gradient."""
+        """Return what `run` returns, and what `backward` needs, [L, ...]. Each argument says whether it has a
+        gradient."""
         is_trained = [each.perturbed for each in params]
         params, x, layers, shared = jax.tree.map(lambda each: each.value, (params, x, layers, shared))
 
@@ -100,7 +101,7 @@ class Passes:
         return (x, results), (params, layers, shared, vjps, gathered, _Static(tuple(is_trained)))
 
     def backward(self, residuals: Any, gradients: Any) -> tuple[list[jax.Array | None], jax.Array, None, None]:
-        """Return the gradients of the arguments of `run`."""
+        """Return the gradients of the arguments of `run`, in their shapes."""
         params, layers, shared, vjps, gathered, is_trained = residuals
         d_x, d_results = jax.tree.map(_instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
         weights, count = self.weights, self.weights.count(params)
@@ -108,7 +109,7 @@ class Passes:
         def mask_frozen(values):
             return [value if trained else None for value, trained in zip(values, is_trained.value, strict=True)]
 
-        def put_sums(sums, open_sums, number):
+        def write_sums(sums, open_sums, number):
             """Sum the gradients of a layer over devices, and put them at its place."""
             layer_sums = weights.sum_over_devices(open_sums, params)
             update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=weights.dim)
@@ -124,18 +125,18 @@ class Passes:
         def body(carry, each):
             d_x, gathered, open_sums, sums = carry
             number, layer, vjp, d_results = each
-            ahead = weights.gather(params, jnp.maximum(number - 1, 0))
+            next_weights = weights.gather(params, jnp.maximum(number - 1, 0))
             # In the first iteration these are zeros, which the next one overwrites.
-            sums = put_sums(sums, open_sums, jnp.minimum(number + 1, count - 1))
+            sums = write_sums(sums, open_sums, jnp.minimum(number + 1, count - 1))
             vjp.args_res = [gathered, vjp.args_res[1], layer, shared]
             open_sums, d_x, *_ = vjp((d_x, d_results))
-            return (d_x, ahead, mask_frozen(open_sums), sums), None
+            return (d_x, next_weights, mask_frozen(open_sums), sums), None
 
         no_gradients = mask_frozen(weights.zero_parts(gathered)), mask_frozen(jax.tree.map(jnp.zeros_like, params))
         each = jnp.arange(count), layers, vjps, d_results
         carry, _ = jax.lax.scan(body, (d_x, gathered, *no_gradients), each, reverse=True, unroll=self.unroll)
         d_x, _, open_sums, sums = carry
-        return put_sums(sums, open_sums, 0), d_x, None, None
+        return write_sums(sums, open_sums, 0), d_x, None, None
 
     def _run_one_block(self, gathered: list[jax.Array], x: jax.Array, layer: Any, shared: Any) -> tuple[jax.Array, Any]:
         return self.block(x, self.weights.as_params(gathered), layer, shared)
@@ -151,9 +152,9 @@ class Passes:
             number, layer = each
             # Nothing here waits for the next layer's weights. The last layer gathers its own: the backward pass begins
             # with them.
-            ahead = self.weights.gather(params, jnp.minimum(number + 1, last))
+            next_weights = self.weights.gather(params, jnp.minimum(number + 1, last))
             x, results = run(gathered, x, layer, shared)
-            return (x, ahead), results
+            return (x, next_weights), results
 
         first = x, self.weights.gather(params, 0)
         (x, gathered), results = jax.lax.scan(body, first, (jnp.arange(last + 1), layers), unroll=self.unroll)
@@ -176,7 +177,7 @@ class Weights:
         return jax.vmap(function) if self.stages else function
 
     def count(self, params: list[jax.Array]) -> int:
-        """Return the number of layers; on stages, of those of each."""
+        """Return L, the number of layers; on stages L / S, that of each stage."""
         return params[0].shape[self.dim]
 
     def by_layer(self, values: Any) -> Any:
@@ -184,12 +185,12 @@ class Weights:
         return jax.tree.map(lambda x: x.swapaxes(0, 1), values) if self.stages else values
 
     def as_params(self, values: list[jax.Array]) -> Any:
-        """Return the tree of variables with the values of one layer."""
+        """Return the tree of variables with the values of one layer, arrays without the dimension L."""
         replaced = [each.replace(value) for each, value in zip(self.variables, values, strict=True)]
         return jax.tree.unflatten(self.tree, replaced)
 
     def gather(self, params: list[jax.Array], number: jax.Array | int) -> list[jax.Array]:
-        """Return the weights of one layer as products take them."""
+        """Return the weights of layer `number` of [L, ...] as products take them, arrays [...]; on stages [S, ...]."""
         one_layer = [jax.lax.dynamic_index_in_dim(p, number, axis=self.dim, keepdims=False) for p in params]
 
         def gather(one_layer):
@@ -199,7 +200,8 @@ class Weights:
             return self.on_each_stage(gather)(one_layer)
 
     def zero_parts(self, gathered: list[jax.Array]) -> list[jax.Array]:
-        """Return zeros in the place of each device's part of the gradients: sums that are open, `unreduced` in JAX."""
+        """Return zeros of the shapes of `gathered`: each device's part of the gradients, still to be summed
+        (`unreduced`)."""
         zeros = []
         for weight, equation in zip(gathered, self.equations, strict=True):
             spec = self.layout.unreduced(equation)
@@ -209,14 +211,15 @@ class Weights:
         return zeros
 
     def sum_over_devices(self, gradients: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
-        """Return the gradients of one layer as a scan over `Layout.gather` would; None stays None."""
+        """Return the gradients of one layer, in the shapes of its weights, as a scan over `Layout.gather` would;
+        None stays None."""
         rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
         dtypes = [param.dtype for param in params]
 
         def sum_all(gradients):
             sums: list[jax.Array | None] = []
-            for gradient, rest, dtype in zip(gradients, rests, dtypes, strict=True):
-                total = None if gradient is None else self.layout.sum_gradient(gradient, rest).astype(dtype)
+            for gradient, remaining, dtype in zip(gradients, rests, dtypes, strict=True):
+                total = None if gradient is None else self.layout.sum_gradient(gradient, remaining).astype(dtype)
                 sums.append(total)
             return sums
 

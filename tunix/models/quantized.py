@@ -1,7 +1,7 @@
 """Frozen matrices in 8 or 4 bits: a code for each weight, and a scale for each block of weights along D.
 
 qwix does the arithmetic (https://github.com/google/qwix). At rest there are two arrays in place of a matrix: codes
-[.., c, ..], bytes, two nf4 codes in each, and scales [.., e, ..] bfloat16. The letters are in sharding/dims.py.
+[.., c, ..], bytes, two nf4 codes in each, and scales [.., e, ..] bfloat16. The letters are in sharding/table.py.
 """
 
 from collections.abc import Iterable
@@ -14,37 +14,41 @@ from jax.sharding import PartitionSpec, auto_axes
 
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.sharding.equations import Equation, codes_per_byte, weights_per_scale
+from tunix.sharding.equations import Equation, values_per_byte, weights_per_scale
 from tunix.sharding.layout import Layout
-from tunix.sharding.stages import stage_shard_map
+from tunix.sharding.mesh import stage_shard_map
 
 STORED = {"int8": ("int8", "bfloat16"), "nf4": ("uint8", "bfloat16")}  # dtypes of codes and scales
 
 
-def quantize(weight: jax.Array, letters: str, qtype: str) -> tuple[jax.Array, jax.Array]:
-    """Return codes and scales of a weight with these dimensions: `int8`, or `nf4` (QLoRA, arXiv:2305.14314)."""
-    axis = letters.index("D")
+def quantize(weight: jax.Array, dim_names: str, qtype: str) -> tuple[jax.Array, jax.Array]:
+    """Return codes and scales of a weight: `int8`, or `nf4` (QLoRA, arXiv:2305.14314).
+
+    The letters are the weight's dimensions. Both results have its shape but along D: codes
+    [.., D / codes in a byte, ..] and scales [.., D / weights of a scale, ..].
+    """
+    axis = dim_names.index("D")
     others = tuple(dim for dim in range(weight.ndim) if dim != axis)
     block = weights_per_scale(weight.shape[axis])
     array = _qwix().quantize(
         weight.astype(jnp.float32), qtype, channelwise_axes=others, tiled_axes={axis: block}, scale_dtype="bfloat16"
     )
-    codes = array.qvalue
-    if codes_per_byte(qtype) == 2:
-        pairs = codes.astype(jnp.uint8).reshape(*weight.shape[:axis], -1, 2, *weight.shape[axis + 1 :])
+    quantized = array.qvalue
+    if values_per_byte(qtype) == 2:
+        pairs = quantized.astype(jnp.uint8).reshape(*weight.shape[:axis], -1, 2, *weight.shape[axis + 1 :])
         low, high = jnp.moveaxis(pairs, axis + 1, 0)  # neighbours along D share a byte
-        codes = low | high << 4
-    return codes, array.scale
+        quantized = low | high << 4
+    return quantized, array.scale
 
 
-def stack_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model, layout: Layout) -> list[jax.Array]:
+def stack_quantized(matrices: Iterable[jax.Array], equation: Equation, cfg: Model, layout: Layout) -> list[jax.Array]:
     """Return codes and scales of all layers, laid out at rest; matrices [1, ..] come one after the other.
 
     Only one of them is there at a time: all matrices of a stack may not fit into memory before they are quantized.
     """
     qtype, parts = cfg.lora.quantize_base, equation.quantized()
     assert qtype is not None
-    specs = tuple(map(layout.at_rest, parts))
+    specs = tuple(map(layout.stored, parts))
 
     @partial(jax.jit, donate_argnums=0)
     def put(arrays, matrix, layer):
@@ -53,7 +57,7 @@ def stack_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model, l
         return [jax.lax.dynamic_update_slice_in_dim(*both, layer, 0) for both in zip(arrays, new, strict=True)]
 
     arrays = [
-        jnp.zeros([cfg.dims[letter] for letter in part.w], dtype, out_sharding=spec)
+        jnp.zeros([cfg.dims[dim_name] for dim_name in part.w], dtype, out_sharding=spec)
         for part, dtype, spec in zip(parts, STORED[qtype], specs, strict=True)
     ]
     for layer, matrix in enumerate(matrices):
@@ -62,7 +66,7 @@ def stack_codes(matrices: Iterable[jax.Array], equation: Equation, cfg: Model, l
 
 
 def dequantize(
-    codes: jax.Array,
+    quantized: jax.Array,
     scales: jax.Array,
     equation: Equation,
     qtype: str,
@@ -70,24 +74,26 @@ def dequantize(
     spec: PartitionSpec,
     stage_axes: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Return the weight in `dtype`. `spec` is where it lies, not split along D; codes and scales lie there too.
+    """Return the weight, in the shape of `equation.w` and in `dtype`, of codes and scales as `quantize` makes them.
+
+    `spec` is where it lies, not split along D; codes and scales lie there too.
 
     `stage_axes` are those of the stages around this place (`Layout.stages_around`).
     """
     axis, qwix = equation.w.index("D"), _qwix()
 
     @jax.custom_vjp  # the matrix is used like a gathered weight, and codes and scales have no gradient
-    def make_weight(codes, scales):
-        return stage_shard_map(dequantize_own, (spec, spec), spec, stage_axes)(codes, scales)
+    def make_weight(quantized, scales):
+        return stage_shard_map(dequantize_local, (spec, spec), spec, stage_axes)(quantized, scales)
 
-    def dequantize_own(codes, scales):
-        if codes_per_byte(qtype) == 2:
-            pairs = jnp.stack([codes & 15, codes >> 4], axis + 1)
-            codes = pairs.reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :]).astype(jnp.uint4)
-        return qwix.dequantize(qwix.QArray(codes, scales.astype(dtype), qtype=qtype))
+    def dequantize_local(quantized, scales):
+        if values_per_byte(qtype) == 2:
+            pairs = jnp.stack([quantized & 15, quantized >> 4], axis + 1)
+            quantized = pairs.reshape(*quantized.shape[:axis], -1, *quantized.shape[axis + 1 :]).astype(jnp.uint4)
+        return qwix.dequantize(qwix.QArray(quantized, scales.astype(dtype), qtype=qtype))
 
     make_weight.defvjp(lambda *arrays: (make_weight(*arrays), None), lambda *_: (None, None))
-    return make_weight(codes, scales)
+    return make_weight(quantized, scales)
 
 
 def _qwix() -> Any:

@@ -33,7 +33,7 @@ from tunix.config import PROJECTIONS
 from tunix.config.training import REMAT
 
 # (x, weights of a layer, its values, what all layers take) -> (x, results)
-Block = Callable[..., tuple[jax.Array, Any]]
+BlockFn = Callable[..., tuple[jax.Array, Any]]
 Policy = Callable[..., bool]
 
 
@@ -44,16 +44,16 @@ class Remat(NamedTuple):
     every: int = 1  # of so many blocks, the first one follows the policy; the others keep what "none" keeps
     on_host: bool = False  # kept values wait in the host's memory
 
-    def computes_again(self, value: str) -> float:
+    def recompute_fraction(self, value: str) -> float:
         """Return the share of the blocks whose backward pass computes the values of this name once more."""
-        return 0.0 if _is_kept(value, self.policy) else 1 / self.every
+        return 0.0 if _is_saved(value, self.policy) else 1 / self.every
 
 
 KEEP_ALL = Remat("none")
 
 
 def scan_blocks(
-    blocks: Sequence[Block], x: jax.Array, layers: Any, others: Any, remat: Remat
+    blocks: Sequence[BlockFn], x: jax.Array, layers: Any, others: Any, remat: Remat
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Return x after every layer, and the results of each block's layers with a first dimension L.
 
@@ -69,18 +69,18 @@ def scan_blocks(
 
     def turn(x, layers, number):
         """Run one layer of each block; `number` is that of the first one within its group."""
-        each = [(keeping if (number + place) % remat.every else by_policy)[place] for place in range(len(blocks))]
+        each = [(keeping if (number + index) % remat.every else by_policy)[index] for index in range(len(blocks))]
         weights, values = zip(*layers, strict=True)
-        return join_blocks(each)(x, weights, values, others)
+        return merge_blocks(each)(x, weights, values, others)
 
     if remat.every == 1:
         return jax.lax.scan(lambda x, layers: turn(x, layers, 0), x, layers)
 
     def group(x, layers):
         results = []
-        for place in range(remat.every):
-            turn_layers = jax.tree.map(partial(jax.lax.index_in_dim, index=place, keepdims=False), layers)
-            x, result = turn(x, turn_layers, place * len(blocks))
+        for index in range(remat.every):
+            turn_layers = jax.tree.map(partial(jax.lax.index_in_dim, index=index, keepdims=False), layers)
+            x, result = turn(x, turn_layers, index * len(blocks))
             results.append(result)
         return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
@@ -89,7 +89,7 @@ def scan_blocks(
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
 
 
-def join_blocks(blocks: Sequence[Block]) -> Block:
+def merge_blocks(blocks: Sequence[BlockFn]) -> BlockFn:
     """Return blocks one after the other as one, whose weights, values and results are those of each."""
 
     def block(x, weights, values, others):
@@ -102,11 +102,11 @@ def join_blocks(blocks: Sequence[Block]) -> Block:
     return block
 
 
-def checkpoint_block(block: Block, remat: Remat) -> Block:
+def checkpoint_block(block: BlockFn, remat: Remat) -> BlockFn:
     """Return the block as one whose backward pass computes again what the policy does not keep."""
 
-    def named(x, *rest):
-        return block(checkpoint_name(x, "input") if remat.on_host else x, *rest)
+    def named(x, *remaining):
+        return block(checkpoint_name(x, "input") if remat.on_host else x, *remaining)
 
     # Blocks are run by scans. There XLA cannot merge the second forward pass with the first one, so the barriers that
     # prevent this merge would only stand in the way of other optimizations.
@@ -115,8 +115,8 @@ def checkpoint_block(block: Block, remat: Remat) -> Block:
 
 def make_policy(remat: Remat) -> Policy:
     """Return the policy of a row of `REMAT`, as `jax.checkpoint` takes it."""
-    products = [f"product.{name}" for name in PROJECTIONS]
-    names = [*REMAT[remat.policy], *(name for name in products if _is_kept(name, remat.policy))]
+    product_names = [f"product.{name}" for name in PROJECTIONS]
+    names = [*REMAT[remat.policy], *(name for name in product_names if _is_saved(name, remat.policy))]
     if not remat.on_host:
         return jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -133,5 +133,5 @@ def product_name(parameter: str) -> str:
     return f"product.{name}" if name in PROJECTIONS else "product"
 
 
-def _is_kept(value: str, policy: str) -> bool:
+def _is_saved(value: str, policy: str) -> bool:
     return any(value == name or value.startswith(f"{name}.") for name in REMAT[policy])

@@ -1,4 +1,4 @@
-"""Products of queries with a block of keys of the ring by the kernels of flash attention (ring.py, flash_kernels.py).
+"""Products of queries with a block of keys of the ring by the kernels of flash attention (context_parallel.py).
 
 A device's own block is attention of a row to itself, as the kernels know it. All queries come after the tokens of every
 other block that they may see, so a block is a range of keys for each query, without a triangle. For queries that see
@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tunix.models.chips import find_row_in_use
-from tunix.models.flash import MULTIPLE, pad_heads
-from tunix.models.flash_blocks import BLOCKS, Blocks, padded_dim
-from tunix.models.flash_kernels import (
+from tunix.models.attention_mask import MASKED, MaskRule, first_keys, last_queries
+from tunix.models.flash_attention import (
     LOG2_E,
+    MULTIPLE,
     BackwardInputs,
     Inputs,
     Variant,
     forward,
     keys_gradient,
+    pad_heads,
     queries_gradient,
 )
-from tunix.models.seen import MASKED, Seen, first_keys, last_queries
-from tunix.sharding.dims import token_axes
+from tunix.models.kernel_blocks import FLASH_BLOCKS, FlashBlocks, find_row_in_use, padded_dim
+from tunix.sharding.table import token_axes
 
 
 class Sums(NamedTuple):
@@ -40,7 +40,7 @@ class Sums(NamedTuple):
     log_sums: jax.Array  # [B, N, T] float32: log2 of the sums of exp(score)
 
 
-class Facts(NamedTuple):
+class MaskInfo(NamedTuple):
     """Ranges of keys and queries of a sequence, int32."""
 
     start: jax.Array  # [], place of the first own query
@@ -52,39 +52,40 @@ class Flash(NamedTuple):
     """Products by the kernels, of queries [B, T, N, H]."""
 
     cap: float | None
-    blocks: dict[int, Blocks] | None = None  # by head dim; None: those of the chip. Given, kernels are interpreted
+    blocks: dict[int, FlashBlocks] | None = None  # by head dim; None: those of the chip. Given, kernels are interpreted
 
     def __hash__(self) -> int:
         return hash((self.cap, tuple((self.blocks or {}).items())))
 
-    def arrange(self, q: jax.Array, num_kv_heads: int, seen: Seen) -> tuple[jax.Array, Facts]:
-        """Return the queries as they are, and facts about the sequence."""
-        own_tokens = q.shape[1]
-        start = jax.lax.axis_index(token_axes()) * own_tokens
-        first = first_keys(seen.q_segments, seen.window)
-        first = jax.lax.dynamic_slice_in_dim(first, start, own_tokens, axis=1)
-        return q, Facts(start, first, last_queries(seen.q_segments, seen.window))
+    def arrange(self, q: jax.Array, num_kv_heads: int, mask_rule: MaskRule) -> tuple[jax.Array, MaskInfo]:
+        """Return the queries [B, T, N, H] as they are, and facts about the sequence."""
+        local_tokens = q.shape[1]
+        start = jax.lax.axis_index(token_axes()) * local_tokens
+        first = first_keys(mask_rule.q_segments, mask_rule.window)
+        first = jax.lax.dynamic_slice_in_dim(first, start, local_tokens, axis=1)
+        return q, MaskInfo(start, first, last_queries(mask_rule.q_segments, mask_rule.window))
 
     def restore(self, out: jax.Array, log_sums: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return results of `finish` as [B, T, N, H] and, in nats, [B, T, N]."""
         return out, jnp.swapaxes(log_sums, 1, 2) / LOG2_E
 
     def start(self, q: jax.Array, v: jax.Array) -> Sums:
-        """Return sums of no block."""
+        """Return sums of no block, for queries [B, T, N, H] and values [B, T, K, H]."""
         nothing = jnp.zeros_like(q, jnp.float32)
         return Sums(nothing[..., : v.shape[3]], jnp.swapaxes(nothing[..., 0], 1, 2) + MASKED)
 
-    def add(self, q: jax.Array, facts: Facts, sums: Sums, block: Any, step: Any) -> Sums:
-        """Add the block of keys and values that came in `step`; step 0 is the device's own block."""
-        inputs, variant = self._arguments(q, facts, block, step)
+    def add(self, q: jax.Array, mask_info: MaskInfo, sums: Sums, block: Any, step: Any) -> Sums:
+        """Add the block of keys and values, each [B, T, K, H], that came in `step` to the sums of queries
+        [B, T, N, H]. Step 0 is the device's own block."""
+        inputs, variant = self._arguments(q, mask_info, block, step)
         out, log_sums = forward(inputs, variant)
         out, log_sums = out[:, : q.shape[1], :, : block[1].shape[3]], log_sums[..., : q.shape[1]]
         # Sums as parts of the larger one: their own values may be too large for float32.
         top = jnp.maximum(sums.log_sums, log_sums)
-        before, here = jnp.exp2(sums.log_sums - top), jnp.exp2(log_sums - top)
-        total = before + here
-        before, here = (jnp.swapaxes(part / total, 1, 2)[..., None] for part in (before, here))
-        return Sums(sums.out * before + out * here, top + jnp.log2(total))
+        before, after = jnp.exp2(sums.log_sums - top), jnp.exp2(log_sums - top)
+        total = before + after
+        before, after = (jnp.swapaxes(part / total, 1, 2)[..., None] for part in (before, after))
+        return Sums(sums.out * before + out * after, top + jnp.log2(total))
 
     def finish(self, q: jax.Array, sums: Sums) -> tuple[jax.Array, jax.Array]:
         """Return outputs [B, T, N, H], and log2 of the sums of the softmax [B, N, T]."""
@@ -93,14 +94,15 @@ class Flash(NamedTuple):
     def start_backward(
         self, out: jax.Array, log_sums: jax.Array, d_out: jax.Array, d_log_sums: jax.Array
     ) -> BackwardInputs:
-        """Return what `add_gradients` needs of the queries beside themselves."""
+        """Return what `add_gradients` needs beside the queries; `out` and `d_out` are [B, T, N, H]."""
         return BackwardInputs.from_gradients(out, log_sums, d_out, d_log_sums)
 
     def add_gradients(
-        self, q: jax.Array, facts: Facts, backward: BackwardInputs, dq: jax.Array, block: Any, step: Any
+        self, q: jax.Array, mask_info: MaskInfo, backward: BackwardInputs, dq: jax.Array, block: Any, step: Any
     ) -> Any:
-        """Return dq with what the block of keys and values adds to it, and the gradients of the block, all float32."""
-        inputs, variant = self._arguments(q, facts, block, step)
+        """Return dq [B, T, N, H] with what the block adds to it, and the gradients of keys and values [B, T, K, H]
+        of the block, all float32."""
+        inputs, variant = self._arguments(q, mask_info, block, step)
         missing = [(0, 0), (0, 0), (0, -q.shape[1] % MULTIPLE)]
         log_sums, delta = (jnp.pad(x, missing) for x in (backward.log_sums, backward.delta))
         padded = BackwardInputs(log_sums, delta, pad_heads(backward.d_out, inputs.q.shape[3]))
@@ -109,11 +111,11 @@ class Flash(NamedTuple):
         more, dk, dv = (gradient[:, : q.shape[1], :, : x.shape[3]] for gradient, x in pairs)
         return dq + more, dk, dv
 
-    def _arguments(self, q: jax.Array, facts: Facts, block: Any, step: Any) -> tuple[Inputs, Variant]:
+    def _arguments(self, q: jax.Array, mask_info: MaskInfo, block: Any, step: Any) -> tuple[Inputs, Variant]:
         """Return the arguments of the kernels for the block of `step`, arrays filled up."""
-        first, end = self._ranges(facts, q.shape[1], step)
+        first, end = self._ranges(mask_info, q.shape[1], step)
         k, v = block
-        rows = self.blocks or find_row_in_use(BLOCKS)
+        rows = self.blocks or find_row_in_use(FLASH_BLOCKS)
         dim = padded_dim(rows, q.shape[3])
         inputs = Inputs(pad_heads(q, dim), pad_heads(k, dim), pad_heads(v, dim), first, end)
         variant = Variant(rows[dim], self.cap, self.blocks is not None, dtype=jnp.float32)
@@ -122,18 +124,18 @@ class Flash(NamedTuple):
             return inputs, variant._replace(suffix="_own")
         return inputs, variant._replace(num_before=q.shape[1], suffix="_before")
 
-    def _ranges(self, facts: Facts, own_tokens: int, step: Any) -> tuple[jax.Array, jax.Array]:
+    def _ranges(self, mask_info: MaskInfo, local_tokens: int, step: Any) -> tuple[jax.Array, jax.Array]:
         """Return `Inputs.first` and `Inputs.end` for the block of `step`, filled up.
 
         First keys count from the beginning of the block, and ends of keys from the first own query. Where the block
         comes after the own queries (`owner > device`), both ranges are empty. So are those of tokens that fill up.
         """
-        axes, missing = token_axes(), [(0, 0), (0, -own_tokens % MULTIPLE)]
+        axes, missing = token_axes(), [(0, 0), (0, -local_tokens % MULTIPLE)]
         device = jax.lax.axis_index(axes)
         owner = (device - step) % jax.lax.axis_size(axes)
-        begin = owner * own_tokens
-        end = jax.lax.dynamic_slice_in_dim(facts.end, begin, own_tokens, axis=1)
-        first = jnp.clip(facts.first - begin, 0, own_tokens)
-        end = jnp.clip(end - facts.start, 0, own_tokens)
-        first, end = jnp.where(owner > device, own_tokens, first), jnp.where(owner > device, 0, end)
-        return jnp.pad(first, missing, constant_values=own_tokens), jnp.pad(end, missing)
+        begin = owner * local_tokens
+        end = jax.lax.dynamic_slice_in_dim(mask_info.end, begin, local_tokens, axis=1)
+        first = jnp.clip(mask_info.first - begin, 0, local_tokens)
+        end = jnp.clip(end - mask_info.start, 0, local_tokens)
+        first, end = jnp.where(owner > device, local_tokens, first), jnp.where(owner > device, 0, end)
+        return jnp.pad(first, missing, constant_values=local_tokens), jnp.pad(end, missing)

@@ -8,23 +8,18 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.config import Model
-from tunix.models.attention import Method, attend
-from tunix.models.block import Mix
-from tunix.models.block_sums import BlockSums
-from tunix.models.draws import Draws
-from tunix.models.embedding import Embedding, LearnedPositions
-from tunix.models.exchanges import choose_exchange
-from tunix.models.forward import Forward, Layer, Rows
-from tunix.models.layer_inputs import LayerInputs
-from tunix.models.norms import NORMS
+from tunix.models.attention import Method, compute_attention
+from tunix.models.attention_mask import row_mask_rule, split_chunks
+from tunix.models.block import Forward, Layer, LayerInputs, Mix, Rows
+from tunix.models.layer_stacks import Stacks, list_stacks
+from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, LearnedPositions
+from tunix.models.mla import Heads
 from tunix.models.remat import KEEP_ALL, Remat
-from tunix.models.seen import cut_chunks, seen_in_row
-from tunix.models.stacks import Stacks, list_stacks
 from tunix.sharding.layout import Layout
 
 
 class Transformer(nnx.Module):
-    """Tokens to logits. Equal blocks are a stack, an attribute with the stack's name (models/stacks.py).
+    """Tokens to logits. Equal blocks are a stack, an attribute with the stack's name (models/layer_stacks.py).
 
     `remat` says what blocks keep for their backward pass. `parts_per_stage` matters where the layout splits the layers
     into stages: it is the number of parts of a batch that wait at each stage (see `run_stages`). With `prefetch` layers
@@ -35,7 +30,7 @@ class Transformer(nnx.Module):
         self,
         cfg: Model,
         layout: Layout,
-        draws: Draws,
+        initializer: Initializer,
         remat: Remat = KEEP_ALL,
         parts_per_stage: int | None = None,
         prefetch: bool = False,
@@ -43,14 +38,14 @@ class Transformer(nnx.Module):
         self.cfg, self.layout, self.remat, self.parts_per_stage = cfg, layout, remat, parts_per_stage
         self.prefetch = prefetch
         self.block_layout = layout.inside_stage()  # of one stage's arrays; without stages it is `layout`
-        self.embedding = Embedding(cfg, layout, draws)
-        self.positions = LearnedPositions(cfg, layout, draws) if cfg.positions == "learned" else None
+        self.embedding = Embedding(cfg, layout, initializer)
+        self.positions = LearnedPositions(cfg, layout, initializer) if cfg.positions == "learned" else None
         # Names of attributes are names of parameters, in checkpoints too.
         for stack in list_stacks(cfg):
-            setattr(self, stack.name, stack.make(cfg, self.block_layout, draws))
+            setattr(self, stack.name, stack.make(cfg, self.block_layout, initializer))
         self.final_norm = NORMS[cfg.norm]("BtD", cfg, layout)
-        self.head = None if cfg.tied_head else Embedding(cfg, layout, draws)
-        self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, draws)
+        self.head = None if cfg.tied_head else Embedding(cfg, layout, initializer)
+        self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, initializer)
 
     @property
     def stacks(self) -> Stacks:
@@ -103,18 +98,23 @@ class Transformer(nnx.Module):
     def mix_of_row(self, layer: Layer, segment_ids: jax.Array) -> Mix:
         """Return the mix of a layer in training: a token sees tokens of its own row; `segment_ids` are [B, S] int32."""
         segment_ids = self.local_segments(segment_ids, layer)
-        seen = seen_in_row(segment_ids, layer.window)
-        method = Method(self.cfg.attention, choose_exchange(self.cfg).name, self.cfg.attention_options)
+        mask_rule = row_mask_rule(segment_ids, layer.window)
 
-        def attend_to_row(q, entries, heads):
+        def row_attention(q, entries, heads):
             k, v = heads.expand(*entries)
-            return attend(q, k, v, seen, self.block_layout, method, heads.kv_letter), None
+            return compute_attention(
+                q, k, v, mask_rule, self.block_layout, self.method_of(heads), heads.kv_dim_name
+            ), None
 
-        return Mix(attend_to_row, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
+        return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
+
+    def method_of(self, heads: Heads) -> Method:
+        """Return how attention with these heads is computed."""
+        return Method(self.layout.kernel_of(heads.kv_dim_name), self.layout.cp_exchange, self.cfg.attention_options)
 
     def local_segments(self, segment_ids: jax.Array, layer: Layer) -> jax.Array:
         """Return segments [B, S] of which a token sees its own: documents, or in a local layer chunks of documents."""
-        return cut_chunks(segment_ids, layer.window) if self.cfg.local_attention == "chunk" else segment_ids
+        return split_chunks(segment_ids, layer.window) if self.cfg.local_attention == "chunk" else segment_ids
 
     def embed(self, tables, tokens, positions) -> jax.Array:
         """[B, T] int32 -> [B, t, D], what the first block takes."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from tunix.sharding.dims import DIMS, LAYERS
+from tunix.sharding.table import DIMS, LAYERS
 
 BLOCK = 128  # numbers with one scale, or a smaller power of two that divides the dimension
 LEAST_BLOCK = 8  # below that, scales would take much of what codes save
@@ -30,10 +30,10 @@ ROOTS = ("nu",)  # names of moments that are squares
 MOMENTS = ("mu", "trace", *ROOTS)  # as optax's states name them; trace is the momentum of SGD
 
 
-class Codes(NamedTuple):
+class Quantized(NamedTuple):
     """A moment in 8 bits."""
 
-    codes: jax.Array  # int8, of the moment's shape
+    quantized: jax.Array  # int8, of the moment's shape
     scales: jax.Array  # float32: one dimension counts blocks
 
 
@@ -59,7 +59,7 @@ def store_moments(
             if hasattr(state, name):
 
                 def change(weight, moment, name=name):
-                    block = _choose_block(weight)
+                    block = _select_block(weight)
                     if block is None or isinstance(moment, optax.MaskedNode):  # of a weight that another rule updates
                         return moment
                     return function(moment, block, name in ROOTS, getattr(state, "count", None))
@@ -77,20 +77,20 @@ def store_moments(
     return optax.GradientTransformation(init, update)
 
 
-def _choose_block(weight: Any) -> Block | None:
+def _select_block(weight: Any) -> Block | None:
     """Return the block of a weight's moments; None for vectors, and where no dimension divides into blocks.
 
     Blocks lie along a dimension that no axis splits at rest, if one is large enough: then no block is on two devices.
     """
-    letters = weight.equation.w
+    dim_names = weight.equation.w
     if weight.equation.is_vector:
         return None
     blocks = [
         Block(axis, math.gcd(size, BLOCK))
-        for axis, (letter, size) in enumerate(zip(letters, weight.shape, strict=True))
-        if letter != LAYERS
+        for axis, (dim_name, size) in enumerate(zip(dim_names, weight.shape, strict=True))
+        if dim_name != LAYERS
     ]
-    best = max(blocks, key=lambda block: (block.size >= 32 and not DIMS[letters[block.axis]].is_gathered, block.size))
+    best = max(blocks, key=lambda block: (block.size >= 32 and not DIMS[dim_names[block.axis]].is_gathered, block.size))
     return best if best.size >= LEAST_BLOCK else None
 
 
@@ -121,55 +121,55 @@ def _hash(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
     The mixing function is "lowbias32" (Chris Wellons, "Prospecting for Hash Functions", 2018).
     """
     # The number of a place in the whole array, not in a shard: noise does not depend on the mesh.
-    place = jnp.zeros(shape, jnp.uint32)
+    flat_index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    x = place ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+        flat_index = flat_index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    x = flat_index ^ (count.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return x ^ (x >> 16)
 
 
-def _make_codes(zeros: jax.Array, block: Block, is_square: bool, count: Any) -> Codes:
+def _make_quantized(zeros: jax.Array, block: Block, is_square: bool, count: Any) -> Quantized:
     """Return the codes of a moment that is zero, laid out as the moment; scales are not split where blocks do not."""
     shape = [size // block.size if axis == block.axis else size for axis, size in enumerate(zeros.shape)]
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return Codes(jnp.zeros_like(zeros, jnp.int8), jnp.zeros(shape))
+        return Quantized(jnp.zeros_like(zeros, jnp.int8), jnp.zeros(shape))
     spec = list(jax.typeof(zeros).sharding.spec.partitions)
     axes = spec[block.axis]
     split = math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
     if shape[block.axis] % split:
         spec[block.axis] = None
-    return Codes(jnp.zeros_like(zeros, jnp.int8), jnp.zeros(shape, out_sharding=PartitionSpec(*spec)))
+    return Quantized(jnp.zeros_like(zeros, jnp.int8), jnp.zeros(shape, out_sharding=PartitionSpec(*spec)))
 
 
-LARGEST = 0.1 + 0.9 * 63.5 / 64  # share that the largest code stands for
+MAX_SCALE = 0.1 + 0.9 * 63.5 / 64  # share that the largest code stands for
 DECADES = 7  # of codes 64 to 127, 32 to 63, ... and 1
 
 
-def _encode(moment: jax.Array, block: Block, is_square: bool, count: Any) -> Codes:
+def _encode(moment: jax.Array, block: Block, is_square: bool, count: Any) -> Quantized:
     # Codes 64 to 127 stand for shares from 0.1 to 1, codes 32 to 63 for 0.01 to 0.1, ... A code is the first one of its
     # power of ten, and the place of the share within that power is added.
     values = _split_blocks(jnp.sqrt(moment) if is_square else moment, block)
-    scales = jnp.max(jnp.abs(values), block.axis + 1) / LARGEST  # the largest number gets the last code
-    shares = jnp.abs(values) / jnp.expand_dims(jnp.where(scales > 0, scales, 1), block.axis + 1)
-    decade = jnp.clip(jnp.floor(-jnp.log10(jnp.maximum(shares, 1e-30))), 0, DECADES).astype(jnp.int32)
+    scales = jnp.max(jnp.abs(values), block.axis + 1) / MAX_SCALE  # the largest number gets the last code
+    ratios = jnp.abs(values) / jnp.expand_dims(jnp.where(scales > 0, scales, 1), block.axis + 1)
+    decade = jnp.clip(jnp.floor(-jnp.log10(jnp.maximum(ratios, 1e-30))), 0, DECADES).astype(jnp.int32)
     steps = 64 >> jnp.minimum(decade, DECADES - 1)  # codes of this power of ten
-    within = (shares * jnp.power(10.0, decade) - 0.1) / 0.9 * steps
-    codes = steps + jnp.clip(jnp.floor(within).astype(jnp.int32), 0, steps - 1)
-    codes = jnp.where(decade < DECADES, codes, 0) * jnp.sign(values).astype(jnp.int32)
-    return Codes(codes.astype(jnp.int8).reshape(moment.shape), scales)
+    within = (ratios * jnp.power(10.0, decade) - 0.1) / 0.9 * steps
+    quantized = steps + jnp.clip(jnp.floor(within).astype(jnp.int32), 0, steps - 1)
+    quantized = jnp.where(decade < DECADES, quantized, 0) * jnp.sign(values).astype(jnp.int32)
+    return Quantized(quantized.astype(jnp.int8).reshape(moment.shape), scales)
 
 
-def _decode(moment: Codes, block: Block, is_square: bool, count: Any) -> jax.Array:
-    codes = _split_blocks(moment.codes, block).astype(jnp.int32)
-    size = jnp.abs(codes)
+def _decode(moment: Quantized, block: Block, is_square: bool, count: Any) -> jax.Array:
+    quantized = _split_blocks(moment.quantized, block).astype(jnp.int32)
+    size = jnp.abs(quantized)
     leading = 31 - jax.lax.clz(jnp.maximum(size, 1))  # place of the leading bit: 6 in the highest power of ten
     steps = 1 << leading
-    shares = jnp.power(10.0, leading - (DECADES - 1)) * (0.1 + 0.9 * ((size - steps) + 0.5) / steps)
-    values = jnp.where(size > 0, jnp.sign(codes) * shares, 0.0) * jnp.expand_dims(moment.scales, block.axis + 1)
-    values = values.reshape(moment.codes.shape)
+    ratios = jnp.power(10.0, leading - (DECADES - 1)) * (0.1 + 0.9 * ((size - steps) + 0.5) / steps)
+    values = jnp.where(size > 0, jnp.sign(quantized) * ratios, 0.0) * jnp.expand_dims(moment.scales, block.axis + 1)
+    values = values.reshape(moment.quantized.shape)
     return values * values if is_square else values
 
 
@@ -183,5 +183,5 @@ def _split_blocks(array: jax.Array, block: Block) -> jax.Array:
 # whether it is a mean of squares, the number of updates so far.
 KINDS: dict[str, tuple[Callable, Callable, Callable]] = {
     "bfloat16": (_make_half, _to_half, _from_half),
-    "int8": (_make_codes, _encode, _decode),
+    "int8": (_make_quantized, _encode, _decode),
 }

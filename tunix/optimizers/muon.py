@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from tunix.optimizers.rules import Muon, store_moments_as
-from tunix.sharding.dims import DIMS, LAYERS, data_axes, keeping_axes
+from tunix.sharding.table import DIMS, LAYERS, data_axes, keeping_axes
 
 RMS = 0.2  # updates as large as AdamW's: one learning rate serves both (arXiv:2502.16982)
 
@@ -57,8 +57,8 @@ def _find_matrix_dims(weight: Any) -> MuonDimensionNumbers:
     equation = weight.equation
     if equation.is_vector or {"V", "P"} & set(equation.w):
         return ADAM
-    kept = [n for n, letter in enumerate(equation.w) if letter not in equation.summed + equation.copies]
-    return MuonDimensionNumbers([equation.w.index(letter) for letter in equation.summed], kept)
+    matrix_dims = [n for n, dim_name in enumerate(equation.w) if dim_name not in equation.summed + equation.copies]
+    return MuonDimensionNumbers([equation.w.index(dim_name) for dim_name in equation.summed], matrix_dims)
 
 
 def _make_momentum(keys: Muon, dims: dict[str, Any]) -> optax.GradientTransformation:
@@ -72,10 +72,10 @@ def _make_momentum(keys: Muon, dims: dict[str, Any]) -> optax.GradientTransforma
         ahead = optax.tree.bias_correction(momentum, beta, optax.safe_increment(count))
         now = optax.tree.bias_correction(gradients, beta, count)
 
-        def direction(places, ahead, now):
-            if places == ADAM:
+        def direction(matrix, ahead, now):
+            if matrix == ADAM:
                 return ahead  # masked: a node without arrays
-            return _orthogonalise(beta * ahead + (1 - beta) * now, places, state.ns_coeffs, keys)
+            return _orthogonalise(beta * ahead + (1 - beta) * now, matrix, state.ns_coeffs, keys)
 
         directions = jax.tree.map(direction, dims, ahead, now, is_leaf=_is_dims)
         return directions, MuonState(count, momentum, state.ns_coeffs)
@@ -83,9 +83,9 @@ def _make_momentum(keys: Muon, dims: dict[str, Any]) -> optax.GradientTransforma
     return optax.GradientTransformation(init, update)
 
 
-def _orthogonalise(x: jax.Array, places: MuonDimensionNumbers, coefficients: jax.Array, keys: Muon) -> jax.Array:
+def _orthogonalise(x: jax.Array, matrix: MuonDimensionNumbers, coefficients: jax.Array, keys: Muon) -> jax.Array:
     """Return an array of matrices [..., in, ..., out, ...] with each matrix orthogonalised."""
-    rows, columns = list(places.reduction_axis), list(places.output_axis)
+    rows, columns = list(matrix.reduction_axis), list(matrix.output_axis)
     copies = [axis for axis in range(x.ndim) if axis not in rows + columns]
     order = copies + rows + columns  # [layers, D, N, H] of queries: rows D, columns N H, a copy for each layer
     turned = x.transpose(order)
@@ -117,16 +117,16 @@ def spread(matrices: jax.Array) -> jax.Array:
     axes, sizes = _split_axes(), jax.sharding.get_abstract_mesh().shape
     missing = -len(matrices) % math.prod(sizes[axis] for axis in axes)
     matrices = jnp.pad(matrices, ((0, missing), (0, 0), (0, 0)))
-    for place in range(len(axes)):
-        matrices = _lay_out(matrices, axes[: place + 1])
+    for index in range(len(axes)):
+        matrices = _lay_out(matrices, axes[: index + 1])
     return jax.lax.with_sharding_constraint(matrices, PartitionSpec(axes, None, None)) if axes else matrices
 
 
 def collect(matrices: jax.Array) -> jax.Array:
     """Return matrices that `spread` gave to the devices, split again as the arrays that they came from."""
     axes = _split_axes()
-    for place in range(len(axes), 0, -1):
-        matrices = _lay_out(matrices, axes[:place])
+    for index in range(len(axes), 0, -1):
+        matrices = _lay_out(matrices, axes[:index])
     return matrices
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tunix.base.dotted import DottedPath, blame_user, import_object
-from tunix.base.section import Count, Flag, Positive, PositiveOrZero, Regex, Section, Share
+from tunix.base.config_types import Count, Flag, Positive, PositiveOrZero, Regex, Section, Share
+from tunix.base.dotted_path import DottedPath, blame_user, import_object
 
 if TYPE_CHECKING:
     from optax import GradientTransformation

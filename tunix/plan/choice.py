@@ -11,41 +11,48 @@ import jax
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.costs.devices import find_kind, replace_network
-from tunix.plan.candidates import GIB, make_candidate
-from tunix.plan.exchange_times import settle_exchange
-from tunix.plan.open_keys import describe_choice, find_open_key, replace_mesh
-from tunix.plan.ranking import explain_no_fit, fix_batch, rank
-from tunix.plan.topology import Cluster, read_topology
+from tunix.plan.cluster import Cluster, read_topology
+from tunix.plan.derived_time import resolve_exchange
+from tunix.plan.ranking import (
+    GIB,
+    describe_choice,
+    describe_no_fit,
+    find_open_key,
+    fix_batch,
+    make_candidate,
+    rank,
+    replace_mesh,
+)
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, resolve, token_shards
-from tunix.training.mesh_choices import set_remat
+from tunix.training.choices import Planned
 
 log = logging.getLogger(__name__)
 
 
-def resolve_auto(cfg: Config) -> tuple[Config, str]:
-    """Return the config with values in place of what it leaves open, the same on every process, and what was chosen.
+def plan_run(cfg: Config) -> tuple[Planned, str]:
+    """Return values of the keys that a config leaves open, the same on every process, and in words what was chosen.
 
     Raises:
         UserError: nothing fits. The message says how much is missing and what would fit.
     """
     cfg, chosen = _resolve_planned(cfg)
-    cfg, exchange = _resolve_exchange(cfg)
+    cfg, exchange = _resolve_cp_exchange(cfg)
     cfg, remat = _resolve_remat(cfg)
-    return cfg, "; ".join(filter(None, (chosen, exchange, remat)))
+    return Planned.of(cfg), "; ".join(filter(None, (chosen, exchange, remat)))
 
 
-def _resolve_exchange(cfg: Config) -> tuple[Config, str]:
+def _resolve_cp_exchange(cfg: Config) -> tuple[Config, str]:
     """Return the config with the exchange that is predicted to be faster on this run's devices, and the reason.
 
-    Devices whose speed is not known leave `auto` to the sizes of the model (`choose_exchange`).
+    Devices whose speed is not known leave `auto` to the sizes of the model (`select_exchange`).
     """
     if cfg.model.cp_exchange != "auto" or find_kind(jax.devices()[0].device_kind) is None:
         return cfg, ""
     sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
     if token_shards(sizes) == 1:
         return cfg, ""
-    cfg, reason = settle_exchange(cfg, sizes, _describe_cluster(cfg))
+    cfg, reason = resolve_exchange(cfg, sizes, _describe_cluster(cfg))
     if reason:
         log.info("%s", reason)
     return cfg, reason
@@ -54,20 +61,20 @@ def _resolve_exchange(cfg: Config) -> tuple[Config, str]:
 def _resolve_remat(cfg: Config) -> tuple[Config, str]:
     """Return the config with the policy that `tunix.plan` would take on this run's devices, and the reason.
 
-    Nothing is compiled. Devices whose memory is not known leave `auto` to their platform (`settle_remat`).
+    Nothing is compiled. Devices whose memory is not known leave `auto` to their platform (`REMAT_BY_PLATFORM`).
     """
     kind = find_kind(jax.devices()[0].device_kind)
     if cfg.training.remat != "auto" or kind is None:
         return cfg, ""
     sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
     candidate = make_candidate(cfg, sizes, None, _describe_cluster(cfg))
-    policy = candidate.cfg.training.remat
+    policy = candidate.choices.remat.policy
     reason = (
         f"training.remat={policy}: a step needs {candidate.memory / GIB:.1f} GiB of a device (derived), and may use "
         f"{cfg.plan.memory_share:.0%} of {kind.memory_gib:g}"
     )
     log.info("%s", reason)
-    return set_remat(cfg, policy), reason
+    return cfg.with_training(remat=policy), reason
 
 
 def _resolve_planned(cfg: Config) -> tuple[Config, str]:
@@ -88,22 +95,20 @@ def _resolve_planned(cfg: Config) -> tuple[Config, str]:
     # One process chooses for all: a mesh that differs between processes would hang the run.
     if peers.is_main():
         try:
-            answer = _choose(cfg if chooses_mesh else _resolve_mesh(cfg), cluster)
+            answer = _select(cfg if chooses_mesh else _resolve_mesh(cfg), cluster)
         except UserError as error:
             answer = {"error": str(error)}  # raised on every process, so that all of them leave with exit code 2
     answer = json.loads(peers.agree(json.dumps(answer), "choosing a mesh"))
     if "error" in answer:
         raise UserError(answer["error"])
     log.info("%s", answer["message"])
-    resolved = replace_mesh(cfg, answer["sizes"], answer["choice"])
-    # The chosen mesh is one of this run's devices, which the launcher has started.
-    return resolved.model_copy(update={"launcher": cfg.launcher}), answer["message"]
+    return replace_mesh(cfg, answer["sizes"], answer["choice"]), answer["message"]
 
 
-def _choose(cfg: Config, cluster: Cluster) -> dict:
+def _select(cfg: Config, cluster: Cluster) -> dict:
     ranking = rank(cfg, cluster, log.info)
     if not ranking.fit:
-        raise UserError(explain_no_fit(ranking, cluster, "this run's devices"))
+        raise UserError(describe_no_fit(ranking, cluster, "this run's devices"))
     best = ranking.fit[0]
     key, choice, also = find_open_key(cfg), None, ""
     if key:

@@ -1,23 +1,247 @@
-"""Time of a step that is not compiled: derived from its FLOPs, its bytes and its transfers.
+"""Time of a step that is not compiled, and of attention where devices share sequences."""
 
-Transfers that overlap arithmetic cost nothing, until they take longer than it. For the others arithmetic waits. A step
-with 100 ms of arithmetic, 120 ms of transfers that overlap it and 20 ms of others takes 140 ms; 40 ms are exposed:
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
-    arithmetic    |==================== 100 ms ====================|
-    overlapping   |========================= 120 ms =========================|
-    others                                                                   |= 20 ms =|
-    exposed                                                        |===== 40 ms =======|
-"""
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from tunix.base.dotted_path import import_object
 from tunix.config import Config
+from tunix.config.layers import HeadSizes
+from tunix.costs.communication import LocalHeads, Transfer, measure_heads, predict_seconds, swap_heads
+from tunix.costs.compiled_time import StepTime
 from tunix.costs.derived import Costs
 from tunix.costs.devices import compute_peak_tflops
-from tunix.costs.schedule import StepTime
-from tunix.costs.transfers import predict_seconds
-from tunix.plan.exchange_times import predict_beyond_mean_s
-from tunix.plan.topology import Cluster
+from tunix.models.attention import select_query_block
+from tunix.models.context_parallel import is_in_blocks, select_exchange
+from tunix.models.kernel_blocks import (
+    FLASH_BLOCKS,
+    blocks_for,
+    computed_pairs,
+    computed_pairs_in_ring,
+    find_row_of_chip,
+)
+from tunix.models.ring_xla import chunk_size
+from tunix.models.table import CP_EXCHANGES, RING_KERNELS
+from tunix.plan.cluster import HBM_SHARE, KERNEL_SHARE, PLATFORM, Cluster
+from tunix.sharding.table import axis_names, token_axes
+from tunix.training.choices import Choices, select
 
-PRODUCTS_SHARE = 0.8  # share of a step's arithmetic time that matrix products take
+# Time of attention where devices share sequences: what `model.cp_exchange=auto` compares.
+#
+#     ulysses   everything waits for heads and tokens to be swapped; then all devices compute alike, with any kernel
+#     ring      keys and values travel while blocks are computed; all devices wait for the one with the last tokens
+#
+#     ring of 3      step 0     step 1     step 2
+#     device 0       own keys   waits      waits
+#     device 1       own keys   keys of 0  waits
+#     device 2       own keys   keys of 1  keys of 0     a step takes as long as its block, or as its transfers
+#
+# The last device of a ring computes almost twice the mean; with Ulysses all devices are alike. So a ring is faster
+# where its few key/value heads travel in less time than all heads, and attention is a small part of the step: windows,
+# short sequences on many devices, a slow network.
+
+
+class PairTimes(NamedTuple):
+    """Seconds for one pair of a query and a key of one head."""
+
+    forward: float
+    backward: float
+
+
+def resolve_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tuple[Config, str]:
+    """Return the config with the faster exchange in the place of `model.cp_exchange=auto`, and the reason.
+
+    The config is returned as it is, and the text is empty, where the sizes of the model or the kernel leave no choice
+    (`select_exchange`).
+    """
+    model = cfg.model
+    is_open = model.cp_exchange == "auto" and model.attention in RING_KERNELS
+    if not is_open or select_exchange(model, sizes, "auto").name != "ulysses":
+        return cfg, ""
+    # Ulysses is what the sizes allow; whether a ring is faster depends on the speeds of devices and links.
+    compared = [name for name, each in CP_EXCHANGES.items() if each.time is not None]
+    times = {name: predict_attention_s(cfg, name, sizes, cluster) for name in compared}
+    name = min(times, key=lambda name: times[name])
+    others = [f"by {other} {times[other]:.3g} s" for other in compared if other != name]
+    reason = (
+        f"model.cp_exchange={name}: attention is predicted to take {times[name]:.3g} s of a step on {cluster}, "
+        f"and {', '.join(others)}"
+    )
+    return cfg.model_copy(update={"model": model.model_copy(update={"cp_exchange": name})}), reason
+
+
+def predict_attention_s(cfg: Config, exchange: str, sizes: dict[str, int], cluster: Cluster) -> float:
+    """Return the seconds that all attention of one step takes on the slowest device, with what it waits for.
+
+    `exchange` is a key of `CP_EXCHANGES` with a `time`.
+    """
+    time_of_layer = import_object(CP_EXCHANGES[exchange].time or "")
+    return sum(
+        case.microbatches * num_layers * time_of_layer(case, window)
+        for case in _list_cases(cfg, sizes, cluster)
+        for window, num_layers in case.windows.items()
+    )
+
+
+def predict_beyond_mean_s(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops_per_s: float) -> float:
+    """Return the seconds by which the last device of a ring computes longer than the mean device at `flops_per_s`.
+
+    0 where keys do not come in blocks. The mean is what `Costs.flops` counts.
+    """
+    if not is_in_blocks(select_exchange(cfg.model, sizes, cfg.model.cp_exchange).name):
+        return 0.0
+    return sum(_predict_beyond_mean_s(case, flops_per_s) for case in _list_cases(cfg, sizes, cluster))
+
+
+def _predict_beyond_mean_s(case: "AttentionCase", flops_per_s: float) -> float:
+    """Return `predict_beyond_mean_s` of the layers of one place."""
+    length, heads, times = case.cfg.training.seq_len, case.heads, _predict_pair_times(case, case.kernel)
+    (flops, _), total = _count_pair_flops(case.kind), 0.0
+    for window, num_layers in case.windows.items():
+        slowest = float(np.sum(_count_pairs(case, window)))
+        mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
+        # What the ring's slowest device computes, less what `Costs.flops` has counted for the mean device already.
+        seconds_of_pair = (1 + case.recompute) * times.forward + times.backward
+        total += num_layers * (slowest * seconds_of_pair - mean * (3 + case.recompute) * flops / flops_per_s)
+    return case.microbatches * heads.rows * heads.queries * total
+
+
+class AttentionCase(NamedTuple):
+    """A mesh of a cluster, with what attention with heads of one kind does there for one microbatch."""
+
+    cfg: Config
+    sizes: dict[str, int]
+    cluster: Cluster
+    kind: HeadSizes
+    heads: LocalHeads
+    choices: Choices
+    recompute: float  # times that the forward pass runs once more
+    microbatches: float  # of a step, with those of the bubble of a pipeline
+    windows: Counter[int]  # layers by the tokens that they attend to
+
+    @property
+    def kernel(self) -> str:
+        return self.choices.layout.kernel_of(self.kind.dim_names[0])
+
+
+def _list_cases(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[AttentionCase]:
+    """Yield the place of each kind of heads that the model has."""
+    model, names = cfg.model, axis_names()
+    axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, PLATFORM)
+    lengths = tuple(sizes[axis] for axis in names)
+    # A mesh with a described device: kernels are those that the plan's devices would run.
+    mesh = AbstractMesh(lengths, names, axis_types=axis_types, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        choices = select(cfg, mesh)
+        heads = {kind: measure_heads(model, kind, choices, mesh) for kind in model.head_kinds}
+    pipeline = choices.pipeline
+    recompute = choices.remat.recompute_fraction("attention") + pipeline.recompute_runs
+    microbatches = pipeline.num_microbatches * pipeline.iterations_per_microbatch
+    windows = model.list_windows(cfg.training.seq_len)
+    for kind, layers in model.head_kinds.items():
+        num_layers = Counter(windows[layer] for layer in layers)
+        yield AttentionCase(cfg, sizes, cluster, kind, heads[kind], choices, recompute, microbatches, num_layers)
+
+
+def time_of_ulysses(case: AttentionCase, window: int) -> float:
+    """Return the seconds of one layer for one microbatch: heads are swapped, and a share of them is computed."""
+    heads, kind = case.heads, case.cluster.kind
+    length, blocks = case.cfg.training.seq_len, find_row_of_chip(FLASH_BLOCKS, kind.name)
+    swap = swap_heads(case.choices.remat, heads, case.choices.pipeline.recompute_runs)
+    if case.kernel == "flash" and blocks is not None:
+        pairs = computed_pairs(length, [window], blocks_for(blocks, case.kind.dim).forward)
+    else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
+        pairs = (length + min(length, select_query_block(length))) * length / 2
+    times, count = _predict_pair_times(case, case.kernel), pairs * heads.rows * heads.queries / heads.num_devices
+    computing_s = count * ((1 + case.recompute) * times.forward + times.backward)
+    return computing_s + predict_seconds(swap, case.sizes, kind, case.cluster.per_node)
+
+
+def time_of_ring(case: AttentionCase, window: int) -> float:
+    """Return the seconds of one layer for one microbatch, step by step on the device with the last tokens."""
+    heads, times = case.heads, _predict_pair_times(case, case.kernel)
+    pairs = _count_pairs(case, window) * heads.rows * heads.queries
+
+    def hop(itemsize: int) -> float:
+        """Return the seconds in which keys and values, or their gradients, come to the next device."""
+        transfer = Transfer("collective-permute", token_axes(), 2 * heads.numbers * heads.keys * itemsize, count=2)
+        return predict_seconds(transfer, case.sizes, case.cluster.kind, case.cluster.per_node)
+
+    keys, gradients = hop(heads.itemsize), hop(4)
+    # In step j the keys of step j + 1 travel, and backward the gradients of step j - 1. The last ones go home alone.
+    travels = np.full(len(pairs), keys)
+    travels[-1] = 0.0
+    forward = float(np.sum(np.maximum(pairs * times.forward, travels)))
+    travels[1:] += gradients
+    backward = float(np.sum(np.maximum(pairs * times.backward, travels))) + gradients
+    return (1 + case.recompute) * forward + backward
+
+
+def _count_pairs(case: AttentionCase, window: int) -> np.ndarray:
+    """Return what `count_pairs_in_ring` does, for the kernel of this place."""
+    length, num_devices = case.cfg.training.seq_len, case.heads.num_devices
+    blocks = find_row_of_chip(FLASH_BLOCKS, case.cluster.kind.name)
+    if case.kernel != "flash" or blocks is None:
+        return count_pairs_in_ring(length, window, num_devices)
+    block = blocks_for(blocks, case.kind.dim).forward
+    return computed_pairs_in_ring(length // num_devices, num_devices, window, block)
+
+
+def count_pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
+    """Return the pairs of a query and a key that the device with the last tokens computes in each step, [devices].
+
+    The products are XLA's own operations: queries skip a block of keys together, a chunk at a time
+    (`models/ring_xla.py`).
+    """
+    local = length // num_devices
+    size = chunk_size(local)
+    starts = np.arange(length - local, length, size)
+    first_block = np.maximum(starts - window + 1, 0) // local  # that a chunk of queries sees
+    blocks = np.arange(num_devices)[::-1]  # in the order of the steps
+    return size * local * np.sum(first_block <= blocks[:, None], axis=1).astype(float)
+
+
+def _count_pair_flops(kind: HeadSizes) -> tuple[int, int]:
+    """Return the FLOPs of a pair of one head, forward and backward.
+
+    Forward there are two products, of which one has the width of keys and one that of values; backward there are three
+    and two.
+    """
+    return 2 * (kind.dim + kind.value_dim), 6 * kind.dim + 4 * kind.value_dim
+
+
+def _predict_pair_times(case: AttentionCase, kernel: str) -> PairTimes:
+    """Return the times of a kernel on a kind of device.
+
+    Scores of the kernel `xla` pass through memory. Forward they are written, read for their maximum and read for the
+    exponentials, float32; these are written and read by a product in the dtype of products. Backward two arrays are
+    written and read once, float32; of the two arrays made of them, one is read by one product and one by two.
+    """
+    kind, item, flops = case.cluster.kind, case.heads.itemsize, _count_pair_flops(case.kind)
+    matmul_flops_per_s = kind.peak_tflops * 1e12 * kind.efficiency
+    if kernel != "xla":
+        return PairTimes(*(each / (matmul_flops_per_s * KERNEL_SHARE) for each in flops))
+    num_bytes = 3 * 4 + 2 * item, 4 * 4 + 5 * item
+    memory = kind.hbm_gb_per_s * 1e9 * HBM_SHARE
+    return PairTimes(*(max(a / matmul_flops_per_s, b / memory) for a, b in zip(flops, num_bytes, strict=True)))
+
+
+# Time of a step that is not compiled: derived from its FLOPs, its bytes and its transfers.
+#
+# Transfers that overlap arithmetic cost nothing, until they take longer than it. For the others arithmetic waits. A
+# step with 100 ms of arithmetic, 120 ms of transfers that overlap it and 20 ms of others takes 140 ms; 40 ms are
+# exposed:
+#
+#     arithmetic    |==================== 100 ms ====================|
+#     overlapping   |========================= 120 ms =========================|
+#     others                                                                   |= 20 ms =|
+#     exposed                                                        |===== 40 ms =======|
+
+MATMUL_SHARE = 0.8  # share of a step's arithmetic time that matrix products take
 
 
 def derive_time(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Cluster) -> StepTime:
@@ -42,8 +266,8 @@ def _derive_compute_s(cfg: Config, sizes: dict[str, int], costs: Costs, cluster:
     update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
     bf16 = kind.peak_tflops * 1e12 * kind.efficiency
     peak = compute_peak_tflops(kind, cfg.training.matmul_dtype, costs.matmul_share)
-    products_s = costs.flops / (peak * 1e12 * kind.efficiency)
+    matmul_s = costs.flops / (peak * 1e12 * kind.efficiency)
     # What is no product takes as long beside products of 8-bit floats as beside others.
-    others_s = costs.flops / bf16 * (1 / PRODUCTS_SHARE - 1)
-    beyond_mean_s = predict_beyond_mean_s(cfg, sizes, cluster, bf16 * PRODUCTS_SHARE)
-    return products_s + others_s + update_s + beyond_mean_s
+    others_s = costs.flops / bf16 * (1 / MATMUL_SHARE - 1)
+    beyond_mean_s = predict_beyond_mean_s(cfg, sizes, cluster, bf16 * MATMUL_SHARE)
+    return matmul_s + others_s + update_s + beyond_mean_s

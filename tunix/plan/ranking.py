@@ -9,18 +9,243 @@ are derived, and plan.num_compiled of them are compiled.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.config.task import Grpo
 from tunix.config.training import REMAT
-from tunix.costs.matmul_dtypes import check_matmul_dtype
-from tunix.plan.candidates import GIB, Candidate, count_usable_bytes, derive_candidate, list_smaller, make_candidate
-from tunix.plan.compile_process import WORKERS, compile_all
-from tunix.plan.open_keys import describe_choice, find_open_key, list_choices
-from tunix.plan.topology import Cluster
+from tunix.costs.compiled_time import StepTime
+from tunix.costs.derived import Costs, check_matmul_dtype, derive, derive_costs
+from tunix.costs.devices import compute_peak_tflops
+from tunix.costs.memory import find_program
+from tunix.costs.rollout import RolloutPlan, plan_rollout
+from tunix.plan.cluster import PLATFORM, Cluster
+from tunix.plan.compile import WORKERS, Compiled, compile_all
+from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve
-from tunix.training.program_checks import check_on_mesh
+from tunix.training.choices import Choices
+from tunix.training.program import check_on_mesh
+
+# The key of `training` that a config leaves open: its values, and the config with one of them.
+
+MAX_MICRO_BATCH = 1024
+
+
+def find_open_key(cfg: Config) -> str | None:
+    """Return the key of `training` whose value is the largest that fits; None if every value is given."""
+    if cfg.training.remat == "budget":
+        return "remat"
+    return "micro_batch_size" if cfg.training.micro_batch_size == "auto" else None
+
+
+def replace_mesh(cfg: Config, sizes: dict[str, int], choice: Any = None) -> Config:
+    """Return the config with this mesh and, if given, this value of its open key."""
+    key, mesh_shape = find_open_key(cfg), (tuple(sizes.values()), tuple(sizes))
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"mesh_shape": mesh_shape})})
+    return cfg if choice is None or key is None else cfg.with_training(**{key: choice, "remat_memory_gib": None})
+
+
+def list_choices(cfg: Config, sizes: dict[str, int]) -> list[Any]:
+    """Return the values that the open key of a config may take, the one of least memory first."""
+    return CHOICES[find_open_key(cfg) or ""](cfg, sizes)
+
+
+def _list_policies(cfg: Config, sizes: dict[str, int]) -> list[str]:
+    """Return the policies that training.remat=budget chooses from, the one that keeps the least first."""
+
+    policies = list(REMAT)  # most first: of two that need the same, the one that keeps less comes first here
+
+    def least_first(policy: str) -> tuple[int, int]:
+        num_bytes = derive(replace_mesh(cfg, sizes, policy), sizes, PLATFORM).num_bytes["activations"]
+        return num_bytes, -policies.index(policy)
+
+    return sorted(policies, key=least_first)
+
+
+def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
+    """Return the values that training.micro_batch_size=auto may take, smallest first.
+
+    They are the powers of two that divide the global batch.
+
+    Raises:
+        UserError: there is none.
+    """
+    allowed, first_error = [], None
+    for size in (2**power for power in range(MAX_MICRO_BATCH.bit_length())):
+        try:
+            cfg.with_training(micro_batch_size=size).training.batch_shape(sizes)
+        except UserError as error:
+            first_error = first_error or error
+        else:
+            allowed.append(size)
+    if not allowed:
+        assert first_error is not None
+        raise first_error
+    return allowed
+
+
+# What an open key may be, by the key.
+CHOICES: dict[str, Callable[[Config, dict[str, int]], list[Any]]] = {
+    "micro_batch_size": list_micro_batch_sizes,
+    "remat": _list_policies,
+}
+
+
+def describe_choice(cfg: Config, chosen: Config) -> str:
+    """Return the open key of a config with the value that `chosen` has for it."""
+    key = find_open_key(cfg)
+    return f"training.{key}={getattr(chosen.training, key or '')}"
+
+
+# A mesh with the costs and the predicted time of a step on it, derived or compiled.
+
+GIB = 2**30
+# What `training.remat=auto` takes on devices whose memory is known, where the step fits: the fastest policy, by the
+# predictions of docs/performance.md. Derived memory is more than compiled (docs/plan.md), so what fits by it fits.
+REMAT_THAT_FITS = "dots"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, the costs of a step on it, and the predicted time.
+
+    Its memory is that of the step or of a rollout, whichever is larger; its time is both, one after the other.
+    """
+
+    sizes: dict[str, int]  # devices along each mesh axis
+    cfg: Config  # with this mesh
+    choices: Choices
+    costs: Costs
+    cluster: Cluster
+    rollout: RolloutPlan | None = None  # with task=grpo
+    compiled: Compiled | None = None
+    note: str = ""  # the reason, if its compile failed
+    stages: tuple["Candidate", ...] = ()  # the mesh with each other batch of training.batch_stages; derived
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of a second model that stays beside the state (task.kl_coefficient); 0 without one."""
+        return self.rollout.reference_bytes if self.rollout else 0
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes of one device by purpose. Weights and optimizer are exact, and the total of a compiled step is too."""
+        derived = self.costs.num_bytes
+        state = derived["weights"] + derived["optimizer"]
+        if self.compiled is None:
+            remaining = derived["gathered"] + derived["activations"]
+        else:
+            remaining = max(0, self.compiled.memory - state - derived["gradients"])
+        reference = {"reference": self.reference_bytes} if self.reference_bytes else {}
+        return {name: derived[name] for name in ("weights", "optimizer")} | reference | {
+            "gradients": derived["gradients"], "temporary": remaining,
+        }  # fmt: skip
+
+    @property
+    def memory(self) -> int:
+        step = self.compiled.memory if self.compiled else self.costs.memory
+        # What a stage of the batch takes beyond the batch behind it is derived.
+        more = max((stage.costs.memory - self.costs.memory for stage in self.stages), default=0)
+        return max(step + max(0, more) + self.reference_bytes, self.rollout_memory)
+
+    @property
+    def rollout_memory(self) -> int:
+        """Bytes of one device in a rollout: what rests there, and what the rollout needs beside it; 0 without one."""
+        if self.rollout is None:
+            return 0
+        state = self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"]
+        return state + self.reference_bytes + self.rollout.costs.memory
+
+    @property
+    def rollout_s(self) -> float:
+        """Seconds of rollouts for each step, if every answer is as long as it may be."""
+        if self.rollout is None:
+            return 0.0
+        return self.rollout.num_batches * self.rollout.costs.predict_seconds(self.cluster.kind) / self.rollout.steps
+
+    @property
+    def source(self) -> str:
+        """Origin of the numbers: derived, compiled, or compiled by CPU."""
+        if self.compiled is None:
+            return "derived"
+        return "compiled" if self.compiled.step_time else "compiled by CPU"
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Time of a step, without rollouts: of the compiled step's schedule, or derived."""
+        if self.compiled and self.compiled.step_time:
+            return self.compiled.step_time
+        return derive_time(self.cfg, self.sizes, self.costs, self.cluster)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.costs.tokens_per_step / (self.time.step_s + self.rollout_s)
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak: of `training.matmul_dtype` where products have it, of bf16 elsewhere."""
+        peak = compute_peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
+        return self.costs.model_flops / self.time.step_s / (peak * 1e12)
+
+
+def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:
+    """Derive the costs of a mesh. Where a key is open, take its largest value that fits by derived costs."""
+    if find_open_key(cfg) is None:
+        return make_candidate(cfg, sizes, None, cluster)
+    best: Candidate | None = None
+    for choice in list_choices(cfg, sizes):
+        candidate = make_candidate(cfg, sizes, choice, cluster)
+        # Choices come in the order of their memory. The smallest is kept even where it does not fit: a table shows it.
+        if best is not None and candidate.memory > limit:
+            break
+        best = candidate
+    assert best is not None
+    return best
+
+
+def make_candidate(
+    cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
+) -> Candidate:
+    """Derive the costs of a mesh, with this value of the key that the config leaves open.
+
+    `training.remat=auto` becomes `REMAT_THAT_FITS` where the step then fits into a device, else the policy that needs
+    the least memory. Without activations nothing says what fits, so it is the latter.
+    """
+    # Copies of activations to the host take longer than computing them again: the fewer there are the better.
+    if cfg.training.remat == "auto":
+        if with_activations and cfg.training.offload != "activations":
+            fast = make_candidate(cfg.with_training(remat=REMAT_THAT_FITS), sizes, choice, cluster)
+            if fast.memory <= count_usable_bytes(cfg, cluster):
+                return fast
+        cfg = cfg.with_training(remat="full")  # not what a CPU would take that compiles for the plan
+    with_mesh, _ = resolve_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
+    program = find_program(with_mesh, sizes, PLATFORM)
+    costs, rollout = derive_costs(program, with_activations), None
+    if isinstance(cfg.task, Grpo):
+        rollout = plan_rollout(program, round(count_usable_bytes(cfg, cluster)))
+    # Each other shape of the batch is a candidate of its own: a stage with longer sequences may need the most memory.
+    stages = {}
+    for period in program.cfg.training.batch_schedule(sizes).periods[:-1]:
+        with_batch = program.cfg.model_copy(update={"training": period.batch})
+        stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations)
+    return Candidate(sizes, program.cfg, program.choices, costs, cluster, rollout, stages=tuple(stages.values()))
+
+
+def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
+    """Return the bytes of a device that a run may use."""
+    return cluster.kind.memory_gib * GIB * cfg.plan.memory_share
+
+
+def list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:
+    """Return the values of the open key below the candidate's, smallest first; none if the config gives all values."""
+    key = find_open_key(cfg)
+    if key is None:
+        return []
+    choices = list_choices(cfg, candidate.sizes)
+    return choices[: choices.index(getattr(candidate.cfg.training, key))]
+
 
 DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
 MANY = 48  # meshes that are shown: of more than these, the fastest that fit by derived costs
@@ -60,22 +285,22 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     `progress` is called with a line of text after each compile.
     """
     check_matmul_dtype(cfg, "gpu", cluster.kind.name)
-    given, cfg = cfg, fix_batch(cfg, cluster.num_devices)
+    original, cfg = cfg, fix_batch(cfg, cluster.num_devices)
     budget_gib = cfg.training.remat_memory_gib
     limit = GIB * budget_gib if budget_gib else count_usable_bytes(cfg, cluster)
     candidates: list[Candidate] = []
     refused = {}
-    legal = []
+    valid = []
     for sizes in _list_meshes(cfg, cluster):
         try:
             check_on_mesh(cfg, sizes)
-            legal.append(sizes)
+            valid.append(sizes)
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)
-    promising, num_slower, num_hopeless = legal, 0, 0
-    if len(legal) > MANY:
-        progress(f"{len(legal)} meshes divide the model")
-        promising, num_slower, num_hopeless = _narrow(cfg, legal, cluster, limit)
+    promising, num_slower, num_hopeless = valid, 0, 0
+    if len(valid) > MANY:
+        progress(f"{len(valid)} meshes divide the model")
+        promising, num_slower, num_hopeless = _narrow(cfg, valid, cluster, limit)
     for sizes in promising:
         try:
             candidates.append(derive_candidate(cfg, sizes, cluster, limit))
@@ -85,9 +310,9 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     # until a compiled mesh is first.
     chosen = _pick_to_compile(candidates, cfg.plan.num_compiled, limit)
     while chosen:
-        compiled = _compile_candidates(cfg, [candidates[place] for place in chosen], cluster, limit, progress)
-        for place, candidate in zip(chosen, compiled, strict=True):
-            candidates[place] = candidate
+        compiled = _compile_candidates(cfg, [candidates[index] for index in chosen], cluster, limit, progress)
+        for index, candidate in zip(chosen, compiled, strict=True):
+            candidates[index] = candidate
         chosen = _find_faster(candidates, limit)
     fit = [each for each in candidates if each.memory <= limit]
     return Ranking(
@@ -95,7 +320,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         too_large=sorted((each for each in candidates if each.memory > limit), key=lambda each: each.memory),
         refused=refused,
         limit=limit,
-        global_batch_size=cfg.training.global_batch_size if cfg is not given else None,
+        global_batch_size=cfg.training.global_batch_size if cfg is not original else None,
         num_slower=num_slower,
         num_hopeless=num_hopeless,
         open_key=find_open_key(cfg),
@@ -105,7 +330,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
 
 
 def _narrow(
-    cfg: Config, legal: list[dict[str, int]], cluster: Cluster, limit: float
+    cfg: Config, valid: list[dict[str, int]], cluster: Cluster, limit: float
 ) -> tuple[list[dict[str, int]], int, int]:
     """Return the `MANY` fastest meshes that fit and the smallest ones, and how many are slower, and how many too large.
 
@@ -113,7 +338,7 @@ def _narrow(
     of their times first, and activations are traced of one after the other until enough of them fit.
     """
     bounds = []
-    for sizes in legal:
+    for sizes in valid:
         choices: dict[str | None, Any] = {None: None, "remat": min(REMAT, key=lambda policy: len(REMAT[policy]))}
         key = find_open_key(cfg)
         least = choices[key] if key in choices else list_choices(cfg, sizes)[0]
@@ -147,8 +372,7 @@ def fix_batch(cfg: Config, num_devices: int) -> Config:
     if is_given or training.micro_batch_size == "auto" or cfg.model.mesh_shape != "auto":
         return cfg
     sequences = num_devices * training.micro_batch_size * (training.gradient_accumulation_steps or 1)
-    fixed = training.model_copy(update={"global_batch_size": sequences, "gradient_accumulation_steps": None})
-    return cfg.model_copy(update={"training": fixed})
+    return cfg.with_training(global_batch_size=sequences, gradient_accumulation_steps=None)
 
 
 def _list_meshes(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
@@ -162,9 +386,9 @@ def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> l
 
     The smallest is compiled even if it seems too large: if it fits, the model fits.
     """
-    places = sorted(range(len(candidates)), key=lambda place: -candidates[place].tokens_per_s)
-    may_fit = [place for place in places if candidates[place].memory <= DERIVED_MARGIN * limit]
-    smallest = sorted(places, key=lambda place: candidates[place].memory)[:1]
+    indices = sorted(range(len(candidates)), key=lambda index: -candidates[index].tokens_per_s)
+    may_fit = [index for index in indices if candidates[index].memory <= DERIVED_MARGIN * limit]
+    smallest = sorted(indices, key=lambda index: candidates[index].memory)[:1]
     first = max(1, count - 1)
     return list(dict.fromkeys([*may_fit[:first], *smallest, *may_fit[first:]]))[:count]
 
@@ -176,12 +400,12 @@ def _find_faster(candidates: list[Candidate], limit: float) -> list[int]:
     """
     compiled = [each.tokens_per_s for each in candidates if each.compiled and each.memory <= limit]
     fastest = max(compiled, default=0.0)
-    places = [
-        place
-        for place, each in enumerate(candidates)
+    indices = [
+        index
+        for index, each in enumerate(candidates)
         if each.compiled is None and not each.note and each.memory <= limit and each.tokens_per_s > fastest
     ]
-    return sorted(places, key=lambda place: -candidates[place].tokens_per_s)[:WORKERS]
+    return sorted(indices, key=lambda index: -candidates[index].tokens_per_s)[:WORKERS]
 
 
 def _compile_candidates(
@@ -195,29 +419,29 @@ def _compile_candidates(
     results = list(chosen)
     if find_open_key(cfg):
         results = [derive_candidate(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for each in chosen]
-    places = list(range(len(results)))  # of the candidates that this round compiles
-    while places:
-        answers = compile_all([results[place].cfg for place in places], cluster)
+    indices = list(range(len(results)))  # of the candidates that this round compiles
+    while indices:
+        answers = compile_all([results[index].cfg for index in indices], cluster)
         too_large = []
-        for place, answer in zip(places, answers, strict=True):
-            candidate = results[place]
+        for index, answer in zip(indices, answers, strict=True):
+            candidate = results[index]
             if isinstance(answer, str):
                 progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
-                results[place] = replace(candidate, note=answer)
+                results[index] = replace(candidate, note=answer)
                 continue
             choice = "" if find_open_key(cfg) is None else f" with {describe_choice(cfg, candidate.cfg)}"
             progress(f"{format_mesh_shape(candidate.sizes)}{choice} compiled in {answer.compile_s:.0f} s")
-            results[place] = replace(candidate, compiled=answer)
-            if results[place].memory > limit and list_smaller(cfg, candidate):
-                too_large.append(place)
-        for place in too_large:
-            smaller = list_smaller(cfg, results[place])[-1]
-            results[place] = make_candidate(cfg, results[place].sizes, smaller, cluster)
-        places = too_large
+            results[index] = replace(candidate, compiled=answer)
+            if results[index].memory > limit and list_smaller(cfg, candidate):
+                too_large.append(index)
+        for index in too_large:
+            smaller = list_smaller(cfg, results[index])[-1]
+            results[index] = make_candidate(cfg, results[index].sizes, smaller, cluster)
+        indices = too_large
     return results
 
 
-def explain_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
+def describe_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
     """Return the message for a ranking in which nothing fits: how much is missing, and what would make it fit."""
     if not ranking.too_large:
         [(reason, _)] = Counter(ranking.refused.values()).most_common(1)

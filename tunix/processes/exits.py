@@ -20,35 +20,55 @@ LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 def report_errors(work: Callable[[], int | None]) -> int:
     """Return the exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr.
 
-    The work goes on, and keeps its exit code, when the reader of a pipe leaves early, as `head` does.
+    The work goes on, and keeps its exit code, when the reader of a pipe leaves early, as `head` does, when the output
+    cannot be written, and when stdout or stderr is closed from the start.
     """
     drop_unread_output()
+    sys.excepthook = _report_interrupt
     try:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise UserError("the current folder was deleted; change to one that exists (cd)") from None
         return work() or 0
     except Ending as ending:
         print(f"error: {ending}", file=sys.stderr)
         return ending.code
 
 
+def _report_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Write one line for Ctrl-C, after which Python ends by the signal (130); a traceback for everything else."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted; a training run goes on from its newest checkpoint with resume=latest", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 class _Output(io.FileIO):
-    """A file that takes every byte, also when it is a pipe whose reader has left."""
+    """A file that takes every byte, also when it is a pipe whose reader has left, or a file on a full disk."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError:
             return len(data)
 
 
 def drop_unread_output() -> None:
-    """Let stdout and stderr take every byte, also where nobody reads them any more."""
+    """Let stdout and stderr take every byte, also where nobody reads them any more, or they are closed (`>&-`)."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # the next file that is opened would get this number, and the output of libraries
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for name in ("stdout", "stderr"):
         out = getattr(sys, f"__{name}__")
         if out is None or getattr(sys, name) is not out or out.isatty():
             continue
         file = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False))
-        how = {key: getattr(out, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-        setattr(sys, name, io.TextIOWrapper(file, **how))
+        options = {key: getattr(out, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+        setattr(sys, name, io.TextIOWrapper(file, **options))
 
 
 def find_exit_code(status: int) -> int:
@@ -89,11 +109,11 @@ def end_with_parent() -> Callable[[], None]:
     """
     parent = os.getpid()
 
-    def ask_kernel() -> None:
+    def request_signal() -> None:
         if sys.platform == "linux":
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             # A parent that died before the kernel was asked sends no signal any more. Its child has another parent now.
             if os.getppid() != parent:
                 os._exit(1)
 
-    return ask_kernel
+    return request_signal

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tunix.base.errors import UserError
+from tunix.base.files import is_whole_number
 from tunix.config import Distributed
 
 Environment = Mapping[str, str]
@@ -47,31 +48,33 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
         UserError: the environment contradicts itself, or lacks the coordinator's address.
     """
     keys = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
-    given = {key: getattr(distributed, key) for key in keys if getattr(distributed, key) is not None}
-    if {"num_processes", "process_id", "coordinator_address"} <= given.keys():
-        identity = Identity("distributed.*", **given)
+    explicit = {key: getattr(distributed, key) for key in keys if getattr(distributed, key) is not None}
+    if {"num_processes", "process_id", "coordinator_address"} <= explicit.keys():
+        identity = Identity("distributed.*", **explicit)
     else:
         if distributed.coordinator_address:
             environment = {**environment, "JAX_COORDINATOR_ADDRESS": distributed.coordinator_address}
         # torchrun first: under Slurm, srun often starts one torchrun a node. Then srun's variables count the torchruns,
         # and torchrun's count the processes.
-        sources = (_read_torchrun, _read_slurm, _read_open_mpi, _ask_jax)
+        sources = (_read_torchrun, _read_slurm, _read_open_mpi, _query_jax)
         read = next(filter(None, (source(environment) for source in sources)), None)
-        if read is None and given.keys() - {"local_device_ids"}:
-            missing = [f"distributed.{key}" for key in keys[:3] if key not in given]
-            raise UserError(f"distributed.{next(iter(given))} is set; {' and '.join(missing)} must be set too")
-        if "local_device_ids" in given and (read is None or read.num_processes == 1):
+        if read is None and explicit.keys() - {"local_device_ids"}:
+            missing = [f"distributed.{key}" for key in keys[:3] if key not in explicit]
+            raise UserError(f"distributed.{next(iter(explicit))} is set; {' and '.join(missing)} must be set too")
+        if "local_device_ids" in explicit and (read is None or read.num_processes == 1):
             raise UserError(
                 "distributed.local_device_ids chooses the devices of one process of several, but this run has one "
                 "process; use CUDA_VISIBLE_DEVICES instead"
             )
         if read is None:
             return None
-        identity = replace(read, **given)
+        identity = replace(read, **explicit)
+    if identity.num_processes < 1:
+        raise UserError(f"{identity.source}: {identity.num_processes} processes; there is at least this one")
     return _check(identity) if identity.num_processes > 1 else None
 
 
-def refuse_idle_gpus(identity: Identity, distributed: Distributed, environment: Environment = os.environ) -> None:
+def reject_idle_gpus(identity: Identity, distributed: Distributed, environment: Environment = os.environ) -> None:
     """Raise `UserError` if the processes of this host take one GPU each, and leave others without work."""
     platforms = environment.get("JAX_PLATFORMS", "cuda")
     is_chosen = distributed.allow_idle_devices or distributed.local_device_ids is not None
@@ -95,8 +98,8 @@ def count_gpus(environment: Environment = os.environ) -> int:
         return len([name for name in visible.split(",") if name.strip()])
     if not shutil.which("nvidia-smi"):
         return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+    entries = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    return sum(line.startswith("GPU ") for line in entries.splitlines())
 
 
 def _read_torchrun(env: Environment) -> Identity | None:
@@ -119,7 +122,7 @@ def _read_torchrun(env: Environment) -> Identity | None:
             raise UserError(f"MASTER_PORT={port - 1}: tunix listens on the port after it; choose a lower one")
         coordinator = f"{env['MASTER_ADDR']}:{port}"
     num_local = _read_number(env, "LOCAL_WORLD_SIZE", 1)
-    local = _choose_devices(env, _read_number(env, "LOCAL_RANK", 0), num_local)
+    local = _select_devices(env, _read_number(env, "LOCAL_RANK", 0), num_local)
     return Identity("RANK and WORLD_SIZE", coordinator, size, rank, local, num_local)
 
 
@@ -131,10 +134,10 @@ def _read_slurm(env: Environment) -> Identity | None:
     if size == 1:
         return ALONE
     # Nothing tells the tasks a port. They compute one from the job's number, so that jobs that share a node differ.
-    port = _choose_port(_read_number(env, "SLURM_JOB_ID"))
+    port = _select_port(_read_number(env, "SLURM_JOB_ID"))
     coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_find_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
-    num_local = _count_tasks_here(env)
-    local = _choose_devices(env, _read_number(env, "SLURM_LOCALID"), num_local)
+    num_local = _count_local_tasks(env)
+    local = _select_devices(env, _read_number(env, "SLURM_LOCALID"), num_local)
     return Identity("Slurm", coordinator, size, _read_number(env, "SLURM_PROCID"), local, num_local)
 
 
@@ -154,14 +157,14 @@ def _read_open_mpi(env: Environment) -> Identity | None:
             raise UserError("Open MPI does not tell where process 0 is; set distributed.coordinator_address=HOST:PORT")
         number = int("".join(filter(str.isdigit, job.split(".")[0])) or 0)
         # mpirun counts jobs in the bits from the 12th on, so the rest of a division by `NUM_PORTS` is 0 for every job.
-        port = _choose_port(number >> 12 if number % (1 << 12) == 0 else number)
+        port = _select_port(number >> 12 if number % (1 << 12) == 0 else number)
         coordinator = f"{address.split(',')[0].split(':')[0]}:{port}"
     local_size = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
-    local = _choose_devices(env, _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
+    local = _select_devices(env, _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
     return Identity("Open MPI", coordinator, size, rank, local, local_size)
 
 
-def _ask_jax(env: Environment) -> Identity | None:
+def _query_jax(env: Environment) -> Identity | None:
     """Ask JAX's own detectors. They know TPU pods, and Kubernetes if its Python package is installed."""
     if not JAX_VARIABLES & env.keys():
         return None
@@ -184,7 +187,7 @@ def _ask_jax(env: Environment) -> Identity | None:
     return Identity(f"JAX's detector {found.name}", coordinator, size, rank, None if local is None else (local,))
 
 
-def _choose_devices(env: Environment, local_rank: int, local_size: int) -> tuple[int, ...] | None:
+def _select_devices(env: Environment, local_rank: int, local_size: int) -> tuple[int, ...] | None:
     """Return the devices of this process; None means every device that it sees.
 
     The only process of a host takes every device. One of several takes the device with its local rank, unless its
@@ -195,20 +198,22 @@ def _choose_devices(env: Environment, local_rank: int, local_size: int) -> tuple
     return None if local_size == 1 or hidden else (local_rank,)
 
 
-def _choose_port(job: int) -> int:
+def _select_port(job: int) -> int:
     """Return the port of a job: one on all of its processes, and another one for most other jobs on the same node."""
     return FIRST_PORT + job % NUM_PORTS
 
 
-def _count_tasks_here(env: Environment) -> int:
+def _count_local_tasks(env: Environment) -> int:
     """Return the number of tasks on this node.
 
     SLURM_STEP_TASKS_PER_NODE is a list like 4(x2),3, which means 4, 4 and 3; SLURM_NODEID is this node's place in it.
     """
     counts: list[int] = []
-    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    for part in text.split(","):
+        if not (found := re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)):
+            raise UserError(f"the environment has SLURM_STEP_TASKS_PER_NODE={text}, which must be like 4(x2),3")
+        counts += [int(found[1])] * int(found[2] or 1)
     return counts[min(_read_number(env, "SLURM_NODEID", 0), len(counts) - 1)]
 
 
@@ -218,15 +223,15 @@ def _find_first_node(nodes: str) -> str:
     Slurm is asked for the address, since the name that Slurm gives a node need not be known to DNS.
     """
 
-    def scontrol(*words: str) -> str:
+    def scontrol(*args: str) -> str:
         if not shutil.which("scontrol"):
             return ""
-        return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=False).stdout
+        return subprocess.run(["scontrol", "show", *args], capture_output=True, text=True, check=False).stdout
 
     first = re.split(r",(?![^\[]*\])", nodes)[0]  # up to the first comma outside brackets: node[3-5,7]
     name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)  # the first number in the brackets: node3
-    facts = dict(word.split("=", 1) for word in scontrol("node", name).split() if "=" in word)
-    return facts.get("NodeAddr", name)
+    info = dict(word.split("=", 1) for word in scontrol("node", name).split() if "=" in word)
+    return info.get("NodeAddr", name)
 
 
 def _check(identity: Identity) -> Identity:
@@ -236,8 +241,8 @@ def _check(identity: Identity) -> Identity:
     if identity.process_id >= identity.num_processes:
         last = identity.num_processes - 1
         raise UserError(f"{source}: this is process {identity.process_id}, but the processes are 0 to {last}")
-    if not host or not port.isdigit():
-        raise UserError(f"{source}: coordinator address {address} must be HOST:PORT")
+    if not host or not is_whole_number(port) or not 0 < int(port) < 65536:
+        raise UserError(f"{source}: coordinator address {address} must be HOST:PORT, with a port from 1 to 65535")
     if ":" in host and not host.startswith("["):
         return replace(identity, coordinator_address=f"[{host}]:{port}")
     return identity
@@ -247,6 +252,6 @@ def _read_number(env: Environment, name: str, default: int | None = None) -> int
     value = env.get(name)
     if value is None and default is not None:
         return default
-    if value is None or not value.isdigit():
+    if value is None or not is_whole_number(value):
         raise UserError(f"the environment has {name}={value}, which must be a whole number")
     return int(value)

@@ -9,22 +9,62 @@ a message that names them. Each process sends process 0 one line of JSON and get
 They use the port that the runtime's coordinator takes afterwards.
 """
 
+import hashlib
 import json
 import os
+import platform
 import socket
 import time
 from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import PeerLost, UserError
 from tunix.processes.identity import Identity
 
+# Versions that must be the same on all processes of a run.
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "tokenizers",
+    "numpy",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+)
+
+
+def list_versions() -> dict[str, str]:
+    """Return versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
+    by_name = {"python": platform.python_version(), "code of tunix": _hash_code()}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            by_name[package] = metadata.version(package)
+    return by_name
+
+
+@cache  # the code that this process runs is that of its start
+def _hash_code() -> str:
+    """Return a hash of tunix's own files: two copies of a development version have the same number."""
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+READ_S = 5.0  # for one line of another process, from its first byte to its last
+MAX_LINE = 1_000_000  # bytes
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
 LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
 REPORT: dict[str, type | tuple[type, ...]] = {"process": int, "host": str, "facts": dict, "time": (int, float)}
 
 
-def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> list[str]:
+def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> list[str]:
     """Wait until all processes have come; return remarks for the log.
 
     Args:
@@ -39,12 +79,12 @@ def roll_call(identity: Identity, facts: dict[str, Any], timeout_s: float) -> li
     subject = f"{identity.source}: coordinator {identity.coordinator_address}"  # messages begin with it
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError:
-        raise UserError(f"{subject}: host {host} is unknown here ({socket.gethostname()})") from None
+    except (OSError, UnicodeError):
+        raise UserError(f"{subject}: host {host[:100]} is unknown here ({socket.gethostname()})") from None
     about = {
         "process": identity.process_id,
         "host": socket.gethostname(),
-        "facts": {"the number of processes": identity.num_processes, **facts},
+        "facts": {"the number of processes": identity.num_processes, **info},
     }
     deadline = time.monotonic() + timeout_s
     if identity.process_id:
@@ -77,14 +117,13 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
     peers: list[socket.socket] = []
     present = {0: about | {"ahead_s": 0.0}}  # by process
     mistake = ""
-    while len(present) < num_processes:
+    while len(present) < num_processes and time.monotonic() < deadline:
         server.settimeout(max(0.01, deadline - time.monotonic()))
         try:
             peer, _ = server.accept()
         except TimeoutError:
             break
-        peer.settimeout(5)
-        other = read(peer)
+        other = read(peer, min(READ_S, deadline - time.monotonic()))
         # Everybody can connect to the port. Whoever sends something else than a report is not counted.
         if other is None or not is_report(other):
             peer.close()
@@ -95,7 +134,8 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
         # not try for minutes to reach a process 0 that has ended.
         if not mistake and (mistake := _find_mistake(present, other)):
             deadline = min(deadline, time.monotonic() + LATE_S)
-        present.setdefault(other["process"], other)
+        if 0 <= other["process"] < num_processes:
+            present.setdefault(other["process"], other)
     missing = sorted(set(range(num_processes)) - set(present))
     answer: dict[str, Any] = {"remarks": _compare_clocks(present)}
     if missing:
@@ -105,11 +145,12 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
         answer = {"mistake": mistake}
     for peer in peers:
         with suppress(OSError):  # the peer has died since
+            peer.settimeout(READ_S)
             write(peer, answer)
     # TCP keeps the port of the side that closes first busy for a while, and the coordinator needs this port. So wait
     # until the other side has closed.
     for peer in peers:
-        read(peer)
+        read(peer, READ_S)
         peer.close()
     return answer
 
@@ -117,11 +158,11 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
 def _find_mistake(present: dict[int, dict[str, Any]], other: dict[str, Any]) -> str:
     """Compare a process that has come with process 0; return what is wrong, or nothing."""
     process, host = other["process"], other["host"]
-    ours, facts, first_host = present[0]["facts"], other["facts"], present[0]["host"]
+    ours, info, first_host = present[0]["facts"], other["facts"], present[0]["host"]
     different = [
-        f"{key} is {ours.get(key)} on process 0 ({first_host}) and {facts.get(key)} on process {process} ({host})"
-        for key in sorted(ours.keys() | facts.keys())
-        if ours.get(key) != facts.get(key)
+        f"{key} is {ours.get(key)} on process 0 ({first_host}) and {info.get(key)} on process {process} ({host})"
+        for key in sorted(ours.keys() | info.keys())
+        if ours.get(key) != info.get(key)
     ]
     if different:
         more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
@@ -151,8 +192,7 @@ def _report(host: str, port: int, about: dict[str, Any], deadline: float) -> dic
                 write(zero, about | {"time": time.time()})
                 # Process 0 answers when all have come, or when its own time is over. Its time began later than ours if
                 # it started later, so give it some seconds more: its answer names who is missing.
-                zero.settimeout(max(0.01, deadline + 2 * LATE_S - time.monotonic()))
-                if answer := read(zero):
+                if answer := read(zero, deadline + 2 * LATE_S - time.monotonic()):
                     return answer
                 raise OSError("process 0 went away")
         except OSError as error:
@@ -165,11 +205,20 @@ def write(peer: socket.socket, message: dict[str, Any]) -> None:
     peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def read(peer: socket.socket) -> dict[str, Any] | None:
-    """Read one line of JSON; None if the peer sends something else, or has closed the connection."""
+def read(peer: socket.socket, limit_s: float) -> dict[str, Any] | None:
+    """Read one line of JSON within `limit_s`, however slowly its bytes come.
+
+    None if the peer is late, sends something else, or has closed the connection.
+    """
+    line, deadline = b"", time.monotonic() + limit_s
     try:
-        with peer.makefile() as lines:
-            message = json.loads(lines.readline(1_000_000))
+        while not line.endswith(b"\n"):
+            peer.settimeout(max(0.01, deadline - time.monotonic()))
+            more = peer.recv(65536)
+            if not more or len(line) > MAX_LINE or time.monotonic() > deadline:
+                return None
+            line += more
+        message = json.loads(line)
     except (OSError, ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
@@ -177,4 +226,6 @@ def read(peer: socket.socket) -> dict[str, Any] | None:
 
 def is_report(message: dict[str, Any] | None) -> bool:
     """Return True for the line that a process of a run sends; another program, like a port scanner, sends others."""
-    return message is not None and all(isinstance(message.get(key), kind) for key, kind in REPORT.items())
+    if message is None or not all(isinstance(message.get(key), kind) for key, kind in REPORT.items()):
+        return False
+    return abs(message["time"]) < 1e12  # seconds; no clock is there yet, and larger numbers are no floats

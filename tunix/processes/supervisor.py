@@ -1,7 +1,10 @@
-"""Supervise one process of a run: run it as a child, and turn any end of the child into one of our exit codes.
+"""A process of a run is two processes: a parent that watches over its child, and the child, which trains.
 
-The JAX runtime aborts a process that has lost the coordinator. No Python code runs after that in the process itself, so
-its parent has to report the end. Imports no jax.
+    launcher ── parent (`supervise`: waits, passes signals on) ── child (`run_member`: jax, training)
+
+The child may be aborted or killed at any moment; the parent then still reports the end with an exit code of ours.
+
+Imports jax only where the work begins.
 """
 
 import os
@@ -9,10 +12,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from tunix.base.errors import Ending
+from tunix.config import Distributed
 from tunix.processes import exits
-from tunix.processes.identity import Identity
+from tunix.processes.identity import Identity, find_identity
+
+# Supervise one process of a run: run it as a child, and turn any end of the child into one of our exit codes.
+#
+# The JAX runtime aborts a process that has lost the coordinator. No Python code runs after that in the process itself,
+# so its parent has to report the end. Imports no jax.
 
 CHILD = "TUNIX_SUPERVISED"
 
@@ -29,7 +40,7 @@ def rebuild_command() -> list[str]:
     return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
 
 
-def supervise(identity: Identity, patience_s: float) -> int:
+def supervise_child(identity: Identity, patience_s: float) -> int:
     """Run this command line again as a child; return its exit code, or 76 if the runtime aborted it.
 
     If somebody stops the child (SIGSTOP) for longer than `patience_s`, it is killed: the other processes no longer wait
@@ -85,3 +96,32 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
+
+
+def supervise(distributed: Distributed) -> int | None:
+    """Run this command line in a child and return its exit code; None in the child, and for a run of one process."""
+    identity = find_identity(distributed)
+    if identity is None or is_child():
+        return None
+    return supervise_child(identity, distributed.heartbeat_timeout_s)
+
+
+def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
+    """Return the exit code that `work()` returns, 0 for None; where it fails, tell the other processes why."""
+    from tunix.processes import peers  # jax starts here, after the config has passed
+
+    try:
+        return work() or 0
+    except Ending as ending:
+        code, reason = ending.code, str(ending)
+        if not ending.is_failure:
+            exits.ignore_stop_signals()
+            print(reason, flush=True)
+            return code
+    except Exception as error:
+        if not find_identity(distributed):
+            raise  # a bug in a run of one process: Python prints its traceback
+        code, reason = peers.blame(error)
+    print(f"error: {reason}", file=sys.stderr)
+    peers.leave(code, reason)
+    return code

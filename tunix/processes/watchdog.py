@@ -11,6 +11,7 @@ import faulthandler
 import json
 import logging
 import os
+import signal
 import socket
 import statistics
 import sys
@@ -19,15 +20,79 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from tunix.config import Distributed
 from tunix.processes import exits, peers
-from tunix.processes.pace import Pace
+from tunix.processes.peers import Pace
 
 log = logging.getLogger(__name__)
+
+
+# Stopping early: signals and time limits, after the same step on every process.
+#
+# A signal reaches processes at different moments, and perhaps only one of them. A process that stopped at once would
+# leave the others inside the next step. So a process only notes a signal. After each step all processes ask whether one
+# of them has noted one, and JAX's runtime gives all of them the same answer:
+#
+#     process 0   step 7 | ask: no | step 8        | ask: no | step 9 | ask: yes -> save, stop
+#     process 1   step 7 | ask: no | step 8 SIGTERM| ask: no | step 9 | ask: yes -> save, stop
+
+_stop_signals: list[str] = []
+_agreed: list[str] = []  # why all processes stop, once they know that they do
+_polls = count(1)
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 ask the run to save and stop; after `joining.start`, which replaces the handlers."""
+    _stop_signals.clear()
+    _agreed.clear()
+    # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
+    numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python allows handlers of signals in the main thread alone
+    before = {n: signal.signal(n, lambda n, _: request_stop(signal.Signals(n).name)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def request_stop(reason: str) -> None:
+    """Ask all processes to save and stop; safe in a signal handler."""
+    # JAX's own handler of SIGTERM starts the agreement with the other processes.
+    if not _stop_signals and jax.process_count() > 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    _stop_signals.append(reason)
+
+
+def stopped_by_signal() -> bool:
+    """Return True if a signal has asked the run to stop, and not its own time limit alone."""
+    return any(reason in signal.Signals.__members__ for reason in _stop_signals)
+
+
+def stop_requested() -> str | None:
+    """Return why to stop now, the same call on every process; None to go on.
+
+    Every process calls it at the same places of the program: after each step, and while answers are drawn. Once there
+    is a reason, each later call returns it too.
+    """
+    if jax.process_count() == 1:
+        return _stop_signals[0] if _stop_signals else None
+    # JAX answers yes for one number: the largest that any process has asked for when the signal comes, plus 1. So the
+    # numbers count the calls, from 1. Numbers of steps would not do: in a run that is resumed at step 1000, a signal
+    # before the first call would choose the number 1, which nobody asks for.
+    if not _agreed and multihost_utils.reached_preemption_sync_point(next(_polls)):
+        _agreed.append(_stop_signals[0] if _stop_signals else "SIGTERM")
+    return _agreed[0] if _agreed else None
+
+
 POLL_S = 1.0  # seconds between two looks at the deadline and at the peers
 PUBLISH_S = 5.0  # seconds between two reports of this process
 JOIN_S = 10.0  # the thread may be waiting for a coordinator that has stopped
@@ -47,7 +112,7 @@ class Watchdog:
         # What the main thread does, in which step, since when (by time.monotonic()), and how many seconds it may take.
         self.doing, self.number, self.since, self.limit = "starting", 0, time.monotonic(), float(cfg.phase_deadline_s)
         # When the step began. A phase within the step changes `since`, and not this.
-        self.begun = self.since
+        self.start_time = self.since
         self.pace = Pace()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -65,11 +130,11 @@ class Watchdog:
         """Note that step `number` begins."""
         now = time.monotonic()
         if self.doing == "a step":
-            self.steps.append(now - self.begun)
+            self.steps.append(now - self.start_time)
         # The first step has no limit of its own: it may load libraries, and takes longer than all others.
         median = statistics.median(self.steps) if self.steps else float("inf")
         limit = max(self.cfg.step_deadline_s, self.cfg.step_deadline_factor * median)
-        self.doing, self.number, self.begun, self.since = "a step", number, now, now
+        self.doing, self.number, self.start_time, self.since = "a step", number, now, now
         self.limit = min(limit, self.cfg.phase_deadline_s)
 
     def start_over(self) -> None:
@@ -154,9 +219,9 @@ class Watchdog:
             if isinstance(handler, logging.FileHandler) and handler.stream:
                 faulthandler.dump_traceback(handler.stream, all_threads=True)
 
-    def _end(self, code: int, why: str) -> None:
-        print(f"error: {why}", file=sys.stderr, flush=True)
-        peers.leave(code, why)
+    def _end(self, code: int, reason: str) -> None:
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        peers.leave(code, reason)
         os._exit(code)  # sys.exit would end this thread alone
 
 

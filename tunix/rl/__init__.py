@@ -1,10 +1,10 @@
-"""Learning from rewards: answers of the model in training, their scores, and batches made of them.
+"""Learning from rewards: completions of the model in training, their rewards, and batches made of them.
 
-    questions   `data.prompts`           prompts in the order of all samples, with the columns of their rows
-    answers     `inference.sampling`     drawn from the model in training, several to each prompt: a rollout
-    scores      `scoring`, `tunix.rewards`   how good each answer is
-    advantages  `advantages`             each answer compared with those of its group
-    batch       `rollouts`               rows of tokens with advantages, which `training.policy` learns from
+    prompts      `data.prompts`         in the order of all samples, with the columns of their rows
+    completions  `inference.sampling`   drawn from the model in training, several for each prompt: a rollout
+    rewards      `scoring`, `table`     how good each completion is, by processes of `reward_worker`
+    advantages   `rollouts`             each completion compared with those of its group
+    batch        `rollouts`             rows of tokens with advantages, which `training.grpo` learns from
 
-The loop of `tunix.trainer` is that of every task. It asks `rollouts` for batches in place of a corpus.
+`evaluation` measures completions of held-out prompts, `reference` has log-probabilities under the model of step 0.
 """

@@ -1,20 +1,37 @@
-"""The reference: the model of step 0, from which a policy may be kept near (task.kl_coefficient)."""
+"""The reference model (that of step 0): its log-probabilities of completions and of pairs."""
 
+import hashlib
+import logging
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec, reshard
 
+from tunix.base.files import locate_cached, make_once
 from tunix.config import Config
-from tunix.costs.rollout_memory import describe_reference
-from tunix.data.batch import Batch
-from tunix.inference.start import load_init_from
-from tunix.models.paths import parameter_name
+from tunix.config.model import list_keys_outside
+from tunix.costs.rollout import describe_reference
+from tunix.data.batch import Batch, stack_examples
+from tunix.data.dataset import Corpus
+from tunix.data.packing import Sequences
+from tunix.inference.pretrained import load_init_from
+from tunix.models.layers import named, parameter_name
+from tunix.processes import peers
 from tunix.rl.rollouts import Reference
+from tunix.sharding.arrays import local_rows, to_global
+from tunix.training.dpo import Sides, sum_answers
+from tunix.training.logprobs import compute_token_log_probs
 from tunix.training.program import Program
-from tunix.training.scores import compute_token_log_probs
+
+log = logging.getLogger(__name__)
+
+
+# The reference: the model of step 0, from which a policy may be kept near (task.kl_coefficient).
 
 
 def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
@@ -29,8 +46,8 @@ def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
         remove = jax.jit(_remove_updates)
         return lambda params, batch: score(remove(params), batch)
     start = program.new_params(cfg.seed, load_init_from(program, mesh))
-    kept = jax.jit(partial(_cast, describe_reference(program)), donate_argnums=0)(start)
-    return lambda params, batch: score(kept, batch)
+    copied = jax.jit(partial(_cast, describe_reference(program)), donate_argnums=0)(start)
+    return lambda params, batch: score(copied, batch)
 
 
 def _make_scores(cfg: Config, program: Program) -> Any:
@@ -56,3 +73,109 @@ def _remove_updates(params: Any) -> Any:
         return jnp.zeros_like(leaf) if parameter_name(path).endswith(".lora.b") else leaf
 
     return jax.tree.map_with_path(base, params)
+
+
+# Log-probabilities of pairs of answers under the model of step 0: computed once, before step 1, and kept on disk.
+#
+# They take the place of a second model in memory: one number for each answer. Where only low-rank updates are trained,
+# the model of step 0 is the base, whose updates are 0. The files are named by the content of weights and pairs: another
+# run on the same pairs, or a resumed one, finds them.
+#
+#     CACHE_DIR/reference/HASH/00000.npy    [pairs of a shard, 2] float32: chosen, rejected
+
+
+def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> None:
+    """Give all pairs of the corpus their log-probabilities under the model of step 0.
+
+    The mesh must be the one in use. With several processes, each calls it.
+    """
+    start_time = time.perf_counter()
+    params = program.new_params(cfg.seed, load_init_from(program, mesh))
+    # Without an adapter the updates are 0 at step 0, so runs of other ranks may use the same files.
+    has_updates = cfg.model.init_adapter is not None
+    same = list_keys_outside("mesh", "start", *([] if has_updates else ["updates"]))  # another kernel rounds otherwise
+    model = cfg.model.model_dump_json(exclude=same)
+    digest = digest_weights(params, with_updates=has_updates)
+    info = model, program.layout.compute, str(cfg.training.seq_len), digest
+    score = jax.jit(_make_score(cfg, program))
+    num_computed = 0
+    for part in (*corpus.train.values(), *corpus.held_out_parts.values()):
+        key = hashlib.sha256("\0".join([*info, part.stream.fingerprint]).encode()).hexdigest()[:20]
+        folder = locate_cached(cfg.loading.cache_dir, "reference", key)
+        numbers = range(len(part.stream.sizes))
+        # Each host may have a cache of its own. All processes compute together, or all of them read.
+        if all(text == "yes" for text in peers.gather("yes" if folder.is_dir() else "no", "reference")):
+            tables = [np.load(folder / f"{number:05}.npy") for number in numbers]
+        else:
+            tables = _compute(part, score, params, program.batch.num_rows, mesh)
+            num_computed += len(part)
+            if peers.first_of_host():
+                make_once(folder, partial(_write, tables=tables))
+        part.of_pairs = tables.__getitem__
+    if num_computed:
+        seconds = time.perf_counter() - start_time
+        log.info("log-probabilities of the pairs under the model of step 0: %d rows, %.1f s", num_computed, seconds)
+
+
+def _write(folder: Path, tables: list[np.ndarray]) -> None:
+    folder.mkdir()
+    for number, table in enumerate(tables):
+        np.save(folder / f"{number:05}.npy", table)
+
+
+def _make_score(cfg: Config, program: Program) -> Any:
+    def score(params: Any, rows: Batch) -> Sides:
+        model = program.arch.module(params)
+        log_probs, _ = compute_token_log_probs(model, rows, None, chunk_size=cfg.training.loss_chunk_size)
+        sides = sum_answers(log_probs * rows["loss_mask"], rows)
+        return Sides(*(reshard(side, PartitionSpec()) for side in sides))
+
+    return score
+
+
+def _compute(part: Sequences, score: Any, params: Any, num_rows: int, mesh: Mesh) -> list[np.ndarray]:
+    """Return for each shard the log-probabilities [documents, 2]; NaN for pairs that no sequence has."""
+    tables = [np.full((documents, 2), np.nan, np.float32) for _, documents in part.stream.sizes]
+    for start in range(0, len(part), num_rows):
+        # The last batch begins again at the first sequence: shapes stay the same, and values too.
+        rows = [(start + row) % len(part) for row in range(num_rows)]
+        examples = stack_examples([[part[rows[row]] for row in local_rows(mesh, num_rows)]])
+        batch = {name: leaf[0] for name, leaf in to_global(examples, mesh).items()}
+        chosen, rejected = (np.asarray(side) for side in score(params, batch))
+        for row, index in enumerate(rows):
+            shard, pairs = part.pairs_of(index)
+            tables[shard][pairs, 0], tables[shard][pairs, 1] = chosen[row, : len(pairs)], rejected[row, : len(pairs)]
+    return tables
+
+
+def digest_weights(params: Any, with_updates: bool = False) -> str:
+    """Digest of the weights; each device reads its own part, and it is the same on every mesh.
+
+    The first factors of low-rank updates, which each seed draws anew, are left out unless the updates come from an
+    adapter: the second factors are 0 at step 0.
+    """
+    leaves = [leaf for name, leaf in named(params) if with_updates or not name.endswith(".lora.a")]
+    sums = np.asarray(jax.jit(lambda leaves: jnp.stack([_sum_bits(leaf) for leaf in leaves]))(leaves))
+    return hashlib.sha256(sums.tobytes()).hexdigest()
+
+
+def _sum_bits(leaf: jax.Array) -> jax.Array:
+    """Return two sums, [2] uint32, over the bits of all numbers mixed with their places.
+
+    Sums of integers modulo 2^32 are exact: they are the same in any order, and so on any mesh, as sums of floats are
+    not. The place is mixed in because otherwise weights that have changed places would have the same sum.
+    """
+    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+    # The place of a number is its row-major index in the whole array: i, then i J + j, then (i J + j) K + k.
+    spec, flat_index = jax.typeof(leaf).sharding.spec, jnp.uint32(0)
+    for axis, size in enumerate(leaf.shape):
+        shape = [size if dim == axis else 1 for dim in range(leaf.ndim)]
+        flat_index = flat_index * jnp.uint32(size) + jnp.arange(size, dtype=jnp.uint32).reshape(shape)
+    flat_index = reshard(jnp.broadcast_to(flat_index, leaf.shape), spec)
+    # Multipliers and shifts of the hash functions xxHash and MurmurHash3. Two sums, because 32 bits collide too often.
+    sums = []
+    for multiplier in (0x9E3779B1, 0x85EBCA6B):
+        mixed = (bits ^ (flat_index * jnp.uint32(multiplier))) * jnp.uint32(0xC2B2AE35)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x27D4EB2F)
+        sums.append(jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32))
+    return jnp.stack(sums)

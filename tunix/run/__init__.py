@@ -1,6 +1,7 @@
-"""A run from outside its loop: folder, lock, checkpoints, metrics, start report, traces.
+"""A run from outside its loop: folder, metrics and their sinks, start report, compiling, traces.
 
-Read `run_folder` first: the files of a run. `lock` lets one run at a time write there, `checkpoint` saves and restores
-the state, `metrics` writes the numbers of each step, `start_report` prints the derived numbers before step 1,
-`environment` records versions and the command, `logs` sets up logging, and `trace` profiles some steps.
+Read `folder` first: the files of a run, its lock, logs and environment. `metrics` has the numbers of each step, and
+`sinks` and `remote_sinks` are where they go (`table` lists them). `start_report` prints the derived numbers before
+step 1, `compiling` compiles programs beside other work and keeps them on disk, `early_stopping` lists the reasons to
+end a run before its last step, `trace` profiles some steps.
 """

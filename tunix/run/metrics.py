@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,14 +12,14 @@ from typing import Any
 import jax
 
 from tunix.base.errors import UserError
+from tunix.base.files import find_way_out
 from tunix.processes import peers
-from tunix.processes.pace import Pace
-from tunix.sinks import Sink, Start, open_sink
-from tunix.sinks.background import Background
-from tunix.sinks.sink import give_table
-from tunix.training.layer_norms import NORMS
-from tunix.training.sizes import Sizes
-from tunix.training.spikes import WATCHED
+from tunix.processes.peers import Pace
+from tunix.run.sinks import Background, give_table
+from tunix.run.table import Sink, Start, open_sink
+from tunix.training.optimizer import WATCHED
+from tunix.training.program import Sizes
+from tunix.training.step import NORMS
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Metrics:
 
     def write(self, record: dict[str, Any], group: str = "train") -> None:
         """Give a record of numbers, with its `step`, to every sink."""
-        with _explain_full_disk():
+        with _describe_full_disk():
             for sink in self.sinks:
                 sink.write(record, group)
 
@@ -70,19 +71,22 @@ class Metrics:
 
 
 def _close(sink: Sink, error: BaseException | None) -> None:
-    with _explain_full_disk():  # what is still in a buffer is written
+    with _describe_full_disk():  # what is still in a buffer is written
         sink.close(error)
 
 
 @contextmanager
-def _explain_full_disk() -> Iterator[None]:
+def _describe_full_disk() -> Iterator[None]:
     """Raise `UserError` in place of an `OSError`: the run's folder cannot be written."""
     try:
         yield
+    except FileNotFoundError as error:
+        name = os.fsdecode(error.filename or "the run's folder")
+        raise UserError(f"{name} was deleted or moved while the run wrote to it") from None
     except OSError as error:
         raise UserError(
-            f"the run's folder cannot be written: {error.strerror or error}; the checkpoints in it are complete: free "
-            "space, then go on with resume"
+            f"the run's folder cannot be written: {error.strerror or error}; the checkpoints in it are complete: "
+            f"{find_way_out(error, 'free space')}, then go on with resume"
         ) from None
 
 
@@ -167,7 +171,7 @@ def _read_numbers(scalars: dict[str, jax.Array]) -> dict[str, float]:
         if value.ndim == 0:
             values[name] = float(value)
         else:
-            values |= {f"{name}/{place}": number for place, number in enumerate(value.tolist())}
+            values |= {f"{name}/{index}": number for index, number in enumerate(value.tolist())}
     return values
 
 
@@ -195,13 +199,13 @@ def make_record(
 def remark_on_skipped(record: dict[str, Any], samples: range) -> str:
     """Return why the step of this line changed no weight, and its samples; empty where it did."""
     if record["skipped"]:
-        why = "loss or gradients are not finite"
+        reason = "loss or gradients are not finite"
     elif record.get("spikes"):
         far = [f"{name} {record[name]:.4g} is {record[f'{name}_deviations']:.3g}" for name in WATCHED]
-        why = f"a spike: {', '.join(far)} standard deviations above the steps before"
+        reason = f"a spike: {', '.join(far)} standard deviations above the steps before"
     else:
         return ""
-    return f"step {record['step']} changed no weight: {why}; its samples are {samples.start} to {samples.stop - 1}"
+    return f"step {record['step']} changed no weight: {reason}; its samples are {samples.start} to {samples.stop - 1}"
 
 
 def read_peak_memory_gib() -> float | None:

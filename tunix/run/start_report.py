@@ -1,37 +1,238 @@
 """The start report: every derived number of a run, before its first step."""
 
 import socket
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
-from tunix.base.tables import as_text
-from tunix.cli.architecture import describe_keys_outside_family
-from tunix.cli.intent import count_idle_rows
+from tunix.base.buckets import is_address
+from tunix.base.text import as_text
 from tunix.config import Config
-from tunix.config.mlp import ExpertsMlp
-from tunix.config.step_ranges import read_steps
+from tunix.config.compose import count_idle_rows
+from tunix.config.layers import ExpertsMlp
+from tunix.config.pretrained_config import describe_keys_outside_family
+from tunix.config.saved_runs import find_run, split_step
 from tunix.config.task import Grpo
-from tunix.config.training import Training
+from tunix.config.training import read_steps
+from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.derived import derive_costs
-from tunix.costs.rollout_memory import plan_rollout, read_device_bytes
+from tunix.costs.rollout import plan_rollout, read_device_bytes
 from tunix.data.prompts import AnyCorpus
+from tunix.huggingface.config_json import read_num_rows
+from tunix.huggingface.hub import CONFIG, find
+from tunix.huggingface.table import find_family
+from tunix.models.remat import Remat
 from tunix.processes import peers
-from tunix.run.batch_report import describe_batch
-from tunix.run.model_report import describe_model
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.dims import DIMS, stream_axes
 from tunix.sharding.mesh import MAX_ROWS, device_table
-from tunix.sharding.mesh_shape import format_mesh_shape, stream_shards, token_shards, unsplit_dims
-from tunix.training.program import Program
-from tunix.training.sizes import Sizes
+from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, stream_shards, token_shards, unsplit_dims
+from tunix.sharding.table import DIMS, stream_axes
+from tunix.training.choices import Choices
+from tunix.training.optimizer import count_phase_steps
+from tunix.training.program import Program, Sizes
+from tunix.training.state import Architecture, State, count
+
+# Rows of the start report about the batch of a step, its way through the devices, and the length of the run.
+
+
+def describe_batch(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
+    """Return the rows about the batch of a step, its way through the devices, and the length of the run."""
+    batch, per_shard = sizes.batch, program.choices.batch.sequences_per_shard
+    return {
+        "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
+        f"{data_shards(mesh.shape)} data shard(s) x {per_shard}; " + _describe_sums(program),
+        **_describe_stages(sizes),
+        **_describe_pipeline(program),
+        "overlap": _describe_overlap(program),
+        "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
+        "length": _describe_length(cfg, sizes),
+    }
+
+
+def _describe_pipeline(program: Program) -> dict[str, str]:
+    """Return the pipeline in words, and nothing where the layers are not split into stages."""
+    pipeline = program.choices.pipeline
+    if pipeline.num_stages == 1:
+        return {}
+    layers, rows = program.cfg.model.num_layers // pipeline.num_stages, count_microbatch_rows(program)
+    schedule = "1f1b" if pipeline.num_chunks == 1 else f"interleaved, {pipeline.num_chunks} chunks a stage"
+    return {
+        "pipeline": f"{schedule}: {pipeline.num_stages} stages of {layers} layers; a microbatch is "
+        f"{pipeline.num_parts} parts of {rows} sequence(s) of each shard; a step is {pipeline.num_iterations} ticks, "
+        f"and a stage idles in {pipeline.bubble:.0%} of them"
+    }
+
+
+def _describe_stages(sizes: Sizes) -> dict[str, str]:
+    """Return the batch of each stage in words, and nothing where there are no stages."""
+    periods = sizes.schedule.periods
+    if len(periods) == 1:
+        return {}
+    batches = []
+    for period in periods:
+        shape = period.shape
+        not_reached = sizes.total_steps is not None and period.first_step > sizes.total_steps
+        batches.append(
+            f"steps {period.to_text}: {shape.num_sequences:,} x {shape.seq_len:,} = {shape.num_tokens:,} tokens in "
+            f"{shape.num_microbatches} microbatch(es)" + (", not reached" if not_reached else "")
+        )
+    num_programs = len({period.shape for period in periods})
+    return {
+        "batch stages": f"{'; '.join(batches)}; {num_programs} compiled programs, each made when its first step comes; "
+        "the learning rate goes by steps, held-out sequences have all their tokens"
+    }
+
+
+def _describe_overlap(program: Program) -> str:
+    """Return in words what hides communication, and why."""
+    choices = program.choices
+    options = ", ".join(f"{name}={value}" for name, value in choices.options.items())
+    parts = ["layers gather ahead"] * choices.prefetch + [options] * bool(options)
+    return f"{' and '.join(parts) or 'none'}{choices.reason('training.overlap')}"
+
+
+def _describe_sums(program: Program) -> str:
+    """Return in words how often gradients are summed over devices, and why."""
+    text = f"gradients reduced every {program.choices.sync_every} microbatch(es)"
+    is_chosen = program.cfg.training.sync_gradients_every == "auto" and program.choices.sync_every > 1
+    return f"{text}: once a step, which costs no memory on this mesh" if is_chosen else text
+
+
+def _describe_length(cfg: Config, sizes: Sizes) -> str:
+    if sizes.total_steps is None:
+        return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
+    steps = sizes.total_steps
+    spans = sizes.schedule.spans(steps)
+    warmup, decay = (count_phase_steps(cfg.scheduler, phase, spans) for phase in ("warmup", "decay"))
+    tail = f", decay over the last {decay}" if cfg.scheduler.shape.has_decay else ""
+    return (
+        f"{steps:,} steps, {sum(count * tokens for count, tokens in spans):,} tokens; "
+        f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
+    )
+
+
+# Rows of the start report about the model: its parts, and what of it is trained.
+
+
+def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
+    """Return the rows about the model and the data that it learns from."""
+    arch = program.arch
+    return {
+        "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
+        + _describe_attention(program.choices),
+        **_describe_linear_attention(cfg),
+        **_describe_experts(cfg, program),
+        **_describe_trained(cfg, arch, program.abstract),
+        "data": corpus.summary if corpus else "not read in a dry run",
+    }
+
+
+def _describe_experts(cfg: Config, program: Program) -> dict[str, str]:
+    """Return a row about experts, if the model has any."""
+    mlp, arch = cfg.model.mlp, program.arch
+    if not isinstance(mlp, ExpertsMlp):
+        return {}
+    extra = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
+    extra += f", beside an MLP of width {cfg.model.mlp_dim:,}" if mlp.beside_mlp else ""
+    dense = f"; the first {mlp.dense_layers} layers are dense" if mlp.dense_layers else ""
+    dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
+    return {
+        "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{extra}"
+        f"{dense}; {arch.num_active:,} parameters compute a token; "
+        f"{_describe_exchange(cfg, program)}; products by {program.layout.expert_products}"
+        + program.choices.reason("model.expert_products")
+    }
+
+
+def _describe_exchange(cfg: Config, program: Program) -> str:
+    """Return in words how tokens reach experts of other devices, why so, and what may be dropped."""
+    axes, factor = program.layout.expert_axes, cfg.model.expert_buffer_factor
+    dropped = "no token is dropped"
+    if all(program.mesh.shape[axis] == 1 for axis in axes):
+        return dropped
+    if factor is not None:
+        dropped = f"a device has room for {factor:g} x the rows of equal loads, and drops what does not fit"
+    exchange = program.layout.expert_exchange
+    return f"{dropped}; exchange by {exchange}{program.choices.reason('model.expert_exchange')}"
+
+
+def _describe_linear_attention(cfg: Config) -> dict[str, str]:
+    """Return the row about layers of linear attention; nothing where there are none."""
+    model, linear = cfg.model, cfg.model.linear_attention
+    if linear is None:
+        return {}
+    count = sum(model.is_linear(layer) for layer in range(model.num_layers))
+    return {
+        "linear attention": f"{count} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory "
+        f"of {linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
+    }
+
+
+def _describe_attention(choices: Choices) -> str:
+    """Return the attention kernel in words, and why it was chosen."""
+    texts, exchange = [], choices.layout.cp_exchange
+    for dim_name, kernel in choices.layout.kernels:
+        where = " in global layers" if dim_name == "k" else ""
+        texts.append(f"{kernel} attention{where}{choices.reason(f'model.attention.{dim_name}')}")
+    text = ", ".join(texts)
+    if exchange == "none":
+        return text
+    return f"{'xla attention' if exchange == 'ring' else text} by {exchange}{choices.reason('model.cp_exchange')}"
+
+
+def _describe_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
+    """Return rows about the files that the weights come from, and the part of them that is trained."""
+    rows, lora = {}, cfg.model.lora
+    if cfg.model.init_from:
+        rows["weights from"] = cfg.model.init_from + _describe_added_rows(cfg)
+    if cfg.dry_run and (fetched := _list_fetched(cfg)):
+        rows["fetched"] = f"{', '.join(fetched)}; with model.vocab_size=auto its tokenizer too; no weights"
+    if cfg.model.init_adapter:
+        rows["updates from"] = cfg.model.init_adapter
+    if lora.rank:
+        trained = arch.num_trained
+        rows["trained"] = (
+            f"{trained:,} parameters ({trained / arch.num_parameters:.2%}): rank {lora.rank} updates of {lora.targets}"
+            + (f", and {lora.train_also} fully" if lora.train_also else "")
+        )
+        base, stored_as = bytes_per_device(arch.frozen(state["params"])), cfg.training.dtypes["param"]
+        if lora.quantize_base:
+            stored_as = f"matrices of attention and MLP {lora.quantize_base}, the rest {stored_as}"
+        num_frozen = count(arch.frozen(arch.weights))
+        rows["frozen base"] = f"{num_frozen:,} parameters, {base / 2**20:,.3f} MiB per device: {stored_as}"
+    return rows
+
+
+def _list_fetched(cfg: Config) -> list[str]:
+    """Return what a dry run has fetched from a bucket, a web server or the hub."""
+    fetched = []
+    if source := cfg.resume or cfg.model.init_from:
+        if is_address(source) and find_run(source, "resume" if cfg.resume else "model.init_from"):
+            fetched.append(f"config.yaml of {split_step(source)[0]}")
+        elif not Path(source).expanduser().exists() and source != "latest":
+            fetched.append(f"config.json of {source}")
+    adapter = cfg.model.init_adapter
+    if adapter and not cfg.resume and not Path(adapter).expanduser().exists():
+        fetched.append(f"the adapter {adapter} (its tensors' names say what it updates)")
+    return fetched
+
+
+def _describe_added_rows(cfg: Config) -> str:
+    """Return in words how many rows of vocabulary the model has beyond those of the files it starts from."""
+    source = cfg.model.init_from
+    if source is None or cfg.resume or find_run(source, "model.init_from"):
+        return ""
+    in_files = read_num_rows(find(source, CONFIG), find_family(cfg.model.family))
+    added = cfg.model.vocab_size - in_files
+    return f"; {added:,} rows of vocabulary added to its {in_files:,}, each the mean of those" if added else ""
 
 
 def make_start_report(
     cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str
 ) -> str:
-    """Return every derived number as text; `corpus` is None in a dry run, `chosen` is what `resolve_auto` says.
+    """Return every derived number as text; `corpus` is None in a dry run, `chosen` is what `plan_run` says.
 
     Process 0 alone derives them: what the backward pass keeps is traced, which takes seconds.
     """
@@ -75,8 +276,8 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
         "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, "
-        f"products {_describe_products(cfg, mesh)}, gradient sums {dtypes['reduce']}; "
-        + _describe_remat(program.cfg.training),
+        f"products {_describe_matmul(cfg, mesh)}, gradient sums {dtypes['reduce']}; "
+        + _describe_remat(program.choices.remat, program.cfg.training.offload),
         **_describe_stream(cfg, program, mesh),
     }
 
@@ -96,11 +297,13 @@ def _describe_costs(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> 
 def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
     """Return rows about what most runs do not have; each is there only where it holds."""
     training, rows = cfg.training, {}
-    num_tokens = corpus.vocabulary.num_tokens if corpus else None
+    num_tokens = corpus.vocab.num_tokens if corpus else None
     if idle := count_idle_rows(cfg, num_tokens):
+        # The rows of initial weights stay, also with auto.
+        advice = "" if cfg.model.init_from else "; model.vocab_size=auto gives as many rows as tokens"
         rows["vocabulary"] = (
             f"{cfg.model.vocab_size:,} rows of embedding, of which no token reaches {idle:,}: the tokenizer has "
-            f"{num_tokens or cfg.tokenizer.vocab_size:,} tokens; model.vocab_size=auto gives as many rows as tokens"
+            f"{num_tokens or cfg.tokenizer.vocab_size:,} tokens{advice}"
         )
     if skipped := [read_steps(text) for text in training.skip_steps]:
         ranges = ", ".join(f"{steps[0]:,} to {steps[-1]:,}" for steps in skipped)
@@ -111,30 +314,30 @@ def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None
             f"last {program.guard.window} steps: the update is skipped; more than {training.max_spikes} in "
             "a row end the run"
         )
-    if copies := program.abstract.get("copies", {}):
-        size = f"{bytes_per_device(copies) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
-        place = "in the host's memory" if training.ema_memory == "host" else size
-        rows["copies"] = f"{', '.join(copies)}: {place}"
-    if why := describe_keys_outside_family(cfg.model):
-        rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {why}"
+    if ema := program.abstract.get("copies", {}):
+        size = f"{bytes_per_device(ema) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
+        location = "in the host's memory" if training.ema_memory == "host" else size
+        rows["copies"] = f"{', '.join(ema)}: {location}"
+    if reason := describe_keys_outside_family(cfg.model):
+        rows["tunix.export"] = f"cannot write this model as a {cfg.model.family}: {reason}"
     return rows
 
 
 def _describe_unsplit(cfg: Config, mesh: Mesh) -> dict[str, str]:
     """Return a row for each dimension that its mesh axes do not divide."""
     rows = {}
-    for letter, axes in unsplit_dims(cfg.dims, mesh.shape).items():
+    for dim_name, axes in unsplit_dims(cfg.dims, mesh.shape).items():
         split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-        rows[DIMS[letter].name] = f"{cfg.dims[letter]:,} on {split}: every device keeps all"
+        rows[DIMS[dim_name].name] = f"{cfg.dims[dim_name]:,} on {split}: every device keeps all"
     return rows
 
 
-def _describe_remat(training: Training) -> str:
+def _describe_remat(remat: Remat, offload: str) -> str:
     """Return in words what blocks keep for their backward pass, and what waits in the host's memory."""
-    text = f"remat {training.remat}"
-    if training.remat_every > 1:
-        text += f" in one of {training.remat_every} blocks, none in the others"
-    return text if training.offload == "none" else f"{text}; {training.offload} in the host's memory"
+    text = f"remat {remat.policy}"
+    if remat.every > 1:
+        text += f" in one of {remat.every} blocks, none in the others"
+    return text if offload == "none" else f"{text}; {offload} in the host's memory"
 
 
 def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
@@ -145,12 +348,12 @@ def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str
         useless = f"training.sequence_parallel=true changes nothing with {together}"
         return {"residual stream": useless} if training.sequence_parallel is True else {}
     if program.layout.splits_stream:
-        text, why = f"{num_tokens // stream_shards(mesh.shape):,} of", f"split over {together}"
+        text, reason = f"{num_tokens // stream_shards(mesh.shape):,} of", f"split over {together}"
     elif training.sequence_parallel is False:
-        text, why = "all", "training.sequence_parallel=false"
+        text, reason = "all", "training.sequence_parallel=false"
     else:
-        text, why = "all", f"{together} does not divide the tokens, or the experts have biases"
-    return {"residual stream": f"{text} {num_tokens:,} tokens of a sequence in each branch on a device ({why})"}
+        text, reason = "all", f"{together} does not divide the tokens, or the experts have biases"
+    return {"residual stream": f"{text} {num_tokens:,} tokens of a sequence in each branch on a device ({reason})"}
 
 
 def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:
@@ -166,16 +369,20 @@ def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str
             f"{program.layout.compute} (task.kl_coefficient={task.kl_coefficient:g})"
         )
     return reference | {
-        "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.longest_prompt:,} tokens "
+        "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.max_prompt_length:,} tokens "
         f"x {task.group_size} answers of at most {cfg.sampling.max_new_tokens:,}, for {rollout.steps} step(s); "
         f"{costs.rows:,} answers at a time on a device"
-        + (f", in {rollout.waves} waves (task.rollout_rows={task.rollout_rows})" if rollout.waves > 1 else ""),
+        + (
+            f", in {rollout.num_batches} waves (task.rollout_rows={task.rollout_rows})"
+            if rollout.num_batches > 1
+            else ""
+        ),
         "bytes of a rollout": f"{costs.memory / 2**30:.3f} GiB beside weights and {cfg.optimizer.name} = {parts}; at "
         f"most {costs.num_programs} compiled programs",
     }
 
 
-def _describe_products(cfg: Config, mesh: Mesh) -> str:
+def _describe_matmul(cfg: Config, mesh: Mesh) -> str:
     """Return in words what numbers products multiply."""
     compute = cfg.training.dtypes["compute"]
     if cfg.training.matmul_dtype is None:

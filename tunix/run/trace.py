@@ -15,16 +15,15 @@ from jax.profiler import ProfileData
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.batch_stages import stage_ends
-from tunix.costs import communication_report
-from tunix.costs.communication import measure, predict
-from tunix.costs.communication_report import draw_communication
-from tunix.costs.derived import derive
+from tunix.config.batch import stage_ends
+from tunix.costs import trace_analysis
+from tunix.costs.derived import derive_costs
 from tunix.costs.devices import find_kind
 from tunix.costs.hlo import read_collectives, read_control_flow
-from tunix.costs.timeline import Timeline, measure_devices, read_events
+from tunix.costs.trace_analysis import Timeline, measure, measure_devices, plot_communication, predict, read_events
 from tunix.processes import peers
 from tunix.run.metrics import Metrics
+from tunix.training.program import Program
 from tunix.training.state import State
 
 log = logging.getLogger(__name__)
@@ -34,13 +33,13 @@ def check_window(cfg: Config, total_steps: int) -> None:
     """Raise `UserError` where the run is too short for the trace, or lacks a process that is to trace."""
     if not cfg.training.profile_communication:
         return
-    wanted = cfg.profile.after_step + cfg.profile.steps
-    if wanted > total_steps:
+    last_step = cfg.profile.after_step + cfg.profile.steps
+    if last_step > total_steps:
         raise UserError(
-            f"profile.after_step={cfg.profile.after_step} and profile.steps={cfg.profile.steps} need {wanted} steps, "
-            f"the run has {total_steps}; lower them or raise training.max_steps"
+            f"profile.after_step={cfg.profile.after_step} and profile.steps={cfg.profile.steps} need {last_step} "
+            f"steps, the run has {total_steps}; lower them or raise training.max_steps"
         )
-    first, last = cfg.profile.after_step + 1, wanted
+    first, last = cfg.profile.after_step + 1, last_step
     if within := [end for end in stage_ends(cfg.training) if first <= end < last]:
         raise UserError(
             f"profile.after_step={cfg.profile.after_step} and profile.steps={cfg.profile.steps}: the batch changes "
@@ -61,12 +60,13 @@ class CommunicationTrace:
     profile.after_step=5  profile.steps=3      step 5 | at(5): begin | step 6  step 7  step 8 | at(8): end, report
     """
 
-    def __init__(self, cfg: Config, mesh: jax.sharding.Mesh, folder: Path, metrics: Metrics):
-        self.cfg, self.mesh, self.folder, self.metrics = cfg, mesh, folder, metrics
+    def __init__(self, program: Program, mesh: jax.sharding.Mesh, folder: Path, metrics: Metrics):
+        self.program, self.mesh, self.folder, self.metrics = program, mesh, folder, metrics
+        self.cfg = cfg = program.cfg
         first, ranks = cfg.profile.after_step, cfg.profile.ranks
         self.edges: tuple[int, ...] = (first, first + cfg.profile.steps) if cfg.training.profile_communication else ()
         self.traces = ranks is None or jax.process_index() in ranks  # this process
-        self.begun = False  # on any process: all of them take part in the report
+        self.is_active = False  # on any process: all of them take part in the report
         self.running = False  # on this process
 
     def __enter__(self) -> "CommunicationTrace":
@@ -76,7 +76,7 @@ class CommunicationTrace:
         if self.running:
             log.warning("the run ended while steps were traced; there is no report of them")
             jax.profiler.stop_trace()
-            shutil.rmtree(self._own_folder, ignore_errors=True)
+            shutil.rmtree(self._trace_folder, ignore_errors=True)
 
     def warn_if_past(self, step: int) -> None:
         """Warn that a resumed run is past the steps that were to be traced."""
@@ -88,36 +88,36 @@ class CommunicationTrace:
         # Steps are given to the devices ahead of time. Without this, the trace would begin within an earlier step.
         jax.block_until_ready(state)
         if step == self.edges[0]:
-            self.begun = True
+            self.is_active = True
             if self.traces:
                 options = jax.profiler.ProfileOptions()
                 options.python_tracer_level = 0  # calls of Python functions would be most of the file
-                jax.profiler.start_trace(self._own_folder, profiler_options=options)
+                jax.profiler.start_trace(self._trace_folder, profiler_options=options)
                 self.running = True
-        elif self.begun:
+        elif self.is_active:
             if self.running:
                 jax.profiler.stop_trace()
                 self.running = False
             self._report(step, program.as_text())
 
     @property
-    def _own_folder(self) -> Path:
+    def _trace_folder(self) -> Path:
         """The folder of this process: processes of one host would write files of the same name."""
         return self.folder / f"unfinished.{jax.process_index()}"
 
     def _report(self, step: int, hlo: str) -> None:
         collectives = read_collectives(hlo)
-        own_timelines: dict[str, Timeline] = {}
+        local_timelines: dict[str, Timeline] = {}
         if self.traces:
             trace = ProfileData.from_file(str(self._keep_trace()))
             module = re.match(r"HloModule ([\w.\-]+)", hlo)
             assert module
             names = {each.name for each in collectives}
-            own_timelines = measure_devices(
+            local_timelines = measure_devices(
                 read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
             )
         # A process has the timelines of its own devices alone; process 0 writes the report on all of them.
-        message = json.dumps({device: asdict(timeline) for device, timeline in own_timelines.items()})
+        message = json.dumps({device: asdict(timeline) for device, timeline in local_timelines.items()})
         of_processes = [json.loads(text) for text in peers.gather(message, "communication report")]
         per_host = max(Counter(peers.hosts()).values()) * jax.local_device_count()
         if not peers.is_main():
@@ -132,11 +132,11 @@ class CommunicationTrace:
             return
         sizes = dict(self.mesh.shape)
         device = self.mesh.devices.flat[0]
-        kind, costs = find_kind(device.device_kind), derive(self.cfg, sizes, device.platform)
+        kind, costs = find_kind(device.device_kind), derive_costs(self.program)
         predicted = predict(costs.transfers, sizes, kind, per_host)
         communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, collectives, sizes, predicted)
-        text, png = communication_report.format_text(communication), draw_communication(communication)
-        for name, content in (("txt", text), ("csv", communication_report.format_csv(communication))):
+        text, png = trace_analysis.format_text(communication), plot_communication(communication)
+        for name, content in (("txt", text), ("csv", trace_analysis.format_csv(communication))):
             (self.folder / f"communication.{name}").write_text(content)
         (self.folder / "communication.png").write_bytes(png)
         self.metrics.text("communication", text, step)
@@ -148,8 +148,8 @@ class CommunicationTrace:
         """Move the trace to where TensorBoard's profile plugin looks, named by process; returns its path."""
         session = self.folder / "plugins" / "profile" / f"after_step_{self.edges[0]}"
         session.mkdir(parents=True, exist_ok=True)
-        kept = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
-        written = max(self._own_folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-        written.replace(kept)
-        shutil.rmtree(self._own_folder)
-        return kept
+        target = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
+        written = max(self._trace_folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        written.replace(target)
+        shutil.rmtree(self._trace_folder)
+        return target

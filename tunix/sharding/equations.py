@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tunix.sharding.dims import LAYERS, STREAM_TOKENS, TOKENS
+from tunix.sharding.table import LAYERS, STREAM_TOKENS, TOKENS
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,19 @@ class Equation:
     @property
     def copies(self) -> str:
         """Dimensions of the weight along which products stand side by side: layers, and those in x, w and y."""
-        return "".join(letter for letter in self.w if letter == LAYERS or (letter in self.x and letter in self.y))
+        return "".join(
+            dim_name for dim_name in self.w if dim_name == LAYERS or (dim_name in self.x and dim_name in self.y)
+        )
 
     @property
     def summed(self) -> str:
         """Dimensions of the weight that the product sums over: its fan-in."""
-        return "".join(letter for letter in self.w if letter not in self.y + self.copies)
+        return "".join(dim_name for dim_name in self.w if dim_name not in self.y + self.copies)
 
     @property
     def batch(self) -> str:
         """Dimensions of the activations that the weight lacks: its gradient is a sum over them."""
-        return "".join(letter for letter in dict.fromkeys(self.x + self.y) if letter not in self.w)
+        return "".join(dim_name for dim_name in dict.fromkeys(self.x + self.y) if dim_name not in self.w)
 
     @property
     def is_vector(self) -> bool:
@@ -75,7 +77,7 @@ class Equation:
 
     def summed_last(self) -> "Equation":
         """Return the same product of a weight whose summed dimensions stand last: `BTD,NHD->BTNH`."""
-        others = "".join(letter for letter in self.w if letter not in self.summed)
+        others = "".join(dim_name for dim_name in self.w if dim_name not in self.summed)
         return Equation(f"{self.x},{others}{self.summed}->{self.y}")
 
     @property
@@ -94,10 +96,10 @@ class Equation:
     def low_rank(self) -> tuple["Equation", "Equation"]:
         """Return the two products of a low-rank update, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""
         # x,A->between and between,B->y: A has the fan-in of w and r, B has r and the fan-out.
-        between = "".join(letter for letter in self.x if letter not in self.summed) + "r"
+        between = "".join(dim_name for dim_name in self.x if dim_name not in self.summed) + "r"
         if self.leaves_branch:  # with the narrow result of the first product
             between = between.replace(TOKENS, STREAM_TOKENS)
-        outer = "".join(letter for letter in self.w if letter not in self.summed)
+        outer = "".join(dim_name for dim_name in self.w if dim_name not in self.summed)
         return Equation(f"{self.x},{self.summed}r->{between}"), Equation(f"{between},r{outer}->{self.y}")
 
     @property
@@ -119,7 +121,7 @@ class Equation:
         return Equation(self.text.replace("c", "D"))
 
 
-def codes_per_byte(qtype: str) -> int:
+def values_per_byte(qtype: str) -> int:
     """Return how many codes of a quantized weight one byte holds."""
     return {"int8": 1, "nf4": 2}[qtype]
 

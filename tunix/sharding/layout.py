@@ -1,56 +1,279 @@
-"""Ways of weights, gradients and activations between their places on the mesh (placement.py).
+"""Layouts: how weights, activations and gradients are split at rest and in use, and the ways between."""
 
-One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split over
-tp at rest and in use; dp and fsdp split the batch, so that each data shard computes a gradient of its own:
-
-    at rest      P(fsdp, tp, -)                            one shard for each device, float32
-       | gather: cast to the compute dtype, then all-gather over fsdp
-    in use       P(-, tp, -)  reduced={dp, fsdp}           the same on all data shards, and of type "reduced"
-       | forward and backward pass of a microbatch
-    gradient     P(-, tp, -)  unreduced={dp, fsdp}         each data shard has its own part of the sum
-       | sum_gradient: reduce-scatter over fsdp, which splits the weight at rest, ...
-                 P(fsdp, tp, -)  unreduced={dp}
-       | ... then all-reduce over dp, where replicas exchange one shard each
-    summed       P(fsdp, tp, -)                            laid out as the weight at rest
-
-`reduced` and `unreduced` are types of JAX: a gradient cannot be used as if it were summed, and nothing is summed twice.
-The backward pass of `gather` is `sum_gradient`. So the place of `gather` decides when gradients are summed: in a block,
-once in each microbatch; before all microbatches, once in a step, which costs memory and saves traffic.
-
-Activations of a block go the same way with `splits_stream`, where tp splits the tokens t of the residual stream
-(sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198):
-
-    stream       [B, t, D]   P(data, tp, -)                norms, sums and dropout of own tokens
-       | enter_branch: all-gather over tp                  backward: reduce-scatter
-    branch       [B, T, D]   P(data, -, -)  reduced={tp}   all tokens meet this device's part of the weights
-       | products
-    result       [B, T, D]   P(data, -, -)  unreduced={tp} each device has its own part of the sum
-       | leave_branch: reduce-scatter over tp              backward: all-gather
-    stream       [B, t, D]   P(data, tp, -)
-
-Without it both places are [B, T, D], whole along tp, and the sum of a result is an all-reduce.
-"""
+from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.sharding.dims import DIMS, STREAM_TOKENS, TOKENS
 from tunix.sharding.equations import Equation
-from tunix.sharding.placement import Placement
+from tunix.sharding.table import DIMS, EXPERTS, LAYERS, STREAM_TOKENS, TOKENS, axis_names, stream_axes
+
+# Places of weights, activations and gradients on the mesh, which follow from equations and the tables of table.py.
+#
+# A weight has two places. `in use` is where a product takes it: each dimension that the axes of table.py split, but for
+# those that are gathered. `stored` adds the axes that keep weights, which split it further between two uses. A device
+# then holds a smaller part, and gathers the rest when it needs it:
+#
+#     BTD,DNH->BTNH     w [D, N, H] at rest    P(fsdp, tp, -)     D is gathered
+#                       w [D, N, H] in use     P(-, tp, -)        the same on all devices along fsdp
+#
+# Where a gradient lies before it is summed follows from the same letters: w lacks B and T, so each device that has rows
+# or tokens of its own computes a part of the gradient (`gradient_axes`).
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A ZeRO stage: what the axes that keep weights split between uses, and how long gathered weights live."""
+
+    params: bool
+    gradients: bool  # the accumulator of a step
+    optimizer: bool
+    gathered_for: str  # "block": gathered in each block's forward and again in its backward pass; "step": once
+
+
+STRATEGIES = {
+    #                           params  gradients optimizer
+    "full_shard": Strategy(True, True, True, gathered_for="block"),  # ZeRO 3
+    "shard_grad_op": Strategy(True, True, True, gathered_for="step"),  # ZeRO 2
+    "shard_optimizer": Strategy(False, False, True, gathered_for="step"),  # ZeRO 1
+    "no_shard": Strategy(False, False, False, gathered_for="step"),  # plain data parallelism
+}
+
+
+def activation_spec(dim_names: str) -> PartitionSpec:
+    """Return where an array of these dimensions lives outside of the blocks, if axes divide all of them."""
+    return _make_spec([DIMS[dim_name].activation_axes for dim_name in dim_names])
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places and dtypes of the arrays of a run, and the kernels and exchanges that compute with them.
+
+    Weights rest in `param` dtype. A matrix product takes them in `compute` dtype. Gradients are summed over devices in
+    `reduce` dtype.
+    """
+
+    strategy: Strategy
+    unsplit: frozenset[str]  # letters of dimensions that every device keeps whole: their axis does not divide them
+    param: str
+    compute: str
+    reduce: str
+    # What the axes of the stages split here: `sequences` of a batch; `layers` inside of a stage, and nothing else; or
+    # `tokens` of sequences, where one part of a batch is at work outside of the stages (1F1B).
+    stages_split: str = "sequences"
+    block_matmul: str = "plain"  # kind of the products of attention and MLP: a key of PRODUCTS (models/matmul.py)
+    moments_on_host: bool = False  # the optimizer's state is in the host's memory between two updates
+    # Keys of the tables of models/table.py, or dotted paths. Kernels of attention come with the letter of their
+    # key/value heads.
+    kernels: tuple[tuple[str, str], ...] = ()
+    cp_exchange: str = "none"  # how queries meet keys on other devices
+    expert_products: str = "xla"
+    expert_exchange: str = "gather"  # how tokens reach their experts
+    splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the layers into stages; none where every device keeps all layers."""
+        return () if LAYERS in self.unsplit else DIMS[LAYERS].weight_axes
+
+    @property
+    def stages_around(self) -> tuple[str, ...]:
+        """Mesh axes of the stages, inside of one; none elsewhere."""
+        return self.stage_axes if self.stages_split == "layers" else ()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the sequences here, outermost first."""
+        return self._activation_axes("B")
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the experts: devices along them have different experts, and different sequences."""
+        return self._weight_axes(EXPERTS)
+
+    @property
+    def stream_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the tokens of the residual stream, but not in a branch; none without `splits_stream`."""
+        return stream_axes() if self.splits_stream else ()
+
+    def inside_stage(self) -> Self:
+        """Return the layout inside of the blocks: the same one where the layers are not split into stages."""
+        return replace(self, stages_split="layers")
+
+    def with_tokens_on_stages(self) -> Self:
+        """Return the layout outside of the blocks for one part of a batch, whose tokens are split over the stages."""
+        return replace(self, stages_split="tokens")
+
+    def with_all_layers(self) -> Self:
+        """Return the layout in which every device keeps all layers: then axes of stages split the batch alone."""
+        return replace(self, unsplit=self.unsplit | {LAYERS})
+
+    def for_generation(self) -> Self:
+        """Return the layout of programs that draw answers one token after the other: no axis splits the stream.
+
+        Products are plain: the scale of an 8-bit array would tie each answer to those that are drawn beside it. So
+        would a bounded buffer of rows, and tokens of experts are gathered.
+        """
+        layout = self.with_all_layers()
+        return replace(layout, splits_stream=False, block_matmul="plain", expert_exchange="gather", cp_exchange="none")
+
+    def kernel_of(self, dim_name: str) -> str:
+        """Return the kernel of attention whose key/value heads have this letter."""
+        return dict(self.kernels)[dim_name]
+
+    def stored(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
+        """Return where a weight lives between uses.
+
+        With `sharded` given, where its gradient or its moments live: split over the axes that keep weights, or not.
+        """
+        sharded = self.strategy.params if sharded is None else sharded
+        return _make_spec(self._stored_axes(equation)) if sharded else _make_spec(self._axes_in_use(equation))
+
+    def in_use(self, equation: Equation) -> PartitionSpec:
+        """Return where a weight lives while a product uses it."""
+        return _make_spec(self._axes_in_use(equation), reduced=set(self.gradient_axes(equation)))
+
+    def unreduced(self, equation: Equation) -> PartitionSpec:
+        """Return where the gradient of a gathered weight lives before it is summed over devices."""
+        return _make_spec(self._axes_in_use(equation), unreduced=set(self.gradient_axes(equation)))
+
+    def activation(self, dim_names: str) -> PartitionSpec:
+        """Return where an activation of these dimensions lives."""
+        return _make_spec([self._activation_axes(dim_name) for dim_name in dim_names])
+
+    def result(self, equation: Equation) -> PartitionSpec:
+        """Return where the result of a product lives; one that leaves a branch is then given to `scatter_tokens`."""
+        if not (equation.leaves_branch and self.stream_axes):
+            return self.activation(equation.y)
+        local_parts = set(self.product_axes(equation))
+        return PartitionSpec(*self.activation(equation.y.replace(STREAM_TOKENS, TOKENS)), unreduced=local_parts)
+
+    def use_dtype(self, equation: Equation) -> str:
+        """Return the dtype of a weight in use: float32 for vectors (norm scales, biases), else the compute dtype."""
+        return "float32" if equation.is_vector else self.compute
+
+    def gathers_in_blocks(self, sync_every: int) -> bool:
+        """Return whether each block gathers its weights; with gradients summed every `sync_every` microbatches.
+
+        Gradients that are summed less often than once a microbatch need weights that are gathered for the whole step.
+        """
+        return self.strategy.gathered_for == "block" and sync_every == 1
+
+    def num_local_kv_heads(self, num_heads: int, dim_name: str = "K") -> int:
+        """Return how many of the `num_heads` key/value heads on a device serve its queries; see `local_kv_heads`."""
+        return 1 if dim_name in self.unsplit else num_heads
+
+    def gather_axes(self, equation: Equation) -> tuple[str, ...]:
+        """Return the mesh axes that a weight is gathered over, and its gradient scattered over."""
+        in_use = {axis for axes in self._axes_in_use(equation) for axis in axes}
+        return _sort_axes({axis for axes in self._stored_axes(equation) for axis in axes} - in_use)
+
+    def gradient_axes(self, equation: Equation) -> tuple[str, ...]:
+        """Return the mesh axes that a gradient is a sum over: those that split dimensions which the weight lacks."""
+        if equation.is_quantized or equation.is_choice:
+            return ()
+        split = {axis for dim_name in equation.batch for axis in self._activation_axes(dim_name)}
+        # An axis that splits the weight in use has other entries of the weight on each device: nothing to sum.
+        return _sort_axes(split - {axis for axes in self._axes_in_use(equation) for axis in axes})
+
+    def product_axes(self, equation: Equation) -> tuple[str, ...]:
+        """Return the mesh axes that a product is a sum over: those that split, in use, the dimensions it sums over."""
+        in_use = zip(equation.w, self._axes_in_use(equation), strict=True)
+        return _sort_axes({axis for dim_name, axes in in_use if dim_name in equation.summed for axis in axes})
+
+    def _activation_axes(self, dim_name: str) -> tuple[str, ...]:
+        if dim_name in self.unsplit:
+            return ()
+        if dim_name == STREAM_TOKENS:  # innermost: a branch gathers neighbours
+            return (*self._activation_axes(TOKENS), *self.stream_axes)
+        axes = DIMS[dim_name].activation_axes
+        if self.stages_split == "sequences":
+            return axes
+        others = tuple(axis for axis in axes if axis not in self.stage_axes)
+        # Stages split the share that a device has without them: the tokens of a part are put together over one axis.
+        return (*others, *self.stage_axes) if dim_name == TOKENS and self.stages_split == "tokens" else others
+
+    def _stored_axes(self, equation: Equation) -> list[tuple[str, ...]]:
+        """Return the axes of each dimension of the weight between uses. Vectors are too small to be worth a gather.
+
+        An axis splits one dimension: a dimension that is gathered rests on the axes that no other dimension takes.
+        """
+        in_use = self._axes_in_use(equation)
+        if equation.is_vector:
+            return in_use
+        taken = {axis for axes in in_use for axis in axes}
+        stored = []
+        for dim_name, axes in zip(equation.w, in_use, strict=True):
+            free = tuple(axis for axis in self._weight_axes(dim_name) if axis not in taken)
+            stored.append(free if DIMS[dim_name].is_gathered else axes)
+            taken |= set(stored[-1])
+        return stored
+
+    def _axes_in_use(self, equation: Equation) -> list[tuple[str, ...]]:
+        """Return the axes of each dimension of the weight in a product, which takes the gathered dimensions whole."""
+        return [() if DIMS[dim_name].is_gathered else self._weight_axes(dim_name) for dim_name in equation.w]
+
+    def _weight_axes(self, dim_name: str) -> tuple[str, ...]:
+        return () if dim_name in self.unsplit else DIMS[dim_name].weight_axes
+
+
+def _make_spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
+    """Return the PartitionSpec of the axes of each dimension; `types` are `reduced` or `unreduced` axes."""
+    return PartitionSpec(*(each if len(each) > 1 else each[0] if each else None for each in axes), **types)
+
+
+def _sort_axes(axes: set[str]) -> tuple[str, ...]:
+    """Return mesh axes in the order of the table."""
+    return tuple(axis for axis in axis_names() if axis in axes)
+
+
+# Ways of weights, gradients and activations between their places on the mesh (layout.py).
+#
+# One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split
+# over tp at rest and in use; dp and fsdp split the batch, so that each data shard computes a gradient of its own:
+#
+#     at rest      P(fsdp, tp, -)                            one shard for each device, float32
+#        | gather: cast to the compute dtype, then all-gather over fsdp
+#     in use       P(-, tp, -)  reduced={dp, fsdp}           the same on all data shards, and of type "reduced"
+#        | forward and backward pass of a microbatch
+#     gradient     P(-, tp, -)  unreduced={dp, fsdp}         each data shard has its own part of the sum
+#        | sum_gradient: reduce-scatter over fsdp, which splits the weight at rest, ...
+#                  P(fsdp, tp, -)  unreduced={dp}
+#        | ... then all-reduce over dp, where replicas exchange one shard each
+#     summed       P(fsdp, tp, -)                            laid out as the weight at rest
+#
+# `reduced` and `unreduced` are types of JAX: a gradient cannot be used as if it were summed, and nothing is summed
+# twice. The backward pass of `gather` is `sum_gradient`. So the place of `gather` decides when gradients are summed: in
+# a block, once in each microbatch; before all microbatches, once in a step, which costs memory and saves traffic.
+#
+# Activations of a block go the same way with `splits_stream`, where tp splits the tokens t of the residual stream
+# (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198):
+#
+#     stream       [B, t, D]   P(data, tp, -)                norms, sums and dropout of own tokens
+#        | enter_branch: all-gather over tp                  backward: reduce-scatter
+#     branch       [B, T, D]   P(data, -, -)  reduced={tp}   all tokens meet this device's part of the weights
+#        | products
+#     result       [B, T, D]   P(data, -, -)  unreduced={tp} each device has its own part of the sum
+#        | leave_branch: reduce-scatter over tp              backward: all-gather
+#     stream       [B, t, D]   P(data, tp, -)
+#
+# Without it both places are [B, T, D], whole along tp, and the sum of a result is an all-reduce.
 
 
 class Layout(Placement):
     """A placement with the operations that bring arrays from one place to another."""
 
     def gather(self, weight: jax.Array, equation: Equation) -> jax.Array:
-        """Return the weight as a matrix product takes it; a weight that is gathered already passes as it is.
+        """Return the weight, in the shape of `equation.w`, as a matrix product takes it; one that is gathered passes
+        as it is.
 
         The cast comes before the gather, so that half the bytes travel. The backward pass sums the gradient over
         devices and leaves each device its own shard.
         """
-        rest, dtype = jax.typeof(weight).sharding.spec, weight.dtype
-        if rest == self.in_use(equation):
+        remaining, dtype = jax.typeof(weight).sharding.spec, weight.dtype
+        if remaining == self.in_use(equation):
             return weight
 
         # Autodiff would sum the gradient in the dtype of products, and over all axes at once. The backward pass of our
@@ -61,20 +284,20 @@ class Layout(Placement):
             return reshard(used, self.in_use(equation))
 
         def backward(_, gradient):
-            return (self.sum_gradient(gradient, rest).astype(dtype),)
+            return (self.sum_gradient(gradient, remaining).astype(dtype),)
 
         gather.defvjp(lambda weight: (gather(weight), None), backward)
         return checkpoint_name(gather(weight), "gathered")
 
     def sum_gradient(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Return a gradient summed over devices in `reduce` dtype and laid out as `spec`.
+        """Return a gradient of any shape summed over devices in `reduce` dtype and laid out as `spec`.
 
         It is summed first over the axes that split `spec`, so that over the others only a shard of it travels.
         """
         gradient = gradient.astype(self.reduce)
-        own_parts = jax.typeof(gradient).sharding.spec.unreduced  # axes along which each device has a part of the sum
-        others = own_parts - _list_axes(spec)
-        if others and others != own_parts:
+        local_parts = jax.typeof(gradient).sharding.spec.unreduced  # axes along which each device has a part of the sum
+        others = local_parts - _list_axes(spec)
+        if others and others != local_parts:
             gradient = reshard(gradient, PartitionSpec(*spec, unreduced=others))
         return reshard(gradient, spec)
 
@@ -86,7 +309,7 @@ class Layout(Placement):
         """Return [B, t, ...] as [B, T, ...], the same on all devices that split the stream; so is its gradient."""
         return reshard(x, self._with_tokens(x, TOKENS)) if self.stream_axes else x
 
-    def enter_branch(self, x: jax.Array) -> jax.Array:
+    def gather_tokens(self, x: jax.Array) -> jax.Array:
         """Return [B, t, D] of the residual stream as [B, T, D], which products of a branch take.
 
         Each device adds its own part to the gradient. The backward pass sums these parts once, for all products.
@@ -96,8 +319,8 @@ class Layout(Placement):
         # No remat policy keeps it: it is tp times as large as x, and a scan of jax 0.10.2 cannot keep `reduced` arrays.
         return reshard(x, PartitionSpec(*self._with_tokens(x, TOKENS), reduced=set(self.stream_axes)))
 
-    def meet(self, x: jax.Array, equation: Equation) -> jax.Array:
-        """Return x of a branch as this product takes it.
+    def as_matmul_input(self, x: jax.Array, equation: Equation) -> jax.Array:
+        """Return x of a branch, in the shape of `equation.x`, as this product takes it.
 
         Devices that have the whole weight all compute the same gradient of x, which is a part of no sum.
         """
@@ -107,30 +330,30 @@ class Layout(Placement):
         parts = spec.reduced & set(self.product_axes(equation.transposed()))
         return x if parts == spec.reduced else reshard(x, PartitionSpec(*spec.partitions, reduced=parts))
 
-    def leave_branch(self, y: jax.Array, equation: Equation) -> jax.Array:
+    def scatter_tokens(self, y: jax.Array, equation: Equation) -> jax.Array:
         """Return the result of a product: one of [B, T, D] that leaves a branch as [B, t, D], summed over devices."""
         return reshard(y, self.activation(equation.y)) if equation.leaves_branch and self.stream_axes else y
 
-    def _with_tokens(self, x: jax.Array, letter: str) -> PartitionSpec:
+    def _with_tokens(self, x: jax.Array, dim_name: str) -> PartitionSpec:
         """Return where an array [B, T, ...] or [B, t, ...] lives with its tokens split as those of this letter."""
         rows, _, *others = jax.typeof(x).sharding.spec.partitions
-        return PartitionSpec(rows, *self.activation(letter), *others)
+        return PartitionSpec(rows, *self.activation(dim_name), *others)
 
-    def own_kv_heads(self, heads: jax.Array, num_local_queries: int, letter: str = "K") -> jax.Array:
+    def local_kv_heads(self, heads: jax.Array, num_local_queries: int, dim_name: str = "K") -> jax.Array:
         """Return the heads [B, T, K, H] that serve this device's query heads, inside a `shard_map`.
 
         With more devices on the axis of query heads than K, each device has all key/value heads and needs one of them,
-        because K divides the size of the axis. `letter` is that of their dimension.
+        because K divides the size of the axis. `dim_name` is that of their dimension.
         """
-        if letter not in self.unsplit:
+        if dim_name not in self.unsplit:
             return heads
         (axis,) = DIMS["N"].activation_axes
         queries_per_head = num_local_queries * jax.lax.axis_size(axis) // heads.shape[2]
-        own = jax.lax.axis_index(axis) * num_local_queries // queries_per_head
-        return jax.lax.dynamic_slice_in_dim(heads, own, 1, axis=2)
+        local = jax.lax.axis_index(axis) * num_local_queries // queries_per_head
+        return jax.lax.dynamic_slice_in_dim(heads, local, 1, axis=2)
 
-    def enter_devices(self, weight: jax.Array) -> jax.Array:
-        """Return a gathered weight as a `shard_map` takes it, whose body works on one device's arrays.
+    def as_local_input(self, weight: jax.Array) -> jax.Array:
+        """Return a gathered weight of any shape as a `shard_map` takes it, whose body works on one device's arrays.
 
         jax 0.10.2 cannot lower the gradient of a `reduced` argument where all these axes have size 1. Such a gradient
         is no sum over devices, so the type can go.

@@ -8,7 +8,7 @@ from contextlib import suppress
 import yaml
 
 from tunix.base.errors import UserError
-from tunix.sharding.dims import (
+from tunix.sharding.table import (
     DIMS,
     LAYERS,
     Dim,
@@ -118,24 +118,24 @@ def resolve(
 
 def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
     """Raise `UserError`, naming the key and the sizes that would do, where mesh axes do not divide a dimension."""
-    for axis, letter in needed_dims().items():
-        if letter not in dims and sizes[axis] > 1:
+    for axis, dim_name in needed_dims().items():
+        if dim_name not in dims and sizes[axis] > 1:
             raise UserError(
-                f"mesh axis {axis}={sizes[axis]} splits {DIMS[letter].name}, of which this model has none; leave "
+                f"mesh axis {axis}={sizes[axis]} splits {DIMS[dim_name].name}, of which this model has none; leave "
                 f"{axis} out of model.mesh_shape"
             )
     for dim, axes in _list_uneven(dims, sizes):
-        num_entries, size = dims[dim.letter], count_devices(sizes, axes)
+        num_entries, size = dims[dim.dim_name], count_devices(sizes, axes)
         if _allows(dim, num_entries, size):
             continue
         # A number that divides this dimension is no way out where another dimension on the same axes refuses it.
-        on_axes = [DIMS[letter] for letter in dims if axes in _list_splits(DIMS[letter], sizes)]
-        legal = [n for n in range(1, num_entries + 1) if all(_allows(each, dims[each.letter], n) for each in on_axes)]
-        near = nearest(legal, size)
+        on_axes = [DIMS[dim_name] for dim_name in dims if axes in _list_splits(DIMS[dim_name], sizes)]
+        valid = [n for n in range(1, num_entries + 1) if all(_allows(each, dims[each.dim_name], n) for each in on_axes)]
+        near = nearest(valid, size)
         together = " x ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {size}" if len(axes) > 1 else "")
         raise UserError(
             f"{dim.key or dim.name}={num_entries} is not divisible by mesh ax{'e' if len(axes) > 1 else 'i'}s "
-            f"{together} (nearest {' x '.join(axes)}: {_join_words(near)})"
+            f"{together} (nearest {' x '.join(axes)}: {_join_text(near)})"
         )
 
 
@@ -156,15 +156,15 @@ def unsplit_dims(dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str,
 
     Fewer key/value heads than devices, an odd vocabulary, ... `check_divides` has refused the others.
     """
-    return {dim.letter: axes for dim, axes in _list_uneven(dims, sizes)}
+    return {dim.dim_name: axes for dim, axes in _list_uneven(dims, sizes)}
 
 
 def _list_uneven(dims: Mapping[str, int], sizes: Mapping[str, int]) -> Iterator[tuple[Dim, tuple[str, ...]]]:
     """Yield each dimension that axes should split and do not divide, with those of the axes that are larger than 1."""
-    for letter in dims:
-        for axes in _list_splits(DIMS[letter], sizes):
-            if dims[letter] % count_devices(sizes, axes):
-                yield DIMS[letter], axes
+    for dim_name in dims:
+        for axes in _list_splits(DIMS[dim_name], sizes):
+            if dims[dim_name] % count_devices(sizes, axes):
+                yield DIMS[dim_name], axes
 
 
 def count_devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -203,30 +203,35 @@ def _suggest_meshes(named: Mapping[str, int], num_devices: int, dims: Mapping[st
     """Return in words the three legal shapes nearest to the one asked for, of its axes and `suggested_axes`."""
     # A message proposes the axes that the user named, and those that help every model; the others need a reason.
     axes = [*named, *(axis for axis in suggested_axes() if axis not in named)]
-    wanted = {axis: max(1, named.get(axis, 1)) for axis in axes}
+    target = {axis: max(1, named.get(axis, 1)) for axis in axes}
 
     # Sizes differ by their ratio: from 4 to 8 is as far as from 2 to 4. An axis of -1 takes any size.
     def distance(sizes: Mapping[str, int]) -> float:
-        return sum(abs(math.log(sizes[axis] / wanted[axis])) for axis in axes if named.get(axis) != -1)
+        return sum(abs(math.log(sizes[axis] / target[axis])) for axis in axes if named.get(axis) != -1)
 
-    legal = []
+    valid = []
     for split in _list_factorizations(num_devices, len(axes)):
         sizes = dict.fromkeys(axis_names(), 1) | dict(zip(axes, split, strict=True))
         try:
             check_divides(dims, sizes)
         except UserError:
             continue
-        legal.append(sizes)
-    if not legal:
+        valid.append(sizes)
+    if not valid:
         return f"no mesh of {num_devices} devices divides this model"
-    best = sorted(legal, key=distance)[:3]
+    best = sorted(valid, key=distance)[:3]
     shapes = [format_mesh_shape(sizes, [axis for axis in axes if axis in named or sizes[axis] > 1]) for sizes in best]
-    return f"legal here: {_join_words(shapes)}"
+    return f"legal here: {_join_text(shapes)}"
 
 
-def nearest(legal: Iterable[int], wanted: int) -> list[int]:
+def nearest(valid: Iterable[int], target: int) -> list[int]:
     """Return the three of these numbers that are nearest to one, by their ratio, in order."""
-    return sorted(sorted(legal, key=lambda number: abs(math.log(number / wanted)))[:3])
+    return sorted(sorted(valid, key=lambda number: abs(math.log(number / target)))[:3])
+
+
+def list_divisors(number: int, least: int = 1) -> list[int]:
+    """Return the numbers from `least` on that divide a number."""
+    return [n for n in range(least, number + 1) if number % n == 0]
 
 
 def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -234,11 +239,11 @@ def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
-    for first in (n for n in range(1, number + 1) if number % n == 0):
-        for rest in _list_factorizations(number // first, parts - 1):
-            yield (first, *rest)
+    for first in list_divisors(number):
+        for remaining in _list_factorizations(number // first, parts - 1):
+            yield (first, *remaining)
 
 
-def _join_words(items: list) -> str:
+def _join_text(items: list) -> str:
     """Return items as a message lists them: 1, 2 or 4."""
     return " or ".join(filter(None, [", ".join(map(str, items[:-1])), str(items[-1])]))

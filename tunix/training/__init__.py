@@ -1,10 +1,11 @@
 """Training: one optimizer step, and all that it is made of.
 
-Read `step` first: a schedule over the microbatches, one division, clipping, the update. `losses` says what is
-minimised, `optim` makes the optimizer, `state` has weights and moments, `mesh_choices` settles what a config leaves to
-the mesh, and `program` puts model, mesh and optimizer together. `sizes` derives the numbers of a run, and `held_out`
-evaluates.
+Read `step` first: a schedule over the microbatches, one division, clipping, the update. `loss` says what is
+minimised, of the `logprobs` of targets; `grpo` and `dpo` have the losses of those tasks. `optimizer` makes the
+optimizer, `ema` the averages of weights, `state` has weights and moments, `choices` makes the choices that a config
+leaves to the mesh, and `program` puts model, mesh and optimizer together. `held_out` evaluates, `kernel_check`
+compares kernels.
 
-Where stages split the layers, read `turns` first: it says which stage works on which part. `ticks` does the work of all
-stages at a time, on the model of `staged`, and `pipelined` makes the gradients of a step of it.
+Where stages split the layers (pp), `pipeline_schedule` says which stage works on which microbatch, and
+`pipeline_step` does the work of all stages and makes the gradients.
 """

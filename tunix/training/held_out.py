@@ -7,19 +7,21 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.data.batch import add_fields
 from tunix.data.batches import read_held_out
-from tunix.data.corpus import Corpus
+from tunix.data.dataset import Corpus
+from tunix.data.tokenizer import bytes_by_token
 from tunix.sharding.arrays import local_rows, to_global
-from tunix.tokenizer.vocabulary import bytes_by_token
-from tunix.training.losses import find_loss_kind
-from tunix.training.scores import add_up
+from tunix.training.logprobs import add_up
+from tunix.training.loss import find_loss_kind
 from tunix.training.state import Architecture
 
 
 class HeldOut:
     """A held-out set on the devices, and the loss over it: of the corpus, or one of its `sets` by name."""
 
-    def __init__(self, cfg: Config, corpus: Corpus, arch: Architecture, mesh: Mesh, name: str | None = None):
-        num_rows = cfg.training.batch_shape(mesh.shape).num_rows
+    def __init__(
+        self, cfg: Config, corpus: Corpus, arch: Architecture, mesh: Mesh, num_rows: int, name: str | None = None
+    ):
+        """`num_rows` are the sequences of a microbatch; `name` is that of a set of evaluation.sets."""
         sequences = corpus.held_out if name is None else corpus.sets[name]
         arguments = sequences, cfg.evaluation.num_sequences, num_rows
         # Each process reads the whole set once, so that all of them know the same number of bytes.
@@ -37,8 +39,8 @@ class HeldOut:
             )
         self.kind = find_loss_kind(cfg)
         # The whole set rests on the devices: an evaluation is one program, which waits for no data.
-        own = read_held_out(*arguments, local_rows(mesh, num_rows))
-        self.batches = to_global(add_fields(own, self.kind.fields), mesh)
+        local = read_held_out(*arguments, local_rows(mesh, num_rows))
+        self.batches = to_global(add_fields(local, self.kind.fields), mesh)
         loss_fn = self.kind.make(cfg)
 
         @jax.jit

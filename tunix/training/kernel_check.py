@@ -12,13 +12,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model
-from tunix.config.mixers import HeadSizes
-from tunix.config.mlp import ExpertsMlp
-from tunix.models.attention import Method, attend
-from tunix.models.exchanges import choose_exchange, is_in_blocks
-from tunix.models.kernels import choose_expert_products, choose_kernel
-from tunix.models.products import grouped_product
-from tunix.models.seen import seen_in_row
+from tunix.config.layers import ExpertsMlp, HeadSizes
+from tunix.models.attention import Method, compute_attention
+from tunix.models.attention_mask import row_mask_rule
+from tunix.models.context_parallel import is_in_blocks
+from tunix.models.matmul import grouped_product
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import data_shards, token_shards
 
@@ -40,49 +38,49 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     Raises:
         UserError: they differ by more than rounding explains.
     """
-    if not cfg.training.check_attention or is_in_blocks(choose_exchange(cfg.model, mesh.shape).name):
+    if not cfg.training.check_attention or is_in_blocks(layout.cp_exchange):
         return None
     findings, model = [], cfg.model
-    for heads in model.kinds_of_heads:
-        name = choose_kernel(model.attention, heads.dim, layout.compute, model.attention_options).name
+    for heads in model.head_kinds:
+        name = layout.kernel_of(heads.dim_names[0])
         if name == "xla":
             continue
         compare = partial(_compare, model, heads, layout, name, data_shards(mesh.shape), token_shards(mesh.shape))
-        where = " in global layers" if heads.letters == "kh" else ""
-        what = f"{name} attention{where}"
-        findings.append(_judge(f"model.attention={name}", what, jax.jit(compare)(), layout.compute, mesh))
+        where = " in global layers" if heads.dim_names == "kh" else ""
+        source = f"{name} attention{where}"
+        findings.append(_judge(f"model.attention={name}", source, jax.jit(compare)(), layout.compute, mesh))
     return "; ".join(findings) or None
 
 
-def check_expert_products(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
+def check_expert_matmul(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     """Compare products of experts and their gradients with those of `jax.lax.ragged_dot`; see `check_attention`."""
     mlp = cfg.model.mlp
     if not cfg.training.check_attention or not isinstance(mlp, ExpertsMlp):
         return None
-    name = choose_expert_products(cfg.model.expert_products, layout.compute).name
+    name = layout.expert_products
     if name == "xla":
         return None
-    compare = partial(_compare_products, name, cfg.model.embed_dim, mlp.expert_dim, layout.compute, mesh.axis_names)
+    compare = partial(_compare_matmul, name, cfg.model.embed_dim, mlp.expert_dim, layout.compute, mesh.axis_names)
     # Each device computes the same numbers with its own copy: the largest difference of any device counts.
     differences = jax.jit(jax.shard_map(compare, in_specs=(), out_specs=PartitionSpec()))()
     return _judge(f"model.expert_products={name}", f"{name} products of experts", differences, layout.compute, mesh)
 
 
-def _judge(setting: str, what: str, differences: dict[str, jax.Array], dtype: str, mesh: Mesh) -> str:
+def _judge(setting: str, source: str, differences: dict[str, jax.Array], dtype: str, mesh: Mesh) -> str:
     """Return in words how large the differences are, by what they are of.
 
     Raises:
         UserError: they are larger than rounding explains.
     """
-    largest, of_what = max((float(value), label) for label, value in differences.items())
+    max_difference, of_what = max((float(value), label) for label, value in differences.items())
     limit, kind, key = LIMITS[dtype], mesh.devices.flat[0].device_kind, setting.split("=")[0]
-    if largest > limit:
+    if max_difference > limit:
         raise UserError(
-            f"{setting}: its {of_what} differ from the plain kernel's by {largest:.2%} on {kind}, more "
+            f"{setting}: its {of_what} differ from the plain kernel's by {max_difference:.2%} on {kind}, more "
             f"than the {limit:.2%} that rounding explains; train with {key}=xla, or skip this comparison "
             "with training.check_attention=false"
         )
-    return f"{what} agrees with the plain kernel within {largest:.2%} on {kind}"
+    return f"{source} agrees with the plain kernel within {max_difference:.2%} on {kind}"
 
 
 def _compare(
@@ -92,27 +90,27 @@ def _compare(
 
     There are `num_rows` sequences, each on `num_parts` devices. `sizes` are those of the heads.
     """
-    kv_letter = sizes.letters[0]
+    kv_dim_name = sizes.dim_names[0]
     length = -(-LENGTH // num_parts) * num_parts
 
-    def numbers(seed: int, letters: str, heads: int) -> jax.Array:
+    def numbers(seed: int, dim_names: str, heads: int) -> jax.Array:
         # One row, the same on every data shard: then the numbers do not depend on the mesh.
         row = jax.random.normal(jax.random.key(seed), (1, length, heads, sizes.dim), layout.compute)
-        return spread(row, letters)
+        return spread(row, dim_names)
 
-    def spread(row: jax.Array, letters: str) -> jax.Array:
+    def spread(row: jax.Array, dim_names: str) -> jax.Array:
         """Return equal rows, one for each data shard."""
-        return jnp.broadcast_to(row, (num_rows, *row.shape[1:]), out_sharding=layout.activation(letters))
+        return jnp.broadcast_to(row, (num_rows, *row.shape[1:]), out_sharding=layout.activation(dim_names))
 
     q = numbers(0, "BTNH", model.num_heads) * jnp.asarray(sizes.dim**-0.5, layout.compute)
-    k, v = (numbers(seed, f"BT{kv_letter}H", sizes.num_kv_heads) for seed in (1, 2))
+    k, v = (numbers(seed, f"BT{kv_dim_name}H", sizes.num_kv_heads) for seed in (1, 2))
     d_out = numbers(3, "BTNH", model.num_heads)
     segments = spread(jnp.arange(length)[None] // DOCUMENT, "BS")
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
         def attended(q, k, v):
-            method = Method(kernel, choose_exchange(model).name, model.attention_options)
-            out = attend(q, k, v, seen_in_row(segments, WINDOW), layout, method, kv_letter)
+            method = Method(kernel, layout.cp_exchange, model.attention_options)
+            out = compute_attention(q, k, v, row_mask_rule(segments, WINDOW), layout, method, kv_dim_name)
             return out[0] if model.attention_sinks else out  # with sinks a kernel also returns its sums
 
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))
@@ -121,10 +119,10 @@ def _compare(
     # The plain kernel computes in float32, so the difference is the error of the kernel and of its dtype alone.
     labels = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
     pairs = zip(labels, results(name, layout.compute), results("xla", "float32"), strict=True)
-    return {label: _measure_difference(x, y) for label, x, y in pairs}
+    return {label: _compute_difference(x, y) for label, x, y in pairs}
 
 
-def _compare_products(
+def _compare_matmul(
     name: str, num_inputs: int, num_outputs: int, dtype: str, axes: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     """Return what `_compare` does for products [R, out] of rows [R, in] with the weights of their experts [4, in, out].
@@ -150,10 +148,10 @@ def _compare_products(
 
     labels = ("outputs", "gradients of rows", "gradients of weights")
     pairs = zip(labels, results(name, dtype), results("xla", "float32"), strict=True)
-    return {label: jax.lax.pmax(_measure_difference(x, y), axes) for label, x, y in pairs}
+    return {label: jax.lax.pmax(_compute_difference(x, y), axes) for label, x, y in pairs}
 
 
-def _measure_difference(x: jax.Array, y: jax.Array) -> jax.Array:
+def _compute_difference(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return the largest difference, relative to the largest number of y; infinity where it is not a number."""
     # A comparison with NaN is false, so a NaN would pass as a small difference.
     value = jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))

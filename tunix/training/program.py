@@ -1,8 +1,10 @@
 """The training program of a config on a mesh: architecture, loss, optimizer, and the step made of them."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,25 +12,24 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from tunix.base.dotted import import_object
-from tunix.config import Config, Model, Training
-from tunix.config.batch_stages import BatchSchedule, BatchShape, Spans
-from tunix.config.mlp import ExpertsMlp
-from tunix.config.pipeline_shape import PIPELINE_SCHEDULES, PipelineShape
+from tunix.base.errors import UserError
+from tunix.config import Config, Model, Training, list_dims
+from tunix.config.batch import BatchSchedule, BatchShape, Spans
+from tunix.config.layers import ExpertsMlp
+from tunix.config.model_checks import check_stages
+from tunix.config.pipeline import PipelineShape
 from tunix.data.batch import abstract_arrays
-from tunix.models.expert_exchanges import check_expert_exchange
-from tunix.models.kernels import choose_expert_products, choose_kernel, mesh_device
-from tunix.models.remat import Remat
-from tunix.sharding.arrays import abstract_results
+from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
+from tunix.models.context_parallel import select_exchange
+from tunix.models.flops import flops_per_token
+from tunix.sharding.arrays import abstract_results, has_host_memory
 from tunix.sharding.layout import Layout
-from tunix.training.copies import Copy, make_copies, start_copies
-from tunix.training.losses import LossFn, find_loss_kind, try_out_loss
-from tunix.training.mesh_choices import build_layout, choose_sync, find_platform, read_remat, settle_remat
-from tunix.training.optim import make_optimizer, make_schedule
-from tunix.training.overlap import Options, Overlap, choose_overlap, keep_known_options
-from tunix.training.pipelined import make_pipelined_gradients
-from tunix.training.program_checks import check_host_memory, check_model_on_mesh, check_pipeline_chunks
-from tunix.training.spikes import SpikeGuard, make_guard
+from tunix.sharding.mesh_shape import check_divides, nearest
+from tunix.training.choices import Choices, Options, Planned, keep_known_options, select
+from tunix.training.ema import Copy, init_ema, make_ema
+from tunix.training.loss import LossFn, find_loss_kind, try_out_loss
+from tunix.training.optimizer import SpikeGuard, make_guard, make_optimizer, make_schedule
+from tunix.training.pipeline_step import make_pipelined_gradients
 from tunix.training.state import (
     Architecture,
     State,
@@ -43,19 +44,150 @@ from tunix.training.step import Gradients, Update, make_gradients, make_train_st
 log = logging.getLogger(__name__)
 
 
+# The numbers that follow from config and mesh: batch, tokens, steps.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers that follow from config and mesh."""
+
+    schedule: BatchSchedule
+    data_schedule: DataSchedule  # through the data
+    total_steps: int | None  # None: only the data will tell
+    flops_by_length: dict[int, float]  # FLOPs of a token, keyed by the length of its sequence
+    num_devices: int
+
+    @property
+    def batch(self) -> BatchShape:
+        """The batch of the run, which follows all stages."""
+        return self.schedule.periods[-1].shape
+
+    @property
+    def flops_per_token(self) -> float:
+        return self.flops_by_length[self.batch.seq_len]
+
+    @property
+    def tflop_per_step(self) -> float:
+        return self.flops_per_token * self.batch.num_tokens / 1e12
+
+
+def derive_sizes(program: "Program", num_samples: int | None, start: Position = BEGINNING) -> Sizes:
+    """Derive the sizes of a run that goes on from `start`. `num_samples`, those to train on, is None in a dry run."""
+    cfg, arch = program.cfg, program.arch
+    schedule = schedule_after(start, program.choices.batch, program.mesh.shape)
+    data_schedule = make_data_schedule(cfg, schedule, start)
+    lengths = {period.shape.seq_len for period in schedule.periods}
+    return Sizes(
+        schedule,
+        data_schedule,
+        last_step(cfg.training, data_schedule, schedule.periods[-1].shape.num_tokens, num_samples),
+        {length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) for length in lengths},
+        program.mesh.size,
+    )
+
+
+def last_step(
+    training: Training, data_schedule: DataSchedule, tokens_per_step: int, num_samples: int | None
+) -> int | None:
+    """Return the step at which the first limit is reached on a course; it ends a cycle.
+
+    `tokens_per_step` are those behind all stages. None: only the data will tell, and their `num_samples` are not known.
+    """
+    limits, start, cycle = [], data_schedule.start, data_schedule.cycle
+    if training.max_tokens is not None:
+        # A cycle of `cycle.samples` samples gives `cycle.steps` steps their tokens: max_tokens as a number of samples.
+        samples = training.max_tokens * cycle.samples // (tokens_per_step * cycle.steps)
+        limits.append(data_schedule.last_step_within(samples - start.num_samples))
+    if training.num_epochs is not None and num_samples is not None:
+        # Samples that are left out belong to their epoch: they bring its end nearer.
+        end = math.floor(training.num_epochs * num_samples)
+        last = data_schedule.last_step_within(max(0, end - start.next_sample))
+        # `next_sample` grows with the step, so the last step that stays within the end is found by bisection.
+        steps = range(start.step, last + 1, cycle.steps)
+        limits.append(steps[bisect_right(steps, end, key=data_schedule.next_sample) - 1])
+    limits = [max(1, limit) for limit in limits]
+    if training.max_steps is not None:
+        limits.append(training.max_steps)
+    return max(start.step, min(limits)) if limits else None
+
+
+# Checks of a model on a mesh, beyond those of the config; errors name the keys, the values and the way out.
+
+
+def check_model_on_mesh(model: Model, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` where a model does not run on a mesh of these sizes, whatever the training is."""
+    check_stages(model, sizes)
+    check_divides(model.dims, sizes)
+    select_exchange(model, sizes, model.cp_exchange)
+
+
+def check_on_mesh(cfg: Config, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` where the model, its sequences or its batch do not fit a mesh of these sizes.
+
+    A batch that is left open (`training.micro_batch_size=auto`) fits every mesh.
+    """
+    # Check the model first: its messages are the most useful.
+    check_model_on_mesh(cfg.model, sizes)
+    check_divides(cfg.dims, sizes)  # `cfg.dims` has the tokens of a sequence too
+    if cfg.training.micro_batch_size != "auto":
+        cfg.training.batch_shape(sizes)
+
+
+def check_pipeline_chunks(model: Model, pipeline: PipelineShape) -> None:
+    """Raise `UserError` where the layers of a stage do not make equal chunks."""
+    first = model.runs[0]  # the only one, where there are stages
+    schedule = len(first.layers) // len(first.pattern)
+    if pipeline.num_stages == 1 or schedule % (pipeline.num_stages * pipeline.num_chunks) == 0:
+        return
+    turns_per_stage = schedule // pipeline.num_stages
+    units = "layers" if len(first.pattern) == 1 else f"turns of {len(first.pattern)} layers"
+    valid = [count for count in range(2, turns_per_stage + 1) if turns_per_stage % count == 0]
+    hint = f"nearest: {' or '.join(map(str, nearest(valid, pipeline.num_chunks)))}, or " if valid else ""
+    raise UserError(
+        f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {turns_per_stage} {units} of each of "
+        f"{pipeline.num_stages} stages; {hint}training.pipeline_schedule=1f1b"
+    )
+
+
+def check_host_memory(cfg: Config, pipeline: PipelineShape, mesh: Mesh | AbstractMesh) -> None:
+    """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
+    training = cfg.training
+    for run in cfg.model.runs:
+        count = len(run.layers) // len(run.pattern) // (pipeline.num_stages * pipeline.num_chunks)
+        if count % training.remat_every:
+            units = "layers" if len(run.pattern) == 1 else f"times {len(run.pattern)} layers"
+            valid = [every for every in range(1, count + 1) if count % every == 0]
+            raise UserError(
+                f"training.remat_every={training.remat_every} does not divide {count} {units} in a row; it may be "
+                f"{', '.join(map(str, valid))}"
+            )
+    if not isinstance(mesh, Mesh) or has_host_memory(mesh):
+        return
+    kind = mesh.devices.flat[0].device_kind
+    if training.offload != "none":
+        raise UserError(
+            f"training.offload={training.offload} needs devices that read the host's pinned memory, and {kind} does "
+            "not; leave training.offload=none, and save memory with training.remat and model.mesh_shape"
+        )
+    if training.ema_decay is not None and training.ema_memory == "host":
+        raise UserError(
+            f"training.ema_memory=host needs devices that read the host's pinned memory, and {kind} does not; leave "
+            "training.ema_memory=device, and halve the averages with training.ema_dtype=bfloat16"
+        )
+
+
 @dataclass(frozen=True)
 class Program:
     """The parts of a training program. No array is made yet, and the devices need not exist."""
 
-    cfg: Config  # with a policy in place of training.remat=auto
+    cfg: Config
     mesh: Mesh | AbstractMesh
-    platform: str | None  # of the devices; None is not known
-    layout: Layout
+    platform: str | None  # of the devices, where the mesh has none
+    choices: Choices
     arch: Architecture
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
-    overlap: Overlap
-    copies: dict[str, Copy]  # of the parameters, that the state carries
+    ema: dict[str, Copy]  # of the parameters, that the state carries
     guard: SpikeGuard | None
     abstract: State  # shapes, dtypes and shardings of the state
 
@@ -65,38 +197,29 @@ class Program:
 
     @property
     def batch(self) -> BatchShape:
-        return self.cfg.training.batch_shape(self.mesh.shape)
+        return self.choices.shape
 
     @property
-    def pipeline(self) -> PipelineShape:
-        return self.cfg.training.pipeline(self.mesh.shape)
+    def dims(self) -> dict[str, int]:
+        """Size of each dimension of weights and activations, with the batch of this program (`Config.dims`)."""
+        return list_dims(self.cfg.model, self.choices.batch)
 
     @property
-    def sync_every(self) -> int:
-        """Microbatches between two reductions of gradients."""
-        return choose_sync(self.cfg.training, self.mesh)
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the batch that a step takes: the fields that the loss needs."""
+        return abstract_arrays(find_loss_kind(self.cfg).fields, self.batch, self.mesh)
 
     @property
-    def remat(self) -> Remat:
-        """Arrays that blocks keep for their backward pass."""
-        return read_remat(self.cfg.training)
+    def layout(self) -> Layout:
+        return self.choices.layout
 
-    def with_batch(self, training: Training) -> "Program":
-        """Return the program with the batch of another `training`, whose other keys are the same.
-
-        Model, optimizer and state know no batch: costs of many batches are derived from one program.
-        """
-        training = training.model_copy(update={"remat": self.cfg.training.remat})
-        cfg = self.cfg.model_copy(update={"training": training})
-        return replace(self, cfg=cfg, overlap=choose_overlap(cfg, self.layout, self.mesh, self.platform))
-
-    def new_state(self, seed: int, given: dict[str, Any] | None = None) -> State:
+    def new_state(self, seed: int, initial: dict[str, Any] | None = None) -> State:
         """Make the state of step 0 on its shards.
 
-        `given` is a tree of parameters that exist already (see `load_init_from`), with None for those to be made; its
+        `initial` is a tree of parameters that exist already (see `load_init_from`), with None for those to be made; its
         arrays are donated.
         """
-        return self._new_state(seed, given)
+        return self._new_state(seed, initial)
 
     def compile_new_state(self, seed: int) -> Callable[[], State]:
         """Compile what `new_state` runs for a seed, and return a function that runs it."""
@@ -107,18 +230,18 @@ class Program:
     def _new_state(self) -> Any:
         # With these shardings each device makes its own shards, and no larger part of a weight than it keeps.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        make = partial(new_state, self.arch, self.optimizer, self.copies, self.guard)
+        make = partial(new_state, self.arch, self.optimizer, self.ema, self.guard)
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)
 
-    def new_params(self, seed: int, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    def new_params(self, seed: int, initial: dict[str, Any] | None = None) -> dict[str, Any]:
         """Make the parameters of step 0 without the rest of the state; see `new_state`."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract["params"])
         make = partial(new_state, self.arch, self.optimizer, {}, None)
         # XLA leaves out what the result does not need: no moments are made.
         params_alone = jax.jit(
-            lambda seed, given: make(seed, given)["params"], out_shardings=shardings, donate_argnums=1
+            lambda seed, initial: make(seed, initial)["params"], out_shardings=shardings, donate_argnums=1
         )
-        return params_alone(seed, given)
+        return params_alone(seed, initial)
 
     def try_out_loss(self) -> None:
         """Raise `UserError` where the loss that a user brings does not work on a microbatch of this program."""
@@ -135,27 +258,30 @@ class Program:
             log.warning("the checkpoint has no window of %d steps for spikes: it starts empty", self.guard.window)
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract["spikes"])
             state = state | jax.jit(self.guard.start, out_shardings={"spikes": shardings})()
-        absent = sorted(self.copies.keys() - state.get("copies", {}).keys())
+        absent = sorted(self.ema.keys() - state.get("copies", {}).keys())
         if not absent:
             return state
         log.warning("the checkpoint has no %s of the parameters: it starts from those of now", " and ".join(absent))
 
-        copies = {name: self.copies[name] for name in absent}
+        ema = {name: self.ema[name] for name in absent}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: self.abstract["copies"][name] for name in absent})
 
         def start(params):
-            return start_copies(copies, lay_out_for_optimizer(self.arch.trained(params), self.arch))["copies"]
+            return init_ema(ema, lay_out_for_optimizer(self.arch.trained(params), self.arch))["copies"]
 
         started = jax.jit(start, out_shardings=shardings)(state["params"])
         return state | {"copies": state.get("copies", {}) | started}
 
     def compiler_options(self) -> Options:
         """Return XLA's options for the step; those of the config win."""
-        return keep_known_options(self.overlap.options, self.mesh) | self.cfg.training.compiler_options
+        return keep_known_options(self.choices.options, self.mesh) | self.cfg.training.compiler_options
 
     def gradients(self) -> Gradients:
-        """Return what computes the gradients of a step, by the schedule of the pipeline."""
-        return import_object(PIPELINE_SCHEDULES[self.pipeline.schedule].gradients)(self)
+        """Return what computes the gradients of a step: one microbatch after another, or one stream through stages."""
+        pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
+        if pipeline.num_stages == 1:
+            return make_gradients(self.arch, self.loss_fn, sync_every)
+        return make_pipelined_gradients(self.arch, self.loss_fn, sync_every, pipeline.num_chunks)
 
     def step(self, spans: Spans) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
         """Return the train step of a run of these steps, on which the learning rate depends; to be compiled."""
@@ -163,26 +289,13 @@ class Program:
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, spans)
         gradients = self.gradients()
         norms_every = cfg.logging.layer_norms_every
-        update = Update(self.optimizer, schedule, self.copies, self.guard, _read_bias_rate(cfg.model), norms_every)
+        update = Update(self.optimizer, schedule, self.ema, self.guard, _read_bias_rate(cfg.model), norms_every)
         return make_train_step(gradients, self.arch, update)
 
 
-def one_by_one(program: Program) -> Gradients:
-    """Return what computes the gradients of a step microbatch after microbatch."""
-    return make_gradients(program.arch, program.loss_fn, program.sync_every)
-
-
-def as_stream(program: Program) -> Gradients:
-    """Return what computes the gradients of a step of which the parts are one stream through the stages."""
-    return make_pipelined_gradients(program.arch, program.loss_fn, program.sync_every, program.pipeline.num_chunks)
-
-
-def abstract_batch(cfg: Config, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes, dtypes and shardings of the batch that a step takes: the fields that the loss needs."""
-    return abstract_arrays(find_loss_kind(cfg).fields, cfg.training.batch_shape(mesh.shape), mesh)
-
-
-def assemble(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None) -> Program:
+def assemble(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None, planned: Planned | None = None
+) -> Program:
     """Return the program of `cfg` for `mesh`, which must be the mesh in use (`jax.set_mesh`).
 
     `platform` is that of the devices, where the mesh has none: a plan describes meshes of devices that it has not.
@@ -190,27 +303,18 @@ def assemble(cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None
     Raises:
         UserError: the model, or a choice of the config, does not run on this mesh.
     """
-    platform = platform or find_platform(mesh)
-    cfg = settle_remat(cfg, platform)
-    training, layout = cfg.training, build_layout(cfg, mesh, platform)
-    # A kernel or an exchange that does not fit is refused here.
-    for heads in cfg.model.kinds_of_heads:
-        choose_kernel(cfg.model.attention, heads.dim, layout.compute, cfg.model.attention_options)
-    choose_expert_products(cfg.model.expert_products, layout.compute)
     check_model_on_mesh(cfg.model, mesh.shape)
-    check_expert_exchange(cfg.model, layout.expert_exchange, mesh_device())
-    check_pipeline_chunks(cfg, mesh)
-    check_host_memory(cfg, mesh)
-    overlap = choose_overlap(cfg, layout, mesh, platform)
+    training, choices = cfg.training, select(cfg, mesh, platform, planned)
+    check_pipeline_chunks(cfg.model, choices.pipeline)
+    check_host_memory(cfg, choices.pipeline, mesh)
     # From here on everything is made of shapes: `describe` traces the model, `abstract_results` the state of step 0.
-    parts_per_stage = training.parts_per_stage(mesh.shape)
-    arch = describe(cfg.model, layout, read_remat(training), parts_per_stage, overlap.prefetch)
+    arch = describe(cfg.model, choices.layout, choices.remat, choices.parts_per_stage, choices.prefetch)
     optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
-    copies, guard = make_copies(training), make_guard(training)
-    start = partial(start_state, arch, optimizer, copies, guard)
+    ema, guard = make_ema(training), make_guard(training)
+    start = partial(start_state, arch, optimizer, ema, guard)
     abstract = abstract_results(mesh, start, abstract_params(arch, mesh))
     loss_fn = find_loss_kind(cfg).make(cfg)
-    return Program(cfg, mesh, platform, layout, arch, optimizer, loss_fn, overlap, copies, guard, abstract)
+    return Program(cfg, mesh, platform, choices, arch, optimizer, loss_fn, ema, guard, abstract)
 
 
 def assemble_stages(program: Program, schedule: BatchSchedule) -> dict[BatchShape, Program]:
@@ -219,11 +323,12 @@ def assemble_stages(program: Program, schedule: BatchSchedule) -> dict[BatchShap
     `program` is that of the batch behind all stages. All programs have the same state.
     """
     programs: dict[BatchShape, Program] = {}
-    last = schedule.periods[-1].shape
     for period in schedule.periods:
-        if period.shape not in programs:
-            cfg = program.cfg.model_copy(update={"training": period.training})
-            programs[period.shape] = program if period.shape == last else assemble(cfg, program.mesh, program.platform)
+        if period.shape == program.batch:
+            programs[period.shape] = program
+        elif period.shape not in programs:
+            planned = program.choices.planned._replace(batch=period.batch)
+            programs[period.shape] = assemble(program.cfg, program.mesh, program.platform, planned)
     return programs
 
 

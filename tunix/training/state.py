@@ -13,25 +13,25 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.config.mlp import ExpertsMlp
-from tunix.models.draws import Draws
-from tunix.models.paths import parameter_name
+from tunix.config.layers import ExpertsMlp
+from tunix.config.model import list_keys_outside
+from tunix.models.layers import Initializer, parameter_name
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import bring_to, to_host_memory
-from tunix.sharding.dims import EXPERTS
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
-from tunix.training.copies import Copy, start_copies
-from tunix.training.spikes import SpikeGuard
+from tunix.sharding.table import EXPERTS
+from tunix.training.ema import Copy, init_ema
+from tunix.training.optimizer import SpikeGuard
 
-# params, opt_state: trees of arrays; copies: such trees by name (copies.py), absent where there are none;
-# spikes: the window of the guard (spikes.py), absent without a guard; step: optimizer steps taken;
+# params, opt_state: trees of arrays; copies: such trees by name (ema.py), absent where there are none;
+# spikes: the window of the guard (optimizer.py), absent without a guard; step: optimizer steps taken;
 # skipped: steps in a row, to now, that were not finite
 State = dict[str, Any]
 
 
-MOST_KNOWN = 16  # architectures that `describe` keeps
+MAX_REMEMBERED = 16  # architectures that `describe` keeps
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def describe(
 ) -> Architecture:
     """Split the model on shapes only: no array is made. See `Transformer` for the other arguments."""
     # The layout holds all that matters of the mesh, so models on other meshes with equal layouts are one entry.
-    key = cfg.model_dump_json(exclude={"mesh_shape"}), layout, remat, parts_per_stage, prefetch
+    key = cfg.model_dump_json(exclude=list_keys_outside("mesh")), layout, remat, parts_per_stage, prefetch
     if key not in _known:
-        if len(_known) > MOST_KNOWN:
+        if len(_known) > MAX_REMEMBERED:
             _known.clear()
         _known[key] = _describe(cfg, layout, remat, parts_per_stage, prefetch)
     return _known[key]
@@ -140,7 +140,7 @@ def describe(
 def _describe(cfg: Model, layout: Layout, remat: Remat, parts_per_stage: int | None, prefetch: bool) -> Architecture:
     # `eval_shape` of JAX, not of NNX: that one also takes the model apart and puts it together again.
     graphdef, variables = jax.eval_shape(
-        lambda: nnx.split(Transformer(cfg, layout, Draws(None), remat, parts_per_stage, prefetch))
+        lambda: nnx.split(Transformer(cfg, layout, Initializer(None), remat, parts_per_stage, prefetch))
     )
 
     active_share = cfg.mlp.experts_per_token / cfg.mlp.num_experts if isinstance(cfg.mlp, ExpertsMlp) else 1.0
@@ -171,49 +171,50 @@ def _describe(cfg: Model, layout: Layout, remat: Remat, parts_per_stage: int | N
 def new_state(
     arch: Architecture,
     optimizer: optax.GradientTransformation,
-    copies: dict[str, Copy],
+    ema: dict[str, Copy],
     guard: SpikeGuard | None,
     seed: jax.Array | int,
-    given: dict[str, Any] | None = None,
+    initial: dict[str, Any] | None = None,
 ) -> State:
-    """Make the state of step 0. To be compiled: each device then makes only its own shards, the same on every mesh.
+    """Make the state of step 0 from `seed`, a scalar. To be compiled: each device then makes only its own shards,
+    the same on every mesh.
 
-    `given` is a tree of parameters that exist already, with None for those to be made.
+    `initial` is a tree of parameters that exist already, with None for those to be made.
     """
-    params = nnx.to_pure_dict(nnx.state(Transformer(arch.model, arch.layout, Draws(jax.random.key(seed)))))
-    params = params if given is None else arch.merge(given, params)
-    return start_state(arch, optimizer, copies, guard, params)
+    params = nnx.to_pure_dict(nnx.state(Transformer(arch.model, arch.layout, Initializer(jax.random.key(seed)))))
+    params = params if initial is None else arch.merge(initial, params)
+    return start_state(arch, optimizer, ema, guard, params)
 
 
 def start_state(
     arch: Architecture,
     optimizer: optax.GradientTransformation,
-    copies: dict[str, Copy],
+    ema: dict[str, Copy],
     guard: SpikeGuard | None,
     params: dict[str, Any],
 ) -> State:
     """Return the state of step 0 with these parameters."""
     # Moments and copies start from parameters in the optimizer's layout: they have this layout through the whole run.
-    at_rest = arch.layout.at_rest
-    params = jax.tree.map(lambda p, weight: reshard(p, at_rest(weight.equation)), params, arch.weights)
+    stored = arch.layout.stored
+    params = jax.tree.map(lambda p, weight: reshard(p, stored(weight.equation)), params, arch.weights)
     trained = lay_out_for_optimizer(arch.trained(params), arch)
     zero, moments = jnp.zeros((), jnp.int32), optimizer.init(trained)
     moments = to_host_memory(moments) if arch.layout.moments_on_host else moments
     state = {"params": params, "opt_state": moments, "step": zero, "skipped": zero}
-    return state | start_copies(copies, trained) | (guard.start() if guard else {})
+    return state | init_ema(ema, trained) | (guard.start() if guard else {})
 
 
 def lay_out_for_optimizer(tree: dict[str, Any], arch: Architecture) -> dict[str, Any]:
     """Return trained parameters or gradients laid out as the optimizer works on them."""
-    at_rest, sharded = arch.layout.at_rest, arch.layout.strategy.optimizer
-    return jax.tree.map(lambda x, weight: bring_to(x, at_rest(weight.equation, sharded)), tree, arch.trained_weights)
+    stored, sharded = arch.layout.stored, arch.layout.strategy.optimizer
+    return jax.tree.map(lambda x, weight: bring_to(x, stored(weight.equation, sharded)), tree, arch.trained_weights)
 
 
 def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     """Return shapes, dtypes and shardings of the parameters at rest."""
 
     def abstract(weight: Weight) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, arch.layout.at_rest(weight.equation))
+        sharding = NamedSharding(mesh, arch.layout.stored(weight.equation))
         return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, arch.weights)

@@ -1,6 +1,7 @@
 """The train step: gradients of A microbatches, one division by the weight of the loss, one update. Pure."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +10,52 @@ import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.data.batch import Batch
+from tunix.models.layers import named
 from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
-from tunix.training.balance import move_biases
-from tunix.training.copies import Copy, fetch_copies, put_copies, update_copies
-from tunix.training.layer_norms import NORMS, compute_norms_if_due
-from tunix.training.optim import Schedule
-from tunix.training.scores import ROUTING, LossFn, Sums, add_up, report_sums
-from tunix.training.spikes import SpikeGuard
+from tunix.sharding.equations import Equation
+from tunix.training.ema import Copy, read_ema, update_ema, write_ema
+from tunix.training.logprobs import ROUTING, LossFn, Sums, add_up, report_sums
+from tunix.training.optimizer import Schedule, SpikeGuard, move_biases
 from tunix.training.state import Architecture, State, Weight, add_gradients, lay_out_for_optimizer
+
+# Norms of each weight in each layer: of its gradient, of the weight, and of its change in a step.
+#
+# They tell which layer a spike comes from, and whether all layers learn at the same pace: in a healthy run, the norm of
+# a change over the norm of its weight is about the same in every layer.
+
+NORMS = "layer_norms"  # their name among the numbers of a step
+
+
+def compute_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> dict[str, jax.Array]:
+    """Return the norms of the leaves of `trees`, such as {"gradient": ...}, keyed `gradient/blocks.attention.q.w`.
+
+    `weights` is the tree of `Weight` of what is trained. A weight that is stacked over layers gives a norm for each
+    layer, [L]; any other one a scalar.
+    """
+    equations = {name: weight.equation for name, weight in named(weights)}
+    return {
+        f"{label}/{name}": _compute_norm(leaf, equations[name])
+        for label, tree in trees.items()
+        for name, leaf in named(tree)
+    }
+
+
+def compute_norms_if_due(
+    is_due: jax.Array, weights: dict[str, Any], trees: dict[str, dict[str, Any]]
+) -> dict[str, jax.Array]:
+    """Return `compute_norms` where the scalar `is_due` is true in a step, else zeros in their place: [L] or scalars."""
+    # Both ways of a condition must return equal shapes; a step between two due ones reads none of the trees.
+    shapes = jax.eval_shape(partial(compute_norms, weights), trees)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.cond(is_due, partial(compute_norms, weights), lambda _: zeros, trees)
+
+
+def _compute_norm(x: jax.Array, equation: Equation) -> jax.Array:
+    """Return the norm of each layer, whole on every device; the sum over split dimensions is one over devices."""
+    first = int(equation.is_stacked)
+    squares = jnp.square(x.astype(jnp.float32)).sum(range(first, x.ndim))
+    return reshard(jnp.sqrt(squares), PartitionSpec(*[None] * first))
+
 
 # (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 Gradients = Callable[[dict, Batch, jax.Array], tuple[dict, jax.Array, Sums]]
@@ -27,9 +66,9 @@ class Update(NamedTuple):
 
     optimizer: optax.GradientTransformation
     schedule: Schedule  # the learning rate of each step
-    copies: dict[str, Copy]  # of the parameters, by name
+    ema: dict[str, Copy]  # of the parameters, by name
     guard: SpikeGuard | None  # against spikes
-    bias_rate: float | None  # of routers (balance.py); None where they have no bias
+    bias_rate: float | None  # of routers (optimizer.py); None where they have no bias
     norms_every: int | None  # steps between two that report the norms of each layer; None reports none
 
     def direct(self, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
@@ -39,7 +78,8 @@ class Update(NamedTuple):
         return auto_axes(self.optimizer.update, out_sharding=specs)(grads, moments, params)
 
     def report_norms(self, step: jax.Array, arch: Architecture, grads: Any, old: Any, new: Any) -> dict[str, Any]:
-        """Return the norms of each layer of gradients, parameters and their change; zeros between two due steps."""
+        """Return the norms of each layer, [L], of gradients, parameters and their change; zeros between two due
+        steps."""
         if not self.norms_every:
             return {}
         is_due = (step + 1) % self.norms_every == 0  # `step` counts the steps before this one
@@ -69,7 +109,7 @@ def make_train_step(
         choice      the new p or the old one                    rests
 
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
-    guard. `gradients` is what `make_gradients` returns, or another schedule's `gradients` (`PIPELINE_SCHEDULES`).
+    guard. `gradients` is what `make_gradients` or `make_pipelined_gradients` returns.
     """
     on_host = arch.layout.moments_on_host
 
@@ -98,24 +138,26 @@ def make_train_step(
             if update.guard:
                 spike, watched, numbers = update.guard.check(state["spikes"], reported, finite)
                 is_good, reported = finite & ~spike, reported | numbers
-            old_copies = fetch_copies(update.copies, state)
-            copies = update_copies(update.copies, old_copies, params)
+            old_ema = read_ema(update.ema, state)
+            ema = update_ema(update.ema, old_ema, params)
             # Back from the layout of the optimizer to that of the state, which is where updated weights are gathered.
-            new = {"params": params, "opt_state": opt_state, **copies}
-            old = {"params": trained, "opt_state": moments} | ({"copies": old_copies} if old_copies else {})
+            new = {"params": params, "opt_state": opt_state, **ema}
+            old = {"params": trained, "opt_state": moments} | ({"copies": old_ema} if old_ema else {})
             new = jax.tree.map(lambda n, o: bring_to(n, jax.typeof(o).sharding.spec), new, old)
-            kept = jax.tree.map(lambda n, o: jax.lax.select(is_good, n, o), new, old)
-            reported |= update.report_norms(state["step"], arch, grads, trained, kept["params"])
+            selected = jax.tree.map(lambda n, o: jax.lax.select(is_good, n, o), new, old)
+            reported |= update.report_norms(state["step"], arch, grads, trained, selected["params"])
             if on_host:
-                kept["opt_state"] = to_host_memory(kept["opt_state"])
-            kept |= put_copies(update.copies, kept)
-        # Counted in a row: training.max_skipped_steps ends the run. A spike has a count of its own (spikes.py).
+                selected["opt_state"] = to_host_memory(selected["opt_state"])
+            selected |= write_ema(update.ema, selected)
+        # Counted in a row: training.max_skipped_steps ends the run. A spike has a count of its own (optimizer.py).
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
-        kept["params"] = arch.merge(kept["params"], state["params"])  # frozen parameters come from the old state
+        selected["params"] = arch.merge(
+            selected["params"], state["params"]
+        )  # frozen parameters come from the old state
         if update.bias_rate:  # a router's bias follows the loads of its experts, and has no gradient
             rate_of_biases = jnp.where(is_good, update.bias_rate, 0.0)
-            kept["params"] = move_biases(kept["params"], arch.weights, sums[ROUTING], rate_of_biases)
-        new_state = {**kept, **watched, "step": state["step"] + 1, "skipped": skipped}
+            selected["params"] = move_biases(selected["params"], arch.weights, sums[ROUTING], rate_of_biases)
+        new_state = {**selected, **watched, "step": state["step"] + 1, "skipped": skipped}
         return new_state, {**reported, "learning_rate": rate, "skipped": skipped}
 
     return train_step
@@ -153,14 +195,14 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
     layout = arch.layout
     in_blocks = layout.gathers_in_blocks(sync_every)
 
-    def spec(weight: Weight, *, own_part: bool) -> PartitionSpec:
-        if own_part:  # as large as the weight in use, and of a type that cannot be taken for the sum
+    def spec(weight: Weight, *, local_part: bool) -> PartitionSpec:
+        if local_part:  # as large as the weight in use, and of a type that cannot be taken for the sum
             return layout.unreduced(weight.equation)
-        return layout.at_rest(weight.equation, layout.strategy.gradients)
+        return layout.stored(weight.equation, layout.strategy.gradients)
 
-    def zeros(*, own_part: bool):
+    def zeros(*, local_part: bool):
         return jax.tree.map(
-            lambda weight: reshard(jnp.zeros(weight.shape), spec(weight, own_part=own_part)), arch.trained_weights
+            lambda weight: reshard(jnp.zeros(weight.shape), spec(weight, local_part=local_part)), arch.trained_weights
         )
 
     def gather_all(params):
@@ -170,7 +212,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
     def sum_over_devices(grads):
         with jax.named_scope("reduce"):
             return jax.tree.map(
-                lambda g, weight: layout.sum_gradient(g, spec(weight, own_part=False)), grads, arch.trained_weights
+                lambda g, weight: layout.sum_gradient(g, spec(weight, local_part=False)), grads, arch.trained_weights
             )
 
     def gradients(params, batch, seeds):
@@ -187,10 +229,10 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
             return add_gradients(total, grads), reported
 
         def group(total, inputs):
-            part, reported = jax.lax.scan(microbatch, zeros(own_part=not in_blocks), inputs)
+            part, reported = jax.lax.scan(microbatch, zeros(local_part=not in_blocks), inputs)
             return add_gradients(total, part if in_blocks else sum_over_devices(part)), add_up(reported)
 
-        grads, reported = jax.lax.scan(group, zeros(own_part=False), groups)
+        grads, reported = jax.lax.scan(group, zeros(local_part=False), groups)
         return grads, *add_up(reported)
 
     return gradients

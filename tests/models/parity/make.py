@@ -290,7 +290,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.folder
     warnings.simplefilter("ignore")
-    about = {"made_by": f"transformers {transformers.__version__}, torch {torch.__version__}"}
+    info = {"made_by": f"transformers {transformers.__version__}, torch {torch.__version__}"}
     for name in args.only:
         config = CONFIGS[name]
         model = random_model(config)
@@ -305,7 +305,7 @@ def main() -> None:
         model.save_pretrained(folder / name)
         (folder / name / "generation_config.json").unlink(missing_ok=True)
         save_file(
-            {key: value.contiguous() for key, value in tensors.items()}, folder / name / "expected.safetensors", about
+            {key: value.contiguous() for key, value in tensors.items()}, folder / name / "expected.safetensors", info
         )
         size = sum(path.stat().st_size for path in (folder / name).iterdir())
         print(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1024:.0f} KiB")

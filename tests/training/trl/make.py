@@ -63,8 +63,8 @@ def main() -> None:
         squares = sum(float(p.grad.double().square().sum()) for p in trainer.model.parameters() if p.grad is not None)
         results[name] = {"loss": loss.item(), "grad_norm": squares**0.5}
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    about = {"versions": versions, "head": HEAD, "beta": BETA, "label_smoothing": SMOOTHING}
-    (HERE / "losses.json").write_text(json.dumps(about | {"losses": results, "pairs": pairs}, indent=1) + "\n")
+    info = {"versions": versions, "head": HEAD, "beta": BETA, "label_smoothing": SMOOTHING}
+    (HERE / "losses.json").write_text(json.dumps(info | {"losses": results, "pairs": pairs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,127 @@
+"""Names that people bring from other programs are answered with ours, in words that run."""
+
+import io
+import re
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+from rich.table import Table
+
+from tunix.base.errors import UserError
+from tunix.base.text import print_table
+from tunix.config import Config
+from tunix.config.compose import compose
+from tunix.config.foreign_names import read_values
+from tunix.config.mistakes import find_foreign, list_keys, reject_flags
+from tunix.train_command import train_command
+
+# Words that name something of the reader's own: only their keys are checked.
+OWN_NAMES = ("FOLDER", "NAME", "RUN_DIR", "FILE", "HOST", "MODULE", "my_", "latest")
+LEGAL = {*(name for name, _ in list_keys()), *Config.model_fields, "mesh_shape", "hydra.run.dir"}
+GRPO = ["training.seq_len=1024", "training.loss_chunk_size=256"]
+
+
+def check_words(words: str) -> None:
+    """Each key exists, and the words compose, those of a task with task=grpo."""
+    keys = {*re.findall(r"(?:^| )\+?([a-z0-9_.]+)=", words)}
+    assert {key for key in keys if not key.startswith("evaluation.sets.")} <= LEGAL
+    if not any(name in words for name in OWN_NAMES):
+        needed = ["task=grpo"] if words.startswith("task.") else []
+        needed += ["model=tiny_moe"] if words.startswith("model.expert_") else []
+        compose([*needed, *(GRPO if re.search("^(task|sampling)", words) else []), *words.split()])
+
+
+def test_no_key_of_ours_is_taken_for_another():
+    """A key that exists is never answered with another one."""
+    keys = [*LEGAL, "optimizer.groups.0.params", "training.compiler_options.dp", "evaluation.sets.run", "model.lora"]
+    assert {key: find_foreign(key, "1") for key in keys if key not in ("mesh_shape", "hydra.run.dir")} == dict.fromkeys(
+        (key for key in keys if key not in ("mesh_shape", "hydra.run.dir")), ""
+    )
+    assert not {name for name in read_values() if name not in LEGAL}
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("optimizer.lr=1e-3", "unknown key optimizer.lr; here it is optimizer.learning_rate="),
+        ("optimizer.betas=[.9,.95]", "here it is optimizer.b1=.9 optimizer.b2=.95"),
+        ("optimizer.beta1=.9", "here it is optimizer.b1=.9"),
+        ("training.eval_every_n_steps=10", "here it is evaluation.every_steps=10"),
+        ("training.steps=10", "here it is training.max_steps=10"),
+        ("training.dtype=bfloat16", "here it is training.compute_dtype=bfloat16"),
+        ("output_dir=x", "here it is hydra.run.dir=x"),
+        ("num_train_epochs=3", "here it is training.num_epochs=3"),
+        ("checkpoint_dir=x", "here it is checkpoint.folder=x"),
+        ("model.lora_rank=8", "here it is model.lora.rank=8"),
+        ("training.gradient_checkpointing=true", "here it is training.remat=full"),
+        ("+optimizer.schedule_type=linear", "here it is scheduler=warmup_linear"),
+        ("training.cpu_offload=true", "here it is training.offload=optimizer"),
+        ("train_module.dp_config={name: hsdp, param_dtype: bfloat16}", "here it is mesh_shape=hsdp training.sharding_strategy=full_shard; here it is training.compute_dtype=bfloat16"),
+        ("train_module.dp_config='{name: ddp}'", "here it is model.mesh_shape=[[-1],[dp]]"),
+        ("train_module.ac_config={mode: budget, activation_memory_budget: 0.9}", "here it is training.remat=budget; here it is training.remat training.remat_memory_gib: GiB"),
+        ("train_module.rank_microbatch_size=16384", "here it is training.micro_batch_size: sequences, where theirs counts tokens"),
+        ("scheduler.min_lr=3e-5", "here it is scheduler.final_ratio: a share"),
+        ("~training.gradient_clip", "here it is training.max_grad_norm=null"),
+        ("remat_policy=save_dot_with_context_except_mlp", "here it is training.remat, whose values docs/config.md lists"),
+        ("grpo.beta=0.08", "here it is task=grpo task.kl_coefficient=0.08"),
+        ("training.sharding_strategy=FULL_SHARD", "here it is training.sharding_strategy=full_shard"),
+        ("training.sharding_strategy=HYBRID_SHARD", "here it is mesh_shape=hsdp"),
+        ("training.mixed_precision=bfloat16", "here it is training.mixed_precision=bf16"),
+        ("training.remat=selective", "here it is training.remat=dots"),
+        ("scheduler=cosine", "here it is scheduler=warmup_cosine"),
+        ("optimizer=adam", "here it is optimizer=adamw"),
+        ("+training.sync_gradients_every=2", "+training.sync_gradients_every: the config has this key already; write it without +"),
+        ("training.wobble=1", "unknown key training.wobble; docs/config.md lists all keys"),
+    ],
+)  # fmt: skip
+def test_answers(word, answer):
+    with pytest.raises(UserError) as error:
+        compose([word])
+    assert answer in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--dry-run"], "--dry-run: there is no such flag; keys are written without dashes: dry_run=true"),
+        (["--lr", "1e-3"], "--lr: there is no such flag; here it is optimizer.learning_rate=1e-3"),
+        (["--seq=3"], "--seq: there is no such flag; docs/config.md lists all keys"),
+        (["--max_steps=100"], "--max_steps: there is no such flag; here it is training.max_steps=100"),
+        (["--training.max_stepz", "5"], "--training.max_stepz: there is no such flag; did you mean training.max_steps?"),
+        (["--model", "gemma3_1bb"], "--model: there is no such flag; model takes a file of conf/model; did you mean gemma3_1b?"),
+        (["--output_dir=x"], "--output_dir: there is no such flag; here it is hydra.run.dir=x"),
+        (["--config-file", "x"], "--config-file: there is no such flag; here it is --config-path FOLDER --config-name NAME"),
+        (["--info", "config-groups"], "--info config-groups: choose from all, config, defaults"),
+        (["--multirun", "hydra/sweeper=optuna", "seed=1,2"], "hydra/sweeper=optuna: "),
+    ],
+)  # fmt: skip
+def test_flags_of_other_programs(words, answer, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run_training.py", *words])
+    assert train_command() == 2
+    err = capsys.readouterr().err
+    assert answer in err
+    assert len(err.splitlines()) == 1
+
+
+def test_each_flag_has_its_line():
+    with pytest.raises(UserError) as error:
+        reject_flags(["--run_name", "x", "--nodes", "4", "model=tiny", "--help"], ["--help"])
+    assert str(error.value).splitlines() == [
+        "--run_name: there is no such flag; keys are written without dashes: run_name=x",
+        "--nodes: there is no such flag; here it is launcher=slurm launcher.nodes=4",
+    ]
+
+
+def test_output_that_is_no_terminal_is_not_cut(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    table = Table("a long heading of a column", "another")
+    table.add_row("x" * 200, "y" * 50)
+    out = io.StringIO()
+    with redirect_stdout(out):
+        print_table(table)
+    assert "x" * 200 in out.getvalue()
+    assert "y" * 50 in out.getvalue()
+    assert "…" not in out.getvalue()

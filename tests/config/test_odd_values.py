@@ -1,0 +1,99 @@
+"""Values at the edges, and a process in odd surroundings: one line, and no traceback."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from support.harness import ROOT
+
+from tunix.base.errors import UserError
+from tunix.base.files import find_way_out, make_once
+from tunix.config.compose import compose, reject_missing_inputs
+from tunix.training_loop import _warn_of_lost_steps
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "training.max_steps=9223372036854775808", "training.max_steps=2147483648", "training.max_tokens=1e23",
+        "training.max_tokens=9223372036854775808", "training.ema_decay=1.0", "training.ema_decay=[0.9,1]",
+        "training.ema_decay=[0.9,0.9]", "loading.cache_dir=''", "project_name=../../x", "project_name=/x",
+        "project_name=''", "project_name=a/../b",
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_work_is_refused(word):
+    with pytest.raises(UserError, match=word.split("=")[0].replace(".", r"\.")) as error:
+        compose([word])
+    assert all(word.split("=")[0] in line for line in str(error.value).splitlines())
+
+
+def test_values_at_the_edge_work():
+    words = ["training.max_steps=2147483647", "training.max_tokens=9223372036854775807", "project_name=a/b"]
+    config = compose([*words, "training.ema_decay=[0.9,0.99]"]).config
+    assert config.training.batch_schedule is not None
+    assert config.project_name == "a/b"
+
+
+@pytest.mark.parametrize("word", ["hydra.run.dir=", "hydra.run.dir=''", 'hydra.run.dir=""'])
+def test_the_run_folder_has_a_name(word):
+    with pytest.raises(UserError, match=r"hydra\.run\.dir is empty"):
+        reject_missing_inputs(compose([word]))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room"),
+        (OSError("No space left on device: 12 requested and 0 written"), "0 written; make room"),
+        (OSError(errno.EMFILE, "Too many open files"), "raise the limit of open files"),
+        (OSError(errno.EFBIG, "File too large"), "raise the limit of a file's size"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied; set loading.cache_dir to a writable"),
+    ],
+)
+def test_a_disk_that_refuses_has_its_reason_and_way_out(tmp_path, error, words):
+    def make(_):
+        raise error
+
+    with pytest.raises(UserError, match=words) as raised:
+        make_once(tmp_path / "x", make)
+    assert "None" not in str(raised.value)
+    assert find_way_out(error, "set loading.cache_dir to a writable folder") in str(raised.value)
+
+
+def run_here(code, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **kwargs
+    )  # fmt: skip
+
+
+def test_the_current_folder_was_deleted(tmp_path):
+    code = (
+        "import os, sys; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); from tunix.processes import exits; "
+        "sys.exit(exits.report_errors(lambda: print('never')))"
+    )
+    done = run_here(code, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: the current folder was deleted; change to one that exists (cd)\n"
+
+
+def test_ctrl_c_is_one_line(tmp_path):
+    code = (
+        "import os, signal, time; from tunix.processes import exits; "
+        "exits.report_errors(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))"
+    )
+    done = run_here(code, cwd=tmp_path)
+    assert done.returncode == -2  # a shell says 130
+    assert done.stderr == "interrupted; a training run goes on from its newest checkpoint with resume=latest\n"
+
+
+def test_a_resumed_run_that_lost_its_checkpoints_is_warned(tmp_path, caplog):
+    job = SimpleNamespace(run_dir=tmp_path, config=SimpleNamespace(checkpoint=SimpleNamespace(save_every_steps=3)))
+    _warn_of_lost_steps(job)  # no metrics yet
+    for steps, warned in (((1, 2), False), ((1, 2, 3, 4), True)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+        _warn_of_lost_steps(job)
+        assert ("has steps up to 4, and checkpoints are saved every 3" in caplog.text) == warned

@@ -1,0 +1,139 @@
+"""Tokenizers from everywhere: trained here, tokenizer.json, SentencePiece, bytes; and what surrounds a document."""
+
+import json
+import random
+
+import pytest
+from conftest import write_corpus
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from support.harness import SMALL
+
+from tunix.base.errors import UserError
+from tunix.config.compose import compose
+from tunix.data import tokenizer
+from tunix.data.dataset import load_corpus
+from tunix.data.tokenizer import bytes_by_token
+
+TEXT = "def f(x):\n\treturn 'Ünïcödé 漢字 🙂' # \x00\r\n"
+
+
+@pytest.fixture
+def load(corpus):
+    return lambda *words: load_corpus(compose([*SMALL, "data=text", f"data.paths=['{corpus}']", *words]).config)
+
+
+def test_a_trained_tokenizer_is_cached_and_gives_the_text_back(load, cache_dir):
+    one, two = load(), load()
+    assert one.fingerprint == two.fingerprint
+    assert list((cache_dir / "tokenizers").glob("*/tokenizer.json"))
+    ids = one.tokenizer.encode(TEXT, add_special_tokens=False).ids
+    assert one.tokenizer.decode(ids) == TEXT
+    assert bytes_by_token(one.tokenizer)[ids].sum() == len(TEXT.encode())
+    assert bytes_by_token(one.tokenizer)[one.vocab.bos] == 0
+
+
+def test_bytes(load):
+    loaded = load("tokenizer=bytes", "tokenizer.vocab_size=259")
+    assert loaded.vocab.num_tokens == 259
+    assert len(loaded.tokenizer.encode(TEXT, add_special_tokens=False).ids) == len(TEXT.encode())
+
+
+def test_documents_stand_between_bos_and_eos_and_cannot_write_them(tmp_path):
+    folder = write_corpus(tmp_path / "c", 3)
+    (folder / "003.txt").write_text("a<eos>b<bos>")
+    words = [*SMALL, "data=text", f"data.paths=['{folder}']", "data.held_out_fraction=0", "training.seq_len=4"]
+    loaded = load_corpus(compose(words).config)
+    shard = loaded.train["text"].stream.shard(0)
+    bos, eos = loaded.vocab.bos, loaded.vocab.eos
+    assert (shard.tokens[shard.starts] == bos).all()
+    assert [(shard.tokens == token).sum() for token in (bos, eos)] == [4, 4]
+
+
+def test_training_one_to_a_path(load, tmp_path):
+    path = tmp_path / "new" / "tokenizer.json"
+    made = load(f"tokenizer.path={path}", "tokenizer.train=true")
+    assert load(f"tokenizer.path={path}").fingerprint == made.fingerprint == load().fingerprint
+    assert load(f"tokenizer.path={path}", "tokenizer.train=true").fingerprint == made.fingerprint  # begun again
+    with pytest.raises(
+        UserError, match=r"would write tokenizer.path=.*, which exists and is another tokenizer; remove"
+    ):
+        load(f"tokenizer.path={path}", "tokenizer.train=true", "tokenizer.vocab_size=270")
+    with pytest.raises(UserError, match=r"tokenizer.train=false, and tokenizer.path names none; set the path"):
+        load("tokenizer.train=false")
+
+
+def test_tokenizers_from_files(load, tmp_path):
+    loaded = load()
+    path = tmp_path / "tokenizer.json"
+    loaded.tokenizer.save(str(path))
+    assert load(f"tokenizer.path={path}").tokenizer.to_str() == loaded.tokenizer.to_str()
+    with pytest.raises(
+        UserError, match=r"the tokenizer has 300 tokens, more than model.vocab_size=256; set model.vocab_size=384"
+    ):
+        load(f"tokenizer.path={path}", "model.vocab_size=256")
+    assert compose([*SMALL, f"tokenizer.path={path}", "model.vocab_size=auto"]).config.model.vocab_size == 384
+    assert compose([*SMALL, "tokenizer.vocab_size=513", "model.vocab_size=auto"]).config.model.vocab_size == 640
+    with pytest.raises(UserError, match="tokenizer.bos_token=<s> is not a token of"):
+        load(f"tokenizer.path={path}", "tokenizer.bos_token='<s>'")
+    with pytest.raises(UserError, match="nowhere.json does not exist"):
+        load("tokenizer.path=nowhere.json")
+    path.write_text(json.dumps({"no": "tokenizer"}))
+    with pytest.raises(UserError, match=r"cannot be read as a tokenizer.json"):
+        load(f"tokenizer.path={path}")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"has neither a tokenizer.json nor a tokenizer.model"):
+        load(f"tokenizer.path={tmp_path}/empty")
+
+
+def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
+    load().vocab.save(tmp_path / "hf")
+    info = {
+        "bos_token": None,
+        "eos_token": {"content": "<pad>"},
+        "chat_template": [{"name": "default", "template": "x"}],
+    }
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(info))
+    vocab = load(f"tokenizer.path={tmp_path}/hf").vocab
+    assert (vocab.eos_token, vocab.chat_template) == ("<pad>", "x")
+    (tmp_path / "hf" / "chat_template.jinja").write_text("y")
+    assert load(f"tokenizer.path={tmp_path}/hf").vocab.chat_template == "y"
+
+
+def sentencepiece_model(tmp_path, **options):
+    corpus = tmp_path / "text.txt"
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(1, 7))) for _ in range(300)]
+    lines = [" " * rng.randint(0, 2) + (" " * rng.randint(1, 2)).join(rng.choices(words, k=9)) for _ in range(500)]
+    corpus.write_text("\n".join(lines))
+    SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=300,
+        minloglevel=2,
+        hard_vocab_limit=False,
+        **options,
+    )
+    return SentencePieceProcessor(model_file=str(tmp_path / "m.model")), tmp_path / "m.model", lines
+
+
+@pytest.mark.parametrize("byte_fallback", [True, False])
+@pytest.mark.parametrize("extra_spaces", [True, False])
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_sentencepiece_words_are_its_own(tmp_path, model_type, extra_spaces, byte_fallback):
+    options = {"byte_fallback": byte_fallback, "model_type": model_type, "remove_extra_whitespaces": not extra_spaces}
+    processor, path, lines = sentencepiece_model(tmp_path, **options)
+    backend = tokenizer.convert(path)
+    for line in [*lines[:200], "\n".join(lines[:3]), "a\n  b\n c ", " ", "", "Ünï 漢字 🙂 a  b", "ﬁ ① trailing  "]:
+        ids = backend.encode(line, add_special_tokens=False).ids
+        assert ids == processor.encode(line), line
+        if byte_fallback and extra_spaces and line:
+            assert backend.decode(ids) == processor.decode(ids)
+
+
+def test_sentencepiece_in_a_run(load, tmp_path):
+    _, path, _ = sentencepiece_model(tmp_path)
+    loaded = load(f"tokenizer.path={path}")
+    assert (loaded.vocab.bos_token, loaded.vocab.eos_token) == ("<s>", "</s>")
+    path.write_bytes(b"no model")
+    with pytest.raises(UserError, match="cannot be read as a SentencePiece model"):
+        load(f"tokenizer.path={path}")

@@ -1,0 +1,212 @@
+"""Adapters of PEFT are gone on with: `adapters/make.py` made them, and what PEFT says of models that have them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from models.test_parity import PARITY
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Export, Generate
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
+from tunix.export import export
+from tunix.generate import generate
+from tunix.huggingface.adapter import gather_adapter
+from tunix.huggingface.adapter_config import read_adapter
+from tunix.inference.pretrained import check_init_from, load_init_from
+from tunix.models.layers import named
+from tunix.sharding.arrays import to_global
+from tunix.training import program as training
+from tunix.training.choices import build_mesh
+
+ADAPTERS = Path(__file__).parent / "adapters"
+SHORT = [
+    "training.seq_len=24", "training.loss_chunk_size=24", "training.mixed_precision=fp32", "tokenizer.vocab_size=300",
+    "distributed.allow_idle_devices=true", "training.micro_batch_size=2", "training.remat=none",
+]  # fmt: skip
+
+
+def words(name: str) -> list[str]:
+    return [f"model.init_from={PARITY / name}", f"model.init_adapter={ADAPTERS / name}", *SHORT]
+
+
+def start(name: str, mesh_shape: str):
+    """Return the program of a run that begins with an adapter, its mesh, and its first state."""
+    cfg = compose([*words(name), f"model.mesh_shape={mesh_shape}", "optimizer.learning_rate=1e-2"]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        built = training.assemble(cfg, mesh)
+        check_init_from(cfg, built.arch)
+        return built, mesh, built.new_state(0, load_init_from(built, mesh))
+
+
+def logits(built, mesh, state, tokens) -> np.ndarray:
+    with jax.set_mesh(mesh):
+        rows = to_global({"tokens": tokens[None]}, mesh)["tokens"][0]
+        return np.asarray(jax.jit(lambda params, rows: built.arch.module(params)(rows))(state["params"], rows))
+
+
+def test_an_adapter_of_a_llama():
+    """PEFT's logits, and PEFT's bits on the way out; alpha is divided by the root of the rank there."""
+    built, mesh, state = start("llama", "[[2],[tp]]")
+    assert built.cfg.model.lora.targets == "^(attention.q|attention.v|mlp.down)$"
+    assert (built.cfg.model.lora.rank, built.cfg.model.lora.alpha) == (4, 6 * 4**0.5)
+    assert not built.cfg.model.keeps_base
+    tokens = load_file(PARITY / "llama/expected.safetensors")["tokens"]
+    expected = load_file(ADAPTERS / "llama/expected.safetensors")["logits"]
+    np.testing.assert_allclose(logits(built, mesh, state, tokens), expected, atol=1e-4)
+    with jax.set_mesh(mesh):
+        tensors, modules = gather_adapter(state["params"], built.cfg.model, built.arch.weights, "float32")
+    before = load_file(ADAPTERS / "llama/adapter_model.safetensors")
+    assert tensors.keys() == before.keys()
+    assert all(np.array_equal(tensors[name], before[name]) for name in before)
+    assert modules == {"q_proj", "v_proj", "down_proj"}
+
+
+def words_of_the_vocabulary(folder: Path, count: int) -> None:
+    """Give a folder a tokenizer of one token for each word w0, w1, ..."""
+    tokenizer = Tokenizer(WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_commands_take_a_loose_adapter(tmp_path, capsys):
+    """Generated words are PEFT's; an export has the adapter's bits, or the base with the updates added."""
+    base, adapter = tmp_path / "base", ADAPTERS / "llama"
+    shutil.copytree(PARITY / "llama", base)
+    words_of_the_vocabulary(base, 97)
+    tokens = load_file(base / "expected.safetensors")["tokens"]
+    expected = load_file(adapter / "expected.safetensors")["logits"]
+    beside = [f"checkpoint={base}", f"adapter={adapter}"]
+    prompt = " ".join(f"w{token}" for token in tokens[0])
+    words = [*beside, f"prompt={prompt}", "max_new_tokens=1", "temperature=0"]
+    generate(read_settings(Generate, words))
+    assert capsys.readouterr().out == f"w{expected[0, -1].argmax()}\n"
+    export(read_settings(Export, [*beside, f"output={tmp_path / 'adapter'}"]))
+    export(read_settings(Export, [*beside, f"output={tmp_path / 'merged'}", "merge_lora=true", "dtype=float32"]))
+    np.testing.assert_allclose(tunix.load_pretrained(tmp_path / "merged")(tokens), expected, atol=1e-4)
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "adapter"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(after[name], before[name]) for name in before)
+    info = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (info["base_model_name_or_path"], info["r"]) == (str(base), 4)
+
+
+def test_loose_adapters_that_do_not_fit(tmp_path):
+    base = PARITY / "llama"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("")
+    for source, adapter, message in (
+        (base, "nowhere", "adapter=nowhere is neither a folder nor the ID of a model"),
+        (base, PARITY / "llama", "has no adapter_config.json: it is no adapter of PEFT"),
+        (base, ADAPTERS / "deepseek_v3", "is no low-rank update of a projection of a llama"),
+        (PARITY / "llama_linear", ADAPTERS / "llama", "of a layer that the base does not have"),
+        (tmp_path / "run", ADAPTERS / "llama", "is a run of tunix, which has updates of its own or none"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            tunix.load_pretrained(source, adapter=adapter)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.nightly
+def test_an_adapter_of_latents_learns():
+    """From PEFT's loss on. Every factor moves; the base stays, and with it what follows the loads of experts."""
+    built, mesh, state = start("deepseek_v3", "[[1],[fsdp]]")
+    tokens = load_file(PARITY / "deepseek_v3/expected.safetensors")["tokens"]
+    expected = load_file(ADAPTERS / "deepseek_v3/expected.safetensors")["logits"]
+    before = {name: np.asarray(leaf) for name, leaf in named(state["params"])}
+    targets = np.roll(tokens, -1, 1)
+    rows = {
+        "tokens": tokens, "targets": targets, "positions": np.tile(np.arange(24, dtype=np.int32), (2, 1)),
+        "segment_ids": np.zeros((2, 24), np.int32), "loss_mask": np.ones((2, 24), np.float32),
+    }  # fmt: skip
+    with jax.set_mesh(mesh):
+        batch = to_global({name: leaf[None] for name, leaf in rows.items()}, mesh)
+        step = jax.jit(built.step([(100, 1000)])).lower(state, batch).compile()
+        losses = []
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+    log_probs = np.asarray(jax.nn.log_softmax(expected))
+    nll = -np.take_along_axis(log_probs, targets[..., None], -1)
+    assert losses[0] == pytest.approx(float(nll.mean()), abs=1e-5)
+    assert losses[1] < losses[0]
+    for name, leaf in named(state["params"]):
+        assert np.array_equal(before[name], np.asarray(leaf)) == (".lora." not in name), name
+
+
+REFUSED = {
+    "use_dora": (True, "use_dora=True is not understood"),
+    "modules_to_save": (["lm_head"], r"modules_to_save=\['lm_head'\] is not understood"),
+    "rank_pattern": ({"q_proj": 8}, r"rank_pattern={'q_proj': 8} is not understood"),
+    "layers_to_transform": ([0], r"layers_to_transform=\[0\] is not understood"),
+    "init_lora_weights": ("pissa", "init_lora_weights=pissa is not supported; it must be True or False or gaussian"),
+    "bias": ("all", "bias=all is not supported; it must be none"),
+    "peft_type": ("LOHA", "peft_type=LOHA is not supported; it must be LORA"),
+    "invented_by_peft_1": (0.5, "invented_by_peft_1=0.5 is not understood"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_understood_is_named(key, tmp_path):
+    value, message = REFUSED[key]
+    shutil.copytree(ADAPTERS / "llama", tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=message):
+        read_adapter(tmp_path / "adapter", "llama")
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    shutil.copytree(ADAPTERS / "llama", tmp_path / "adapter")
+    path, tensors = (
+        tmp_path / "adapter/adapter_model.safetensors",
+        load_file(ADAPTERS / "llama/adapter_model.safetensors"),
+    )
+    head = {"base_model.model.lm_head.lora_A.weight": np.ones((4, 32), np.float32)}
+    save_file(tensors | head, path)
+    with pytest.raises(UserError, match=r"lm_head.lora_A.weight is no low-rank update of a projection of a llama"):
+        read_adapter(tmp_path / "adapter", "llama")
+    cfg = compose(words("llama")).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        arch = training.assemble(cfg, mesh).arch
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"init_adapter": str(tmp_path / "adapter")})})
+    last = "base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"
+    for changed, message in (
+        ({name: value for name, value in tensors.items() if name != last}, "lacks model.layers.2.mlp.down_proj.lora_B"),
+        (
+            tensors | {last.replace("2", "3"): tensors[last]},
+            "has model.layers.3.*of a layer that the base does not have",
+        ),
+        (
+            tensors | {last: tensors[last][:, :3].copy()},
+            r"down_proj.lora_B.weight has shape \[32, 3\], but the base weight needs \[32, 4\]; is it an adapter of",
+        ),
+    ):
+        save_file(changed, path)
+        with pytest.raises(UserError, match=message):
+            check_init_from(cfg, arch)
+
+
+def test_keys_beside_an_adapter():
+    assert (
+        compose([*words("llama"), "model.lora.rank=4", "model.lora.targets='q$|v$|down'"]).config.model.lora.rank == 4
+    )
+    with pytest.raises(UserError, match="model.lora.rank=8, but the adapter in .*llama has rank=4; leave it out"):
+        compose([*words("llama"), "model.lora.rank=8"])
+    with pytest.raises(UserError, match=r"model.lora.targets=attention, but the adapter in .*leave it out"):
+        compose([*words("llama"), "model.lora.targets=attention"])
+    with pytest.raises(UserError, match=r"model.init_adapter=x updates the matrices of a base; give it too"):
+        compose(["model.init_adapter=x"])
+    with pytest.raises(UserError, match="has no adapter_config.json: it is no adapter of PEFT"):
+        compose([*words("llama")[:1], f"model.init_adapter={PARITY / 'llama'}", *SHORT])

@@ -1,0 +1,89 @@
+"""Files whose weights are codes with scales: 8-bit floats of DeepSeek-V3, 4-bit floats of GPT-OSS, others refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.harness import ROOT
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.huggingface.config_json import read_config
+from tunix.huggingface.table import FAMILIES
+from tunix.huggingface.weights import TensorFiles
+from tunix.models.layers import named
+
+PARITY = ROOT / "tests" / "models" / "parity"
+SIZES = (8, 5)  # of a block, which divide nothing
+
+
+def copy_of(name: str, folder: Path, **keys) -> dict[str, np.ndarray]:
+    """Copy a model's config.json, with more keys, and return its tensors."""
+    config = json.loads((PARITY / name / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    return load_file(PARITY / name / "model.safetensors")
+
+
+def test_eight_bit_floats_with_a_scale_for_each_block(tmp_path):
+    """Every matrix of the layers is read as the numbers that its codes and scales stand for."""
+    tensors = copy_of(
+        "deepseek_v3", tmp_path / "codes", quantization_config={"quant_method": "fp8", "weight_block_size": SIZES}
+    )
+    copy_of("deepseek_v3", tmp_path / "numbers")
+    codes, numbers = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if weight.ndim < 2 or "layers" not in name:
+            continue
+        wide, scales = weight.astype(np.float32), []
+        for begin in range(0, wide.shape[0], SIZES[0]):
+            rows = wide[begin : begin + SIZES[0]]
+            scales.append([np.abs(rows[:, at : at + SIZES[1]]).max() / 448 for at in range(0, wide.shape[1], SIZES[1])])
+        scale = np.array(scales, np.float32)
+        spread = np.repeat(np.repeat(scale, SIZES[0], 0), SIZES[1], 1)[: wide.shape[0], : wide.shape[1]]
+        codes[name] = (wide / spread).astype(ml_dtypes.float8_e4m3fn)
+        codes[f"{name}_scale_inv"] = scale
+        numbers[name] = codes[name].astype(np.float32) * spread
+    save_file(codes, tmp_path / "codes" / "model.safetensors")
+    save_file(numbers, tmp_path / "numbers" / "model.safetensors")
+    shape = ((2, 2), ("fsdp", "tp"))
+    found, expected = (dict(named(tunix.load_pretrained(tmp_path / name, mesh_shape=shape).params)) for name in
+                       ("codes", "numbers"))  # fmt: skip
+    for name, value in expected.items():
+        np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(value), err_msg=name)
+
+
+def test_four_bit_floats_with_an_exponent_for_thirty_two(tmp_path):
+    tensors = copy_of("gpt_oss", tmp_path / "model", quantization_config={"quant_method": "mxfp4"})
+    rng, name = np.random.default_rng(0), "model.layers.0.mlp.experts.gate_up_proj"
+    blocks = rng.integers(0, 256, (4, 6, 3, 16)).astype(np.uint8)
+    scales = rng.integers(118, 130, (4, 6, 3)).astype(np.uint8)
+    del tensors[name]
+    tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    expected = np.zeros((4, 96, 6), np.float32)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for expert, row, block, byte in np.ndindex(blocks.shape):
+        both = int(blocks[expert, row, block, byte])
+        for half, code in enumerate((both % 16, both // 16)):
+            number = magnitudes[code % 8] * (-1 if code >= 8 else 1) * 2.0 ** (int(scales[expert, row, block]) - 127)
+            expected[expert, block * 32 + byte * 2 + half, row] = number
+    with TensorFiles(tmp_path / "model", FAMILIES["gpt_oss"]) as files:
+        assert files.shapes[name] == expected.shape
+        for index in (
+            (slice(None),) * 3,
+            (slice(1, 3), slice(31, 70), slice(2, 5)),
+            (slice(0, 1), slice(64, 96), slice(0, 6)),
+        ):
+            np.testing.assert_array_equal(files.read(name, index), expected[index])
+
+
+def test_codes_of_others_are_refused(tmp_path):
+    shutil.rmtree(tmp_path / "model", ignore_errors=True)
+    copy_of("llama", tmp_path / "model", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(UserError, match="quant_method=bitsandbytes, whose codes are not read .* model.dequantize"):
+        read_config(tmp_path / "model")

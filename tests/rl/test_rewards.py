@@ -1,0 +1,188 @@
+"""Rewards: numbers in texts, the form of answers, and the call of a function with the columns of the data."""
+
+import math
+import re
+import sys
+from fractions import Fraction
+
+import pytest
+from support.harness import ROOT
+
+from tunix.base.errors import UserError
+from tunix.config.compose import compose
+from tunix.rl.reward_worker import score
+from tunix.rl.rewards import call_reward, find_marked, read_number
+from tunix.rl.table import REWARDS
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,234", 1234), ("1,234,567.50", Fraction("1234567.5")), ("12,34", 34), ("1{,}234", 1234), ("1234", 1234),
+        ("-5", -5), ("x = -5.", -5), ("(-5)", -5), ("\u22125", -5), ("10-5", 5), ("5 - 3", 3), ("+3", 3),
+        ("$7.00", 7), ("-$7", -7), ("$-7", -7), ("\\$7", 7), ("$ 1,000", 1000), ("€5", 5),
+        ("1/2", Fraction(1, 2)), ("-1/2", Fraction(-1, 2)), ("1/0", None),
+        (". 42", 42), (".5", Fraction(1, 2)), ("42.", 42), ("42...", 42), ("**42.**", 42), ("3.50 dollars.", Fraction(7, 2)),
+        ("3 and 4 make 7", 7), ("#### 42", 42), ("1e3", 1000), ("50%", 50), ("", None), ("no idea", None), ("...", None),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert read_number(text) == number
+
+
+def test_an_answer_may_be_marked():
+    assert find_marked("1 <answer> 2 </answer> 3 <answer>4\n</answer> 5") == "4"
+    assert find_marked(r"so \boxed{\frac{1}{2}} of 3") == r"\frac{1}{2}"
+    assert find_marked("6 * 7\n#### 42\nDone in 1 step.") == "42"
+    assert find_marked(" 42 ") == "42"
+
+
+def call(name, completions, **columns):
+    return call_reward(REWARDS[name], [""] * len(completions), completions, columns)
+
+
+def test_gsm8k():
+    gold = "He makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 1,018"
+    right = ["#### 1018", "It is $1,018.00.", "<answer>1018</answer> in 3 steps", "so 1018"]
+    wrong = ["#### 18", "1018 or 5", "", "-1018", "1,0,18"]
+    scores = call("gsm8k", right + wrong, answer=[gold] * 9)
+    assert scores == [1.0] * 4 + [0.0] * 5
+    assert call("gsm8k", ["0", "-5"], answer=[0, -5.0]) == [1.0, 1.0]  # numbers in the data
+    for answer in (None, "no number"):
+        with pytest.raises(ValueError, match="has no number"):
+            call("gsm8k", ["1"], answer=[answer])
+    with pytest.raises(ValueError, match="it takes the column answer, which the data lack; their columns are question"):
+        call("gsm8k", ["1"], question=["?"])
+
+
+def test_format():
+    whole = "<reasoning>\n1 < 2\n</reasoning>\n<answer>2</answer>"
+    cases = {
+        whole: 1.0,
+        f" {whole.replace('reasoning', 'think')}\n": 1.0,
+        "Sure! " + whole: 0.5,
+        whole + "<answer>": 3 / 8,
+        "</answer></reasoning><answer><reasoning>": 0.5,
+        "<answer>2</answer>": 0.25,
+        "2": 0.0,
+    }
+    assert call("format", list(cases)) == list(cases.values())
+
+
+def test_exact_match_and_length():
+    assert call("exact_match", [" 4 ", "4."], answer=["4", "4"]) == [1.0, 0.0]
+    assert call("length", ["", "x" * 500]) == [0.0, -0.5]
+
+
+def test_formulas():
+    for gold, right, wrong in (
+        ("1,234", "so $1,234.00$", "1.234"),
+        ("-5", "<answer>-5</answer> of 7", "5"),
+        (r"\frac{1}{2}", r"It is \boxed{0.5}.", r"\boxed{2}"),
+        ("$x^2 + 1$", "#### 1 + x^2", "#### x^2 + 2"),
+        ("x^2 + 1", "$1 + x^2$", "1"),
+        ("half of it is #### 1/2", "1/2", ""),
+    ):
+        assert call("math_verify", [right, wrong], answer=[gold] * 2) == [1.0, 0.0], gold
+    for gold in ("", None):
+        with pytest.raises(ValueError, match="math-verify does not understand the data's answer"):
+            call("math_verify", ["1"], answer=[gold])
+
+
+def test_problems_of_the_library_check_their_answers():
+    cfg = compose(["data=reasoning_gym", "data.tasks={chain_sum: {max_terms: 3}}", "data.num_problems=5"]).config
+    (unit,) = cfg.data.units(10**6)
+    rows = [item.content for item in cfg.data.read(unit)]
+    columns = {name: [row[name] for row in rows] for name in ("task", "config", "index", "question")}
+    assert call("reasoning_gym", [f"So\n<answer>{row['answer']}</answer>" for row in rows], **columns) == [1.0] * 5
+    assert call("reasoning_gym", ["0", "", "no", "1", "9"], **columns) == [0.0] * 5
+    for tasks, message in (
+        ("{chain_sums: {}}", "data.tasks: reasoning-gym has no chain_sums; did you mean chain_sum?"),
+        ("{chain_sum: {terms: 3}}", "data.tasks.chain_sum: .* unexpected keyword argument 'terms'"),
+        ("{chain_sum: {max_terms: 0}}", "data.tasks.chain_sum: max_terms must be >= min_terms"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compose(["data=reasoning_gym", f"data.tasks={tasks}"]).config.data.try_out()
+
+
+def test_a_missing_library_of_problems_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as where it is not installed
+    data = compose(["data=reasoning_gym", "data.tasks={chain_sum: {}}"]).config.data
+    with pytest.raises(UserError, match=r"needs the library: pip install 'tunix-trainer\[reasoning\]'"):
+        data.try_out()
+
+
+def test_a_missing_extra_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match=r"math-verify is not installed: pip install 'tunix-trainer\[math\]'"):
+        call("math_verify", ["1"], answer=["1"])
+
+
+def test_columns_are_given_by_name():
+    def takes_one(prompts, completions, level):
+        return level
+
+    def takes_some(prompts, completions, level, missing=7, **others):
+        return [missing + len(others)] * len(level)
+
+    def takes_other_names(questions, answers):
+        return [len(questions)] * len(answers)
+
+    columns = {"level": [3, 4], "answer": ["a", "b"]}
+    for function, expected in ((takes_one, [3, 4]), (takes_some, [8, 8]), (takes_other_names, [2, 2])):
+        assert call_reward(function, ["", ""], ["", ""], columns) == expected
+    with pytest.raises(ValueError, match="the data have a column prompts, which is an argument of every reward"):
+        call_reward(takes_one, [""], [""], {"level": [1], "prompts": [""]})
+
+
+def test_the_reward_of_the_page():
+    page = (ROOT / "docs" / "post_training.md").read_text()
+    made: dict = {}
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def near" in code), made)
+    assert call_reward(made["near"], [""] * 3, ["5", "4", "five"], {"answer": ["5"] * 3}) == [1.0, 0.5, 0.0]
+
+
+def test_what_a_reward_returns_is_checked():
+    def returning(values):
+        return lambda prompts, completions: values
+
+    odd = call_reward(returning([1, True, None, math.nan, math.inf, "x", 0.5]), [""] * 7, [""] * 7, {})
+    assert [odd[0], odd[1], odd[6]] == [1.0, 1.0, 0.5]
+    assert odd[2:6] == [
+        "returned None for an answer", "returned nan for an answer", "returned inf for an answer",
+        "returned 'x' (str) for an answer, not a number",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="returned 1 scores for 2 answers"):
+        call_reward(returning([1]), ["", ""], ["", ""], {})
+    with pytest.raises(ValueError, match=r"returned 1.0 \(float\), not a list with a score for each of the 2 answers"):
+        call_reward(returning(1.0), ["", ""], ["", ""], {})
+
+
+def test_an_error_costs_the_scores_of_one_group():
+    def refuses(prompts, completions, level):
+        if "bad" in completions:
+            raise SystemExit("no")
+        return level
+
+    scores = score(refuses, [""] * 6, ["a", "b", "c", "bad", "e", "f"], {"level": [1, 2, 3, 4, 5, 6]}, 2)
+    assert scores[:2] + scores[4:] == [1, 2, 5, 6]
+    assert all(text.startswith("SystemExit: no (") and "test_rewards.py, line" in text for text in scores[2:4])
+
+
+def test_an_error_names_a_line_of_the_user_or_none():
+    def takes_solution(prompts, completions, solution):
+        return solution
+
+    def short(prompts, completions):
+        return [1.0]
+
+    def asks_tunix(prompts, completions, level):
+        return REWARDS["gsm8k"](prompts, completions, answer=["none"] * 2)
+
+    def errors_of(function):
+        return score(function, [""] * 2, ["a", "b"], {"level": [1, 2]}, 2)
+
+    missing = "ValueError: it takes the column solution, which the data lack; their columns are level"
+    assert errors_of(takes_solution) == [missing] * 2
+    assert errors_of(short) == ["ValueError: returned 1 scores for 2 answers"] * 2
+    assert re.search(r"has no number \(.*test_rewards.py, line \d+\)$", errors_of(asks_tunix)[0])

@@ -1,0 +1,65 @@
+"""A run whose folder is deleted or moved while it runs fails with one line, and does not make the folder again."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.harness import ONE_LAYER, RUN, TWO_DEVICES
+
+import tunix
+from tunix import training_loop
+from tunix.base.errors import UserError
+from tunix.checkpoints.folders import Folder
+
+WORDS = [*RUN, *ONE_LAYER, *TWO_DEVICES, "data=synthetic", "data.num_documents=60", "hydra.run.dir=run"]
+
+
+def delete(folder):
+    while folder.exists():  # a save may make files in it meanwhile
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+LOSE = {
+    "deleted": lambda folder: delete(folder),
+    "moved": lambda folder: folder.rename(folder.with_name("moved")),
+    "emptied": lambda folder: (folder / "config.yaml").unlink(),
+    "another": lambda folder: (
+        folder.rename(folder.with_name("moved")), folder.mkdir(), (folder / "config.yaml").write_text("")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lose", "at"), [("deleted", 4), ("moved", 4), ("emptied", 4), ("another", 4), ("deleted", 6)])
+def test_a_run_that_lost_its_folder_fails(lose, at, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    find_ending, make_up = training_loop.find_ending, training_loop.Evaluations.make_up
+
+    def at_step(now, reasons):
+        if now.step == at < 6:
+            LOSE[lose](now.folder)
+        return find_ending(now, reasons)
+
+    def behind_last(self, last):
+        make_up(self, last)
+        if at == last:
+            LOSE[lose](Path("run").absolute())
+
+    monkeypatch.setattr(training_loop, "find_ending", at_step)
+    monkeypatch.setattr(training_loop.Evaluations, "make_up", behind_last)
+    with pytest.raises(UserError, match="was deleted or moved while the run wrote to it") as error:
+        tunix.train(WORDS)
+    assert "\n" not in str(error.value)
+    assert not Path("run/checkpoints/6").exists() or lose == "emptied"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("OUT_OF_RANGE: write failed: File too large", "ulimit -f"),
+        ("[Errno 24] Too many open files: 'x'", "ulimit -n"),
+        ("[Errno 28] No space left on device", "GiB free"),
+    ],
+)
+def test_what_a_disk_refuses_is_said_with_its_way_out(tmp_path, text, hint):
+    assert hint in Folder(tmp_path).explain(ValueError(text))
+    assert "was deleted or moved" in Folder(tmp_path / "gone").explain(OSError(text))

@@ -1,0 +1,124 @@
+"""The life of a checkpoint in a folder: whole or not at all, kept or deleted, and failures that are said."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from tunix.base.errors import UserError
+from tunix.checkpoints import folders
+from tunix.checkpoints.folders import Folder
+from tunix.checkpoints.store import Record, Store, list_dropped
+from tunix.config.compose import compose
+
+STATE = {"params": {"w": jnp.arange(12.0).reshape(3, 4)}}
+
+
+def open_at(folder: Path, *words: str) -> Store:
+    return Store(Folder(folder), compose([f"checkpoint.{word}" for word in words]).config.checkpoint)
+
+
+def save(store: Store, step: int, loss: float | None = None) -> None:
+    store.save(step, STATE, Record({"step": step}, {}, None if loss is None else {"held_out_loss": loss}))
+
+
+@pytest.mark.parametrize(
+    ("words", "losses", "dropped"),
+    [
+        (["max_to_keep=2"], {1: None, 2: None, 3: None}, [1]),
+        (["max_to_keep=9"], {1: 2.0, 2: 1.0}, []),
+        (["max_to_keep=1"], {1: 2.0, 2: 1.0, 3: 3.0}, [1]),
+        (["max_to_keep=1"], {1: 1.0, 2: 1.0, 3: 3.0}, [1]),  # of equals, the newest is the best
+        (["max_to_keep=1"], {1: None, 2: float("inf"), 3: None}, [1]),
+        (["max_to_keep=1"], {1: float("nan"), 2: 1.0, 3: None}, [1]),
+        (["max_to_keep=1", "keep_best=false"], {1: 1.0, 2: 2.0}, [1]),
+        (["max_to_keep=1", "keep_every_steps=2", "keep_best=false"], {2: 1.0, 3: 1.0, 4: 1.0, 5: 1.0}, [3]),
+        (["max_to_keep=1", "save_first=true", "save_at_steps=[2]"], dict.fromkeys((0, 1, 2, 3)), [1]),
+    ],
+)
+def test_what_is_deleted(words, losses, dropped):
+    assert list_dropped(compose([f"checkpoint.{word}" for word in words]).config.checkpoint, losses) == dropped
+
+
+def test_who_dies_while_a_checkpoint_is_deleted_leaves_no_half_of_it(tmp_path, monkeypatch):
+    store = open_at(tmp_path, "max_to_keep=1")
+    save(store, 1)
+
+    def die(path: Path) -> None:
+        (path / "state" / "_METADATA").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.shutil, "rmtree", die)
+        store.wait()
+        with pytest.raises(KeyboardInterrupt):
+            store.storage.delete(1)
+    assert store.steps() == []
+    assert open_at(tmp_path).steps() == []
+    assert list(tmp_path.iterdir()) == []  # the next start has deleted the rest
+
+
+def test_a_folder_that_is_gone_is_not_made_anew(tmp_path):
+    """The run would end with everything saved, in a folder without its config and its metrics."""
+    folder = tmp_path / "run" / "checkpoints"
+    store = open_at(folder)
+    save(store, 1)
+    store.wait()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(
+        UserError, match=r"could not be written to .*\(the folder is gone\); .* go on with resume=.*/run$"
+    ):
+        save(store, 2)
+    assert not (tmp_path / "run").exists()
+    assert open_at(tmp_path / "moved" / "checkpoints").steps() == [1]
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError])
+def test_a_failure_behind_the_training_is_raised_by_the_next_call(tmp_path, monkeypatch, kind):
+    """A disk that takes no more is one line; a bug stays what it is. Whole checkpoints stay, and no half one counts."""
+    store = open_at(tmp_path)
+    save(store, 1)
+    store.wait()
+
+    def fail(*_: object) -> None:
+        raise kind("the index cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "commit", fail)
+        save(store, 2)
+        with pytest.raises(UserError if kind is OSError else ValueError, match="the index cannot be written"):
+            store.finish()
+    assert open_at(tmp_path).steps() == [1]
+    assert json.loads(store.storage.read(1, "run/metadata")) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
+def test_every_process_sees_the_failure_of_another_one(tmp_path, monkeypatch):
+    """Process 0 waits for all parts; where one could not be written, there is no checkpoint."""
+    store = open_at(tmp_path)
+    answers = {"0": '{"written": {}}', "1": '{"failure": "No space left on device"}'}
+    write = store.storage.copy(1, STATE, {"run/metadata": "{}", "tokenizer/metadata": "{}"})
+    with monkeypatch.context() as patch:
+        patch.setattr("tunix.processes.peers.published", lambda _: answers)
+        patch.setattr("tunix.processes.peers.publish", lambda *_: None)
+        patch.setattr("jax.process_count", lambda: 2)
+        store._complete(1, write, None, "saved/1")
+    with pytest.raises(UserError, match="process 1: No space left on device"):
+        store.wait()
+    assert store.storage.list_steps() == []
+
+
+def test_what_others_put_among_the_checkpoints_stays(tmp_path):
+    store = open_at(tmp_path, "max_to_keep=1")
+    (tmp_path / "7").touch()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "8").symlink_to("nowhere")
+    for step in (1, 2):
+        save(store, step, 1.0 / step)
+    store.finish()
+    assert store.steps() == [2]
+    shutil.rmtree(tmp_path / "2" / "metrics")
+    assert open_at(tmp_path).storage.read_metrics(2) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "7", "8", "notes"]

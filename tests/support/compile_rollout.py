@@ -1,0 +1,40 @@
+"""Compile the loop that draws answers for one H100 that is not there: `python compile_rollout.py WORD...`.
+
+There are 64 rows of 4,096 slots. Prints as JSON the bytes of the cache as derived, those of the arguments that the program
+writes in place, and what it holds beside its arguments (`temporary`).
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import jax
+
+from tunix.config.compose import compose
+from tunix.costs.rollout import derive_rollout_costs
+from tunix.inference.sampling import Sampler, Sampling
+from tunix.plan.cluster import read_topology
+from tunix.plan.compile import describe_devices
+from tunix.training.choices import build_mesh
+from tunix.training.program import assemble
+
+PROMPTS, ANSWERS, SLOTS = 8, 8, 4096
+
+
+def main(words: list[str]) -> None:
+    cfg = compose(["tokenizer.path=x.json", "model.mesh_shape=[[1],[fsdp]]", *words]).config
+    mesh = build_mesh(cfg, describe_devices(read_topology("h100:1")))
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        sampler, sampling = Sampler(program.arch, SLOTS, mesh), Sampling(SLOTS // 2)
+        compiled = sampler.compile_decode_chunk(program.abstract["params"], PROMPTS, ANSWERS, SLOTS, sampling)
+        costs = derive_rollout_costs(program, PROMPTS, ANSWERS, SLOTS // 2, SLOTS // 2)
+    memory = compiled.memory_analysis()
+    found = {"cache": costs.num_bytes["cache"], "in_place": memory.alias_size_in_bytes}
+    print(json.dumps({**found, "temporary": memory.temp_size_in_bytes}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

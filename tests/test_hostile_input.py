@@ -1,0 +1,144 @@
+"""Input from outside that is wrong in ways nobody means: each gets one line, and no traceback (docs/security.md)."""
+
+import functools
+import http.server
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from support.harness import ONE_LAYER, ROOT, SMALL, cli
+
+from tunix.base.dotted_path import blame_user, import_object
+from tunix.base.errors import UserError
+from tunix.base.files import is_plain, open_lines
+from tunix.base.secrets import is_masked, mask_secrets, mask_values, mask_variables
+from tunix.data.chat import ChatTemplate
+from tunix.data.documents import BadRow, _read_messages
+from tunix.huggingface.weights import weight_files
+from tunix.inference.sampling import read_stop_ids
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.mark.parametrize("source", ["{{ 5|dictsort }}", "{{ 5|xmlattr }}", "{{ cycler() }}", "{{ '\\ud800' }}"])
+def test_a_template_that_fails_is_refused(source):
+    with pytest.raises(UserError, match=r"^task\.chat_template"):
+        ChatTemplate(source, {}).render(TURNS)
+
+
+@pytest.mark.parametrize("ids", [{"a": 1}, ["2"], [[1]], "2", True])
+def test_stop_ids_are_numbers(ids, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(UserError, match="eos_token_id must be a number"):
+        read_stop_ids(tmp_path)
+
+
+def test_an_index_with_a_name_of_5000_letters(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(UserError, match="no file of this folder"):
+        weight_files(tmp_path)
+    assert not is_plain("a/\ud800")
+
+
+def test_a_config_50000_deep(tmp_path):
+    (tmp_path / "config.yaml").write_text("[" * 50_000)
+    code = f"from pathlib import Path; from tunix.config.upgrade_saved import load_saved; load_saved(Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].endswith("config.yaml is damaged (it is not YAML)")
+
+
+@pytest.mark.parametrize("role", [None, ["user"], 7, ""])
+def test_a_role_is_text(role):
+    with pytest.raises(BadRow, match="has a role in column messages that is not text"):
+        _read_messages([{"role": role, "content": "Hi"}, TURNS[1]], "messages")
+
+
+def test_a_module_that_ends_the_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "ends_at_import.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match="ends_at_import cannot be imported .SystemExit"):
+        import_object("ends_at_import:loss")
+    (tmp_path / "ends_when_called.py").write_text("import sys\n\n\ndef loss():\n    sys.exit(0)\n")
+    with pytest.raises(UserError, match="fails: SystemExit"), blame_user("task.loss", "ends_when_called:loss"):
+        import_object("ends_when_called:loss")()
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&- >&- 2>&-", "> /dev/full"])
+def test_output_that_nobody_can_write_to(redirection, tmp_path):
+    """The program goes on, and no file of the run gets what was meant for the terminal."""
+    command = f"{sys.executable} {ROOT}/run_training.py dry_run=true model.num_layers=1 {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wrong = subprocess.run(["bash", "-c", f"{command} model.layers=1"], cwd=tmp_path, capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize("kept", ["", '{"step": 1}\n', '{"step": 1}\n{"step": 2}\n'])
+def test_a_torn_last_line_is_cut_off(kept, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(kept + '{"step": 3, "lo' + "x" * 100_000)
+    with open_lines(path) as file:
+        file.write('{"step": 3}\n')
+    assert path.read_text() == kept + '{"step": 3}\n'
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be written .Is a directory"):
+        open_lines(tmp_path)
+
+
+SIGNED = "https://me:p%40ss@h/x.jsonl?X-Amz-Credential=AKIA1&X-Amz-Signature=abc123&versionId=7#part"
+
+
+def test_secrets_of_addresses_are_masked():
+    masked = mask_secrets(f"reading {SIGNED}, and s3://bucket/x@y.txt")
+    assert masked == (
+        "reading https://***@h/x.jsonl?X-Amz-Credential=***&X-Amz-Signature=***&versionId=7#part, and s3://bucket/x@y.txt"
+    )
+    assert is_masked(masked)
+    assert not is_masked("s3://bucket/x@y.txt")
+    assert mask_values({"a": [SIGNED, 1]}) == {"a": [mask_secrets(SIGNED), 1]}
+
+
+def test_secret_variables_are_masked():
+    assert str(UserError(f"no {SIGNED}")) == f"no {mask_secrets(SIGNED)}"
+    names = ("SLURM_JWT", "JAX_BACKEND_CRED", "XLA_PASS", "CUDA_API_KEY", "TUNIX_WEBHOOK_URL")
+    assert set(mask_variables(dict.fromkeys(names, "x")).values()) == {"***"}
+    assert mask_variables({"NCCL_X": "http://me:pw@proxy"}) == {"NCCL_X": "http://***@proxy"}
+
+
+def test_no_file_of_a_run_has_a_secret(tmp_path, corpus, monkeypatch):
+    """A run reads an address with a password and a signature, and fails on another one: no file, log or error has them."""
+    password, signature = (
+        "hunter" * 2,
+        "abc" * 3,
+    )  # not as they stand here: environment.json has the changes of the code
+    monkeypatch.setenv("SLURM_JWT", password)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(corpus))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        signed = f"http://me:{password}@127.0.0.1:{server.server_port}/000.txt?X-Amz-Signature={signature}"
+        words = [*SMALL, *ONE_LAYER, "training.max_steps=2", "checkpoint.save_every_steps=1", "hydra.run.dir=run"]
+        words += ["data=text", f"data.paths=['{signed}']", "data.held_out_fraction=0", "training.seq_len=16"]
+        done = cli(*words, cwd=tmp_path, devices=1)
+        assert done.returncode == 0, done.stderr
+        wrong = cli(
+            *words, f"data.paths=['{signed.replace('000', 'nosuch')}']", "hydra.run.dir=other", cwd=tmp_path, devices=1
+        )
+        again = cli("resume=run", "training.max_steps=3", cwd=tmp_path, devices=1)
+        server.shutdown()
+    assert wrong.returncode == 2
+    assert again.returncode == 2
+    assert "lacks its secret, which no file of a run keeps; give data.paths again" in again.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    texts = [path.read_bytes() for path in files] + [
+        f"{each.stdout}{each.stderr}".encode() for each in (done, wrong, again)
+    ]
+    for text in texts:
+        assert password.encode() not in text
+        assert signature.encode() not in text

@@ -1,0 +1,90 @@
+"""Types of the values of a config, the base of its sections, and the folder that holds the values."""
+
+import ast
+import inspect
+import re
+import textwrap
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from tunix.base.files import is_plain
+
+# Section of a config, and the types of its values.
+
+
+# The folder that holds the values of all keys.
+
+
+def reject_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+def _regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return pattern
+
+
+def _plain(name: str) -> str:
+    if not is_plain(name):
+        raise ValueError("must be a name of a folder below outputs/")
+    return name
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < 1e-6:  # logits divided by it are no numbers any more
+        raise ValueError("must be 0, which takes the likeliest token, or at least 1e-6")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(reject_bool), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(reject_bool), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(reject_bool), Field(gt=0, allow_inf_nan=False)]
+PositiveOrZero = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, le=1)]
+Seed = Annotated[int, BeforeValidator(reject_bool), Field(ge=0, lt=2**31)]  # an int32 in compiled programs
+Temperature = Annotated[PositiveOrZero, AfterValidator(_temperature)]
+Flag = Annotated[bool, Field(strict=True)]
+ProjectName = Annotated[str, AfterValidator(_plain)]
+Regex = Annotated[str, AfterValidator(_regex)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    def __str__(self) -> str:
+        """The values as a user types them: `{kind:gated,activation:silu}`."""
+        values = self.model_dump(mode="json", by_alias=True)
+        return "{" + ",".join(f"{name}:{'null' if value is None else value}" for name, value in values.items()) + "}"
+
+
+@cache
+def read_descriptions(section: type[Section]) -> dict[str, str]:
+    """Return the description of every key of a section: the string below the key in the source, on one line.
+
+    pydantic can read them when it makes the class (`use_attribute_docstrings`). But it then parses the source of every
+    section whenever a program starts, a tenth of a second or two, and only help and the reference page need them.
+    """
+    descriptions: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if not issubclass(kind, Section):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(tree, ast.ClassDef)
+        for key, below in pairwise(tree.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
+                assert isinstance(key.target, ast.Name)
+                descriptions[key.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return descriptions
+
+
+PACKAGED = Path(__file__).parents[1] / "conf"  # in an installed wheel
+CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[2] / "conf"

@@ -1,0 +1,130 @@
+"""Objects that a user brings, named by a dotted path: `package.module:name`. Imports no jax."""
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator
+
+from tunix.base.errors import UserError, did_you_mean
+
+
+def import_object(path: str, kind: type | None = None) -> Any:
+    """Return the object that `package.module:name` names; the current folder is searched for modules too.
+
+    It is of this kind, or a function or class where no kind is given.
+
+    Raises:
+        UserError: no such module, an error while the module is imported, or no such name in the module.
+    """
+    module_name, colon, name = path.partition(":")
+    if not colon or not name.isidentifier():
+        raise UserError("expected package.module:name")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything, or end the program
+        raise UserError(
+            f"module {module_name} cannot be imported ({_first_line(error)}); modules are looked for in the current "
+            "folder and on PYTHONPATH"
+        ) from None
+    fitting = {
+        name: value
+        for name, value in vars(module).items()
+        if (callable(value) if kind is None else isinstance(value, kind))
+    }
+    if name not in fitting:
+        label = "function or class" if kind is None else kind.__name__
+        hint = did_you_mean(name, [name for name in fitting if not name.startswith("_")])
+        raise UserError(f"module {module_name} has no {label} {name}{hint}")
+    return getattr(module, name)
+
+
+def _check(path: str, kind: type | None = None) -> str:
+    import_object(path, kind)
+    return path
+
+
+DottedPath = Annotated[str, AfterValidator(lambda path: _check(path))]
+
+
+def _check_if_dotted(name: str) -> str:
+    return _check(name) if is_dotted(name) else name
+
+
+# A name that is looked up later, in a table whose module imports jax; a dotted path is imported at once.
+NameOrPath = Annotated[str, AfterValidator(_check_if_dotted)]
+
+
+class Choices(NamedTuple):
+    """Mark of a type: names that it takes, for the page of keys."""
+
+    names: tuple[str, ...]
+
+
+def entry_of(table: Collection[str], kind: type | None = None) -> Any:
+    """Return the type of a key that takes the name of an entry of the table, or a dotted path (to a `kind`)."""
+
+    def check(name: str) -> str:
+        if is_dotted(name):
+            return _check(name, kind)
+        if name not in table:
+            hint = did_you_mean(name, list(table))
+            raise ValueError(f"expected one of {', '.join(table)}, or package.module:name{hint}")
+        return name
+
+    return Annotated[str, AfterValidator(check), Choices(tuple(table))]
+
+
+def is_dotted(name: str) -> bool:
+    """Return whether a name is a dotted path, and not the name of an entry."""
+    return ":" in name
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the block when it takes longer. Only the main thread of a process has this limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def blame_user(key: str, path: str) -> Iterator[None]:
+    """Run the block, which calls the object of `path`: an error in it is an error of the user's code.
+
+    Raises:
+        UserError: whatever the block raises, with the key, the path, and the line of the user's file.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = sys.modules[path.partition(":")[0]].__file__
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        location = f" ({file}, line {lines[-1]})" if lines else ""
+        raise UserError(f"{key}={path} fails: {_first_line(error)}{location}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = (str(error).splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}: {text}"

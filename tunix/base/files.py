@@ -1,0 +1,197 @@
+"""Files and folders: written whole or not at all, read with one line about what is wrong."""
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from tunix.base.errors import UserError
+
+MAX_NAME = 255  # bytes of one part of a path: what Linux and macOS take
+
+# Names that come from outside (a server's listing, an index, digests): what they may be, and where they lie.
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a name can only be a file below a folder, as far as its text tells.
+
+    It is not absolute, has no part that is empty, `.`, `..` or too long for a file system, no backslash, drive letter
+    or control character, and can be written as UTF-8.
+    """
+    parts = name.split("/")
+    try:
+        if max(len(part.encode()) for part in parts) > MAX_NAME:
+            return False
+    except UnicodeEncodeError:
+        return False
+    has_control = any(char < " " or char == "\x7f" for char in name)
+    return not {"", ".", ".."} & set(parts) and "\\" not in name and parts[0][1:2] != ":" and not has_control
+
+
+def resolve_below(folder: Path, name: str, source: str) -> Path:
+    """Return the place of `name` in `folder`, for writing; `source` says who gave the name, for the message.
+
+    Raises:
+        UserError: the name is not plain, or a link in the folder leads its place out of the folder.
+    """
+    if is_plain(name) and (folder / name).resolve().is_relative_to(folder.resolve()):
+        return folder / name
+    raise UserError(f"{source} names {name[:200]!r}, which is not a file below its folder; it is not written")
+
+
+def is_whole_number(text: str) -> bool:
+    """Return whether a text is a whole number of at most 18 decimal digits: `str.isdigit` is true for ² as well."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises `UserError` where there is none."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value
+
+
+def list_numbers(folder: Path) -> list[int]:
+    """Return the numbers after which folders in a folder are named, in order, like the steps of its checkpoints."""
+    return sorted(int(path.name) for path in folder.glob("*") if is_whole_number(path.name) and path.is_dir())
+
+
+def open_lines(path: Path) -> TextIO:
+    """Open a file of lines to append to it. Each line is on disk when it is written.
+
+    A last line without its end, which a crash or a full disk has left, is cut off: whatever wrote it writes it again.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        if path.is_file():
+            with path.open("r+b") as file:
+                file.truncate(find_end_of_lines(file))
+        return path.open("a", buffering=1, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from None
+
+
+def find_end_of_lines(file: BinaryIO, block: int = 1 << 16) -> int:
+    """Return the number of bytes up to the end of the last whole line of a file."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - block)
+        file.seek(begin)
+        if found := file.read(end - begin).rfind(b"\n") + 1:
+            return begin + found
+        end = begin
+    return 0
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target` to make a file or a folder at; it takes the place of `target` at the end.
+
+    When the block raises, nothing is left of it. `target` may be a file, or an empty folder.
+
+    A reader sees the old content or the new one, and never a part: `os.replace` changes one entry of the folder, which
+    file systems do at once. It works within one file system only, so the new content is made beside the target, and not
+    in /tmp.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        new = Path(temporary) / target.name
+        yield new
+        os.replace(new, target)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    with replacing(path) as new:
+        new.write_text(text)
+
+
+def create_file(path: Path, text: str) -> None:
+    """Write a new text file; raises `FileExistsError` where there is one. Of two processes that try, one makes it."""
+    try:
+        # "x" makes the file or fails, as one operation of the file system.
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A full disk may leave half a file, and the next process that tries would find it taken.
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+# What a user can do about a disk that refuses, by the number of its error.
+WAYS_OUT = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f, quota)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def find_way_out(error: OSError, otherwise: str) -> str:
+    """Return what a user can do about an error of the disk. Libraries raise some that have a text and no number."""
+    by_text = (hint for number, hint in WAYS_OUT.items() if os.strerror(number) in str(error))
+    return WAYS_OUT.get(error.errno or 0) or next(by_text, otherwise)
+
+
+def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.cache_dir") -> Path:
+    """Return `target`, made by `make(path)` if it is not there yet. Of two processes that make it, one wins.
+
+    Raises:
+        UserError: the disk cannot be written; it names the `key` that chooses the folder.
+    """
+    if target.exists():
+        return target
+    # There is no lock: two processes may both make it. The second cannot replace a folder with files in it, which is an
+    # OSError, and takes what the first has made.
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as new:
+            make(new)
+    except OSError as error:
+        if not target.exists():
+            hint = find_way_out(error, f"set {key} to a writable folder")
+            raise UserError(f"{key}: cannot write {target}: {error.strerror or error}; {hint}") from None
+    return target
+
+
+# Version of the form of what each folder of `loading.cache_dir` holds: which files, and what they mean. The version is
+# part of the names there (`locate_cached`): versions of tunix with different forms share a cache, and none reads files
+# of another form. Raise the number when you change a form; for tokens, tests/data/test_cache_forms.py fails until then.
+CACHE_FORMS = {
+    "tokens": 3,  # tokenized corpora (data/shards.py)
+    "tokenizers": 1,  # trained ones (data/tokenize.py)
+    "packing": 1,  # which pieces of documents a sequence has (data/packing.py)
+    "reference": 2,  # log-probabilities of pairs under the model of step 0 (rl/reference.py)
+    "programs": 1,  # compiled ones, in JAX's form, whose names hold JAX's own version (run/compiling.py)
+    "buckets": 1,  # copies of objects (base/buckets.py), and stand-ins of checkpoints (config/saved_runs.py)
+}
+
+
+def locate_cached(cache_dir: str | Path, kind: str, key: str) -> Path:
+    """Return the path of something in `loading.cache_dir`: CACHE_DIR/KIND/vFORM-KEY."""
+    return Path(cache_dir).expanduser() / kind / f"v{CACHE_FORMS[kind]}-{key}"
+
+
+def find_writable(key: str, name: str) -> Path:
+    """Return the path of a file to write; raises `UserError` where there can be none."""
+    path = Path(name).expanduser()
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{key}={path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UserError(f"{key}={path} is a folder; name a file to write")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"{key}={path} is write-protected; name another file")
+    return path

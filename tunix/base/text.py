@@ -1,0 +1,70 @@
+"""Tables as text, values as YAML text, nested dicts as flat ones."""
+
+import io
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+# Tables as text.
+
+
+def print_table(table: Table) -> None:
+    """Print the table; a file or a pipe gets lines as wide as the table needs, where a terminal would cut cells."""
+    console = Console()
+    if console.is_terminal:
+        console.print(table)
+    else:
+        print(as_text(table, width=10_000), end="")
+
+
+def as_text(table: Table, width: int = 160) -> str:
+    """Format the table as lines of at most `width` characters."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+# Plain values as YAML text that OmegaConf reads back as the same values.
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes by libyaml, where PyYAML has it: OmegaConf's own way takes ten times as long."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # a list that is there twice is written twice: easier to read and to change
+
+
+def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
+    # PyYAML quotes what it would read as another type. OmegaConf reads more numbers, `1e5` among them, and other
+    # readers of YAML more words for true and false.
+    style = "'" if _is_number(text) or text in {"y", "Y", "n", "N"} else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def format_yaml(values: Any) -> str:
+    """Return the text of plain values, in their order."""
+    return yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
+# Nested dicts, as a config is one.
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves

@@ -1,0 +1,196 @@
+"""Feeds: what each kind of documents (`DOCUMENTS` of data/table.py) gives to the training loop."""
+
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from jax.sharding import Mesh
+
+from tunix.base.dotted_path import import_object
+from tunix.base.errors import UserError
+from tunix.config import Config
+from tunix.config.task import Cycle, Grpo
+from tunix.data.batches import BatchSource, PrefetchReader, TrainBatches
+from tunix.data.dataset import Corpus
+from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
+from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
+from tunix.data.table import DOCUMENTS
+from tunix.inference.sampling import Sampler, Sampling
+from tunix.processes import peers
+from tunix.processes.watchdog import Watchdog
+from tunix.rl.evaluation import HeldOutAnswers
+from tunix.rl.reference import add_reference, make_reference
+from tunix.rl.rollouts import RolloutEngine, Rollouts, SamplesFile
+from tunix.rl.scoring import Scorer
+from tunix.run.metrics import Metrics
+from tunix.training.held_out import HeldOut
+from tunix.training.loss import find_loss_kind
+from tunix.training.program import Program
+
+log = logging.getLogger(__name__)
+
+
+class Evaluator(Protocol):
+    """A fixed held-out set."""
+
+    def evaluate(self, params: Any) -> dict[str, float]:
+        """Return numbers by their names in metrics.jsonl."""
+
+    def cost(self, record: dict[str, float]) -> float:
+        """Return the number that is lowest for the best model."""
+
+    def describe(self, record: dict[str, float]) -> str:
+        """Return an evaluation in a few words for the log."""
+
+
+class Feed(Protocol):
+    """Data of a run, which may have processes of its own: `with feed: ...`. Made before anything is written."""
+
+    @property
+    def samples(self) -> Samples: ...
+
+    @property
+    def held_out(self) -> Evaluator | None:
+        """The held-out set; None where nothing is held out."""
+
+    @property
+    def sets(self) -> Mapping[str, Evaluator]:
+        """The sets of evaluation.sets, by name."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
+        """Return the batches from `start` to the step `last`.
+
+        Files beside metrics.jsonl go to `folder`. Without metrics and a folder nothing is written.
+        """
+
+    def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
+        """Log what the last evaluation of a run means."""
+
+
+class CorpusFeed:
+    """Sequences of a corpus, which next-token losses learn from."""
+
+    def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+        self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
+        self.samples: TrainBatches = TrainBatches(
+            corpus.train, cfg, program.choices.batch, mesh, find_loss_kind(cfg).fields
+        )
+        info = cfg, corpus, program.arch, mesh, program.batch.num_rows
+        self.held_out = HeldOut(*info) if corpus.num_held_out else None
+        self.sets = {name: HeldOut(*info, name) for name in corpus.sets}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
+        return PrefetchReader(self.samples, start, last)
+
+    def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
+        """Log the last evaluation beside the corpus's unigrams, and how the model continues a held-out document."""
+        if "bits_per_byte" in evaluation:
+            log.info("%s", _compare_with_unigram(evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte))
+        if self.cfg.evaluation.sample_tokens:
+            sample = self._continue_document(state["params"])
+            log.info("continuation of a held-out document, after >>>:\n%s", sample)
+            metrics.text("sample", sample, evaluation["step"])
+
+    def _continue_document(self, params: Any) -> str:
+        """Return the beginning of a held-out document, and how the model continues it."""
+        cfg, corpus = self.cfg, self.corpus
+        context = cfg.model.context_length
+        # Without the token that ends the document, behind which another one begins.
+        prompt = (corpus.example[:-1] or corpus.example)[: min(128, cfg.training.seq_len, context // 2)]
+        sampling = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
+        (answer,) = Sampler(self.program.arch, context, self.mesh)(params, [prompt], sampling, cfg.seed)
+        return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
+
+
+def _compare_with_unigram(bits: float, unigram: float) -> str:
+    """Describe the held-out loss beside what word frequencies alone would give; both in bits per byte."""
+    side = "below" if bits <= unigram else "above"
+    share = 100 * abs(1 - bits / unigram)
+    return f"held out: {bits:.3f} bits per byte; unigram entropy of the corpus: {unigram:.3f}; {share:.1f} % {side}"
+
+
+class PairFeed(CorpusFeed):
+    """Pairs of answers, each with its log-probabilities under the model of step 0 (the reference of DPO)."""
+
+    def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+        # Without a limit of time: it takes as long as a forward pass over all data.
+        with watchdog.phase("scoring the pairs with the model of step 0", math.inf):
+            add_reference(cfg, corpus, program, mesh)
+        super().__init__(cfg, corpus, program, mesh, watchdog)
+
+
+def load_task_prompts(cfg: Config) -> PromptCorpus:
+    return load_prompts(cfg, cfg.training.seq_len - cfg.sampling.max_new_tokens)
+
+
+class PromptFeed:
+    """Prompts that the model in training answers, and rewards that score its answers."""
+
+    def __init__(self, cfg: Config, corpus: PromptCorpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+        assert isinstance(cfg.task, Grpo)
+        self.cfg, self.corpus, self.program, self.mesh, task = cfg, corpus, program, mesh, cfg.task
+        shape = program.batch
+        cycle = task.cycle(shape.num_sequences)
+        if corpus.num_samples < cycle.samples:
+            raise UserError(
+                f"the training data have {corpus.num_samples} prompts, one rollout needs {cycle.samples}; add data, or "
+                "make training.global_batch_size, task.oversample or task.steps_per_rollout smaller"
+            )
+        # The place in the data is counted in prompts, and a rollout takes those of all its steps at once.
+        per_step = max(1, cycle.samples // cycle.steps)
+        data_schedule = DataSchedule(BEGINNING, Cycle(per_step, 1), ())
+        self.samples = Samples(corpus.train, cfg, data_schedule, shape.num_tokens // per_step)
+        self.scorer = Scorer(task.rewards, task.reward_processes, task.reward_timeout_s, task.reward_errors)
+        self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog)
+        self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out else None
+        self.sets: dict[str, Evaluator] = {}  # the config refuses them for prompts
+        self.stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start the processes of the rewards, and try the rewards on one prompt with made-up answers."""
+        example = self.samples[0]
+        # If the trial fails, this block ends the processes. If not, `pop_all` hands them on to `__exit__`.
+        with ExitStack() as stack:
+            stack.enter_context(self.scorer)
+            peers.together(lambda: self.scorer.try_out(example.text, example.columns), "trying the rewards")
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
+        task = self.cfg.task
+        assert isinstance(task, Grpo)
+        reference = make_reference(self.cfg, self.program, self.mesh) if task.kl_coefficient else None
+        every = task.samples_every_steps
+        file = SamplesFile(folder, every, metrics) if folder and metrics and every else None
+        return Rollouts(self.cfg, self.program.batch, self.samples, self.engine, reference, start, file)
+
+    def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
+        """Log what the last evaluation says."""
+        assert self.held_out is not None
+        log.info("held out, %d prompts: %s", evaluation["prompts"], self.held_out.describe(evaluation))
+
+
+def load_data(cfg: Config) -> AnyCorpus:
+    """Return the data of a run, of the kind of documents of its task."""
+    return import_object(DOCUMENTS[cfg.task.documents].load)(cfg)
+
+
+def make_feed(cfg: Config, corpus: AnyCorpus, program: Program, mesh: Mesh, watchdog: Watchdog) -> Feed:
+    """Return the feed of a run, of the kind of documents of its task."""
+    return import_object(DOCUMENTS[cfg.task.documents].feed)(cfg, corpus, program, mesh, watchdog)

@@ -1,0 +1,319 @@
+"""Buckets of checkpoints. Arrays are cut into chunks, each an object, in the format of zarr's version 2.
+
+    an array of 6 x 8 numbers in shards of 3 x 4, each cut into chunks of 3 x 2; the names of the objects:
+
+        0.0  0.1  |  0.2  0.3        0.1: rows 0 to 2, columns 2 and 3
+        1.0  1.1  |  1.2  1.3        1.0: rows 3 to 5, columns 0 and 1
+
+A chunk never crosses the border of two shards, so no two processes write the same object, and none waits for another.
+A reader on another mesh takes slices that lie across chunks; tensorstore finds the objects of a slice.
+
+    STEP/state/params/embed/table/.zarray    shape, dtype and size of a chunk, as the format zarr has them
+    STEP/state/params/embed/table/0.3        one chunk: the bytes of a shard, or of a part of one
+    STEP/state/arrays.json                   shape and dtype of each array, by name
+    STEP/run/metadata, STEP/tokenizer/metadata, STEP/metrics/metrics     as in a folder
+    STEP/digests.R.json                      digests of what process R has written
+    STEP/digests.json                        written last: a checkpoint without it is not whole
+
+A checkpoint in a folder is whole when the folder gets its name. A bucket cannot rename a folder; there the last object
+has that part: whoever finds digests.json knows that everything it names was written before. Orbax 0.12 itself takes an
+address of S3 for a path of this machine, and its index of all processes' arrays needs a file system.
+"""
+
+import itertools
+import json
+import logging
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from tunix.base.buckets import explain, filesystem, join, list_names
+from tunix.base.digests import FILE, Damaged, digest_bytes
+from tunix.base.files import is_whole_number
+from tunix.config.saved_runs import list_steps
+from tunix.training.state import State
+
+log = logging.getLogger(__name__)
+
+KEY = "checkpoint.folder"
+ARRAYS = "state/arrays.json"
+VERIFIED = "verified"  # an object with the fingerprint of the digests that were compared last
+NUM_THREADS = 8
+READ_TIMEOUT_S = 300.0  # for commands that read a checkpoint, which have no key for it
+# Bytes of a chunk at most. S3 takes 5 GB in one request; smaller chunks travel side by side, and a reader of a slice
+# fetches whole chunks.
+CHUNK = 1 << 26
+
+
+def _open_s3(address: str, retries: dict[str, Any]) -> dict[str, Any]:
+    """Return tensorstore's driver for S3, with the endpoint and the region that fsspec has found."""
+    files = filesystem(address, KEY)
+    files.connect()
+    meta, spec = files.s3.meta, {"driver": "s3", "s3_request_retries": retries}
+    if "amazonaws.com" not in meta.endpoint_url:  # another server; tensorstore finds Amazon's endpoints itself
+        spec |= {"endpoint": meta.endpoint_url, "aws_region": meta.region_name or "us-east-1"}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
+def _open_gs(address: str, retries: dict[str, Any]) -> dict[str, Any]:
+    """Return tensorstore's driver for Google's buckets, on the server that fsspec talks to."""
+    if server := os.environ.get("STORAGE_EMULATOR_HOST"):
+        os.environ["TENSORSTORE_GCS_HTTP_URL"] = server if "://" in server else f"http://{server}"
+    return {"driver": "gcs", "gcs_request_retries": retries}
+
+
+DRIVERS: dict[str, Callable[[str, dict[str, Any]], dict[str, Any]]] = {"s3": _open_s3, "gs": _open_gs}
+
+
+class Objects:
+    """Objects below an address. A request that fails is tried again for about `timeout_s` seconds.
+
+    Every wait for a result has twice that limit, for a server that takes a request and never answers.
+    """
+
+    def __init__(self, address: str, timeout_s: float = READ_TIMEOUT_S):
+        self.address, self.timeout_s = address.rstrip("/"), timeout_s
+        scheme, _, place = self.address.partition("://")
+        bucket, _, path = place.partition("/")
+        # tensorstore has no time limit, but a number of tries. It waits 1, 2, 4, ... 32, 32 seconds between them.
+        delays = itertools.accumulate(min(2.0**number, 32.0) for number in itertools.count())
+        tries = next(number for number, waited in enumerate(delays, 1) if waited >= timeout_s)
+        retries = {"max_retries": tries, "initial_delay": "1s", "max_delay": "32s"}
+        driver = DRIVERS[scheme](self.address, retries)
+        self.spec = driver | {"bucket": bucket, "path": f"{path}/" if path else ""}
+        self.store = ts.KvStore.open(self.spec).result()
+
+    def write(self, name: str, data: bytes) -> None:
+        self.store.write(name, data).result(2 * self.timeout_s)
+
+    def read(self, name: str) -> bytes:
+        """Return an object's bytes; raises `FileNotFoundError` where there is none."""
+        answer = self.store.read(name).result(2 * self.timeout_s)
+        if answer.state != "value":
+            raise FileNotFoundError(f"{self.address}/{name} is missing")
+        return answer.value
+
+    def read_json(self, name: str) -> Any:
+        return json.loads(self.read(name))
+
+    def delete(self, name: str) -> None:
+        # The range up to the next possible name, so it has this one alone.
+        self.store.delete_range(ts.KvStore.KeyRange(name, name + "\0")).result(2 * self.timeout_s)
+
+    def delete_folder(self, name: str) -> None:
+        """Delete every object below a folder. The one that makes a checkpoint whole comes first, so that no reader
+        takes the rest for a checkpoint."""
+        self.delete(f"{name}/{FILE}")
+        everything = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" is the character after "/"
+        self.store.delete_range(everything).result(2 * self.timeout_s)
+
+    def open_array(self, name: str) -> Any:
+        """Return a `tensorstore.TensorStore` of an array, of which slices can be read."""
+        place = self.spec | {"path": f"{self.spec['path']}{name}/"}
+        return ts.open({"driver": "zarr", "kvstore": place}, open=True, read=True).result(2 * self.timeout_s)
+
+
+class Bucket:
+    """Checkpoints below an address, HOME/checkpoints; the methods are those of a `store.Storage`."""
+
+    is_seen_by_all = True
+
+    def __init__(self, folder: str, timeout_s: float = READ_TIMEOUT_S):
+        self.folder, self.root = folder, folder.rpartition("/")[0]
+        self.objects = Objects(folder, timeout_s)
+
+    def open(self) -> None:
+        finished = set(map(str, self.list_steps()))
+        for name in list_names(self.folder, KEY):
+            if is_whole_number(name) and name not in finished:
+                log.warning("the checkpoint of step %s in %s is not whole: it is deleted", name, self.folder)
+                self.objects.delete_folder(name)
+
+    def list_steps(self) -> list[int]:
+        return list_steps(self.root, KEY)
+
+    def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
+        # Each object by name, with the function that makes its bytes: those of a chunk are made when they are sent.
+        local: list[tuple[str, Callable[[], bytes]]] = [(name, chunk.tobytes) for name, chunk in copy_chunks(state)]
+        if texts:  # on process 0
+            local += [(name, text.encode) for name, text in (texts | describe_arrays(state)).items()]
+
+        def send(item: tuple[str, Callable[[], bytes]]) -> tuple[str, dict[str, Any]]:
+            name, make = item
+            data = make()
+            self.objects.write(f"{step}/{name}", data)
+            return name, digest_bytes(data)
+
+        def write() -> dict[str, Any]:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                digests = json.dumps({"files": dict(pool.map(send, local))}).encode()
+            return dict([send((f"digests.{jax.process_index()}.json", lambda: digests))])
+
+        return write
+
+    def commit(self, step: int, written: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        record = {"step": step, "time": datetime.now(UTC).isoformat(), "metrics": metrics, "files": written}
+        self.objects.write(f"{step}/{FILE}", json.dumps(record).encode())
+
+    def explain(self, error: Exception) -> str | None:
+        return explain(error)
+
+    def delete(self, step: int) -> None:
+        self.objects.delete_folder(str(step))
+
+    def move(self, step: int, aside: str) -> None:
+        """The server copies the objects."""
+        filesystem(self.folder, KEY).copy(
+            join(self.folder, str(step)), join(self.root, aside, str(step)), recursive=True
+        )
+        self.delete(step)
+
+    def read(self, step: int, name: str) -> str:
+        return self.objects.read(f"{step}/{name}").decode()
+
+    def read_metrics(self, step: int) -> dict[str, float] | None:
+        return self.objects.read_json(f"{step}/{FILE}")["metrics"]
+
+    def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]:
+        arrays = self.objects.read_json(f"{step}/{ARRAYS}")
+        return {name: tuple(array["shape"]) for name, array in arrays.items()}
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        def read(path: Any, leaf: Any) -> jax.Array:
+            name, slices = name_array(path), {}
+            array = self.objects.open_array(f"{step}/state/{name}")
+            if tuple(array.shape) != tuple(leaf.shape):
+                raise ValueError(f"{name} has shape {tuple(array.shape)}, not {tuple(leaf.shape)}")
+
+            def slice_of(index: Any) -> np.ndarray:
+                key = str(index)
+                if key not in slices:  # devices with the same slice share it
+                    numbers = array[index].read().result(2 * self.objects.timeout_s)
+                    slices[key] = np.asarray(numbers).astype(leaf.dtype)
+                return slices[key]
+
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
+
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            return jax.tree.unflatten(treedef, list(pool.map(lambda item: read(*item), leaves)))
+
+    def check(self, step: int, share: int = 0, num_shares: int = 1) -> int:
+        """Compare a checkpoint with its digests; return the bytes that were read. Of `num_shares`, each reads a share.
+
+        Raises:
+            Damaged: an object is missing, or has other bytes than were written.
+        """
+        # digests.json names the digests of each process, and those name the other objects.
+        files = self._read_digests(step, FILE)
+        for name in [name for name in files if name.startswith("digests.")]:
+            files |= self._read_digests(step, name)
+
+        def check(name: str) -> int:
+            address = join(self.folder, str(step), name)
+            try:
+                data = self.objects.read(f"{step}/{name}")
+            except (FileNotFoundError, ValueError) as error:
+                raise Damaged(f"{address} cannot be read: {explain(error)}") from None
+            if digest_bytes(data) != files[name]:
+                size = files[name]["size"]
+                raise Damaged(f"{address} has other bytes than were written ({len(data):,}, then {size:,})")
+            return len(data)
+
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            return sum(pool.map(check, sorted(files)[share::num_shares]))
+
+    def is_verified(self, step: int) -> bool:
+        try:
+            return self.read(step, VERIFIED) == self._fingerprint(step)
+        except FileNotFoundError:
+            return False
+
+    def note_verified(self, step: int) -> None:
+        self.objects.write(f"{step}/{VERIFIED}", self._fingerprint(step).encode())
+
+    def _fingerprint(self, step: int) -> str:
+        """Return a short text that changes with the digests."""
+        return f"{zlib.crc32(self.objects.read(f'{step}/{FILE}')):08x}"
+
+    def _read_digests(self, step: int, name: str) -> dict[str, Any]:
+        try:
+            return dict(self.objects.read_json(f"{step}/{name}")["files"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{join(self.folder, str(step), name)} cannot be read: {explain(error)}") from None
+
+
+def name_array(path: Any) -> str:
+    """Return the name of an array in the state: params/embed/table."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def copy_chunks(state: State) -> list[tuple[str, np.ndarray]]:
+    """Copy what this process writes of the state, the first replica of each shard; return the chunks by name."""
+    leaves, chunks = jax.tree_util.tree_leaves_with_path(state), list[tuple[str, np.ndarray]]()
+    for _, leaf in leaves:
+        leaf.copy_to_host_async()  # all copies are under way before the first is waited for
+    for path, leaf in leaves:
+        size = split_shard(leaf)
+        for shard in leaf.addressable_shards:
+            # Devices may have copies of the same shard. JAX numbers them over all processes: one process has number 0.
+            if shard.replica_id == 0:
+                # A copy, because the next step takes the memory of the state.
+                chunks += cut(f"state/{name_array(path)}", shard.index, np.array(shard.data), size)
+    return chunks
+
+
+def split_shard(leaf: jax.Array) -> tuple[int, ...]:
+    """Return the shape of a chunk: it divides the shard, and has at most `CHUNK` bytes where that is possible."""
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    chunk = list(shape)
+    # Dimension by dimension from the first, into as few equal parts as bring the chunk below the limit. A float32 shard
+    # of 262,144 x 1,152 has 1,152 MiB: its first dimension is cut into 32 parts, the first divisor of 262,144 from 18
+    # on.
+    for dim, size in enumerate(shape):
+        others = math.prod(chunk) // max(size, 1) * leaf.dtype.itemsize
+        parts = next((n for n in range(1, size + 1) if size % n == 0 and others * (size // n) <= CHUNK), max(size, 1))
+        chunk[dim] = size // parts
+    return tuple(chunk)
+
+
+def cut(name: str, index: Any, shard: np.ndarray, chunk: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the chunks of a shard, which begins at `index` of the whole array, with the names of their objects."""
+    firsts = [(place.start or 0) // size for place, size in zip(index, chunk, strict=True)]
+    counts = [size // each for size, each in zip(shard.shape, chunk, strict=True)]
+    for place in itertools.product(*map(range, counts)):
+        region = tuple(slice(n * size, (n + 1) * size) for n, size in zip(place, chunk, strict=True))
+        numbers = [str(first + n) for first, n in zip(firsts, place, strict=True)]
+        yield f"{name}/{'.'.join(numbers) or '0'}", shard[region]  # zarr calls the chunk of a single number "0"
+
+
+def describe_arrays(state: State) -> dict[str, str]:
+    """Return the objects by name that say how arrays are read: the `.zarray` of each, and the list of all."""
+    texts, arrays = {}, {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name, dtype = name_array(path), np.dtype(leaf.dtype)
+        arrays[name] = {"shape": leaf.shape, "dtype": dtype.name}
+        described = {
+            "zarr_format": 2,
+            "shape": leaf.shape,
+            "chunks": split_shard(leaf),
+            # "<f4" for float32, as zarr says it. For kinds that numpy lacks, tensorstore takes the name: "bfloat16".
+            "dtype": dtype.name if dtype.kind == "V" else dtype.str,
+            "order": "C",
+            "compressor": None,
+            "fill_value": None,
+            "filters": None,
+            "dimension_separator": ".",
+        }
+        texts[f"state/{name}/.zarray"] = json.dumps(described)
+    return texts | {ARRAYS: json.dumps(arrays)}

@@ -1,0 +1,219 @@
+"""Checkpoints of a run: what they hold, and which of them a resumed run goes on from."""
+
+import copy
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tunix.base.errors import UserError
+from tunix.base.secrets import mask_values
+from tunix.base.text import flat
+from tunix.checkpoints.store import Record, Store
+from tunix.config import Config, Evaluation
+from tunix.config.model import list_keys_outside
+from tunix.config.training import read_steps
+from tunix.config.upgrade_saved import upgrade
+from tunix.data.sample_order import Position
+from tunix.training.state import State
+
+log = logging.getLogger(__name__)
+
+
+# Checks that a run may go on from a checkpoint: of the same model, tokenizer and data.
+
+# Keys, or sections, that must have the same value in a run and in the checkpoint that it goes on from: they decide the
+# shapes of the state, or which samples come next. The mesh, the number of processes, the strategy, the batch and the
+# schedule may change. `MAY_DIFFER` are keys of these sections that change no shape: how a result is computed. The keys
+# of initial weights and of low-rank updates must agree, though they are no part of the architecture.
+SAME = ("model", "optimizer.name", "optimizer.moments", "training.seq_len", "training.param_dtype", "seed")
+MAY_DIFFER = {f"model.{key}" for key in list_keys_outside("mesh", "computation", "losses")}
+
+
+def check_same(config: Config, saved: dict[str, Any], position: Position, now: Position) -> None:
+    """Check that a run may go on from a checkpoint.
+
+    Args:
+        config: of the run.
+        saved: the config in the checkpoint, perhaps in the form of older code.
+        position: in the checkpoint.
+        now: names the tokenizer and the data that the run has loaded.
+
+    Raises:
+        UserError: the checkpoint belongs to another model, tokenizer or corpus.
+    """
+    old = upgrade(copy.deepcopy(saved))
+    _check_config(flat(old), flat(mask_values(config.model_dump(mode="json", by_alias=True))))
+    _check_left_out(config, old["training"]["skip_steps"], position)
+    _check_data(config, position, now)
+
+
+def _check_config(old: dict[str, Any], new: dict[str, Any]) -> None:
+    dtype = "training.param_dtype"  # null means float32
+    old, new = old | {dtype: old[dtype] or "float32"}, new | {dtype: new[dtype] or "float32"}
+    # The kind of a part comes first: its other keys differ for that reason.
+    for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.endswith(".kind"), key)):
+        must_agree = any(key == name or key.startswith(f"{name}.") for name in SAME) and key not in MAY_DIFFER
+        if must_agree and old.get(key) != new.get(key):
+            raise UserError(
+                f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; "
+                "leave it as it was or start a new run"
+            )
+
+
+def _check_left_out(config: Config, before: list[str], position: Position) -> None:
+    """Raise `UserError` for steps to leave out from whose data the checkpoint has learnt already."""
+    for text in config.training.skip_steps:
+        steps = read_steps(text)
+        if steps[0] <= position.step and text not in before:
+            remaining = (
+                f", or training.skip_steps=[{position.step + 1}:{steps[-1]}]" if steps[-1] > position.step else ""
+            )
+            raise UserError(
+                f"resume: training.skip_steps={text} begins before step {position.step + 1}, with which the run goes "
+                f"on: the checkpoint has learnt from these data; take one from before step {steps[0]} "
+                f"(resume=RUN_DIR/checkpoints/STEP){remaining}"
+            )
+
+
+def _check_data(config: Config, position: Position, now: Position) -> None:
+    if now.tokenizer != position.tokenizer:
+        hint = "its tokens mean another text; set tokenizer.path to the old one"
+        if config.tokenizer.path is None:
+            hint = "the corpus it is trained on has changed; loading.allow_changed_data=true goes on with the old one"
+        raise UserError(
+            f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); {hint}"
+        )
+    if now.data != position.data:
+        change = f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "
+        if not config.loading.allow_changed_data:
+            raise UserError(
+                f"{change}sample {position.next_sample} of one is not sample {position.next_sample} of the other. "
+                "loading.allow_changed_data=true goes on with it all the same"
+            )
+        log.warning("%sgoing on at sample %d of the new ones", change, position.next_sample)
+
+
+# Improvement of the held-out loss over the evaluations of a run; a part of each checkpoint.
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """The lowest held-out loss so far, and the evaluations in a row that did not lower it.
+
+    The names of the fields are in saved checkpoints.
+    """
+
+    best: float | None = None
+    without: int = 0  # evaluations since `best`
+
+    def after(self, cost: float, evaluation: Evaluation) -> "Improvement":
+        """Return the improvement after one more evaluation, whose held-out number is `cost`."""
+        if self.best is None or cost < self.best - evaluation.min_improvement:
+            return Improvement(cost, 0)
+        return Improvement(self.best, self.without + 1)
+
+    def is_over(self, evaluation: Evaluation) -> bool:
+        """Return True where `evaluation.patience` says that the run should end."""
+        return evaluation.patience is not None and self.without >= evaluation.patience
+
+
+class Checkpoints:
+    """Checkpoints of one run in a store; leaving the block waits for what is being written."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """Finish what was begun, also when the run ends by an error; then that error is the one to show."""
+        try:
+            self.store.wait()
+        except Exception as error:
+            if kind is None:
+                raise
+            log.error("%s", error)
+
+    def save(
+        self,
+        state: State,
+        position: Position,
+        improvement: Improvement,
+        config: Config,
+        tokenizer: Tokenizer,
+        held_out_loss: float | None,
+    ) -> None:
+        """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
+        info = {
+            "position": asdict(position),
+            "improvement": asdict(improvement),
+            "config": mask_values(config.model_dump(mode="json", by_alias=True)),
+        }
+        metrics = None if held_out_loss is None else {"held_out_loss": held_out_loss}
+        self.store.save(position.step, state, Record(info, json.loads(tokenizer.to_str()), metrics))
+
+    def finish(self) -> None:
+        """Wait until all that was begun is on disk."""
+        self.store.finish()
+
+    def restore(
+        self, step: int | None, abstract: State, config: Config, now: Position
+    ) -> tuple[State, Position, Improvement] | None:
+        """Return state and position at `step`, or at the newest step that can be read; None if nothing was saved yet.
+
+        Newer checkpoints are put aside, so that the run can write its own. A copy of the parameters, or a window of
+        spikes, that the checkpoint does not have is left out of the state.
+
+        Args:
+            now: names the tokenizer and the data that the run has loaded.
+
+        Raises:
+            UserError: no such step, no readable checkpoint, or one of another model, tokenizer or corpus.
+        """
+        steps, folder = self.store.steps(), self.store.folder
+        entries = ", ".join(map(str, steps)) or "none"
+        if step is not None and step not in steps:
+            raise UserError(f"resume: {folder} has no checkpoint of step {step}; it has {entries}")
+        # From the newest backwards, until one can be read. A run that names a step gets that step or an error.
+        for candidate in steps[::-1] if step is None else [step]:
+            try:
+                self.store.check(candidate)
+                info = self.store.info(candidate)
+                position = Position(**info["position"])
+                check_same(config, info["config"], position, now)
+                state = self.store.restore(candidate, _without_absent_parts(abstract, info["parts"]))
+            except UserError:
+                raise  # of another model, tokenizer or corpus: an older checkpoint would be refused too
+            except Exception as error:
+                reason = str(error).splitlines()[0][:400]
+                if step is not None:
+                    raise UserError(
+                        f"resume: the checkpoint of step {step} in {folder} is damaged: {reason}"
+                    ) from error
+                log.error("CHECKPOINT OF STEP %d IS DAMAGED, taking the one before: %s", candidate, reason)
+                continue
+            # Only now: a checkpoint that cannot be read is moved too, but not before an older one could be read.
+            self.store.put_aside([newer for newer in steps if newer > candidate])
+            for name in sorted(set(info["parts"]["copies"]) - set(abstract.get("copies", {}))):
+                log.warning("the checkpoint's copy of the parameters %s is not wanted any more: it is dropped", name)
+            # Checkpoints of version 0.1.0 do not say how the held-out loss went.
+            return state, replace(position, data=now.data), Improvement(**info.get("improvement", {}))
+        if steps:
+            raise UserError(f"resume: all checkpoints in {folder} are damaged ({entries})")
+        return None
+
+
+def _without_absent_parts(abstract: State, present: dict[str, Any]) -> State:
+    """Return the state to read from a checkpoint that has these parts (`store.find_parts`)."""
+    requested = dict(abstract)
+    copies = {name: tree for name, tree in requested.pop("copies", {}).items() if name in present["copies"]}
+    spikes = requested.pop("spikes", None)
+    if copies:
+        requested["copies"] = copies
+    if spikes and spikes["loss"].size == present["spike_window"]:
+        requested["spikes"] = spikes
+    return requested

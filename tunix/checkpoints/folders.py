@@ -1,0 +1,254 @@
+"""Folders of checkpoints. Orbax writes and reads the arrays.
+
+    STEP.orbax-checkpoint-tmp/                 while it is written; it is renamed to STEP when every process has written
+    STEP/state/ocdbt.process_R/...             arrays, written by process R, with STEP/state/digests.R.json
+    STEP/state/...                             Orbax's index of all arrays, with STEP/state/digests.json
+    STEP/run, STEP/tokenizer, STEP/metrics     one JSON file each, with digests.json
+
+    each process    write own arrays | read them again, write digests.R.json |
+    process 0                                                                | index | digests.json | rename to STEP
+
+Each process reads its files again in the background, while they are in the page cache, before the checkpoint's folder
+gets its name. So a checkpoint has all of its digests or none, and no step waits for them. A `digests.json` names the
+step, so that an item of another step is found too.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath  # Orbax's kind of path
+
+from tunix.base.digests import (
+    FILE,
+    Damaged,
+    check_files,
+    is_verified,
+    list_files,
+    note_verified,
+    read_digests,
+    write_digests,
+)
+from tunix.base.errors import UserError
+from tunix.base.files import is_whole_number, list_numbers
+from tunix.checkpoints.bucket import name_array
+from tunix.processes import peers
+from tunix.sharding.arrays import from_main, to_main
+from tunix.training.state import State
+
+UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is written or deleted
+ITEMS = ("state", "run", "tokenizer", "metrics")
+NEEDED = ("state/_METADATA", "run/metadata", "tokenizer/metadata")  # files that every checkpoint has
+# Words of Orbax and tensorstore for a disk that takes no more, in errors that are no OSError.
+LIMITS = {
+    "File too large": "a limit of files' sizes: ulimit -f, a quota",
+    "Too many open files": "a limit of open files: ulimit -n",
+}
+DISK_REFUSES = ("No space left", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", *LIMITS)
+T = TypeVar("T")
+
+
+class Folder:
+    """Checkpoints in a folder that all processes see; the methods are those of a `store.Storage`."""
+
+    is_seen_by_all = True
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob(f"*{UNFINISHED}"):
+            if is_whole_number(path.name.removesuffix(UNFINISHED)):
+                shutil.rmtree(path)
+
+    def list_steps(self) -> list[int]:
+        return list_numbers(self.folder)
+
+    def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
+        unfinished = self._unfinished(step)
+        # No parents: where a user has moved or deleted the run's folder, it is not made anew.
+        for folder in (unfinished, unfinished / "state"):
+            folder.mkdir(exist_ok=True)
+        handler = ocp.StandardCheckpointHandler()
+        futures = _run(handler.async_save(epath.Path(unfinished / "state"), args=ocp.args.StandardSave(state)))
+
+        def write() -> dict[str, Any]:
+            for future in futures or []:
+                future.result()
+            rank, state_folder = jax.process_index(), unfinished / "state"
+            # Orbax's names for the files that one process writes. `commit` digests the files that are left.
+            names = {f"ocdbt.process_{rank}", f"process_{rank}"}
+            local = [path for path in list_files(state_folder) if names & set(path.relative_to(state_folder).parts)]
+            write_digests(state_folder, local, f"digests.{rank}.json")
+            for name, text in texts.items():
+                file = unfinished / name
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(text)
+                write_digests(file.parent, [file], step=step)
+            return {}
+
+        return write
+
+    def commit(self, step: int, written: dict[str, Any], metrics: dict[str, float] | None) -> None:
+        unfinished = self._unfinished(step)
+        state = unfinished / "state"
+        ocp.StandardCheckpointHandler().finalize(epath.Path(state))
+        parts = sorted(state.glob("digests.*.json"))
+        # The files that are in no part: Orbax's index of the arrays of all processes.
+        sealed = {state / name for part in parts for name in read_digests(part)["files"]}
+        write_digests(state, [path for path in list_files(state) if path not in sealed], step=step)
+        unfinished.rename(self.folder / str(step))
+
+    def explain(self, error: Exception) -> str | None:
+        text = str(error) or repr(error)
+        if not isinstance(error, OSError) and not any(words in text for words in DISK_REFUSES):
+            return None
+        try:
+            free = f"{shutil.disk_usage(self.folder).free / 2**30:.2f} GiB free"
+        except OSError:
+            return f"{self.folder} was deleted or moved while the run wrote to it"
+        limit = next((f"; {hint}" for words, hint in LIMITS.items() if words in text), "")
+        return f"{text.splitlines()[0][:200]} ({free}{limit})"
+
+    def delete(self, step: int) -> None:
+        # Renamed first: whoever is killed in between leaves no half of a checkpoint under its name.
+        shutil.rmtree((self.folder / str(step)).rename(self._unfinished(step)))
+
+    def move(self, step: int, aside: str) -> None:
+        folder = self.folder.with_name(aside)
+        folder.mkdir(exist_ok=True)
+        (self.folder / str(step)).rename(folder / str(step))
+
+    def read(self, step: int, name: str) -> str:
+        return (self.folder / str(step) / name).read_text()
+
+    def read_metrics(self, step: int) -> dict[str, float] | None:
+        item = self.folder / str(step) / "metrics"
+        if not item.is_dir():
+            return None
+        if (item / FILE).is_file():
+            check_files([item / FILE])
+        return json.loads((item / "metrics").read_text())
+
+    def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]:
+        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(self.folder / str(step) / "state")).tree
+        return {name_array(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        arguments = ocp.args.PyTreeRestore(
+            abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True
+        )
+        return ocp.PyTreeCheckpointHandler().restore(epath.Path(self.folder / str(step) / "state"), args=arguments)
+
+    def check(self, step: int, share: int = 0, num_shares: int = 1) -> int | None:
+        """Compare a checkpoint with its digests; return the bytes that were read, None if it has no digests.
+
+        The arrays of a checkpoint without digests are read.
+
+        Raises:
+            Damaged: a file is missing, is not what was written, or belongs to another step.
+        """
+        checkpoint = self.folder / str(step)
+        if not checkpoint.is_dir():
+            raise Damaged(f"{checkpoint} is no folder{', but a link to nothing' if checkpoint.is_symlink() else ''}")
+        if missing := [name for name in NEEDED if not (checkpoint / name).is_file()]:
+            raise Damaged(f"{checkpoint} lacks {', '.join(missing)}")
+        if not any(checkpoint.glob("*/digests*.json")):
+            _read_arrays(checkpoint / "state", share, num_shares)
+            return None
+        items = [checkpoint / item for item in ITEMS if (checkpoint / item).is_dir()]
+        for item in items:
+            found = read_digests(item / FILE).get("step")
+            if found != step:
+                raise Damaged(f"{item} belongs to step {found}")
+        return check_files([item / FILE for item in items], share, num_shares)
+
+    def is_verified(self, step: int) -> bool:
+        return is_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
+
+    def note_verified(self, step: int) -> None:
+        note_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"{step}{UNFINISHED}"
+
+
+def read_together(work: Callable[[], T]) -> T:
+    """Return `work()`, which reads a checkpoint; an error on one process is raised on all: a process that stopped alone
+    would leave the others waiting.
+
+    Raises:
+        Damaged: what is no `UserError`.
+    """
+
+    def attempt() -> tuple[T | None, Exception | None]:
+        try:
+            return work(), None
+        except UserError:
+            raise
+        except Exception as error:  # Orbax and tensorstore have no kinds of their own
+            return None, error
+
+    result, error = peers.together(attempt, "a checkpoint is read", peers.NO_LIMIT_S)
+    damage = (str(error).splitlines() or [""])[0] or repr(error) if error else ""
+    if damage := next(filter(None, peers.gather(damage, "a checkpoint is read", peers.NO_LIMIT_S)), ""):
+        raise Damaged(damage) from error
+    return cast(T, result)
+
+
+class OneHostFolder(Folder):
+    """Checkpoints in a folder that only process 0 sees: the hosts have no disk in common.
+
+        save       every process sends its shards to process 0, which writes the whole state
+        restore    process 0 reads the whole state, and sends every process its shards
+
+    So process 0 needs memory for the whole state. A bucket (`checkpoint.folder`) needs no such memory.
+    """
+
+    is_seen_by_all = False
+
+    def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
+        gathered = to_main(state)
+        return dict if gathered is None else super().copy(step, gathered, texts)
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), abstract)
+        read = super().restore
+        # If process 0 alone raised an error, the others would wait for its shards for ever.
+        return from_main(read_together(lambda: read(step, on_host) if peers.is_main() else None), abstract)
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine, which has a thread of its own: in a notebook, this one has an event loop."""
+
+    def run() -> T:
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            loop.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def _read_arrays(folder: Path, share: int, num_shares: int) -> None:
+    """Read the arrays of an item `state` without digests; raises `Damaged` where a file is missing or cut off."""
+    place = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
+    try:
+        names = [name.decode() for name in ts.KvStore.open(place).result().list().result()]
+        arrays = sorted(name.removesuffix(".zarray") for name in names if name.endswith("/.zarray"))
+        for name in arrays[share::num_shares]:
+            spec = {"driver": "zarr", "kvstore": place | {"path": name}, "fill_missing_data_reads": False}
+            ts.open(spec).result().read().result()
+    except ValueError as error:
+        raise Damaged(f"{folder} cannot be read: {str(error).splitlines()[0][:300]}") from None

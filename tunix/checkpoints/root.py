@@ -1,0 +1,125 @@
+"""Home of a run's checkpoints: the run's folder, or the folder or address that `checkpoint.folder` names.
+
+    HOME/config.yaml, HOME/tokenizer/, HOME/pretrained/     what a run needs to go on from there
+    HOME/checkpoints/STEP
+
+So `resume=HOME` goes on on a machine that has never seen the run's folder.
+"""
+
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+from tunix.base.buckets import explaining, filesystem, is_address, join, read_text, upload
+from tunix.base.errors import UserError
+from tunix.base.files import create_file, write_whole
+from tunix.checkpoints.bucket import KEY, Objects
+from tunix.config.compose import Job
+from tunix.config.saved_runs import COPIED, split_step
+from tunix.processes import peers
+
+CONFIG = "config.yaml"
+
+
+def find_root(job: Job, folder: Path) -> str:
+    """Return the home of the checkpoints of the run that works in `folder`."""
+    return job.config.checkpoint.folder or str(folder)
+
+
+def check_root(job: Job) -> None:
+    """Write and delete a small file in the home, on process 0; in a bucket a small object on every process.
+
+    Raises:
+        UserError: the home holds another run, or cannot be written; before anything else is written.
+    """
+    root = job.config.checkpoint.folder
+    if root is None:
+        return
+    peers.on_main(lambda: _reject_other_run(job, root), "the home of the checkpoints")
+    if is_address(root):
+        peers.together(lambda: _try_out_bucket(root, job.config.checkpoint.timeout_s), "writing to the bucket")
+    else:
+        peers.on_main(lambda: _try_out_folder(Path(root)), "writing to the home of the checkpoints")
+
+
+def _reject_other_run(job: Job, root: str) -> None:
+    """Raise `UserError` for a new run at the home of another one, and for a run that would leave its checkpoints."""
+    if job.config.resume:
+        came_from = job.came_from or split_step(job.config.resume)[0]
+        if came_from != root:
+            raise UserError(
+                f"{KEY}={root}: the checkpoints of this run are in {came_from}; model.init_from={came_from} starts "
+                "a new run from its weights"
+            )
+        return
+    holds_run = read_text(join(root, CONFIG), KEY) is not None if is_address(root) else (Path(root) / CONFIG).is_file()
+    if holds_run:
+        raise _make_taken_error(root)
+
+
+def _make_taken_error(root: str) -> UserError:
+    return UserError(f"{KEY}={root} holds another run; resume={root} goes on with it")
+
+
+def _try_out_folder(root: Path) -> None:
+    """Make the folder and a file in it, and remove both again: another mistake may be found before the run begins."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(b"tunix")
+    except OSError as error:
+        raise UserError(f"{KEY}={root} cannot be written: {error.strerror}; name another folder") from None
+    finally:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _try_out_bucket(root: str, timeout_s: float) -> None:
+    name, text = f".probe-{jax.process_index()}", b"tunix"
+    with explaining(root, KEY):
+        # At most 10 s: the user waits for the start. A longer limit is for a server that is away while the run trains.
+        objects = Objects(root, min(timeout_s, 10.0))
+        objects.write(name, text)
+        if objects.read(name) != text:
+            raise UserError(f"{KEY}={root}: the bucket does not give back what was written")
+        objects.delete(name)
+
+
+def write_root(job: Job, folder: Path, root: str) -> None:
+    """Write what a run needs to go on into the home of its checkpoints, on process 0. A new run takes the home."""
+    if job.config.checkpoint.folder is None:
+        return
+    peers.on_main(lambda: _write(job, folder, root), "the home of the checkpoints")
+
+
+def _write(job: Job, folder: Path, root: str) -> None:
+    text = (folder / CONFIG).read_text()
+    if is_address(root):
+        files, place = filesystem(root, KEY), join(root, CONFIG)
+        with explaining(place, KEY):
+            try:
+                # "create" fails where the file exists, as one operation of the server: of two runs that start at the
+                # same time with the same address, only one gets it.
+                files.pipe_file(place, text.encode(), mode="overwrite" if job.config.resume else "create")
+            except FileExistsError:
+                raise _make_taken_error(root) from None
+        for name in COPIED:
+            if (folder / name).is_dir():
+                upload(folder / name, join(root, name), KEY)
+        return
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        is_local = folder.samefile(root)  # its config.yaml is that of this run
+        (write_whole if job.config.resume or is_local else create_file)(Path(root) / CONFIG, text)
+        for name in COPIED:
+            if (folder / name).is_dir() and not is_local:
+                shutil.copytree(folder / name, Path(root) / name, dirs_exist_ok=True)
+    except FileExistsError:
+        raise _make_taken_error(root) from None
+    except OSError as error:
+        raise UserError(f"{KEY}={root} cannot be written: {error.strerror}") from None

@@ -1,0 +1,295 @@
+"""One life of a checkpoint: it is written behind the training, made whole, checked, read, and kept or deleted.
+
+    main thread        save: wait for the save before | copy own shards to the host | go on training
+    a thread behind    write the copies, digests | process 0: wait for all, make it whole, delete what is not kept
+
+A storage does the reading and writing (`STORAGE`):
+
+    shared     a folder that all processes see               each process writes its own shards   folders.py
+    one_host   a folder that only process 0 sees             process 0 writes the whole state     folders.py
+    bucket     an address like s3://BUCKET/NAME              each process writes its own shards   bucket.py
+
+A checkpoint is there completely or not at all: the last operation of a save (a folder is renamed, an object is written)
+makes it whole. A process that dies before that leaves files that count as no checkpoint, and that the next start
+deletes.
+"""
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import jax
+
+from tunix.base.buckets import is_address
+from tunix.base.digests import Damaged
+from tunix.base.errors import UserError
+from tunix.checkpoints.bucket import Bucket
+from tunix.checkpoints.folders import Folder, OneHostFolder, read_together
+from tunix.config import Checkpoint
+from tunix.processes import peers
+from tunix.training.state import State
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+POLL_S = 0.2  # seconds between two looks whether the other processes have written
+
+
+class Record(NamedTuple):
+    """What a checkpoint holds beside the arrays of the state: values for JSON, each an item of the checkpoint."""
+
+    info: dict[str, Any]  # position in the data, improvement of the held-out loss, config
+    tokenizer: dict[str, Any]
+    metrics: dict[str, float] | None  # by which the best checkpoint is chosen; None where nothing was measured
+
+
+class Storage(Protocol):
+    """Where checkpoints are kept, each by its step. Process 0 alone calls the methods marked with 0."""
+
+    is_seen_by_all: bool  # else process 0 alone reads it
+
+    @property
+    def folder(self) -> Path | str: ...  # of the checkpoints; an address, of a bucket
+
+    def open(self) -> None: ...  # 0: make the folder, and delete what is not whole
+    def list_steps(self) -> list[int]: ...  # 0: those of whole checkpoints, in order
+    def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
+        """Copy what this process writes; return the function that writes it, which the thread behind calls.
+
+        `texts` are files by name, {} but on process 0. The function returns what `commit` needs to know.
+        """
+        ...
+
+    def commit(self, step: int, written: dict[str, Any], metrics: dict[str, float] | None) -> None: ...  # 0
+    def explain(self, error: Exception) -> str | None: ...  # why a save failed; None for a bug
+    def delete(self, step: int) -> None: ...  # 0
+    def move(self, step: int, aside: str) -> None: ...  # 0: into the new folder `aside` beside that of the checkpoints
+    def read(self, step: int, name: str) -> str: ...  # a text
+    def read_metrics(self, step: int) -> dict[str, float] | None: ...  # 0; Damaged
+    def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]: ...  # shapes by name: params/embed/table
+    def restore(self, step: int, abstract: State) -> State: ...  # the arrays that `abstract` names, laid out as it says
+    def check(self, step: int, share: int, num_shares: int) -> int | None: ...  # bytes read, None: no digests; Damaged
+    def is_verified(self, step: int) -> bool: ...  # 0: whether `note_verified` was called, in this place
+    def note_verified(self, step: int) -> None: ...  # 0
+
+
+class StorageKind(NamedTuple):
+    """A kind of storage, and which runs take it."""
+
+    fits: Callable[[str, bool], bool]  # (a folder or an address, whether all processes see the same folder) -> bool
+    make: Callable[[str, Checkpoint], Storage]
+
+
+def find_parts(storage: Storage, step: int) -> dict[str, Any]:
+    """Find the parts of the state that not every checkpoint has. No array is read.
+
+    Returns:
+        `copies`: names of the copies of the parameters (`training.copies`); `spike_window`: steps in the window of
+        spikes (`training.spikes`), 0 without one.
+    """
+    arrays = storage.list_arrays(step)
+    copies = {name.split("/")[1] for name in arrays if name.startswith("copies/")}
+    return {"copies": sorted(copies), "spike_window": arrays.get("spikes/loss", (0,))[0]}
+
+
+def read_about(storage: Storage, step: int) -> dict[str, Any]:
+    """Read the item `run`: position in the data, config, ...; the key `parts` has what `find_parts` finds."""
+    return {**json.loads(storage.read(step, "run/metadata")), "parts": find_parts(storage, step)}
+
+
+# A run takes the first one that fits.
+STORAGE = {
+    "bucket": StorageKind(
+        lambda folder, is_shared: is_address(folder), lambda folder, cfg: Bucket(folder, cfg.timeout_s)
+    ),
+    "shared": StorageKind(lambda folder, is_shared: is_shared, lambda folder, cfg: Folder(Path(folder).absolute())),
+    "one_host": StorageKind(lambda folder, is_shared: True, lambda folder, cfg: OneHostFolder(Path(folder).absolute())),
+}
+
+
+def open_store(folder: str, cfg: Checkpoint, is_shared: bool) -> "Store":
+    """Open the store of a run's checkpoints in a folder or at an address; `is_shared` says if all processes see it."""
+    kind = next(kind for kind in STORAGE.values() if kind.fits(folder, is_shared))
+    return Store(kind.make(folder, cfg), cfg)
+
+
+class Store:
+    """Checkpoints of one run in a storage. All processes call the methods in the same order."""
+
+    def __init__(self, storage: Storage, cfg: Checkpoint):
+        self.storage, self.cfg = storage, cfg
+        self.thread: threading.Thread | None = None
+        self.failure: Exception | None = None
+        self.num_saves = 0  # the same on every process: the name under which they publish that a save is done
+        peers.on_main(storage.open, "checkpoints that are not whole")
+
+    @property
+    def folder(self) -> Path | str:
+        return self.storage.folder
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a whole checkpoint, in order."""
+        return self._ask_main(self.storage.list_steps)
+
+    def save(self, step: int, state: State, record: Record) -> None:
+        """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
+        self.wait()
+        texts = {}
+        if peers.is_main():
+            texts = {"run/metadata": json.dumps(record.info), "tokenizer/metadata": json.dumps(record.tokenizer)}
+            if record.metrics is not None:
+                texts["metrics/metrics"] = json.dumps(record.metrics)
+        try:
+            write = self.storage.copy(step, state, texts)  # now: the next step overwrites the memory of the state
+        except Exception as error:
+            raise self._explain(error) from error
+        self.num_saves += 1
+        work = (step, write, record.metrics, f"saved/{self.num_saves}")
+        self.thread = threading.Thread(target=self._complete, args=work, name=f"checkpoint {step}", daemon=True)
+        self.thread.start()
+        if not self.cfg.async_:
+            self.finish()
+
+    def wait(self) -> None:
+        """Wait until what this process has begun to save is written."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        failure, self.failure = self.failure, None
+        if failure:
+            raise self._explain(failure) from failure
+
+    def finish(self) -> None:
+        """Wait until what all processes have begun to save is written."""
+        peers.together(self.wait, "all processes have written their part of the checkpoint", peers.NO_LIMIT_S)
+
+    def check(self, step: int) -> None:
+        """Compare a checkpoint with its digests, as `checkpoint.verify` says; each process reads a share of the files.
+
+        Raises:
+            Damaged: on every process, if a file is not what was written.
+        """
+        if self.cfg.verify == "never":
+            return
+        if self.cfg.verify == "once" and self._ask_main(lambda: self.storage.is_verified(step)):
+            return
+        rank, count = jax.process_index(), jax.process_count() if self.storage.is_seen_by_all else 1
+        size = read_together(lambda: self.storage.check(step, rank, count) if rank < count else 0)
+        if size is None:
+            log.warning(
+                "the checkpoint of step %d has no digests (an older version wrote it): it is not compared", step
+            )
+        elif self.cfg.verify == "once" and peers.is_main():
+            self.storage.note_verified(step)
+
+    def info(self, step: int) -> dict[str, Any]:
+        """Read what a checkpoint says about itself, as `read_about` returns it."""
+        return self._ask_main(lambda: read_about(self.storage, step))
+
+    def restore(self, step: int, abstract: State) -> State:
+        """Read the arrays of the checkpoint that `abstract` names.
+
+        Raises:
+            Damaged: on every process, if one of them cannot read its part.
+        """
+        return read_together(lambda: self.storage.restore(step, abstract))
+
+    def put_aside(self, steps: list[int]) -> None:
+        """Move checkpoints that are newer than the one a run goes on from, so that the run can write its own."""
+        if not steps:
+            return
+        aside = f"checkpoints_put_aside_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+        log.warning("newer checkpoints (%s) are put aside in %s", ", ".join(map(str, sorted(steps))), aside)
+
+        def move() -> None:
+            for step in steps:
+                self.storage.move(step, aside)
+
+        peers.on_main(move, "checkpoints are put aside")
+
+    def _complete(
+        self, step: int, write: Callable[[], dict[str, Any]], metrics: dict[str, float] | None, answers: str
+    ) -> None:
+        """Write this process's part, and on process 0 what makes the checkpoint whole; runs in a thread of its own."""
+        rank = jax.process_index()
+        try:
+            written = write()
+            # Processes tell one another through the coordinator, and not by a collective: this thread runs beside the
+            # training, whose collectives must come in the same order everywhere.
+            peers.publish(f"{answers}/{rank}", json.dumps({"written": written}))
+            if peers.is_main():
+                # Last, and after all parts of all processes.
+                self.storage.commit(step, written | _wait_for_others(answers), metrics)
+                self._delete_old()
+        except Exception as error:
+            # Nobody sees an exception of this thread. So process 0 is told, which would wait for ever, and `wait`
+            # raises it in the main thread.
+            peers.publish(f"{answers}/{rank}", json.dumps({"failure": self.storage.explain(error) or repr(error)}))
+            self.failure = error
+
+    def _delete_old(self) -> None:
+        """Delete the checkpoints that are not kept."""
+        try:
+            losses = {step: self._read_loss(step) for step in self.storage.list_steps()}
+            for step in list_dropped(self.cfg, losses):
+                self.storage.delete(step)
+        except Exception as error:  # some buckets allow nobody to delete
+            reason = self.storage.explain(error) or repr(error)
+            log.warning("older checkpoints in %s could not be deleted: %s", self.folder, reason)
+
+    def _read_loss(self, step: int) -> float | None:
+        """Return the number that is lowest for the best checkpoint; None where nothing was measured."""
+        try:
+            metrics = self.storage.read_metrics(step)
+            return None if metrics is None else float(metrics["held_out_loss"])
+        except (Damaged, OSError, ValueError, KeyError, TypeError) as error:  # the other checkpoints stay usable
+            log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
+            return None
+
+    def _explain(self, error: Exception) -> Exception:
+        """Return a `UserError` for a disk or a bucket that takes no more, and any other error, a bug, as it is."""
+        if (reason := self.storage.explain(error)) is None:
+            return error
+        try:
+            whole = ", ".join(map(str, self.storage.list_steps())) or "none"
+        except (OSError, UserError):
+            whole = "those that were there"
+        return UserError(
+            f"a checkpoint could not be written to {self.folder}: {reason}; whole checkpoints: {whole}. "
+            f"When it can be written again, go on with resume={str(self.folder).rpartition('/')[0]}"
+        )
+
+    def _ask_main(self, work: Callable[[], T]) -> T:
+        """Return `work()` of process 0, a value for JSON, on every process."""
+        text = json.dumps(read_together(lambda: work() if peers.is_main() else None))
+        return cast(T, json.loads(peers.agree(text, "what process 0 has read", peers.NO_LIMIT_S)))
+
+
+def list_dropped(cfg: Checkpoint, losses: dict[int, float | None]) -> list[int]:
+    """Return the steps of the checkpoints that are not kept; `losses` has the held-out loss of each, or None."""
+    steps = sorted(losses)
+    kept = {*steps[-cfg.max_to_keep :], *cfg.save_at_steps, *([0] if cfg.save_first else [])}
+    if cfg.keep_every_steps:
+        kept |= {step for step in steps if step % cfg.keep_every_steps == 0}
+    measured = [(loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)]
+    if cfg.keep_best and measured:
+        kept.add(-min(measured)[1])  # the newest of those with the lowest loss
+    return [step for step in steps if step not in kept]
+
+
+def _wait_for_others(answers: str) -> dict[str, Any]:
+    """Return what the processes have published that their parts are written, when all have."""
+    written: dict[str, Any] = {}
+    # Without a time limit: where a process dies, the watchdog ends this one too (`processes/watchdog.py`).
+    while len(texts := peers.published(answers)) < jax.process_count() > 1:
+        time.sleep(POLL_S)
+    for rank, text in texts.items():
+        answer = json.loads(text)
+        if "failure" in answer:
+            raise OSError(f"process {rank}: {answer['failure']}")
+        written |= answer["written"]
+    return written

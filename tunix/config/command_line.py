@@ -1,0 +1,146 @@
+"""Command lines beside training, `python -m tunix.NAME`. Imports no jax.
+
+`generate`, `evaluate` and `export` have keys of their own, a section of conf/command (`run_command`). `plan`, `doctor`,
+`verify` and `prepare` take the keys of training (`command_parser`). Commands that several processes can do together
+join by `run_joined`.
+"""
+
+import argparse
+import logging
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from tunix.base.config_types import CONF
+from tunix.base.errors import UserError, did_you_mean
+from tunix.base.text import flat
+from tunix.config import Distributed, Section, compose
+from tunix.config.mistakes import describe_errors, list_keys, validate
+from tunix.processes import exits, supervisor
+from tunix.processes.rollcall import list_versions
+
+S = TypeVar("S", bound=Section)
+JOINING = "distributed."  # words that begin so say which process of several this one is
+
+
+def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
+    """Run `work` with the section that `python -m tunix.NAME key=value ...` describes; return the exit code.
+
+    An error of the user's gives exit code 2 and one line on stderr. If the section has a key `overrides`, it gets the
+    words whose keys are not the section's own: they are keys of training. Words like distributed.num_processes=2, and
+    the environment, make this process one of several, which join before they work. What `work` returns is printed, of
+    several processes by process 0.
+    """
+    argv, name = sys.argv[1:], section.__name__.lower()
+    if "--help" in argv or "-h" in argv:
+        return exits.report_errors(lambda: _print_help(section))
+    print_warnings()
+    fields = section.model_fields
+    joins = [word for word in argv if word.startswith(JOINING)]
+    others = [word for word in argv if "overrides" in fields and word.split("=")[0] not in fields]
+    command_args = [word for word in argv if word not in others and word not in joins]
+
+    def run() -> int:
+        settings = read_settings(section, command_args, {"overrides": others} if others else {})
+        info = flat({name: settings.model_dump(mode="json")})
+        if given := info.get(f"{name}.overrides"):
+            info[f"{name}.overrides"] = [word for word in given if not word.startswith(JOINING)]
+        return run_joined(name, compose.compose(joins).config.distributed, info, lambda: _print_once(work(settings)))
+
+    return exits.report_errors(run)
+
+
+def _print_help(section: type[Section]) -> None:
+    print(f"python -m tunix.{section.__name__.lower()} key=value ...\n\n{section.__doc__}\n")
+    for key, description in list_keys(section):
+        print(f"  {key:24} {description}")
+
+
+def print_warnings() -> None:
+    """Print warnings on stderr, as their text alone.
+
+    `force`: orbax, which some commands import, has set up logging with another format already. A run of this process
+    may have set the level of tunix's own messages to another one.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
+    logging.getLogger("tunix").setLevel(logging.NOTSET)
+
+
+def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: Callable[[], int | None]) -> int:
+    """Run `work` in one process, or in several that join first; return the exit code.
+
+    Each of several processes has a parent that watches it, and a watchdog that ends it when another one fails. `info`
+    are values that must be the same on all of them.
+    """
+    if (code := supervisor.supervise(distributed)) is not None:
+        return code
+
+    def join_and_work() -> int | None:
+        from tunix.processes import (
+            joining,
+            watchdog,  # jax starts here, after the config has passed
+        )
+
+        joining.start(distributed, list_versions() | info)
+        with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
+            return work()
+
+    return supervisor.run_member(distributed, join_and_work)
+
+
+def _print_once(text: str | None) -> None:
+    """Print a text on process 0."""
+    from tunix.processes import peers
+
+    if text is not None and peers.is_main():
+        print(text)
+
+
+def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command `python -m tunix.NAME` that takes the keys of training.
+
+    The command adds its own flags to the parser.
+    """
+    parser = argparse.ArgumentParser(
+        f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own folder of config files, laid out like conf/")
+    return parser
+
+
+def read_settings(section: type[S], argv: list[str], more: dict[str, Any] | None = None) -> S:
+    """Return the section of conf/command, changed by the words of the command line and then by the values `more`."""
+    preset = _find_preset(argv) if "sampling" in section.model_fields else []
+    with describe_errors(section):
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(str(CONF / "command"), version_base="1.3"):
+            composed = hydra.compose(section.__name__.lower(), [*preset, *argv])
+        values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return validate(section, values | (more or {}))
+
+
+PRESET_KEYS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def _find_preset(argv: list[str]) -> list[str]:
+    """Return the keys of a file of conf/sampling as words, if `sampling=NAME` is among the words.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    name = next((word.partition("=")[2] for word in reversed(argv) if word.startswith("sampling=")), "null")
+    if name == "null":
+        return []
+    names = sorted(path.stem for path in (CONF / "sampling").glob("*.yaml"))
+    if name not in names:
+        raise UserError(f"sampling={name}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF / "sampling"), version_base="1.3"):
+        values = hydra.compose(name)
+    return [f"{key}={'null' if values[key] is None else values[key]}" for key in PRESET_KEYS]

@@ -1,0 +1,422 @@
+"""From a command line to a checked `Config`: words, files, checks, remarks. Imports no jax."""
+
+import glob
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from tunix.base.buckets import is_address, join
+from tunix.base.config_types import CONF
+from tunix.base.errors import UserError, did_you_mean
+from tunix.base.secrets import is_masked, mask_values
+from tunix.base.text import flat, format_yaml
+from tunix.config import Config, Slurm
+from tunix.config.data import Mixture
+from tunix.config.mistakes import describe_errors, find_foreign, validate
+from tunix.config.pretrained_config import count_rows, fill_from_adapter, fill_from_pretrained, fill_from_run
+from tunix.config.saved_runs import OUTPUTS, find_resume_point, find_run, read_saved_root, split_step
+from tunix.config.upgrade_saved import read_saved, upgrade
+
+# Overrides of a command line, as users type them and as Hydra composes them with conf/. Imports no jax.
+#
+# word                        means
+# group=option                take the file conf/GROUP/OPTION.yaml
+# section.key=value           change one value
+# evaluation.sets.NAME=FILE   take the file conf/data/FILE.yaml as one more set, in the form that Hydra has for it
+
+SEARCH = "hydra.searchpath="
+SETS = "evaluation.sets."  # begins the package of a set's source
+
+
+def select_set(word: str) -> str:
+    """Return evaluation.sets.NAME=CHOICE, with a file of conf/data as the choice, in the form that Hydra has for it."""
+    match = re.fullmatch(r"\+*evaluation\.sets\.(\w+)=(\w+)", word)
+    if match is None:
+        return word
+    if not (CONF / "data" / f"{match[2]}.yaml").is_file():
+        choices = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+        raise UserError(f"{word}: takes a file of conf/data ({', '.join(choices)}){did_you_mean(match[2], choices)}")
+    return f"+data@evaluation.sets.{match[1]}={match[2]}"
+
+
+def add_implied_model(overrides: list[str]) -> list[str]:
+    """Add model=pretrained to the overrides, if they have model.init_from without a model."""
+    parsed = {word.split("=")[0] for word in overrides}
+    return ["model=pretrained", *overrides] if "model.init_from" in parsed and "model" not in parsed else overrides
+
+
+def add_search_path(overrides: list[str], *folders: str | Path | None) -> list[str]:
+    """Add the override that makes Hydra look for config files in these folders too; None is skipped.
+
+    Raises:
+        UserError: a folder does not exist.
+    """
+    existing = [Path(folder) for folder in folders if folder]
+    for folder in existing:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder}: there is no such folder")
+    paths = ",".join(f"'file://{folder.absolute()}'" for folder in existing)
+    word = f"{SEARCH}[{paths}]"
+    return [*overrides, word] if paths and word not in overrides else overrides
+
+
+def check_key(override: Override) -> None:
+    """Raise `UserError` for a key of another program, which names ours; Hydra would name its section alone."""
+    key = override.key_or_group
+    value = "null" if override.is_delete() else str(override.input_line).partition("=")[2]
+    if hint := find_foreign(key, value):
+        raise UserError(f"unknown key {key}; {hint}")
+
+
+def check_choice(override: Override) -> None:
+    """Raise `UserError` if a group gets a value that is not the name of one of its files: `mesh_shape=[[8],[fsdp]]`."""
+    group = override.key_or_group
+    if not (CONF / group).is_dir() or override.is_delete() or override.is_sweep_override():
+        return
+    value: Any = override.value()
+    if not all(isinstance(choice, str) for choice in (value if isinstance(value, list) else [value])):
+        keys = "shapes go to model.mesh_shape" if group == "mesh_shape" else f"its keys are set by {group}.KEY=VALUE"
+        choices = ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+        raise UserError(f"{override.input_line}: takes a file of conf/{group} ({choices}); {keys}")
+
+
+def compose_overrides(overrides: list[str], config_dir: str | Path | None = None, name: str = "config") -> DictConfig:
+    """Compose a file of values, by default conf/config.yaml, with overrides."""
+    # Hydra keeps one state for the whole process, and refuses a second composition without this.
+    GlobalHydra.instance().clear()
+    if config_dir is not None and not any(word.startswith(SEARCH) for word in overrides):
+        overrides = add_search_path(overrides, CONF)
+    with hydra.initialize_config_dir(str(Path(config_dir or CONF).absolute()), version_base="1.3"):
+        return hydra.compose(name, overrides, return_hydra_config=True)
+
+
+def compose_saved(run_dir: Path, parsed: list[Override]) -> DictConfig:
+    """Compose the saved config of a run with overrides.
+
+    A choice of a group (`optimizer=lion`) replaces that part of the saved config; a key (`training.max_steps=9`)
+    changes one value. So the choices are composed first, from conf/, and their parts are put into the saved config;
+    then Hydra composes the result with the keys.
+
+        conf/ + choices -> parts of the groups ----+
+        RUN_DIR/config.yaml -> brought up to date -+-> + keys -> config
+    """
+    saved = OmegaConf.create(read_saved(run_dir))
+    # Three kinds of words: choices of a group (`groups`), sets of held-out data (`sets`), and keys.
+    groups = [word for word in parsed if (CONF / word.key_or_group).is_dir() and isinstance(word.value(), str)]
+    sets = [word for word in groups if str(word.package or "").startswith(SETS)]
+    groups = [word for word in groups if word not in sets]
+    search = [str(word.input_line) for word in parsed if str(word.input_line).startswith(SEARCH)]
+    # A model's file may choose the group `training` too. The default keeps such settings out of the saved config.
+    neutral = [] if any(word.key_or_group == "training" for word in groups) else ["training=default"]
+    chosen = compose_overrides([str(word.input_line) for word in [*groups, *sets]] + neutral + search)
+    for word in sets:
+        name = str(word.package).removeprefix(SETS)
+        saved.evaluation.sets[name] = chosen.evaluation.sets[name]
+    for group in (word.key_or_group for word in groups):
+        if group == "experiment":
+            raise UserError("resume goes on with the saved config; name the keys to change in place of +experiment")
+        mesh_shape = saved.model.mesh_shape  # a choice of the model keeps the mesh
+        if group in saved:
+            saved[group] = chosen[group]
+        saved.model.mesh_shape = chosen.model.mesh_shape if group == "mesh_shape" else mesh_shape
+    # Hydra composes files only; its store takes a tree of values in the place of one.
+    ConfigStore.instance().store(name="saved_run", node=OmegaConf.to_container(saved))
+    keys = [str(word.input_line) for word in parsed if word not in groups and word not in sets]
+    return compose_overrides(keys, name="saved_run")
+
+
+# From a command line to a checked `Config`. Imports no jax.
+#
+#     words -> Hydra composes conf/ and the words -> architecture of model.init_from -> pydantic checks -> Job
+#
+# With resume=RUN_DIR the saved config of that run takes the place of conf/. Every error is one line that names the key,
+# the value and the way out (`tunix.config.mistakes`). Read `compose` first.
+
+IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # keys of `distributed`
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked config and the folder of its run."""
+
+    config: Config
+    overrides: list[str]  # as typed
+    run_dir: Path  # a new run takes this folder, or a free one beside it
+    run_dir_is_explicit: bool  # the user chose the folder: a new run takes no other
+    resume_step: int | None = None  # the STEP of resume=RUN_DIR/checkpoints/STEP
+    came_from: str | None = None  # a resumed run: the folder or address with the checkpoints of the run before
+    hydra: dict[str, Any] | None = None  # Hydra's own settings, saved in the run's folder
+
+    @property
+    def goes_on_in_folder(self) -> bool:
+        """True for a resumed run whose folder is there; one that is resumed from a bucket gets a new folder."""
+        return self.config.resume is not None and not is_address(self.config.resume)
+
+
+def compose(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> Job:
+    """Compose and check the config of a run, new or resumed.
+
+    Raises:
+        UserError: a line for each error.
+    """
+    overrides = [select_set(word) for word in overrides]
+    with describe_errors():
+        parsed = {override.key_or_group: override for override in OverridesParser.create().parse_overrides(overrides)}
+        for override in parsed.values():
+            check_key(override)
+            check_choice(override)
+        if "resume" in parsed and parsed["resume"].value() is not None:
+            return _compose_resumed(overrides, parsed)
+        composed = compose_overrides(add_implied_model(overrides), config_dir, config_name)
+        hydra: Any = {"hydra": OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)}
+        return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in parsed, hydra=hydra)
+
+
+def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> Job | None:
+    """Compose and check every point of a grid, so that an error in the last point is found before the first one runs.
+
+    Returns the first point; None if another sweeper chooses the points while the sweep runs.
+    """
+    if any(override.startswith("hydra/sweeper") for override in overrides):
+        return None
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    for override in parsed:
+        if override.is_interval_sweep():
+            raise UserError(
+                f"{override.input_line}: a sweep tries listed values, like {override.key_or_group}=0.1,0.2; "
+                "docs/extending.md shows a search in an interval"
+            )
+    points = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
+    jobs = [compose(list(point), config_dir, config_name) for point in points]
+    if any(job.config.resume for job in jobs):
+        raise UserError("resume goes on with one run; it cannot be part of a sweep")
+    return jobs[0]
+
+
+def make_job(config: Config) -> Job:
+    """Return a job for a config that was made in Python, with the run folder that Hydra would choose."""
+    return Job(config, [], _dated_folder(config), False)
+
+
+def _dated_folder(config: Config) -> Path:
+    return OUTPUTS / config.project_name / time.strftime("%Y-%m-%d/%H-%M-%S")
+
+
+def check(composed: DictConfig, fresh: bool = True) -> Config:
+    """Resolve the interpolations of a composed config, fill in what depends on files, and check it.
+
+    A saved config (not `fresh`) is complete: nothing is filled in.
+    """
+    with describe_errors():
+        own = {str(key): composed[key] for key in composed if key != "hydra"}
+        values: dict[Any, Any] = {key: _resolve(value) for key, value in own.items()}
+    upgrade(values)
+    for key, value in flat(values).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and is_masked(text):
+                raise UserError(f"{key}: {text} lacks its secret, which no file of a run keeps; give {key} again")
+    if fresh and values["model"].get("init_from"):
+        if run := find_run(str(values["model"]["init_from"]), "model.init_from"):
+            fill_from_run(values, *run)
+        else:
+            fill_from_pretrained(values)
+        if values["model"]["init_adapter"]:
+            fill_from_adapter(values["model"])
+    elif fresh and values["model"]["init_adapter"]:
+        raise UserError(
+            f"model.init_adapter={values['model']['init_adapter']} updates the matrices of a base; give it too: "
+            "model.init_from=DIR"
+        )
+    elif values["model"]["family"] is None:
+        raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
+    if values["model"]["vocab_size"] == "auto":
+        values["model"]["vocab_size"] = count_rows(values)
+    return build(values)
+
+
+def _resolve(value: Any) -> Any:
+    """Return plain values in place of a section of a composed config; a value alone stays."""
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+
+
+def build(values: dict[Any, Any]) -> Config:
+    """Check plain values, as YAML has them, and return the config; raises `UserError` with a line for each error."""
+    return validate(Config, values)
+
+
+def to_yaml(config: Config) -> str:
+    """Format the resolved config as it is saved in the run's folder; `--config-path RUN_DIR` runs it again.
+
+    Two things are left out, since another job may resume from it: which process of the run this was, and
+    `loading.allow_changed_data`, which applies to one resume only. Passwords and signatures of addresses are masked.
+    """
+    tree = mask_values(_drop_identity(config))
+    tree["loading"]["allow_changed_data"] = False
+    return format_yaml(tree)
+
+
+def list_info(config: Config) -> dict[str, Any]:
+    """Return every key, with its value, on which all processes of a run must agree."""
+    # Hosts may keep their caches in different folders.
+    return {key: value for key, value in flat(_drop_identity(config)).items() if key != "loading.cache_dir"}
+
+
+def _drop_identity(config: Config) -> dict[str, Any]:
+    """Return the config as plain values, without the keys that tell processes apart."""
+    distributed = config.distributed.model_copy(update=dict.fromkeys(IDENTITY))
+    return config.model_copy(update={"distributed": distributed}).model_dump(mode="json", by_alias=True)
+
+
+def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
+    """Compose the job that goes on with the run of `resume`; `parsed` are the overrides by their keys."""
+    source = str(parsed["resume"].value())
+    project = str(parsed["project_name"].value()) if "project_name" in parsed else None
+    run_dir, step = find_resume_point(source, project)
+    composed = compose_saved(run_dir, list(parsed.values()))
+    if composed.loading.allow_changed_data and composed.tokenizer.path is None:
+        # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
+        saved = split_step(source)[0] if is_address(source) else str(run_dir.absolute())
+        composed.tokenizer.path = join(saved, "tokenizer")
+    root = read_saved_root(run_dir) or str(run_dir)
+    if not is_address(source):
+        config = check(composed, fresh=False)
+        return Job(config, overrides, run_dir, run_dir_is_explicit=True, resume_step=step, came_from=root)
+    # `run_dir` is a copy of the bucket's files here; the run takes a new folder.
+    root = split_step(source)[0]
+    if "checkpoint.folder" not in parsed:
+        composed.checkpoint.folder = root
+    config = check(composed, fresh=False)
+    is_explicit = "hydra.run.dir" in parsed
+    folder = Path(str(parsed["hydra.run.dir"].value())) if is_explicit else _dated_folder(config)
+    return Job(config, overrides, folder, is_explicit, resume_step=step, came_from=root)
+
+
+# Checks that the files of a run exist, before anything is written or submitted. Imports no jax.
+#
+# A job may wait in a queue for hours: a typo in a path should be found before, on the machine that submits it.
+
+
+def reject_missing_inputs(job: Job) -> None:
+    """Raise `UserError` for data or a tokenizer that is not there, and for folders that are addresses of buckets.
+
+    A job in a container sees other files than this machine, and a script may be written here for another one: then only
+    addresses are refused.
+    """
+    cfg = job.config
+    for key, folder in (("hydra.run.dir", str(job.run_dir)), ("loading.cache_dir", cfg.loading.cache_dir)):
+        if ":/" in folder:
+            address = re.sub(r":/+", "://", folder, count=1)  # a `Path` keeps one slash of two
+            raise UserError(
+                f"{key}={address}: a bucket cannot be written there; name a folder of this machine or of a "
+                f"shared disk{' (checkpoint.folder may be in a bucket)' if key == 'hydra.run.dir' else ''}"
+            )
+    if any(re.fullmatch(r"hydra\.run\.dir=['\"]*", word) for word in job.overrides):
+        raise UserError("hydra.run.dir is empty; name a folder, or leave it out")
+    launcher = cfg.launcher
+    if launcher.name == "kubernetes" or (
+        isinstance(launcher, Slurm) and (launcher.dry_run or launcher.container_image is not None)
+    ):
+        return
+    for key, path in _list_paths(cfg):
+        if ":/" not in path and not _exists(path):
+            raise UserError(f"{key}: {path} does not exist")
+
+
+def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yield the paths of the data and of the tokenizer, each with its key."""
+    parts: dict[str, Any] = {"data": cfg.data}
+    if isinstance(cfg.data, Mixture):
+        parts = {f"data.parts.{name}": part for name, part in cfg.data.parts.items()}
+    for key, source in parts.items():
+        for path in getattr(source, "paths", None) or ():
+            yield f"{key}.paths", path
+    path = cfg.tokenizer.path
+    if path is not None and not cfg.tokenizer.train and _is_local(path):
+        yield "tokenizer.path", path
+
+
+def _is_local(path: str) -> bool:
+    """Return whether a path cannot be the ID of something on the hub, NAME or ORGANISATION/NAME."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in (".json", ".model")
+
+
+def _exists(path: str) -> bool:
+    expanded = str(Path(path).expanduser())
+    return Path(expanded).exists() or (glob.has_magic(expanded) and any(glob.iglob(expanded, recursive=True)))
+
+
+# Command lines that are legal and probably not what the user wants: refused, or answered with a remark.
+#
+# Imports no jax.
+
+OWN_SIZES = {"tiny", "pretrained"}  # choices of `model` whose vocabulary is that of the run's tokenizer
+DIMENSIONS = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+TINY_SETTINGS = ("optimizer.learning_rate", "training.max_steps", "training.seq_len")
+
+
+def reject_foreign_vocab(job: Job) -> None:
+    """Raise `UserError` for a model of a published size whose tokenizer would be a small one, trained here.
+
+    Most rows of its embedding would never be trained. A dry run reports them instead (`count_idle_rows`).
+    """
+    cfg, typed = job.config, _typed(job)
+    name = typed.get("model", "tiny")
+    published = {path.stem for path in (CONF / "model").glob("*.yaml")} - OWN_SIZES
+    if cfg.resume or cfg.dry_run or cfg.model.init_from or name not in published or "model.vocab_size" in typed:
+        return
+    if idle := count_idle_rows(cfg, None):
+        raise UserError(
+            f"model={name} has {cfg.model.vocab_size:,} rows of vocabulary, and the tokenizer trained here would have "
+            f"{cfg.tokenizer.vocab_size:,} tokens: {idle:,} rows would never be trained. Give its own tokenizer "
+            "(tokenizer.path=FILE_OR_ID), start from its weights and tokenizer (model.init_from=FOLDER_OR_ID), or give "
+            "the model as many rows as the tokenizer has tokens (model.vocab_size=auto)"
+        )
+
+
+def count_idle_rows(cfg: Config, num_tokens: int | None) -> int:
+    """Return how many rows of the embedding belong to no token; 0 if that is normal.
+
+    It is normal where a tenth of all rows or less have no token, and where model.vocab_size=auto gives as many rows.
+
+    Args:
+        num_tokens: tokens of the tokenizer; None where it is not read yet. Then the answer is known only for a
+            tokenizer that the run trains itself.
+    """
+    if num_tokens is None and (cfg.tokenizer.path is not None or cfg.data.source == "tokens"):
+        return 0
+    from tunix.data.tokenizer import pad_rows  # here: its libraries take longer than checking a config
+
+    assert isinstance(cfg.model.vocab_size, int)
+    num_tokens = cfg.tokenizer.vocab_size if num_tokens is None else num_tokens
+    rows = cfg.model.vocab_size
+    return rows - num_tokens if rows - num_tokens > rows // 10 and rows > pad_rows(num_tokens) else 0
+
+
+def remark_on_tiny(job: Job) -> str:
+    """Return a remark for a model that is `tiny` with other dimensions, and trains with the settings of tiny."""
+    typed = _typed(job)
+    changed = [f"model.{name}" for name in DIMENSIONS if f"model.{name}" in typed]
+    default_keys = [key for key in TINY_SETTINGS if key not in typed]
+    chosen = any(word.startswith(("training=", "optimizer=", "+experiment", "experiment")) for word in job.overrides)
+    if job.config.resume or typed.get("model", "tiny") != "tiny" or not changed or not default_keys or chosen:
+        return ""
+    return (
+        f"{', '.join(changed)} {'are' if len(changed) > 1 else 'is'} given, the rest is that of model=tiny: also "
+        f"{', '.join(default_keys)}, which are chosen for 1 million parameters; training=default is for larger models"
+    )
+
+
+def _typed(job: Job) -> dict[str, str]:
+    """Return the words of the command line by their keys."""
+    return {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in job.overrides}

@@ -1,0 +1,360 @@
+"""Error messages for wrong config: one line with the key, the value and the way out.
+
+Hydra, OmegaConf and pydantic find the errors; this file rewrites their messages.
+"""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from tunix.base.config_types import CONF, read_descriptions
+from tunix.base.errors import UserError, did_you_mean
+from tunix.config import Config, ParameterGroup, Section
+from tunix.config.foreign_names import find_key, find_value
+from tunix.config.upgrade_saved import GONE
+
+# Keys of the config as users type them, read from the pydantic types of `tunix.config`.
+
+
+def list_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key as users type it, with its description.
+
+    A union of sections (data sources, optimizers, tasks) gives the keys of all its members, so a key may come twice.
+    """
+    for name, field in section.model_fields.items():
+        key = prefix + (field.alias or name)
+        kinds = list_sections(field.annotation)
+        for kind in kinds:
+            yield from list_keys(kind, f"{key}.")
+        if not kinds:
+            yield key, read_descriptions(section).get(name, "")
+
+
+def list_sections(annotation: Any) -> list[type[Section]]:
+    """Return the section that a field holds, or the members of a union of sections; none for a plain value."""
+    annotation = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
+    return [kind for kind in _list_types(annotation) if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+def list_members(key: str) -> list[type[Section]]:
+    """Return the sections that a key of the config may hold: several for a union, none for a plain value."""
+    kinds: list[type[Section]] = [Config]
+    for part in key.split("."):
+        fields = [field for kind in kinds for name, field in kind.model_fields.items() if part in (name, field.alias)]
+        kinds = list_sections(fields[0].annotation) if fields else []
+    return kinds
+
+
+def is_mapping(key: str) -> bool:
+    """Return whether a key of the config takes names that the user chooses, like training.compiler_options."""
+    section, _, name = key.rpartition(".")
+    fields = [kind.model_fields[name] for kind in list_members(section) if name in kind.model_fields]
+    return any(typing.get_origin(field.annotation) is dict for field in fields)
+
+
+def find_variants(section: type[BaseModel] = Config) -> dict[tuple[str, str], type[Section]]:
+    """Return the members of all unions (data sources, optimizers), by the key and the value that tell them apart."""
+    found: dict[tuple[str, str], type[Section]] = {}
+    for field in section.model_fields.values():
+        kinds = list_sections(field.annotation)
+        found |= {(find_tag_key(kind), find_tag(kind)): kind for kind in kinds} if len(kinds) > 1 else {}
+        for kind in kinds:
+            found |= find_variants(kind)
+    return found
+
+
+def find_variant(values: Mapping[str, Any]) -> type[Section] | None:
+    """Return the section that these values are meant for, by their tag; None if they have no known tag."""
+    members = (find_variants().get((name, str(values.get(name)))) for name in TAGS)
+    return next(filter(None, members), None)
+
+
+def drop_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None, bool]:
+    """Return a path as users type it, the member of a union that it leads through, and whether null is legal there.
+
+    pydantic adds two kinds of words to the path of an error, which are no keys:
+
+        data, text, paths                      the tag of a union's member      the user types data.paths
+        distributed, shared_filesystem, bool   the type that it tried           ... distributed.shared_filesystem
+    """
+    parts: list[str] = []
+    remaining, kinds = list(path), [root]
+    member: type[Section] | None = None
+    types_of_value: list[Any] = []
+    while remaining and kinds:
+        if len(kinds) > 1:
+            member = {find_tag(kind): kind for kind in kinds}.get(remaining[0])
+            kinds = [member] if member else []
+            remaining = remaining[1:] if member else remaining
+            continue
+        field = next(
+            (field for name, field in kinds[0].model_fields.items() if remaining[0] in (name, field.alias)), None
+        )
+        parts.append(remaining.pop(0))
+        annotation: Any = field.annotation if field else None
+        if remaining and typing.get_origin(annotation) is dict:  # a name that the user chose comes next
+            parts.append(remaining.pop(0))
+            annotation = typing.get_args(annotation)[1]
+        kinds = list_sections(annotation)
+        types_of_value = _list_types(annotation)
+    if not kinds and len([kind for kind in types_of_value if kind is not type(None)]) > 1:
+        remaining = remaining[1:]
+    return [*parts, *remaining], member, type(None) in types_of_value
+
+
+def _list_types(annotation: Any) -> list[Any]:
+    """Return the members of a union, and what is no union alone."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return list(typing.get_args(annotation)) if union else [annotation]
+
+
+TAGS = ("source", "name", "kind")  # keys that tell the members of a union apart: a member has one of them
+
+
+def find_tag_key(kind: type[Section]) -> str:
+    """Return the key that tells a member of a union apart: `source` of the data sources."""
+    return next(name for name in TAGS if name in kind.model_fields)
+
+
+def find_tag(kind: type[Section]) -> str:
+    """Return the value of this key: `jsonl` of a source that reads such files."""
+    return typing.get_args(kind.model_fields[find_tag_key(kind)].annotation)[0]
+
+
+S = TypeVar("S", bound=Section)
+IN_QUOTES = re.compile(r"'([^']*)'")
+
+
+def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
+    """Check plain `values` and return the section; `above` is the section's own key, for messages.
+
+    Raises:
+        UserError: a line for each value that is wrong.
+    """
+    try:
+        return section.model_validate(values)
+    except ValidationError as errors:
+        # A value that may be of several types gives an error for each of them: one line for all errors of a place.
+        by_location: dict[str, list[_Mistake]] = {}
+        for error in errors.errors():
+            below = [other["loc"] for other in errors.errors() if len(other["loc"]) > len(error["loc"])]
+            if error["type"] == "too_short" and any(loc[: len(error["loc"])] == error["loc"] for loc in below):
+                continue  # an entry that is wrong does not count for pydantic
+            mistake = _explain({**error, "loc": (*above, *error["loc"])})
+            by_location.setdefault(mistake.prefix or mistake.message, []).append(mistake)
+        raise UserError("\n".join(map(_join, by_location.values()))) from None
+
+
+@contextmanager
+def describe_errors(root: type[Section] = Config) -> Iterator[None]:
+    """Turn errors of Hydra and OmegaConf into a `UserError` of one line; `root` is the section with the legal keys."""
+    try:
+        yield
+    except MissingConfigException as error:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        options = list(error.options or [])
+        if not group:
+            raise UserError(f"{error}".splitlines()[0]) from None
+        raise UserError(
+            f"{group}={choice}: conf/{group} has no such file; "
+            f"choose from {', '.join(options)}{find_value(group, choice) or did_you_mean(choice, options)}"
+        ) from None
+    except OverrideParseException as error:
+        # The lines of the message that are neither a marker (^^^) nor a link; the last one says what is wrong.
+        lines = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
+        hint = "values with special characters need quotes within quotes: \"key='<a b>'\""
+        override = str(error.override).replace("\n", "\\n")
+        raise UserError(f"cannot read {override}: {lines[-1]}; {hint}") from None
+    except MissingMandatoryValue as error:
+        key = str(error.full_key)
+        descriptions = dict(reversed([*list_keys(root)]))  # reversed: where several variants have a key, the first wins
+        known = key if key in descriptions else f"data.{key.rpartition('.')[2]}"  # data.parts.NAME.KEY of a mixture
+        description = descriptions[known]
+        raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        # Hydra raises one type for all of this; what is wrong stands in its text, or in OmegaConf's error behind it.
+        cause: Any = error.__cause__
+        unknown = getattr(cause, "full_key", None) if "not in struct" in str(cause) else None
+        first = str(error).splitlines()[0] if str(error) else repr(cause)
+        if unknown:
+            parent: Any = getattr(cause, "parent_node", None) or {}
+            variant = find_variant(parent)
+            raise UserError(describe_unknown_key(unknown, variant, root)) from None
+        if "No match in the defaults list" in first:
+            raise UserError(f"{first.split('. ')[0]}; write +{IN_QUOTES.findall(first)[0]}=...") from None
+        if first.startswith("Could not append"):
+            found = re.search(r"'([\w.]+)'|key (\S+)", f"{first} {error}")
+            name = next(filter(None, found.groups()), "") if found else "the key"
+            raise UserError(f"+{name}: the config has this key already; write it without +") from None
+        if first.startswith("Ambiguous value"):
+            word = re.findall("'(.*)'", first)[0]
+            key, _, values = word.partition("=")
+            raise UserError(f"{word}: --multirun runs each of them; as a list it is {key}=[{values}]") from None
+        if first.startswith("Error merging override "):
+            form = "a list like [a,b]" if "object_type=list" in str(cause) else "a mapping like {a:b}"
+            raise UserError(f"{first.removeprefix('Error merging override ')}: expected {form}") from None
+        raise UserError(first) from None
+
+
+# Messages in place of pydantic's, by the type of the error. A limit comes from the error's `ctx`.
+EXPECTED = {
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+    "tuple_type": "expected a list like [a,b]",
+    "model_type": "expected a mapping like {{key: value}}",
+    "too_short": "give at least one",
+    "greater_than_equal": "expected a number of at least {ge}",
+    "greater_than": "expected a number above {gt}",
+    "less_than_equal": "expected a number of at most {le}",
+    "less_than": "expected a number below {lt}",
+}
+
+
+class _Mistake(NamedTuple):
+    """A pydantic error in words."""
+
+    prefix: str  # KEY=VALUE; empty where the message names the keys itself
+    message: str
+    hint: str = ""
+    takes_null: bool = False  # null is legal too
+
+
+def _join(mistakes: list[_Mistake]) -> str:
+    """Return one line for the mistakes of one place.
+
+    A value that may be of several types has one for each of them; together they say what is legal.
+    """
+    prefix, *_ = mistakes[0]
+    valid = list(dict.fromkeys(mistake.message for mistake in mistakes))
+    valid[1:] = [message.removeprefix("expected ").removeprefix("one of ") for message in valid[1:]]
+    if any(mistake.takes_null for mistake in mistakes):
+        valid.append("null")
+    text = " or ".join(filter(None, [", ".join(valid[:-1]), valid[-1]]))
+    return f"{f'{prefix}: ' if prefix else ''}{text}{''.join(dict.fromkeys(mistake.hint for mistake in mistakes))}"
+
+
+def _explain(error: dict[str, Any]) -> _Mistake:
+    """Return an error of pydantic as a message: the key, the value, the way out."""
+    # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
+    path, variant, takes_null = drop_tags([str(part) for part in error["loc"] if "[" not in str(part)])
+    key, value, kind = ".".join(path), error["input"], error["type"]
+    message = error["msg"].removeprefix("Value error, ")
+    if kind in EXPECTED:
+        message = EXPECTED[kind].format(**error.get("ctx", {}))
+    if kind == "extra_forbidden":
+        return _Mistake("", describe_unknown_key(key, variant, value=str(value)))
+    if kind == "missing":
+        return _Mistake("", f"{key} is missing")
+    if kind in ("literal_error", "union_tag_invalid"):
+        context = error["ctx"]
+        choices = IN_QUOTES.findall(context.get("expected") or context["expected_tags"])
+        if kind == "union_tag_invalid":
+            discriminator = context["discriminator"].strip("'")
+            key, value = f"{key}.{discriminator}", context["tag"]
+        hint = find_value(key, str(value)) or did_you_mean(str(value), choices)
+        return _Mistake(f"{key}={value}", f"expected one of {', '.join(choices)}", hint, takes_null)
+    if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
+        return _Mistake("", message)
+    return _Mistake(f"{key}={value}", message[0].lower() + message[1:], "", takes_null and kind in EXPECTED)
+
+
+def find_foreign(key: str, value: str | None = None) -> str:
+    """Return what a key of another program is here, as the end of a message; empty for a key of ours or of nobody."""
+    head, _, leaf = key.rpartition(".")
+    kinds = list_members(head) if head else [Config]
+    local = {each for kind in kinds for name, field in kind.model_fields.items() for each in (name, field.alias)}
+    if key in GONE or leaf in local:
+        return ""
+    return "" if is_mapping(head) else find_key(key, value, {name.rpartition(".")[2] for name, _ in list_keys()})
+
+
+def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
+    """Raise `UserError`, a line for each, for flags that are not ours (`local`): keys are written without dashes."""
+    lines = []
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, _, value = word.partition("=")
+        if not re.fullmatch(r"--[A-Za-z][\w.-]*", flag) or any(known.startswith(flag) for known in local):
+            continue
+        if not value:
+            value = "true" if following.startswith("--") or re.match(r"[a-z_.]+=", following) else following or "true"
+        lines.append(f"{flag}: there is no such flag; {_describe_flag(flag.lstrip('-').replace('-', '_'), value)}")
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def _describe_flag(key: str, value: str) -> str:
+    """Return our words for a flag, as the end of a message."""
+    valid = [name for name, _ in list_keys()]
+    leaves = {name.rpartition(".")[2]: name for name in reversed(valid)}
+    if key in valid:
+        return f"keys are written without dashes: {key}={value}"
+    if hint := find_key(key, value, leaves):
+        return hint
+    if key in leaves:
+        return f"here it is {leaves[key]}={value}"
+    if (CONF / key / f"{value}.yaml").is_file():
+        return f"keys are written without dashes: {key}={value}"
+    if key in Config.model_fields:
+        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+        return f"{key} takes a file of conf/{key}{find_value(key, value) or did_you_mean(value, choices)}"
+    return describe_unknown_key(key).partition("; ")[2]
+
+
+def describe_unknown_key(
+    key: str, variant: type[Section] | None = None, root: type[Section] = Config, value: str | None = None
+) -> str:
+    """Return the message for a key that does not exist, with the most similar legal key."""
+    if key in GONE:
+        return f"{key} is gone: {GONE[key]}"
+    valid = [name for name, _ in list_keys(root)]
+    head, _, leaf = key.rpartition(".")
+    if root is Config and (hint := find_foreign(key, value)):
+        return f"unknown key {key}; {hint}"
+    if root is Config and is_mapping(head):
+        return f"{head} has no {leaf} yet; write +{key}=VALUE to add it"
+    if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
+        return f"{head} is changed as a whole by ++{head}={{...}}"
+    if variant and key in valid:  # a key of another variant
+        others = [find_tag(kind) for kind in list_members(head) if leaf in kind.model_fields]
+        solution = f"; {head}={' or '.join(others)} has {leaf}" if others else ""
+        return (
+            f"unknown key {key}: {head}={find_tag(variant)} has none; "
+            f"its keys are {', '.join(variant.model_fields)}{solution}"
+        )
+    if head.startswith("optimizer.groups."):
+        valid = [f"{head}.{name}" for name in ParameterGroup.model_fields]
+    # `leaves` has one key for each last part, whatever its section; `local` has those of the section that was typed.
+    leaves = {name.rpartition(".")[2]: name for name in valid}
+    local = {name.rpartition(".")[2]: name for name in valid if name.rpartition(".")[0] == head}
+    if not head:
+        local |= {name: name for name in root.model_fields}  # `valid` has the keys of sections, and not their names
+    full = {name: name for name in [*valid, *root.model_fields]}
+    # What to compare, with which keys, and how similar they must be (0 to 1, as difflib counts). The first match wins:
+    # the surest guesses come first, so that a right name in a wrong section is not answered with a similar one here.
+    # The less a guess has to go on, the more similar its words must be.
+    guesses = [
+        (leaf, leaves, 1.0),  # the right name in another section
+        (leaf, local, 0.7),  # a typo in the name
+        (leaf, leaves, 0.8),  # both
+    ]
+    if not (head and local):
+        guesses.append((key, full, 0.75))  # a typo in the section's name
+    for word, choices, cutoff in guesses:
+        if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
+            return f"unknown key {key}; did you mean {choices[near[0]]}?"
+    entries = "docs/config.md lists all keys" if root is Config else f"keys are {', '.join(valid)}"
+    return f"unknown key {key}; {entries}"

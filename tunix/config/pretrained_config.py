@@ -1,0 +1,252 @@
+"""Architectures of models that exist already: a folder of Hugging Face's, an adapter, a run of tunix.
+
+The values of the section `model` come from three places:
+
+    config.json                    the keys that it has          (huggingface/config_json.py)
+    conf/model/family/NAME.yaml    all other keys                (or the file of values of a family of the user's own)
+    the command line               must agree with both, else an error: nothing is changed in silence
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from tunix.base.buckets import is_address, join
+from tunix.base.config_types import CONF
+from tunix.base.dotted_path import is_dotted
+from tunix.base.errors import UserError
+from tunix.base.files import list_numbers
+from tunix.config import Model, Tokenizer
+from tunix.config.mistakes import validate
+from tunix.config.model import list_keys_outside
+from tunix.config.saved_runs import split_step
+from tunix.config.upgrade_saved import read_saved
+from tunix.huggingface import config_json, hub
+from tunix.huggingface.adapter_config import list_projections, read_adapter
+from tunix.huggingface.table import find_family
+
+# Sections and keys of the model that are no part of an architecture, and keys of experts that are none.
+OUTSIDE = {key for key in list_keys_outside() if "." not in key}
+OUTSIDE_MLP = {key.removeprefix("mlp.") for key in list_keys_outside("losses")}
+
+
+def fill_from_pretrained(values: dict[Any, Any]) -> None:
+    """Set the architecture in `values` from the folder of `model.init_from`, and the tokenizer unless one is given.
+
+    The model may have more rows of vocabulary than the folder, for new tokens.
+
+    Raises:
+        UserError: a key of the model that contradicts config.json.
+    """
+    model, tokenizer = values["model"], values["tokenizer"]
+    # A dry run fetches no tokenizer, unless the number of its tokens is asked for.
+    needs_config_alone = values.get("dry_run") and model.get("vocab_size") != "auto"
+    folder = hub.find(str(model["init_from"]), hub.CONFIG if needs_config_alone else hub.INFO_FILES)
+    if tokenizer["path"] is None:
+        tokenizer["path"] = str(folder)
+    family = model.get("family")
+    own = family if family is not None and is_dotted(str(family)) else None
+    if own is not None:
+        _check_family(own)
+    read, where = config_json.read_config(folder, own), f"{folder}/config.json"
+    read["vocab_size"] = _find_num_rows(values, read["vocab_size"], where)
+    _fill_architecture(model, read, where)
+
+
+def _check_family(path: str) -> None:
+    """Raise `UserError`, with the key, if a dotted path names no family."""
+    try:
+        find_family(path)
+    except UserError as error:
+        raise UserError(f"model.family={path}: {error}") from None
+
+
+def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
+    """Return the rows of vocabulary of a model whose initial weights have `in_files` rows."""
+    given = values["model"].get("vocab_size")
+    if given == "auto":
+        given = count_rows(values, at_least=in_files)
+    if not isinstance(given, int):
+        return in_files
+    if given < in_files:
+        raise UserError(
+            f"model.vocab_size={given}, but {where} says {in_files}: rows are added, never taken away; leave it out"
+        )
+    values["model"]["vocab_size"] = given
+    return given
+
+
+def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
+    """Return the rows of the embedding table (model.vocab_size=auto) for the tokenizer that the run will have.
+
+    `at_least` is the number of rows of the initial weights. It stays if the tokenizer has no more tokens.
+    """
+    from tunix.data.tokenizer import pad_rows, read_vocab  # here: it takes longer than checking a config
+
+    tokenizer, data = validate(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
+    if tokenizer.path is None and data["source"] == "tokens":  # a prepared folder brings its tokenizer
+        tokenizer = tokenizer.model_copy(update={"path": f"{data['paths'][0]}/tokenizer"})
+    is_new = tokenizer.path is None or tokenizer.train
+    num_tokens = tokenizer.vocab_size if is_new else read_vocab(tokenizer).num_tokens
+    return at_least if num_tokens <= at_least else pad_rows(num_tokens)
+
+
+def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
+    """Set the keys of the model to those read from a config.json, on top of the values of its family."""
+    name = read["family"]
+    family: Any = OmegaConf.to_container(_read_parts(find_family(name).values or _file_of_values(name)))
+    mlp = {**family["mlp"], **read.get("mlp", {})}
+    values: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
+    _fill(model, {key: values[key] for key in values.keys() - OUTSIDE - {"defaults"}}, where)
+
+
+def _file_of_values(family: str) -> Path:
+    return CONF / "model" / "family" / f"{family}.yaml"
+
+
+def _read_parts(path: Path) -> Any:
+    """Return the values of a family's file, on top of those of the files that its `defaults` name.
+
+    Raises:
+        UserError: there is no such file, or its defaults are no families of tunix.
+    """
+    try:
+        own: Any = OmegaConf.load(path)
+        names = [
+            choice for choice in own.pop("defaults", []) if isinstance(choice, str)
+        ]  # others are of other sections
+        below = [_read_parts(_file_of_values(name.removesuffix("@_here_"))) for name in names]
+        return OmegaConf.merge(*below, own)
+    except (OSError, AttributeError, YAMLError) as error:
+        raise UserError(f"model.family: the file of values {path} cannot be read: {error}") from None
+
+
+def _fill(model: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
+    """Set keys of the model to the values `decided`, which come from the file `where`.
+
+    The user may give keys that say how experts are trained: they change nothing in what the weights compute.
+
+    Raises:
+        UserError: the user has given a key with another value.
+    """
+    for key in sorted(decided):
+        given = model.get(key)
+        if key == "mlp" and given is not None:
+            values = dict(given)
+            decided["mlp"] |= {name: values.pop(name) for name in OUTSIDE_MLP if name in values}
+            # The file decides whether experts have biases. Where they have, the user may change the rate.
+            if values.get("bias_rate") is not None and decided["mlp"].get("bias_rate") is not None:
+                decided["mlp"]["bias_rate"] = values.pop("bias_rate")
+            for name, value in values.items():
+                if value != (found := decided["mlp"].get(name)):
+                    raise UserError(f"model.mlp.{name}={value}, but {where} says {found}; leave it out")
+        elif given is not None and given != decided[key]:
+            raise UserError(f"model.{key}={given}, but {where} says {decided[key]}; leave it out")
+        model[key] = decided[key]
+
+
+def fill_from_adapter(model: dict[Any, Any]) -> None:
+    """Set rank, alpha and targets of the low-rank updates from the adapter of `model.init_adapter`.
+
+    Raises:
+        UserError: the user has given one of the three with another value.
+    """
+    source, lora = str(model["init_adapter"]), model["lora"]
+    folder = hub.find(source, hub.INFO_FILES + hub.WEIGHTS, key="model.init_adapter")
+    read = read_adapter(folder, model["family"])
+    defaults: Any = OmegaConf.load(CONF / "model" / "family" / "common.yaml").lora
+    existing = list_projections(find_family(model["family"]))
+
+    def resolve(key: str, value: Any) -> Any:
+        """Return the projections that `targets` matches: two regular expressions may mean the same."""
+        return [name for name in existing if re.search(str(value), name)] if key == "targets" else value
+
+    for key, value in read.items():
+        if resolve(key, lora[key]) == resolve(key, value):
+            continue
+        # A value of the family's file was not typed by the user, so the adapter may replace it.
+        if lora[key] != defaults[key]:
+            raise UserError(
+                f"model.lora.{key}={lora[key]}, but the adapter in {folder} has {key}={value}; leave it out"
+            )
+        lora[key] = value
+
+
+def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> None:
+    """Set architecture, tokenizer and checkpoint from the run in `folder`, which `model.init_from` names.
+
+    `step` None means the newest checkpoint. Its number is written into the config: that run may go on and save more
+    checkpoints, and a resumed run must still know the weights that it started from.
+
+    Raises:
+        UserError: the user has given a key of the model with another value, or the run trained low-rank updates.
+    """
+    model, tokenizer, found = values["model"], values["tokenizer"], read_saved(folder)["model"]
+    if found["lora"]["rank"]:
+        raise UserError(
+            f"model.init_from={model['init_from']} has low-rank updates beside its matrices; add them first: "
+            f"python -m tunix.export checkpoint={folder} output=DIR merge_lora=true, then model.init_from=DIR"
+        )
+    decided = {key: found[key] for key in found.keys() - OUTSIDE}
+    _fill(model, decided, f"{folder}/config.yaml")
+    source = str(model["init_from"])
+    root = split_step(source)[0] if is_address(source) else str(folder.resolve())
+    if tokenizer["path"] is None:
+        tokenizer["path"] = join(root, "tokenizer")
+    steps = list_numbers(folder / "checkpoints")
+    at = max(steps, default=None) if step is None else step
+    model["init_from"] = root if at is None else join(root, "checkpoints", str(at))
+
+
+def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> Model:
+    """Return the model of a run's folder, or of one of Hugging Face's, on another mesh.
+
+    `family` is the dotted path of the user's own family, for a folder of Hugging Face's.
+    """
+    if not (folder / "config.yaml").is_file():
+        return _describe_model(
+            config_json.read_config(folder, family, "checkpoint"), f"{folder}/config.json", mesh_shape
+        )
+    return validate(Model, read_saved(folder)["model"] | {"mesh_shape": mesh_shape}, "model")
+
+
+def _describe_model(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
+    """Return the model that a config.json describes."""
+    files = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
+    values: Any = OmegaConf.to_container(OmegaConf.merge(*files))
+    del values["defaults"]
+    _fill_architecture(values, read, where)
+    return validate(Model, values | {"mesh_shape": mesh_shape}, "model")
+
+
+def describe_keys_outside_family(cfg: Model) -> str:
+    """Return in words which keys of the model its family's config.json cannot express; empty if there are none."""
+    # The config is translated to config.json and back. A key that comes back with another value cannot be expressed.
+    try:
+        where = "its config.json"
+        read = config_json.translate_config(config_json.write_config(cfg), where, cfg.family)
+        expressed = _describe_model(read, where, cfg.mesh_shape)
+    except UserError as error:
+        return str(error)
+    other = [
+        key
+        for key in sorted(Model.model_fields.keys() - OUTSIDE)
+        if _architecture(cfg, key) != _architecture(expressed, key)
+        # Another pattern of layers is no difference where all windows are as long as the context.
+        and not (
+            key == "global_every" and cfg.list_windows(cfg.context_length) == expressed.list_windows(cfg.context_length)
+        )
+    ]
+    return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)
+
+
+def _architecture(model: Model, key: str) -> Any:
+    """Return the value of a key of the model, without the parts that only training reads."""
+    value = model.architecture[key]
+    if key != "mlp":
+        return value
+    # config.json says that experts have biases, and nothing about their rate.
+    return value | {"bias_rate": value.get("bias_rate") is not None}

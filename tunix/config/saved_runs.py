@@ -1,0 +1,157 @@
+"""A run whose checkpoints are in a bucket, as a folder of this machine. Imports no jax.
+
+    s3://BUCKET/RUN/config.yaml                  copied
+    s3://BUCKET/RUN/tokenizer/, pretrained/      copied where they are read; a dry run copies config.yaml alone
+    s3://BUCKET/RUN/checkpoints/STEP             checkpoints/STEP/address, a stand-in
+
+So every command that takes a run's folder takes its address too. Arrays are read from the bucket.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from omegaconf import OmegaConf
+
+from tunix.base.buckets import filesystem, is_address, is_bucket, join, list_names, local_copy, mirror, read_text
+from tunix.base.config_types import CONF
+from tunix.base.digests import FILE
+from tunix.base.errors import UserError
+from tunix.base.files import is_whole_number, list_numbers, write_whole
+from tunix.config.upgrade_saved import is_run_config, load_saved
+from tunix.huggingface import hub
+
+COPIED = ("tokenizer", "pretrained")  # folders of a run whose files are small
+
+
+def split_step(source: str) -> tuple[str, int | None]:
+    """Split RUN/checkpoints/STEP into the run and the step; the step of RUN is None."""
+    root, _, remaining = source.rstrip("/").rpartition("/checkpoints/")
+    return (root, int(remaining)) if root and is_whole_number(remaining) else (source.rstrip("/"), None)
+
+
+def list_steps(root: str, key: str) -> list[int]:
+    """Return the steps of a run in a bucket that have a whole checkpoint."""
+    folder = join(root, "checkpoints")
+    steps = sorted(int(name) for name in list_names(folder, key) if is_whole_number(name))
+    files = filesystem(root, key)
+    return [step for step in steps if files.exists(join(folder, str(step), FILE))]
+
+
+def mirror_run(root: str, key: str, copied: Sequence[str] = ()) -> Path | None:
+    """Return the folder of this machine that stands for a run in a bucket; None if the address is no run.
+
+    A run is in a bucket, where tunix can write it, and its config.yaml has the sections of a run's config: a web server
+    never has one. `copied` names the folders of `COPIED` that the caller reads.
+
+    Raises:
+        UserError: the server refuses, or cannot be reached; the message names `key`.
+    """
+    config = read_text(join(root, "config.yaml"), key) if is_bucket(root) else None
+    if config is None or not is_run_config(config):
+        return None
+    folder = local_copy(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.yaml", config)
+    for name in copied:
+        if list_names(join(root, name), key):
+            mirror(join(root, name), (*hub.INFO_FILES, "*.txt"), key)
+    # Each checkpoint gets a stand-in, and that of a checkpoint which is gone from the bucket goes too.
+    steps = list_steps(root, key)
+    for step in steps:
+        stand_in = folder / "checkpoints" / str(step)
+        stand_in.mkdir(parents=True, exist_ok=True)
+        write_whole(stand_in / "address", join(root, "checkpoints", str(step)))
+    for gone in set(list_numbers(folder / "checkpoints")) - set(steps):
+        shutil.rmtree(folder / "checkpoints" / str(gone), ignore_errors=True)
+    return folder
+
+
+def find_mirrored(source: str, key: str, copied: Sequence[str] = ()) -> tuple[Path, int | None]:
+    """Return folder and step of a run in a bucket, RUN or RUN/checkpoints/STEP; `copied` as `mirror_run` has it.
+
+    Raises:
+        UserError: the address is no run.
+    """
+    root, step = split_step(source)
+    folder = mirror_run(root, key, copied)
+    if folder is None:
+        raise UserError(f"{key}={source}: {root} is not a run in a bucket (it has no config.yaml of a run)")
+    return folder, step
+
+
+# Saved runs, as users name them: by a folder, a checkpoint in it, an address in a bucket, or `latest`.
+
+OUTPUTS = Path("outputs")
+
+
+def find_run(source: str, key: str = "checkpoint", copied: Sequence[str] = ()) -> tuple[Path, int | None] | None:
+    """Return folder and step (None: the newest) of the run that `source` names; None if it names no run.
+
+    `source` is what the key `resume` accepts; `key` is the key that the user typed, for messages. The folder is the one
+    with the run's checkpoints (`checkpoint.folder`). For a run in a bucket it is a folder of this machine that stands
+    for the bucket, with the folders `copied` (`mirror_run`).
+    """
+    if is_address(source):
+        address, step = split_step(source)
+        folder = mirror_run(address, key, copied)
+        return None if folder is None else (folder, step)
+    path = Path(source)
+    is_run = source == "latest" or any((folder / "config.yaml").is_file() for folder in (path, *path.parents[1:2]))
+    if not is_run:
+        return None
+    run_dir, step = find_resume_point(source, None, key)
+    root = read_saved_root(run_dir)
+    if root is None or Path(root) == run_dir:
+        return run_dir, step
+    return (find_mirrored(root, key, copied)[0] if is_address(root) else Path(root)), step
+
+
+def find_resume_point(value: str, project: str | None, key: str = "resume") -> tuple[Path, int | None]:
+    """Return the run folder and step (None: the newest) that `resume=value` means; `project` is for "latest".
+
+    Other keys name runs in the same way; `key` is for messages.
+    """
+    if is_address(value):
+        return find_mirrored(value, key)
+    if not value:
+        raise UserError("resume is empty; expected a run's folder, RUN_DIR/checkpoints/STEP or latest, or resume=null")
+    path = Path(value)
+    if value == "latest":
+        project = project or OmegaConf.load(CONF / "config.yaml").project_name
+        path = OUTPUTS / project / "latest"
+        if not path.exists():
+            raise UserError(f"{key}=latest: there is no {path}; project {project} has no run in this folder yet")
+        path = path.resolve()
+    step = None
+    if path.parent.name == "checkpoints" and is_whole_number(path.name):
+        path, step = path.parent.parent, int(path.name)
+    if not (path / "config.yaml").is_file():
+        # Something inside a run's folder, like RUN_DIR/checkpoints or RUN_DIR/checkpoints/STEP/state.
+        parents = path.parents[:3] if path.exists() else ()
+        above = next((each for each in parents if (each / "config.yaml").is_file()), None)
+        hint = f"; did you mean {key}={above}?" if above else ""
+        raise UserError(f"{key}={value}: {path} is not a run's folder (it has no config.yaml){hint}")
+    return path, step
+
+
+def read_saved_root(run_dir: Path) -> str | None:
+    """Return the `checkpoint.folder` of a run's saved config."""
+    return load_saved(run_dir).get("checkpoint", {}).get("folder")
+
+
+def find_checkpoints(run_dir: Path, choice: Sequence[int] | Literal["all"], key: str) -> list[tuple[int, str]]:
+    """Return steps and folders of checkpoints of a run, of `choice` or all that are kept; `key` is for the message.
+
+    Raises:
+        UserError: the run lacks one of them, or has none at all.
+    """
+    folder = run_dir / "checkpoints"
+    saved_steps = list_numbers(folder)
+    steps = saved_steps if choice == "all" else choice
+    missing = [str(step) for step in steps if step not in saved_steps]
+    if missing or not steps:
+        entries = ", ".join(map(str, saved_steps)) or "none"
+        raise UserError(f"{key}: {folder} has no checkpoint of {', '.join(missing) or 'any step'}; it has {entries}")
+    return [(step, str(folder / str(step))) for step in steps]

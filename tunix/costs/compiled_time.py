@@ -1,0 +1,207 @@
+"""Predicted time of a compiled program: a walk through its schedule with two clocks.
+
+One clock is the device's arithmetic, the other is the link to other devices. A collective is two instructions. Its
+`-start` puts it on the link; arithmetic goes on. At its `-done` arithmetic waits until the collective has ended:
+
+    instruction    gather-start   fusion.1   fusion.2   gather-done   fusion.3
+    arithmetic                    |=========|=========|   waits      |========|
+    link           |==================================================|
+                                                       ^ exposed    ^
+
+The wait is *exposed* communication: it makes the step longer. The rest of the collective is hidden. If each fusion
+takes 2 ms and the gather takes 5 ms, arithmetic waits for 1 ms: the program takes 7 ms, of which 1 ms is exposed.
+
+The link takes one collective at a time. Copies between the memories of device and host (`training.offload`) go the
+same way on a link of their own; a wait for one of them counts as arithmetic.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from tunix.costs.hlo import (
+    ASYNC_CALLS,
+    FREE,
+    KINDS,
+    TRIP_COUNT,
+    Collective,
+    Instruction,
+    Scope,
+    Work,
+    count_alone,
+    count_fusion,
+    count_grouped,
+    multiplies_fp8,
+    parse_instructions,
+    read_branches,
+    read_computations,
+)
+
+# Products in the kernels of models/flash_attention.py: scores and outputs; scores, gradients of scores and of queries;
+# scores, gradients of scores, of keys and of values.
+KERNEL_MATMUL = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
+GROUPED_KERNELS = ("grouped_forward", "grouped_d_rows", "grouped_d_weights")  # of models/grouped_matmul.py
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Speeds that the prediction assumes for one device."""
+
+    flops_per_s: float  # of matrix products
+    fp8_flops_per_s: float  # of those of 8-bit floats
+    # Of our kernels: models/flash_attention.py, which also compute a softmax, and models/grouped_matmul.py.
+    kernel_flops_per_s: float
+    bytes_per_s: float  # of reading and writing the device's memory
+    host_bytes_per_s: float  # between the device and the host's memory
+    launch_s: float  # between the end of a kernel and the start of the next
+    collective_s: Callable[[Collective], float]  # seconds of one execution
+
+
+@dataclass(frozen=True)
+class KernelData:
+    """Numbers that decide what our own kernels compute, and that are data of the program: HLO does not have them.
+
+    A program with a kernel whose number is missing has no time (NaN).
+    """
+
+    # Pairs of a query and a key that an attention kernel computes in a row: blocks are skipped as documents and windows
+    # say.
+    pairs_per_row: float = math.nan
+    ring_pairs: dict[str, float] = field(default_factory=dict)  # the same of a device's block, by suffix of the kernel
+    # For which a device has rows, where experts have equal loads: those of a layer on all devices, unless a buffer is
+    # bounded. It computes its own.
+    num_experts: float = math.nan
+    # Rows that a grouped product computes for each expert beside the expert's own, by kernel.
+    empty_rows: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds and counted FLOPs of one run of a program on one device."""
+
+    compute_s: float = 0.0  # with waits for the host's memory
+    exposed_s: float = 0.0  # arithmetic waits for a collective
+    communication_s: float = 0.0  # of all collectives, hidden or exposed
+    flops: float = 0.0  # of matrix products
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+    def after(self, other: "StepTime", times: int = 1) -> "StepTime":
+        """Return the time of `other` followed by `times` runs of this."""
+        return StepTime(
+            other.compute_s + times * self.compute_s,
+            other.exposed_s + times * self.exposed_s,
+            other.communication_s + times * self.communication_s,
+            other.flops + times * self.flops,
+        )
+
+
+def predict_time(hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelData | None = None) -> StepTime:
+    """Predict the time of a scheduled program.
+
+    `hlo` is the text of `compiled.as_text()`, `collectives` are those that `read_collectives` found in it. `data` is
+    needed where the program has kernels of our own.
+    """
+    return _Walk(hlo, collectives, speeds, data or KernelData()).run("ENTRY")
+
+
+@dataclass
+class _Clocks:
+    """Times of one computation so far: of its arithmetic, and of the two links."""
+
+    total: StepTime = field(default_factory=StepTime)
+    link_free: float = 0.0  # when the link to other devices has sent everything so far
+    host_free: float = 0.0  # the same of the link to the host's memory
+    ends: dict[str, float] = field(default_factory=dict)  # when each collective and each copy that has started ends
+
+    def compute(self, time: StepTime) -> None:
+        self.total = time.after(self.total)
+
+    def start_copy(self, name: str, seconds: float) -> None:
+        self.host_free = self.ends[name] = max(self.total.step_s, self.host_free) + seconds
+
+    def wait_for_copy(self, name: str) -> None:
+        wait = max(0.0, self.ends.get(name, 0.0) - self.total.step_s)
+        self.total = replace(self.total, compute_s=self.total.compute_s + wait)
+
+    def start_collective(self, name: str, seconds: float) -> None:
+        # It begins when both are ready: arithmetic has come to it, and the link has sent what was put there before.
+        self.link_free = self.ends[name] = max(self.total.step_s, self.link_free) + seconds
+        self.total = replace(self.total, communication_s=self.total.communication_s + seconds)
+
+    def wait_for_collective(self, name: str) -> None:
+        wait = max(0.0, self.ends[name] - self.total.step_s)
+        self.total = replace(self.total, exposed_s=self.total.exposed_s + wait)
+
+
+class _Walk:
+    """A walk through the computations of a program, each of which is timed once, however often it runs."""
+
+    def __init__(self, hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelData):
+        self.program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
+        self.collective_s = {each.name: speeds.collective_s(each) for each in collectives}
+        self.speeds, self.data = speeds, data
+        self.run = cache(self._run)
+        self.count_fusion = cache(lambda name: count_fusion(name, self.program))
+
+    def _run(self, name: str) -> StepTime:
+        """Return the time of a computation, instruction after instruction in the order of the schedule."""
+        scope = {instruction.name: instruction for instruction in self.program.get(name, ())}
+        clocks = _Clocks()
+        for instruction in scope.values():
+            opcode = instruction.opcode
+            starts, ends = opcode.endswith("-start"), opcode.endswith("-done")
+            if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+                # A collective is `-start` and `-done`, or one instruction that is both.
+                if not ends:
+                    clocks.start_collective(instruction.name, self.collective_s[instruction.name])
+                if not starts:
+                    clocks.wait_for_collective(instruction.operands[0] if ends else instruction.name)
+            elif ends:
+                clocks.wait_for_copy(instruction.operands[0])
+            elif starts and (num_bytes := self._count(instruction, scope).host_bytes):
+                clocks.start_copy(instruction.name, num_bytes / self.speeds.host_bytes_per_s)
+            else:
+                clocks.compute(self._time(instruction, scope))
+        return clocks.total
+
+    def _time(self, instruction: Instruction, scope: Scope) -> StepTime:
+        """Return the time of an instruction that is no collective; `scope` is its computation."""
+        if instruction.opcode == "conditional":  # the slowest branch counts
+            branches = map(self.run, read_branches(instruction.text))
+            return max(branches, key=lambda branch: branch.step_s).after(StepTime())
+        if instruction.opcode in ("while", "call"):
+            trip_count = TRIP_COUNT.search(instruction.text)
+            return self.run(instruction.called).after(StepTime(), int(trip_count[1]) if trip_count else 1)
+        speeds, (work, flops_per_s) = self.speeds, self._work_and_speed(instruction, scope)
+        # A kernel computes and reads at the same time: the slowest of these decides ("roofline").
+        memory_s = work.device_bytes / speeds.bytes_per_s, work.host_bytes / speeds.host_bytes_per_s
+        launch_s = 0.0 if instruction.opcode in FREE else speeds.launch_s
+        return StepTime(launch_s + max(work.flops / flops_per_s, *memory_s), flops=work.flops)
+
+    def _work_and_speed(self, instruction: Instruction, scope: Scope) -> tuple[Work, float]:
+        """Return the work of an instruction, and the FLOPs per second with which the device does it.
+
+        HLO shows nothing of the inside of our own kernels: their FLOPs come from the shapes of their operands.
+        """
+        speeds, data, kernel = self.speeds, self.data, instruction.kernel
+        if kernel in GROUPED_KERNELS:
+            work = count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))
+            return work, speeds.kernel_flops_per_s
+        work = self._count(instruction, scope)
+        name = kernel.removesuffix("_own").removesuffix("_before")  # two kernels of models/ring_flash.py for each
+        if num_matmul := KERNEL_MATMUL.get(name, 0):
+            batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
+            in_block = data.ring_pairs.get(kernel[len(name) :], math.nan)
+            pairs = data.pairs_per_row if kernel == name else in_block
+            return work._replace(flops=2.0 * num_matmul * batch * heads * dim * pairs), speeds.kernel_flops_per_s
+        is_fp8 = multiplies_fp8(instruction, scope, self.program)
+        return work, speeds.fp8_flops_per_s if is_fp8 else speeds.flops_per_s
+
+    def _count(self, instruction: Instruction, scope: Scope) -> Work:
+        """Count the work of an instruction; that of a fusion is counted once, though it may run many times."""
+        is_fusion = instruction.opcode in ("fusion", *ASYNC_CALLS)
+        return self.count_fusion(instruction.called) if is_fusion else count_alone(instruction, scope)

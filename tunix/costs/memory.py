@@ -1,0 +1,313 @@
+"""Memory of a step on one device, derived: weights, optimizer, gradients, and activations."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from tunix.config import Config, Model
+from tunix.config.batch import BatchShape
+from tunix.config.layers import ExpertsMlp
+from tunix.config.model import list_keys_outside
+from tunix.config.training import StepKeys
+from tunix.costs.communication import count_microbatch_rows, count_shard_bytes, find_gathered_dtype, find_shard_shape
+from tunix.data.batch import abstract_arrays
+from tunix.models.attention import select_query_block
+from tunix.models.context_parallel import is_in_blocks
+from tunix.models.expert_parallel import buffer_rows_per_token
+from tunix.models.linear_attention import CHUNK
+from tunix.models.remat import Remat
+from tunix.models.table import EXPERT_EXCHANGES
+from tunix.sharding.arrays import bytes_per_device
+from tunix.sharding.layout import Layout
+from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
+from tunix.sharding.table import STREAM_TOKENS, axis_names, data_axes
+from tunix.training.choices import select
+from tunix.training.logprobs import count_chunk_positions
+from tunix.training.loss import find_loss_kind
+from tunix.training.program import Program, assemble
+from tunix.training.state import Weight, abstract_params, describe
+
+# Programs for devices that need not exist: costs are derived from them.
+
+# Values of the keys of training that say how many sequences there are, for one sequence per data shard.
+ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto", "batch_stages": ()}
+MOST_PROGRAMS = 8  # as many as there are policies that training.remat=budget compares, and a few more
+_programs: dict[tuple[str, AbstractMesh, str | None], Program] = {}  # each with one sequence, the newest last
+
+
+def find_program(cfg: Config, sizes: dict[str, int], platform: str | None = None) -> Program:
+    """Return the program of `cfg` on a mesh of these sizes, which must divide model and batch.
+
+    `platform` is that of the devices, by which `training.remat`, `training.overlap` and `model.expert_exchange`
+    choose. Configs that differ in their batch alone share an assembled program: a plan asks for hundreds of them.
+    """
+    smallest, names = cfg.with_training(**ONE_SEQUENCE), axis_names()
+    mesh = AbstractMesh(tuple(sizes[axis] for axis in names), names, axis_types=(AxisType.Explicit,) * len(names))
+    key = smallest.model_dump_json(by_alias=True), mesh, platform
+    if key not in _programs:
+        if len(_programs) == MOST_PROGRAMS:
+            del _programs[next(iter(_programs))]
+        with jax.sharding.use_abstract_mesh(mesh):
+            _programs[key] = assemble(smallest, mesh, platform)
+    return replace(_programs[key], cfg=cfg, choices=select(cfg, mesh, platform))
+
+
+# Memory of what does not grow with the batch: weights, optimizer, gradients, and weights that are gathered.
+#
+# An example: a weight [1024, 4096] in each of 4 blocks, over 8 devices of fsdp, with full_shard, float32 parameters,
+# bfloat16 products, adamw, and one microbatch. One block's weight has 4 Mi numbers, so one device holds
+#
+#     weights     4 blocks x 4 Mi x 4 bytes / 8 devices         8 MiB
+#     optimizer   two moments, each as large as the weights    16 MiB
+#     gradients   float32, split as the weights rest            8 MiB
+#     gathered    the whole weight of the block at work and
+#                 of the next one: 2 x 4 Mi x 2 bytes          16 MiB
+#
+# Where blocks gather ahead (training.overlap), gradients have 8 MiB more: those of one block, before they are summed.
+
+
+def count_state_bytes(program: Program) -> dict[str, int]:
+    """Return the bytes of one device for weights, optimizer, gradients and gathered weights."""
+    return {
+        "weights": bytes_per_device(program.abstract["params"]),
+        "optimizer": bytes_per_device([program.abstract["opt_state"], program.abstract.get("copies", {})]),
+        "gradients": _count_gradient_bytes(program),
+        "gathered": _count_gathered_bytes(program),
+    }
+
+
+def _count_gathered_bytes(program: Program) -> int:
+    """Return the bytes of gathered weights that exist at one time.
+
+    Gathered in blocks, they are those of the block at work and of the next; gathered for the step, all of them.
+    """
+    layout, arch, num_chunks = program.layout, program.arch, program.choices.pipeline.num_chunks
+    in_blocks = layout.gathers_in_blocks(program.choices.sync_every)
+    gathered = float(_count_neighbour_bytes(program)) if in_blocks else 0.0
+    # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
+    frozen_tables = [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not weight.equation.is_stacked]
+    for weight in jax.tree.leaves(arch.weights) + frozen_tables:
+        is_in_blocks = in_blocks and weight.equation.is_stacked
+        if not is_in_blocks:
+            gathered += _count_bytes_in_use(weight, program)
+        if is_in_blocks and num_chunks > 1:  # dealt out to the stages, and the chunk at work
+            dealt_out = count_shard_bytes(weight, layout.stored(weight.equation, True), weight.dtype, program.mesh)
+            gathered += (1 + 1 / num_chunks) * dealt_out
+    return round(gathered)
+
+
+def _count_neighbour_bytes(program: Program) -> int:
+    """Return the bytes of the gathered weights of the block at work and of the next.
+
+    Blocks that gather ahead have all blocks of a turn and of the next one, where stacks take turns.
+    """
+    model, stages = program.cfg.model, program.choices.pipeline.num_stages
+    block_bytes = {}
+    for name in model.stacks:
+        weights = jax.tree.leaves(program.arch.weights[name])
+        block_bytes[name] = stages * sum(_count_bytes_in_use(each, program) / each.shape[0] for each in weights)
+    peak = 0.0
+    for run in model.runs:
+        blocks = [block_bytes[name] for name in run.pattern]
+        neighbours = max(block + following for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True))
+        peak = max(peak, 2 * sum(blocks) if program.choices.prefetch else neighbours)
+    return round(peak)
+
+
+def _count_bytes_in_use(weight: Weight, program: Program) -> int:
+    """Return the bytes of a gathered weight, and for codes those of the matrix made of them."""
+    layout, mesh = program.layout, program.mesh
+    spec = layout.in_use(weight.equation)
+    size = count_shard_bytes(weight, spec, find_gathered_dtype(weight, layout), mesh)
+    if weight.equation.is_quantized:
+        weights_per_code = weight.size / math.prod(weight.shape)
+        size += round(weights_per_code * count_shard_bytes(weight, spec, layout.compute, mesh))
+    return size
+
+
+def _count_gradient_bytes(program: Program) -> int:
+    """Return the bytes of gradients that exist at one time, in each of the places that they pass through.
+
+    own part    of this data shard alone, as large as the gathered weight; none where blocks sum theirs at once
+       | sum over devices
+    summed      as the weight rests, float32
+       | added to
+    sum of all microbatches: with several of them, one more array beside the gradients of the newest
+    """
+    layout, mesh, pipeline = program.layout, program.mesh, program.choices.pipeline
+    in_blocks = layout.gathers_in_blocks(program.choices.sync_every)
+    local_parts, summed = 0, 0
+    for weight in jax.tree.leaves(program.arch.trained_weights):
+        equation = weight.equation
+        summed += count_shard_bytes(weight, layout.stored(equation, layout.strategy.gradients), "float32", mesh)
+        if not (in_blocks and equation.is_stacked):
+            local_parts += count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)
+        elif program.choices.prefetch:  # of the block whose gradients are summed while another is at work
+            local_part = count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
+            local_parts += local_part * pipeline.num_stages // weight.shape[0]
+        if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
+            local_parts += count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
+    in_compute = local_parts * jnp.dtype(layout.compute).itemsize // 4  # own parts, in the dtype of products
+    newest, sums_later = 0, in_blocks or program.choices.sync_every > 1
+    if pipeline.num_stages == 1 and program.batch.num_microbatches > 1 and sums_later:
+        newest = summed if in_blocks else in_compute
+    elif in_blocks and jnp.dtype(layout.param).itemsize < 4:  # gradients of blocks have the dtype of their weights
+        newest = summed * jnp.dtype(layout.param).itemsize // 4
+    if pipeline.num_stages > 1:  # the gradients of the newest tick beside the sum of all ticks
+        newest += summed if in_blocks else in_compute
+    return local_parts + summed + newest
+
+
+# Memory of activations: what the forward pass keeps for the backward pass, and what one layer needs while it works.
+#
+# The first part is traced: JAX says which arrays the backward pass takes. The second part is an estimate, because XLA
+# decides which arrays of a layer exist at the same time.
+
+MARKS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)  # primes
+QUEUES = 3  # of the rows of a part: what enters the stages, what leaves them, and one of their gradients
+LONG = 2048  # tokens of a sequence on one device, of which all are traced
+
+
+def count_activation_bytes(program: Program) -> int:
+    """Return the bytes of activations: kept of each sequence, and one layer's inside or the logits of a chunk.
+
+    On stages the forward pass keeps the rows that a stage takes until their backward pass comes by (`Turns`): with 4
+    stages those of 2 x 4 + 3 parts, however many follow. A part of the batch at a time has in one stage what it has
+    without stages.
+    """
+    layout, mesh, pipeline, length = program.layout, program.mesh, program.choices.pipeline, program.batch.seq_len
+    inside = estimate_inside_bytes(program.cfg, layout, mesh, length)
+    local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
+    vocab_size = find_shard_shape((program.cfg.model.vocab_size,), layout.activation("V"), mesh)[0]
+
+    def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
+        """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
+        chunk_size = program.cfg.training.loss_chunk_size
+        return 1.75 * count_chunk_positions(chunk_size, num_rows, num_tokens) * vocab_size * 4
+
+    num_rows, residual = program.choices.batch.sequences_per_shard, _count_residual_bytes(program)
+    if pipeline.num_stages == 1:
+        return round(num_rows * (residual + max(inside, count_logit_bytes(num_rows, local_tokens))))
+    # With stages: what ticks keep, `num_saved` rows of a part, and the larger of what is at work in one tick.
+    row = _count_stream_bytes(program) + 4 * (local_tokens + length)  # with its positions and segments
+    rows_of_microbatch = count_microbatch_rows(program)
+    at_work = rows_of_microbatch * (residual / (pipeline.num_stages * pipeline.num_chunks) + inside)
+    loss = rows_of_microbatch * count_logit_bytes(rows_of_microbatch, local_tokens // pipeline.num_stages)
+    num_saved = 2 * pipeline.num_stages * pipeline.num_chunks + QUEUES
+    return round(num_saved * rows_of_microbatch * row + max(at_work, loss))
+
+
+def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
+    """Return the bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
+    model, item = cfg.model, jnp.dtype(layout.compute).itemsize
+    local = {
+        dim_name: find_shard_shape((size,), layout.activation(dim_name), mesh)[0]
+        for dim_name, size in model.dims.items()
+    }
+    tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
+    heads, kinds = local["N"], model.head_kinds
+    # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
+    head_numbers = max((heads + min(local[each.dim_names[0]], heads)) * each.dim for each in kinds)
+    mlp = _count_mlp_numbers(model, layout, mesh, local)
+    factor = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
+    inside = 2 * tokens * item * (6 * local["D"] + factor * head_numbers + mlp)
+    # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
+    if is_in_blocks(layout.cp_exchange) or "xla" in dict(layout.kernels).values():
+        inside += heads * min(length, select_query_block(length)) * tokens * (4 + item)
+    if model.linear_attention is None:
+        return inside
+    numbers = _count_linear_numbers(model, length, local)  # float32
+    return max(inside, round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers)))
+
+
+def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, local: dict[str, int]) -> int:
+    """Return the numbers that the MLP has inside for each token of a device; `local` has its sizes of dimensions."""
+    mlp = (2 if model.mlp.kind == "plain" else 3) * max(local["F"], local.get("f", 0))
+    if not isinstance(model.mlp, ExpertsMlp):
+        return mlp
+    # Rows for which the exchange has room, for each token of this device.
+    num_rows = buffer_rows_per_token(model, count_devices(mesh.shape, layout.expert_axes), layout.expert_exchange)
+    expert_numbers = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
+    if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:  # sent, and returned
+        expert_numbers += 2 * model.mlp.experts_per_token * local["D"]
+    if model.mlp.beside_mlp:
+        return round(expert_numbers) + mlp
+    return max(round(expert_numbers), mlp if "dense_blocks" in model.stacks else 0)
+
+
+def _count_linear_numbers(model: Model, length: int, local: dict[str, int]) -> float:
+    """Return the numbers that linear attention has inside for each token of a device (models/linear_attention.py)."""
+    linear = model.linear_attention
+    assert linear is not None
+    chunk = min(CHUNK, length)
+    per_value_head = 3 * linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * linear.value_dim / chunk
+    return 2 * local["I"] * linear.key_dim + local["J"] * per_value_head
+
+
+_known_residual_bytes: dict[tuple[Any, ...], int] = {}  # a plan asks for one model on many meshes
+
+
+def _count_residual_bytes(program: Program) -> int:
+    """Return the bytes that `training.remat` keeps of a sequence for the backward pass, on one device.
+
+    On stages, they are those of the same program without stages, whose axis then splits the batch alone.
+    """
+    cfg = program.cfg
+    layout, length = program.layout.with_all_layers(), program.batch.seq_len
+    model = cfg.model.model_dump_json(exclude=list_keys_outside("mesh"))
+    step = cfg.training.model_dump_json(include=set(StepKeys.model_fields))
+    # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
+    others = (size for axis, size in program.mesh.shape.items() if axis not in data_axes())
+    key = (model, step, length, layout, program.choices.remat, *others)
+    if key not in _known_residual_bytes:
+        _known_residual_bytes[key] = _trace_residuals(program)
+    return _known_residual_bytes[key]
+
+
+def _trace_residuals(program: Program) -> int:
+    """Trace the forward pass, and return the bytes of what it leaves for the backward pass of one sequence.
+
+    Some residuals are weights. To tell those of the sequences apart, the number of sequences is a prime p that divides
+    no other size: it divides a size of each array that grows with the sequences, and of no other array.
+
+        [p, T, D]   grows: an activation         [D, F]   does not: a weight
+    """
+    cfg, mesh = program.cfg, program.mesh
+    # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
+    kernels = tuple((dim_name, "xla") for dim_name, _ in program.layout.kernels)
+    layout, remat = replace(program.layout.with_all_layers(), kernels=kernels), program.choices.remat
+    # Where what is kept waits in the host's memory, what blocks take does too: the rest is outside of blocks.
+    arch = describe(cfg.model, layout, Remat("full") if remat.on_host else remat)
+
+    def residuals(params, batch):
+        rows, seed = {name: leaf[0] for name, leaf in batch.items()}, jnp.zeros((), jnp.int32)
+
+        def objective(trained):
+            return program.loss_fn(arch.module(arch.merge(trained, params)), rows, seed).objective
+
+        return jax.vjp(objective, arch.trained(params))[1]
+
+    prime = next(prime for prime in MARKS if all(size % prime for size in program.dims.values() if size))
+    # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
+    # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.
+    times, length = 1, program.batch.seq_len
+    shards = length // find_shard_shape((length,), layout.activation(STREAM_TOKENS), mesh)[0]
+    while length % (2 * times * shards) == 0 and length // (2 * times) >= LONG * token_shards(mesh.shape):
+        times *= 2
+    shape = BatchShape(1, prime * data_shards(mesh.shape), length // times)
+    batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh)
+    leaves = jax.tree.leaves(jax.eval_shape(residuals, abstract_params(arch, mesh), batch))
+    grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
+    num_bytes = times * bytes_per_device(grown) // prime
+    return num_bytes - cfg.model.num_layers * _count_stream_bytes(program) if remat.on_host else num_bytes
+
+
+def _count_stream_bytes(program: Program) -> int:
+    """Return the bytes of the residual stream of one sequence on one device."""
+    layout = program.layout
+    local_tokens = find_shard_shape((program.batch.seq_len,), layout.activation(STREAM_TOKENS), program.mesh)[0]
+    return local_tokens * program.cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize

@@ -1,0 +1,321 @@
+"""The corpus of a run: sequences packed from the tokens of each source, to train on and to evaluate on."""
+
+import hashlib
+import logging
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import grain
+import jax
+from tokenizers import Tokenizer as Backend
+
+from tunix.base.errors import UserError
+from tunix.config import Config
+from tunix.config.data import Mixture
+from tunix.config.task import Dpo
+from tunix.data.files import Unit
+from tunix.data.packing import Sequences
+from tunix.data.shards import Prepared
+from tunix.data.table import Source, Tokens
+from tunix.data.tokenize import find_folder, find_units, find_vocab, make_share, open_verified, prepare
+from tunix.data.tokenizer import Vocab, check_fits, read_vocab
+from tunix.processes import peers
+from tunix.processes.joining import find_blind
+
+log = logging.getLogger(__name__)
+
+
+# Tokens of all sources of a config: the files to tokenize, the tokenizer that all sources share, a folder for each.
+#
+# A source is tokenized here (`tokenize.prepare`), or it is a folder that `tunix.prepare` made, maybe on another
+# machine.
+
+
+class Inputs(NamedTuple):
+    """Sources of a corpus by name, and the tokenizer that they share."""
+
+    copied: dict[str, Path]  # folders that `tunix.prepare` made, perhaps on another machine
+    units: dict[str, list[Unit]]  # of the other sources
+    vocab: Vocab
+
+
+def list_sources(cfg: Config) -> dict[str, Source]:
+    """Return the sources of the training data by name."""
+    return cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
+
+
+def take_all(source: Source) -> Source:
+    """Return a source of evaluation.sets with nothing held out: all of its documents are for evaluation."""
+    return source.model_copy(update={"held_out_fraction": 0.0})
+
+
+def find_inputs(cfg: Config) -> Inputs:
+    """List what there is to tokenize; read the tokenizer, or train it.
+
+    A copied folder has a tokenizer of its own, which is then the tokenizer of all sources.
+    """
+    sources = list_sources(cfg)
+    copied = {name: folder for name, source in sources.items() if (folder := _find_copied(source))}
+    units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in copied}
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    tokenizer = cfg.tokenizer
+    if copied and tokenizer.path is None:
+        first = next(iter(copied.values()))
+        tokenizer = tokenizer.model_copy(update={"path": str(first / "tokenizer"), "train": False})
+    pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
+    vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir)
+    check_fits(vocab, cfg.model.vocab_size)
+    return Inputs(copied, units, vocab)
+
+
+def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocab]:
+    """Tokenize each source; return the results keyed by the sources' names, and the tokenizer that they share."""
+    copied, units, vocab = find_inputs(cfg)
+    prepared = {}
+    for name, source in list_sources(cfg).items():
+        if name in copied:
+            prepared[name] = _open_copied(copied[name], vocab, cfg)
+        else:
+            prepared[name] = prepare(source, units[name], cfg.task, vocab, cfg.loading)
+        warn_left_out(name, prepared[name])
+    return prepared, vocab
+
+
+def _find_copied(source: Source) -> Path | None:
+    """Return the folder of a source that `tunix.prepare` has tokenized already; None for any other source."""
+    if isinstance(source, Tokens) and len(source.paths) == 1:
+        folder = Path(source.local_paths[0]).expanduser()
+        return folder if (folder / "index.json").is_file() else None
+    return None
+
+
+def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
+    """Open a folder that `tunix.prepare` made.
+
+    Raises:
+        UserError: its tokenizer or its task is not that of the run.
+    """
+    own = read_vocab(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
+    if own.backend.to_str() != vocab.backend.to_str():
+        raise UserError(
+            f"data.paths: {folder} was made with another tokenizer ({own.num_tokens} tokens) than tokenizer.path="
+            f"{cfg.tokenizer.path} ({vocab.num_tokens} tokens); leave tokenizer.path=null to take its own"
+        )
+    prepared = open_verified(folder, cfg.loading)
+    if prepared.documents != cfg.task.documents:
+        raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
+    return prepared
+
+
+def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], packing: str) -> str:
+    """Hash everything that decides which samples a run trains on; a checkpoint keeps it, and resuming compares it."""
+    # A run of one source does not hash its name, which has no effect on the samples. `max_epochs` only refuses runs.
+    mixing, parts = "", []
+    if isinstance(data, Mixture):
+        mixing = f"{data.source} {data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
+    for name, folder in prepared.items():
+        parts += [name, folder.fingerprint] if mixing else [folder.fingerprint]
+    return hashlib.sha256("\0".join([packing, mixing, *parts]).encode()).hexdigest()[:20]
+
+
+def warn_left_out(name: str, prepared: Prepared) -> None:
+    """Log how many items gave no document, with the names of the first ones. Empty documents are not named."""
+    left_out = {reason: count for reason, count in prepared.index["left_out"].items() if count}
+    if left_out:
+        names = prepared.index["left_out_names"]
+        more = ["..."] if sum(left_out.values()) - left_out.get("empty", 0) > len(names) else []
+        counted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
+        log.warning("%s: left out: %s%s", name, counted, f" ({', '.join(names + more)})" if names else "")
+
+
+# Tokenize a corpus with n processes: each makes every n-th shard, in a cache that all of them see.
+#
+#     process 0    shard 0    shard 2    shard 4        then the index over all shards
+#     process 1    shard 1    shard 3
+#
+# A shard does not depend on the process that makes it. So the corpus is the same as one that a single process makes.
+
+
+def make_ratios(cfg: Config) -> None:
+    """Make the missing shards of a corpus and of evaluation.sets, each process its share; every process calls this.
+
+    Raises:
+        UserError: a process does not see the cache of process 0 or sees other documents, or a share cannot be made.
+    """
+    start_time = time.perf_counter()
+    _check_shared(Path(cfg.loading.cache_dir).expanduser())
+    inputs = peers.main_first(lambda: find_inputs(cfg), "finding the tokenizer")  # process 0 may have to train it
+    sources = {name: (source, inputs.units[name]) for name, source in list_sources(cfg).items() if name in inputs.units}
+    for name, source in cfg.evaluation.sets.items():
+        everything = take_all(source)
+        sources[f"evaluation.sets.{name}"] = everything, find_units(everything, cfg.loading)
+    workers = cfg.loading.prepare_processes or max(1, (os.cpu_count() or 1) // peers.num_on_host())
+    loading = cfg.loading.model_copy(update={"prepare_processes": workers})
+    share = slice(jax.process_index(), None, jax.process_count())
+    for name, (source, units) in sources.items():
+        folder = find_folder(source, units, cfg.task, inputs.vocab, loading)
+        _check_same(name, folder.name)
+        work = partial(make_share, source, units, cfg.task, inputs.vocab, loading, share)
+        peers.together(work, f"tokenizing {name}", peers.NO_LIMIT_S)
+    log.info("%d processes have tokenized in %.1f s", jax.process_count(), time.perf_counter() - start_time)
+
+
+def _check_shared(cache_dir: Path) -> None:
+    """Raise `UserError` where some process does not see the cache of process 0."""
+    peers.on_main(lambda: cache_dir.mkdir(parents=True, exist_ok=True), "making the cache")
+    if blind := find_blind(cache_dir):
+        hosts = ", ".join(sorted({peers.hosts()[rank] for rank in blind}))
+        raise UserError(
+            f"loading.cache_dir={cache_dir} of {peers.hosts()[0]} is not seen by {hosts}; name a folder that all hosts "
+            "share, or prepare on one host and copy the folder that it prints (data=tokens)"
+        )
+
+
+def _check_same(name: str, key: str) -> None:
+    """Raise `UserError` where the documents of a source are not the same on all processes."""
+    keys = peers.gather(key, f"documents of {name}")
+    other = next((rank for rank, theirs in enumerate(keys) if theirs != keys[0]), None)
+    if other is not None:
+        raise UserError(
+            f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see different "
+            f"documents of {name}, or different versions of its files; read them from a disk that all hosts share"
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sequences to train on and to evaluate on, and the tokenizer that made them."""
+
+    prepared: dict[str, Prepared]  # keyed by the name of the source
+    train: dict[str, Sequences]  # keyed by the name of the source
+    held_out_parts: dict[str, Sequences]  # keyed by the name of the source
+    held_out: grain.MapDataset  # sequences of all sources
+    num_held_out: int  # documents
+    vocab: Vocab
+    fingerprint: str  # identifies the training data: documents, tokenizer, split, packing
+    unigram_bits_per_byte: float  # loss on the training data of a model that knows only how frequent each token is
+    summary: str  # a line for each source
+    example: list[int]  # tokens of a held-out document; empty if nothing is held out
+    sets: dict[str, grain.MapDataset]  # sequences of each of evaluation.sets
+
+    @property
+    def tokenizer(self) -> Backend:
+        return self.vocab.backend
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences to train on."""
+        return sum(map(len, self.train.values()))
+
+
+def load_corpus(cfg: Config) -> Corpus:
+    """Read, split, tokenize and pack the documents of `cfg.data`; work that is in the cache is not done again.
+
+    Raises:
+        UserError: the data cannot be read, or there are too few, or too many, sequences to shuffle.
+    """
+    prepared, vocab = prepare_corpus(cfg)
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+
+    def pack(split: str) -> dict[str, Sequences]:
+        return {
+            name: Sequences(folder.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+            for name, folder in prepared.items()
+        }
+
+    train, held_out = pack("train"), pack("held_out")
+    if isinstance(cfg.task, Dpo):
+        _report_long_pairs({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
+    for name, sequences in train.items():
+        if not len(sequences):
+            raise UserError(
+                f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
+                f"training.seq_len={cfg.training.seq_len}; give more data, or lower training.seq_len"
+            )
+        if len(sequences) >= 2**32:  # Grain's shuffle counts in 32 bits
+            raise UserError(
+                f"data: {name} has {sequences.stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "
+                f"training.seq_len={cfg.training.seq_len}; up to 4,294,967,295 can be shuffled"
+            )
+    indices = [folder.index for folder in prepared.values()]
+    size = sum(index["bytes"] for index in indices)
+    entropy = sum(index["unigram_bits_per_byte"] * index["bytes"] for index in indices) / size
+    return Corpus(
+        prepared=prepared,
+        train=train,
+        held_out_parts=held_out,
+        held_out=grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in held_out.values()]),
+        num_held_out=sum(part.stream.num_documents for part in held_out.values()),
+        vocab=vocab,
+        fingerprint=compute_fingerprint(cfg.data, prepared, cfg.loading.packing),
+        unigram_bits_per_byte=entropy,
+        summary="\n".join(_summarise(name, prepared[name], train[name], held_out[name], vocab) for name in prepared),
+        example=_pick_example(held_out),
+        sets={name: _load_set(name, source, vocab, cfg) for name, source in cfg.evaluation.sets.items()},
+    )
+
+
+def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.MapDataset:
+    """Tokenize all documents of one of evaluation.sets with the run's tokenizer, and pack them.
+
+    Raises:
+        UserError: the documents make no sequence.
+    """
+    everything = take_all(source)
+    prepared = prepare(everything, find_units(everything, cfg.loading), cfg.task, vocab, cfg.loading)
+    warn_left_out(f"evaluation.sets.{name}", prepared)
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    sequences = Sequences(prepared.stream("train"), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+    if not len(sequences):
+        raise UserError(
+            f"evaluation.sets.{name} has {sequences.stream.num_tokens:,} tokens, too few for one sequence of "
+            f"training.seq_len={cfg.training.seq_len}; give more documents, or leave the set out"
+        )
+    return grain.MapDataset.source(sequences)
+
+
+def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> None:
+    """Log how many pairs are longer than a sequence and therefore left out, or refuse them.
+
+    Raises:
+        UserError: there are such pairs, and task.long_pairs=error.
+    """
+    reject = task.long_pairs == "error"
+    for name, part in parts.items():
+        if part.num_left_out:
+            problem = (
+                f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} pairs are longer than "
+                f"training.seq_len={cfg.training.seq_len} tokens, both answers with their prompts"
+            )
+            if reject:
+                raise UserError(f"data: {problem}; raise it, or set task.long_pairs=skip to leave them out")
+            log.warning("%s: left out", problem)
+
+
+def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocab: Vocab) -> str:
+    return (
+        f"{name}: {train.stream.num_documents:,} documents, {train.stream.num_tokens:,} tokens to train on; "
+        f"{held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
+        f"{vocab.num_tokens:,} tokens, {prepared.index['bytes_per_token']:.2f} bytes per token; unigram entropy "
+        f"{prepared.index['unigram_bits_per_byte']:.3f} bits per byte; {train.packing}: {len(train):,} sequences, "
+        f"{train.utilisation:.1%} of their tokens are not padding"
+    )
+
+
+def _pick_example(held_out: dict[str, Sequences]) -> list[int]:
+    """Return up to 4096 tokens of the longest among the first 32 held-out documents of each source."""
+    sample: list[int] = []
+    for sequences in held_out.values():
+        for number, (_, documents) in enumerate(sequences.stream.sizes):
+            if documents:
+                shard = sequences.stream.shard(number)
+                ends = [*shard.starts[1:33].tolist(), len(shard.tokens)]
+                for start, end in zip(shard.starts[:32].tolist(), ends, strict=False):
+                    if end - start > len(sample):
+                        sample = shard.tokens[start : min(end, start + 4096)].tolist()
+                break  # the first shard with documents is enough
+    return sample

@@ -1,0 +1,456 @@
+"""Files of a source: found in a fixed order, opened, cut into units of work, and read as rows."""
+
+import csv
+import glob
+import gzip
+import hashlib
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from tunix.base.buckets import BUCKETS, explain, explaining, filesystem, find_version, is_address
+from tunix.base.config_types import Count, Section, Share
+from tunix.base.errors import UserError
+from tunix.data.pieces import count_bytes
+
+# Files of a source: find them in a fixed order, describe them as units of work, and open them, packed or not.
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": zstd.open}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work for one process: a file, a range of its bytes or rows, or a range of a data set's rows."""
+
+    name: str  # path below the source's root, the same on every machine
+    path: str
+    start: int  # first byte, row group or row
+    stop: int  # one after the last
+    size: int  # bytes on disk
+    version: str  # changes when the content may have changed; a file's time of change
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr((self.name, self.start, self.stop, self.size, self.version)).encode()).hexdigest()
+
+
+def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit]:
+    """Return the files that the paths, addresses, folders and globs name, each once.
+
+    A folder stands for the files in it whose names end with one of the extensions.
+
+    Raises:
+        UserError: a path that does not exist, or no file at all.
+    """
+    found: dict[Path | str, Unit] = {}  # by real path: a file that two patterns name is read once
+    endings = (*extensions, *(ending + packed for ending in extensions for packed in PACKED))
+    for pattern in paths:
+        if is_address(pattern):
+            found.update(_find_objects(pattern, endings))
+            continue
+        path = Path(pattern).expanduser()
+        # A path that exists is not a glob, even if its name has a * or a [ in it.
+        matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not matches:
+            raise UserError(f"data.paths: {pattern} does not exist")
+        for match in matches:
+            below = [match] if match.is_file() else sorted(p for p in match.rglob("*") if p.name.endswith(endings))
+            for path in below:
+                if path.is_file():
+                    name = path.name if match.is_file() else path.relative_to(match).as_posix()
+                    found.setdefault(path.resolve(), make_file_unit(path, name))
+    if not found:
+        raise UserError(f"data.paths={list(paths)}: no file that ends in {', '.join(extensions)} (data.extensions)")
+    return list(found.values())
+
+
+def _find_objects(pattern: str, endings: tuple[str, ...]) -> dict[str, Unit]:
+    """Return the objects that an address, a folder or a glob of a bucket names, by address."""
+    files, scheme = filesystem(pattern, "data.paths"), pattern.partition("://")[0]
+    with explaining(pattern, "data.paths"):
+        # Web servers do not list their files, and * or ? may be part of a web address: only buckets have globs.
+        if glob.has_magic(pattern) and scheme in BUCKETS:
+            matches = files.glob(pattern, detail=True)
+            if not matches:
+                raise FileNotFoundError(pattern)
+        else:
+            matches = {pattern: files.info(pattern)}
+        units: dict[str, Unit] = {}
+        for match, info in sorted(matches.items()):
+            below, root = {match: info}, match.rpartition("/")[0]
+            if info["type"] == "directory":
+                entries = files.find(match, detail=True)
+                below = {name: each for name, each in sorted(entries.items()) if name.endswith(endings)}
+                root = files._strip_protocol(match.rstrip("/"))  # as the names in `entries` are: without s3://
+            for name, each in below.items():
+                address = name if is_address(name) else f"{scheme}://{name}"
+                size = each.get("size") or 0  # a web server may not say it; then the file is not split
+                version = find_version(address, each, "data.paths")
+                units[address] = Unit(name.removeprefix(f"{root}/"), address, 0, size, size, version)
+    return units
+
+
+def make_file_unit(path: Path, name: str) -> Unit:
+    """Describe a whole file as one unit."""
+    stat = path.stat()
+    return Unit(name, str(path), 0, stat.st_size, stat.st_size, str(stat.st_mtime_ns))
+
+
+def is_packed(path: str) -> bool:
+    return Path(path).suffix in PACKED
+
+
+def split_unit(unit: Unit, size: int) -> list[Unit]:
+    """Split a file of lines into ranges of about `size` bytes. A packed file stays one unit: it has to be unpacked from
+    its first byte on."""
+    if is_packed(unit.path) or unit.size <= size:
+        return [unit]
+    bounds = [*range(0, unit.size, size), unit.size]
+    return [Unit(unit.name, unit.path, start, stop, stop - start, unit.version) for start, stop in pairwise(bounds)]
+
+
+class _Stream(io.RawIOBase):
+    """A stream that can only be read from its first byte to its last one."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self.stream.read(len(buffer))
+        buffer[: len(block)] = block
+        return len(block)
+
+
+@contextmanager
+def open_unpacked(path: str) -> Iterator[IO[bytes]]:
+    """Open a file for reading its bytes, unpacked.
+
+    Raises:
+        UserError: an error while the file is opened or read; the message names the file.
+    """
+    try:
+        with ExitStack() as stack:
+            location: Any = path
+            if is_address(path):
+                location = stack.enter_context(filesystem(path, "data.paths").open(path, "rb"))
+                # A stream of unknown length cannot go back.
+                location = io.BufferedReader(_Stream(location) if getattr(location, "size", 0) is None else location)
+            unpack = PACKED.get(Path(path).suffix)
+            if unpack is None:
+                yield location if location is not path else stack.enter_context(open(path, "rb"))
+            else:
+                yield stack.enter_context(unpack(location, "rb"))
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
+        raise UserError(f"data: {path} is damaged or ends early: {error}") from None
+    except OSError as error:
+        reason = explain(error) if is_address(path) else error.strerror or error
+        raise UserError(f"data: cannot read {path}: {reason}") from None
+
+
+def find_line_number(path: str, offset: int) -> int:
+    """Return the number, from 1, of the line that begins at byte `offset` of the unpacked file."""
+    with open_unpacked(path) as file:
+        lines = 1
+        while offset > 0 and (block := file.read(min(offset, 1 << 20))):
+            lines, offset = lines + block.count(b"\n"), offset - len(block)
+    return lines
+
+
+# Source of documents: its keys, what there is to read, and how one unit of that is read.
+
+Paths = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Item(NamedTuple):
+    """One thing that a source read: a text, a row with named columns, or the problem that it met."""
+
+    name: str  # does not depend on where a unit begins: its hash decides whether the document is held out
+    content: str | dict[str, Any] | None
+    problem: str = ""  # why there is no content
+    where: Callable[[], str] = str  # file and line for a message; a function, since counting lines takes time
+
+
+ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
+TOO_LONG = "longer than data.max_document_bytes"  # the problem of an item that is not read to its end
+
+
+def is_longer(text: str, limit: int) -> bool:
+    """Return whether a text has more than `limit` bytes in UTF-8."""
+    return len(text) > limit or (len(text) * 4 > limit and count_bytes(text) > limit)
+
+
+class Limited(Section):
+    """Part of the keys of a source whose documents come from outside."""
+
+    max_document_bytes: Count | None
+    """Longest document: a longer one is left out and counted, and read no further. Of a JSON line all bytes count, of
+    other files the text, unpacked. A part of it that the tokenizer cannot cut, like a word, may have a 64th of it, or 1
+    MiB. null is no limit. Tokenizing a document takes about 4 times its bytes of memory."""
+
+
+class Source(Section):
+    """Origin of documents. A subclass adds its name, its keys, and the methods `units` and `read`.
+
+    Both methods must give the same on every machine and in every run, in the same order: the position of a run in its
+    data is one number (data/sample_order.py), which means the same documents only then.
+    """
+
+    if TYPE_CHECKING:  # each subclass declares the one value that it takes
+        source: str
+
+    held_out_fraction: Share
+    """Share of documents kept for evaluation, chosen by a hash of file name and place; at least one if not 0."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """List what there is to read, cut into units of about `unit_bytes` where a file can be cut."""
+        raise NotImplementedError
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        """Yield the documents of one unit in order."""
+        raise NotImplementedError
+
+    def try_out(self) -> None:
+        """Run the user's own code once, if the source has any; raise `UserError` if it does not work."""
+
+
+# Rows of tables in files: JSON lines, CSV, Parquet.
+
+
+class Columns(Section):
+    """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
+    its completion if `prompt` is set, else the messages; dpo the prompt, chosen and rejected."""
+
+    text: str | None
+    """Column of a document's text."""
+    messages: str | None
+    """Column of a conversation: a list of {role, content}, or that list as JSON."""
+    prompt: str | None
+    """Column of what the user says."""
+    completion: str | None
+    """Column of the answer to it."""
+    system: str | None
+    """Column of the system prompt before it; null for none."""
+    chosen: str | None
+    """Column of the better of two answers: text, or the list of its turns; without `prompt`, the whole conversation."""
+    rejected: str | None
+    """Column of the worse of two answers, in the same form."""
+
+
+class Rows(Limited, Source):
+    """Documents that are rows of a table."""
+
+    columns: Columns
+    """Which columns are read."""
+    bad_rows: Literal["error", "skip"]
+    """A row that is not JSON, lacks a column, or holds no text or conversation in it: refused, or left out and
+    counted."""
+
+    def read_all_columns(self, unit: Unit) -> Iterator[Item]:
+        """Yield the rows of one unit with every column, also those that `columns` does not name."""
+        return self.read(unit)
+
+
+class Jsonl(Rows):
+    """Files with one JSON object a line; those that end in .gz or .zst are unpacked."""
+
+    source: Literal["jsonl"]
+    """Where documents come from."""
+    paths: Paths
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
+    extensions: tuple[str, ...]
+    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        return [part for file in find_files(self.paths, self.extensions) for part in split_unit(file, unit_bytes)]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        """Read the lines whose first byte lies in the unit, so each line belongs to one unit.
+
+        file   {"text": ...}\\n{"text": ...}\\n{"text": ...}\\n
+        units  |----- first -----|------ second -----|        the second line belongs to the first unit
+        """
+        limit = self.max_document_bytes
+        with open_unpacked(unit.path) as file:
+            if unit.start:
+                # Start one byte early: if that byte ends a line, `skip_line` reads only it, and no line is lost.
+                file.seek(unit.start - 1)
+                skip_line(file)
+            # A packed file is one unit, whose `stop` counts packed bytes: it says nothing about the lines. Neither does
+            # a `stop` of 0, of a web server that does not say how long the file is.
+            all_lines = is_packed(unit.path) or not unit.stop
+            begin = file.tell() if unit.start else 0
+            while (all_lines or begin < unit.stop) and (line := file.readline(-1 if limit is None else limit + 1)):
+                offset, begin = begin, begin + len(line)
+                name, where = f"{unit.name}@{offset}", partial(_name_line, unit.path, offset)
+                if limit is not None and len(line) > limit and not line.endswith(b"\n"):
+                    begin += skip_line(file)
+                    yield Item(name, None, TOO_LONG, where)
+                    continue
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    yield Item(name, None, f"is not JSON ({str(error).split(': line')[0]})", where)
+                else:
+                    problem = "" if isinstance(row, dict) else "is not a JSON object"
+                    del line  # memory of a long one
+                    yield Item(name, None if problem else row, problem, where)
+
+
+def skip_line(file: IO[bytes]) -> int:
+    """Read up to the end of the line, and return the number of its bytes, without keeping them."""
+    size = 0
+    while block := file.readline(1 << 20):
+        size += len(block)
+        if block.endswith(b"\n"):
+            break
+    return size
+
+
+def _name_line(path: str, offset: int) -> str:
+    return f"{path}, line {find_line_number(path, offset)},"
+
+
+class Csv(Rows):
+    """Comma-separated files with a header line; those that end in .gz or .zst are unpacked."""
+
+    source: Literal["csv"]
+    """Where documents come from."""
+    paths: Paths
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
+    extensions: tuple[str, ...]
+    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)]
+    """Character between columns."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        return find_files(self.paths, self.extensions)
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        limit = self.max_document_bytes or 2**31 - 1
+        csv.field_size_limit(limit)  # the module refuses cells of more than 128 KiB by default
+        with open_unpacked(unit.path) as file:
+            text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+            # Bytes that are not UTF-8 become surrogates, which `documents` finds row by row.
+            lines = _read_short_lines(text, unit.path, limit)
+            table, begin = csv.DictReader(lines, delimiter=self.delimiter, strict=True), 1
+            try:
+                head = table.fieldnames or ()
+                if twice := [name for name in self.columns.model_dump().values() if list(head).count(name) > 1]:
+                    raise UserError(f"data: {unit.path} has column {twice[0]} more than once; rename all but one")
+                for number, row in enumerate(table):
+                    name, where = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
+                    if None in row or None in row.values():
+                        yield Item(name, None, f"does not have the {len(head)} columns of the header line", where)
+                    else:
+                        yield Item(name, row, "", where)
+                    begin = table.line_num + 1
+            except csv.Error as error:  # where the next row begins is not known, so this row cannot be skipped
+                if "field limit" in str(error):
+                    raise _too_long_cell(unit.path, begin) from None
+                raise UserError(
+                    f"data: {unit.path}, line {begin}, is not CSV ({error}); close the quotes around its cells, and "
+                    "write each quote within a cell twice"
+                ) from None
+
+
+def _read_short_lines(text: IO[str], path: str, limit: int) -> Iterator[str]:
+    """Yield the lines of a text; raises `UserError` for one of more than `limit` characters, which is not read."""
+    number = 0
+    while line := text.readline(limit + 1):
+        number += 1
+        if len(line) > limit:
+            raise _too_long_cell(path, number)
+        yield line
+
+
+def _too_long_cell(path: str, line: int) -> UserError:
+    # Where the next row begins is not known, so this row cannot be left out.
+    return UserError(
+        f"data: {path}, line {line}, has a cell that is {TOO_LONG}; close the quotes around its cells, or raise the key"
+    )
+
+
+class Parquet(Rows):
+    """Parquet files (needs pyarrow, of the extra `hf`)."""
+
+    source: Literal["parquet"]
+    """Where documents come from."""
+    paths: Paths
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
+    extensions: tuple[str, ...]
+    """Endings of the files that are read below a folder."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """List the row groups of all files; `start` and `stop` count groups."""
+        units = []
+        for file in find_files(self.paths, self.extensions):
+            metadata = _open_parquet(file.path).metadata
+            for group in range(metadata.num_row_groups):
+                size = metadata.row_group(group).total_byte_size
+                units.append(replace(file, start=group, stop=group + 1, size=size))
+        return units
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        """Read the columns that `columns` names, and no others: they may be large."""
+        return self._read_columns(unit, [name for name in self.columns.model_dump().values() if name])
+
+    def read_all_columns(self, unit: Unit) -> Iterator[Item]:
+        return self._read_columns(unit, None)
+
+    def _read_columns(self, unit: Unit, columns: list[str] | None) -> Iterator[Item]:
+        """Yield the rows of a row group with the columns that are asked for; None asks for all."""
+        file = _open_parquet(unit.path)
+        present = file.schema_arrow.names
+        requested = present if columns is None else [name for name in columns if name in present]
+        for number, row in enumerate(_read_rows(file, unit, requested)):
+            # If none of the columns is there, the row has their names alone: an error message lists them.
+            location = f"row {number} of row group {unit.start},"
+            content = row if requested else dict.fromkeys(present)
+            yield Item(f"{unit.name}@{unit.start}.{number}", content, "", partial("{}, {}".format, unit.path, location))
+
+
+def _read_rows(file: Any, unit: Unit, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a row group, as many at a time as fit into `ROWS_BYTES` if all were as long as their column.
+
+    A column that names one long text a million times is short on disk.
+    """
+    try:
+        group = file.metadata.row_group(unit.start)
+        max_length = max([1, *(group.column(at).total_uncompressed_size for at in range(group.num_columns))])
+        at_a_time = min(1024, max(1, ROWS_BYTES // max_length))
+        for batch in file.iter_batches(at_a_time, [unit.start], columns or None):
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:
+        raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
+
+
+def _open_parquet(path: str) -> Any:
+    """Open a `pyarrow.parquet.ParquetFile`."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError("data.source=parquet needs pyarrow: pip install 'tunix-trainer[hf]'") from None
+    try:
+        return parquet.ParquetFile(filesystem(path, "data.paths").open(path, "rb") if is_address(path) else path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"data: {path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None

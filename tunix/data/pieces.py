@@ -1,0 +1,201 @@
+"""Cut a long text into pieces whose tokens, one piece after the other, are the tokens of the whole text.
+
+The library `tokenizers` needs more than 100 times the size of the text that it is given at a time. A text is cut only
+where that provably changes no token; for which tokenizers and where is said at `find_cutter`.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a config is checked without it
+    from tokenizers import Tokenizer as Backend
+
+PIECE = 1 << 17  # characters of a piece, at least
+GROUP = 8  # pieces that are tokenized at a time
+
+# Letters and digits that were in the first versions of Unicode: every library has them in the classes \p{L} and \p{N}.
+ASCII = "0-9A-Za-z"
+DIM_NAMES = ASCII + "\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0391-\u03a1\u03b1-\u03c9\u0410-\u044f"
+DIM_NAMES += "\u05d0-\u05ea\u0621-\u063a\u0905-\u0939\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+
+# Regular expressions that cut a text into words. In none of them does a match go on from a letter or a digit to white
+# space, and none looks backwards: so a match ends and one begins between the two.
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",  # Llama 3
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",  # Qwen 2
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}",  # GPT-4o
+}
+# Normalizers that change a text character by character, as far as a cut between an ASCII letter and a space can tell.
+LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Precompiled"}
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """The places where a text may be cut: behind the first character of each match of `places`."""
+
+    places: re.Pattern[str]
+    drops_space: bool = False  # the space at a cut is left out: the tokenizer puts one before each piece
+    not_within: frozenset[str] = frozenset()  # pairs of characters that are not cut, since a special token has them
+
+    def find(self, text: str, start: int) -> int | None:
+        """Return the first place for a cut at or behind `start`; None if there is none."""
+        for match in self.places.finditer(text, start - 1):
+            if text[match.start() : match.start() + 2] not in self.not_within:
+                return match.start() + 1
+        return None
+
+
+def cut_text(text: str, cutter: Cutter | None) -> Iterator[str]:
+    """Yield the pieces of a text in order; without a cutter the whole text."""
+    begin = 0
+    while cutter is not None and len(text) - begin > PIECE:
+        cut = cutter.find(text, begin + PIECE)
+        if cut is None:
+            break
+        yield text[begin:cut]
+        begin = cut + cutter.drops_space
+    yield text[begin:] if begin else text
+
+
+def count_bytes(text: str) -> int:
+    """Return the bytes of a text in UTF-8, without a second copy of a long one.
+
+    Raises:
+        UnicodeEncodeError: the text has half of a character in it.
+    """
+    return sum(len(text[begin : begin + PIECE].encode()) for begin in range(0, len(text), PIECE))
+
+
+def find_longest_piece(text: str, cutter: Cutter | None) -> int:
+    """Return the bytes of the longest piece of a text."""
+    return max(len(piece.encode()) for piece in cut_text(text, cutter))
+
+
+def find_cutter(backend: "Backend") -> Cutter | None:
+    """Return where a tokenizer's texts may be cut; None if nothing proves that a cut changes no token.
+
+    tokenizer                                         a text is cut
+    BPE that has learnt no merge (a token a byte)     everywhere
+    words by a regular expression of `WORDS`          between a letter or digit and white space
+    words that begin at spaces (SentencePiece)        between a letter or digit and a space
+    BPE without words (Gemma, Llama 2)                there too, where no token has such a pair of characters in it
+
+    A normalizer must change each character by itself there, and no special token may lie across a cut.
+    """
+    info = json.loads(backend.to_str())
+    if info["truncation"] or info["padding"] or info["model"].get("dropout"):
+        return None
+    normalizers = _list_steps(info["normalizer"], "normalizers")
+    words = _list_steps(info["pre_tokenizer"], "pretokenizers")
+    added = info["added_tokens"]
+    if any(_touches_cuts(token) for token in added):
+        return None
+    cutter = _find_by_words(info["model"], normalizers, words)
+    if cutter is None:
+        return None
+    pairs = frozenset(token["content"][at : at + 2] for token in added for at in range(len(token["content"]) - 1))
+    return Cutter(cutter.places, cutter.drops_space, pairs)
+
+
+def _list_steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, those of a sequence one after the other."""
+    if step is None:
+        return []
+    if step["type"] == "Sequence":
+        return [each for part in step[key] for each in _list_steps(part, key)]
+    return [step]
+
+
+def _find_by_words(
+    model: dict[str, Any], normalizers: list[dict[str, Any]], words: list[dict[str, Any]]
+) -> Cutter | None:
+    kinds = [step["type"] for step in words]
+    if kinds and kinds[-1] == "ByteLevel":
+        return _find_in_bytes(model, normalizers, words)
+    drops = any(step["type"] == "Prepend" for step in normalizers)
+    before = ASCII
+    if kinds == ["Metaspace"] and words[0]["split"]:
+        drops = drops or words[0]["prepend_scheme"] != "never"
+    elif model["type"] == "BPE" and _finds_no_words(words, normalizers):
+        drops = drops or (kinds == ["Metaspace"] and words[0]["prepend_scheme"] != "never")
+        before = _find_letters_before_space(model)
+    else:
+        return None
+    if not before or not all(_is_local(step, drops) for step in normalizers):
+        return None
+    return Cutter(re.compile(rf"[{before}] (?=[{ASCII}])"), drops)
+
+
+def _find_in_bytes(
+    model: dict[str, Any], normalizers: list[dict[str, Any]], words: list[dict[str, Any]]
+) -> Cutter | None:
+    """Return the cutter of a tokenizer whose tokens are made of bytes."""
+    has_prefix, regex = words[-1]["add_prefix_space"], words[-1]["use_regex"]
+    if {step["type"] for step in normalizers} - {"NFC", "NFD", "NFKC", "NFKD"}:
+        return None
+    if model["type"] == "BPE" and not model["merges"] and not normalizers and not has_prefix:
+        return Cutter(re.compile("(?s).(?=.)"))
+    if not all(map(_keeps_words, words)) or not (regex or any(step["type"] == "Split" for step in words)):
+        return None
+    return _cut_words(ASCII if normalizers else DIM_NAMES, " " if has_prefix else r" \t\r\n")
+
+
+def _cut_words(dim_names: str, spaces: str) -> Cutter:
+    return Cutter(re.compile(rf"[{dim_names}](?=[{spaces}])"))
+
+
+TRAINED_HERE = _cut_words(DIM_NAMES, r" \t\r\n")  # what `train_vocab` learns from: GPT-2's words of each text
+
+
+def _keeps_words(step: dict[str, Any]) -> bool:
+    """Return whether a step ends a word between a letter or digit and the white space behind it."""
+    if step["type"] == "Split":
+        return step["pattern"].get("Regex") in WORDS and step["behavior"] in ("Isolated", "Removed")
+    return step["type"] in ("ByteLevel", "Digits")
+
+
+def _finds_no_words(words: list[dict[str, Any]], normalizers: list[dict[str, Any]]) -> bool:
+    """Return whether the model gets its text as one word: nothing cuts it, or only at spaces, which are gone."""
+    replaces = any(step["type"] == "Replace" and step["pattern"] == {"String": " "} for step in normalizers)
+    return all(
+        (step["type"] == "Metaspace" and not step["split"])
+        or (step["type"] == "Split" and step["pattern"] == {"String": " "} and replaces)
+        for step in words
+    ) and (replaces or bool(words))
+
+
+def _find_letters_before_space(model: dict[str, Any]) -> str:
+    """Return the ASCII letters and digits that no token of a BPE has before a space (▁): no merge joins the two."""
+    vocab = model["vocab"]
+    odd = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+    if any(model.get(key) for key in odd) or "▁" not in vocab:
+        return ""
+    joined = {token[at - 1] for token in vocab for at in [match.start() for match in re.finditer("▁", token)] if at}
+    return "".join(c for c in map(chr, range(128)) if c.isalnum() and c in vocab and c not in joined)
+
+
+def _is_local(step: dict[str, Any], drops_space: bool) -> bool:
+    """Return whether a normalizer gives the same for two pieces and for the whole.
+
+    Where the space at a cut is dropped, a piece has no space at its ends: what changes spaces there changes nothing.
+    """
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String") or step["pattern"].get("Regex")
+        return pattern in (" ", " +", " {2,}") or (pattern == r"\A " and drops_space)
+    if step["type"] == "Strip":
+        return drops_space or not step["strip_left"]
+    return step["type"] in LOCAL or (step["type"] == "Prepend" and drops_space)
+
+
+def _touches_cuts(token: dict[str, Any]) -> bool:
+    """Return whether a special token takes white space around it into it, looks at what is around it, or has a space
+    behind a letter in it: then a cut near it might change it."""
+    return token["lstrip"] or token["rstrip"] or token["single_word"] or bool(re.search(r"\w[\s▁]", token["content"]))

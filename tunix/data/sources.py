@@ -1,0 +1,412 @@
+"""Sources of documents: a class for each choice of the group `data`, with its keys and how it is read."""
+
+import ast
+import hashlib
+import inspect
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from functools import cache, partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tunix.base.buckets import is_address, mirror
+from tunix.base.config_types import Count, CountOrZero, Flag, Seed, Share
+from tunix.base.dotted_path import DottedPath, blame_user, import_object
+from tunix.base.errors import UserError, did_you_mean
+from tunix.data.files import (
+    TOO_LONG,
+    Item,
+    Limited,
+    Paths,
+    Rows,
+    Source,
+    Unit,
+    find_files,
+    make_file_unit,
+    open_unpacked,
+)
+
+# Text files: one document each.
+
+
+def list_standard_library() -> list[Unit]:
+    """List the files of the running interpreter's standard library, without installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
+    own = [name for name in names if not {"site-packages", "dist-packages"} & set(name.parts)]
+    return [make_file_unit(root / name, name.as_posix()) for name in own]
+
+
+class PythonStdlib(Limited, Source):
+    """The source of the running interpreter's standard library: real text on every machine."""
+
+    source: Literal["python_stdlib"]
+    """Where documents come from."""
+    decode_errors: Literal["skip", "error", "replace"]
+    """A file that is not UTF-8: left out and counted, refused, or read with U+FFFD."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        return list_standard_library()
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        limit = self.max_document_bytes
+        with open_unpacked(unit.path) as file:
+            data = file.read(-1 if limit is None else limit + 1)
+        if limit is not None and len(data) > limit:
+            yield Item(unit.name, None, TOO_LONG)
+            return
+        try:
+            text = data.decode("utf-8-sig", errors="replace" if self.decode_errors == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            if self.decode_errors == "error":
+                raise UserError(
+                    f"data: {unit.path} is not UTF-8 (byte {error.start}); "
+                    "data.decode_errors=skip leaves such files out, replace reads them"
+                ) from None
+            yield Item(unit.name, None, "not UTF-8")
+        else:
+            del data  # memory of a long file
+            yield Item(unit.name, text)
+
+
+class TextFiles(PythonStdlib):
+    """Text files, one document each; those that end in .gz or .zst are unpacked."""
+
+    source: Literal["text"]  # type: ignore[assignment]
+    """Where documents come from."""
+    paths: Paths
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
+    extensions: tuple[str, ...]
+    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        return find_files(self.paths, self.extensions)
+
+
+# Docstrings of Python's library as questions with answers: real conversations on every machine, for `task=sft`.
+
+
+class PythonDocstrings(Rows):
+    """Questions about the running interpreter's standard library: what a function or class does, answered by the
+    first line of its docstring. Columns: name, question, answer."""
+
+    source: Literal["python_docstrings"]
+    """Where documents come from."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """List the library's files without its own tests."""
+        tests = {"test", "tests", "idle_test"}
+        return [unit for unit in list_standard_library() if not tests & {*unit.name.split("/")}]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        with open_unpacked(unit.path) as file:
+            text = file.read()
+        try:
+            module = unit.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            for row in read_questions(text, module):
+                yield Item(row["name"], row, "", partial("{}, {},".format, unit.path, row["name"]))
+        except SyntaxError:
+            yield Item(unit.name, None, "is not Python", lambda: unit.path)
+
+
+def read_questions(source: bytes, module: str) -> Iterator[dict[str, str]]:
+    """Yield `name`, `question` and `answer` for each public class and function that has a docstring.
+
+    The answer is the docstring's first line:
+    {"name": "bisect.insort", "question": "What does bisect.insort do?", "answer": "Insert item x in list a, ..."}
+
+    Raises:
+        SyntaxError: the source is not Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the code that is parsed, like an invalid escape sequence
+        tree = ast.parse(source)
+    for name, docstring in _find_docstrings(tree, module):
+        yield {"name": name, "question": f"What does {name} do?", "answer": docstring.splitlines()[0]}
+
+
+def _find_docstrings(node: ast.AST, path: str) -> Iterator[tuple[str, str]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+            name = f"{path}.{child.name}"
+            if docstring := ast.get_docstring(child):
+                yield name, docstring
+            yield from _find_docstrings(child, name)
+
+
+# Made-up documents.
+
+
+class Synthetic(Source):
+    """Made-up words with the frequencies of a natural language (Zipf), for benchmarks: nothing to download."""
+
+    source: Literal["synthetic"]
+    """Where documents come from."""
+    num_documents: Count
+    """Number of documents."""
+    mean_document_bytes: Count
+    """Mean length of a document; lengths are exponentially distributed."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """List ranges of document numbers."""
+        step = max(1, unit_bytes // self.mean_document_bytes)
+        bounds = [*range(0, self.num_documents, step), self.num_documents]
+        mean = self.mean_document_bytes
+        return [
+            Unit("synthetic", "", start, stop, (stop - start) * mean, str(mean)) for start, stop in pairwise(bounds)
+        ]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        """Make documents of made-up words, each from its number. Words are as frequent as in real text (Zipf's law)."""
+        import numpy as np  # here, because a config is checked without it
+
+        words = _make_vocab()
+        # Mean bytes of a word with its space. The most frequent 1,000 words make up most of a text.
+        mean_word = np.mean([len(word) + 1 for word in words[:1000]])
+        for number in range(unit.start, unit.stop):
+            rng = np.random.default_rng(number)  # so any process can make any document
+            count = 1 + int(rng.exponential(self.mean_document_bytes / mean_word))
+            # Rank r is drawn with a probability of about r ** -1.2. Ranks have no upper end, so they wrap around.
+            text = " ".join(words[rank % len(words)] for rank in rng.zipf(1.2, count))
+            yield Item(f"synthetic@{number}", text)
+
+
+@cache
+def _make_vocab() -> list[str]:
+    import numpy as np
+
+    rng, dim_names = np.random.default_rng(0), np.array(list("etaoinshrdlu"))
+    return ["".join(rng.choice(dim_names, 1 + number % 9)) for number in range(10_000)]
+
+
+# Sums of two numbers as questions with answers: a task that a small model learns in minutes, and rewards can check.
+
+
+class Arithmetic(Rows):
+    """Every sum of two numbers, made up: nothing to download. Columns: question ("07+85="), answer ("92")."""
+
+    source: Literal["arithmetic"]
+    """Where documents come from."""
+    below: Count
+    """Both numbers are below this; they are written with as many digits as the largest has."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """Return one unit: the range of the first number."""
+        size = 16 * self.below**2  # 16 bytes a row, roughly: only the progress bar shows it
+        return [Unit("arithmetic", "", 0, self.below, size, str(self.below))]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        width = len(str(self.below - 1))
+        for a in range(unit.start, unit.stop):
+            for b in range(self.below):
+                row = {"question": f"{a:0{width}}+{b:0{width}}=", "answer": str(a + b)}
+                yield Item(f"{a}+{b}", row)
+
+
+# Documents that a user's own function yields (docs/extending.md).
+
+
+class Custom(Rows):
+    """Documents that your own Python function yields: texts, or rows as {column: value}."""
+
+    source: Literal["custom"]
+    """Where documents come from."""
+    function: DottedPath
+    """`package.module:name` of a generator; it must yield the same documents in the same order each time."""
+    arguments: dict[str, Any] | None
+    """Keyword arguments of the function, {name: value}; null gives none."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """Return one unit: the number of documents is not known before the function runs."""
+        # A change of the function's file makes a new corpus. A change of a module that it imports, or of a file that it
+        # reads, is not noticed.
+        file = inspect.getsourcefile(import_object(self.function))
+        version = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+        return [Unit(self.function, "", 0, 1, unit_bytes, version)]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        documents = self._documents()
+        for number, content in enumerate(documents):
+            problem = "" if isinstance(content, str | dict) else f"is {type(content).__name__}, not a text or a row"
+            where = partial("{}, document {},".format, self.function, number)
+            yield Item(f"{self.function}@{number}", None if problem else content, problem, where)
+
+    def try_out(self) -> None:
+        """Raise `UserError` where the function does not yield a document."""
+        first = next(self._documents(), None)
+        if not isinstance(first, str | dict):
+            with blame_user("data.function", self.function):
+                raise TypeError(f"the first document is {first!r:.80}, not a text (str) or a row (dict)")
+
+    def _documents(self) -> Iterator[Any]:
+        # `with` is inside of the generator, because most of the function's code runs while its documents are read.
+        with blame_user("data.function", self.function):
+            yield from import_object(self.function)(**(self.arguments or {}))
+
+
+# Tokens that another program made.
+
+
+class Tokens(Source):
+    """Tokens that exist already: a folder of `python -m tunix.prepare`, or flat files of nanoGPT and OLMo."""
+
+    held_out_fraction: Share
+    """Share of the tokens of each flat file, at its end, kept for evaluation; the cut moves to where a document
+    begins, and a file of one document is not cut."""
+
+    source: Literal["tokens"]
+    """Where documents come from."""
+    paths: Paths
+    """One prepared folder; or flat files (.bin, .npy with a head or without), folders or globs of them. A folder in a
+    bucket (s3://, gs://) is copied to this machine."""
+    dtype: Literal["uint16", "uint32"]
+    """Type of the numbers in files without a head."""
+    skip_bytes: CountOrZero
+    """Bytes before the first token of files without a head (modded-nanogpt: 1024)."""
+    document_end: CountOrZero | None
+    """Token that ends each document; null takes each file for one document. Prepared folders know theirs."""
+
+    # There is no text to read: `tunix/data/shards.py` copies the numbers of each unit.
+    def units(self, unit_bytes: int) -> list[Unit]:
+        return find_files(self.local_paths, (".bin", ".npy"))
+
+    @property
+    def local_paths(self) -> tuple[str, ...]:
+        """The paths, with a copy on this machine for each folder in a bucket: tokens are mapped into memory."""
+        return tuple(str(mirror(path, ("*",), "data.paths")) if is_address(path) else path for path in self.paths)
+
+
+# Data sets of Hugging Face's library `datasets`.
+
+
+class HuggingFace(Rows):
+    """A data set of the `datasets` library (the extra `hf`), from the hub or from files that it can read."""
+
+    source: Literal["hf"]
+    """Where documents come from."""
+    path: str
+    """Name on the hub, a folder, or a format (json, csv, parquet, text) with data_files."""
+    name: str | None
+    """Configuration of the data set; null for its default."""
+    split: str
+    """Split, also part of one: train[:10%]."""
+    revision: str | None
+    """Commit, tag or branch on the hub; null for the newest."""
+    data_files: tuple[str, ...] | None
+    """Files of the data set; null for all."""
+    streaming: Flag
+    """Read while it is tokenized, without a copy on disk."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """List ranges of rows, or the shards of a data set that is streamed."""
+        data = self._load()
+        # The library's hash of the files and of what was done to them; it is private, and streamed data have none.
+        version = f"{getattr(data, '_fingerprint', '')} {self.revision} {data.info.version}"
+        if self.streaming:  # the size of a shard is not known: each counts as one unit
+            return [Unit(self.path, self.path, part, part + 1, unit_bytes, version) for part in range(data.num_shards)]
+        size = data.data.nbytes
+        count = max(1, min(len(data), -(-size // unit_bytes)))
+        bounds = [part * len(data) // count for part in range(count + 1)]
+        return [Unit(self.path, self.path, start, stop, size // count, version) for start, stop in pairwise(bounds)]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        data = self._load()
+        if self.streaming:  # a unit is a shard of the data set, whose rows are counted from 0
+            rows, first, prefix = data.shard(data.num_shards, unit.start), 0, f"{self.path}@{unit.start}."
+        else:
+            rows, first, prefix = data.select(range(unit.start, unit.stop)), unit.start, f"{self.path}@"
+        try:
+            for number, row in enumerate(rows, first):
+                yield Item(f"{prefix}{number}", row, "", partial("data set {}, row {},".format, self.path, number))
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"data.path={self.path} ends early: {str(error).splitlines()[0]}") from None
+
+    def _load(self) -> Any:
+        try:
+            import datasets
+        except ImportError:
+            raise UserError("data.source=hf needs the datasets library: pip install 'tunix-trainer[hf]'") from None
+        datasets.disable_progress_bars()
+        files = list(self.data_files) if self.data_files else None
+        try:
+            return datasets.load_dataset(
+                self.path,
+                self.name,
+                split=self.split,
+                revision=self.revision,
+                data_files=files,
+                streaming=self.streaming,
+            )
+        except Exception as error:  # the library passes on any error of the libraries below it
+            raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None
+
+
+# Problems of the library reasoning-gym, which also checks the answers to them (arXiv:2505.24760).
+
+PROBLEM_BYTES = 400  # of one problem, roughly: it decides only how the work is cut
+
+
+class ReasoningGym(Rows):
+    """Problems that the library reasoning-gym makes (the extra `reasoning`); its reward is `reasoning_gym`."""
+
+    source: Literal["reasoning_gym"]
+    """Where documents come from."""
+    tasks: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
+    """Kinds of problems by their names in the library, each with arguments: {chain_sum: {max_terms: 3}}."""
+    num_problems: Count
+    """Problems of each kind."""
+    problem_seed: Seed
+    """Seed of the problems: problem n of a kind follows from it and from n."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """List ranges of the problems of each kind."""
+        step = max(1, unit_bytes // PROBLEM_BYTES)
+        bounds = list(pairwise([*range(0, self.num_problems, step), self.num_problems]))
+        self.try_out()
+        library = version("reasoning-gym")
+        return [
+            Unit(task, "", start, stop, (stop - start) * PROBLEM_BYTES, library)
+            for task in self.tasks
+            for start, stop in bounds
+        ]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        """Yield rows with `question`, `answer`, `task`, and what makes the problem again: `config` and `index`."""
+        config = self._config(unit.name)
+        problems = make_problems(unit.name, config)
+        for index in range(unit.start, unit.stop):
+            problem = problems[index]
+            row = {"question": problem["question"], "answer": problem["answer"], "task": unit.name}
+            yield Item(f"{unit.name}@{index}", row | {"config": config, "index": index})
+
+    def try_out(self) -> None:
+        """Raise `UserError` where the library does not know a kind of problems, or an argument of one."""
+        for task in self.tasks:
+            make_problems(task, self._config(task))
+
+    def _config(self, task: str) -> dict[str, Any]:
+        return self.tasks[task] | {"size": self.num_problems, "seed": self.problem_seed}
+
+
+def make_problems(task: str, config: dict[str, Any]) -> Any:
+    """Return the library's data set of one kind of problems: problem n is the same in every process.
+
+    Raises:
+        UserError: the library is not installed, or does not know the kind or an argument.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise UserError("data.source=reasoning_gym needs the library: pip install 'tunix-trainer[reasoning]'") from None
+    if task not in DATASETS:
+        raise UserError(f"data.tasks: reasoning-gym has no {task}{did_you_mean(task, list(DATASETS))}")
+    try:
+        return reasoning_gym.create_dataset(task, **config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"data.tasks.{task}: {error or 'reasoning-gym refuses the arguments'}") from None

@@ -1,0 +1,419 @@
+"""Tokenizers of the `tokenizers` library: read from files or from the hub, or trained on the corpus.
+
+A `Vocab` is such a tokenizer (its `backend`) with the special tokens around a document and the chat template.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from tunix.base.buckets import is_address, mirror
+from tunix.base.errors import UserError
+from tunix.base.files import read_json
+from tunix.config import Tokenizer
+from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
+from tunix.huggingface.hub import explain
+
+# Convert SentencePiece models (Kudo and Richardson 2018, arXiv:1808.06226) to the `tokenizers` library.
+
+UNIGRAM, BPE = 1, 2  # values of TrainerSpec.model_type
+CONTROL, USER_DEFINED = 3, 4  # values of SentencePiece.type
+
+
+def convert(path: Path) -> Backend:
+    """Return a tokenizer that gives the same tokens for the same text.
+
+    It leaves out the tokens that SentencePiece can add before and after a text.
+
+    Raises:
+        UserError: the file is not a SentencePiece model, the model is neither unigram nor BPE, or the library is not
+            installed.
+    """
+    try:
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError:
+        raise UserError(f"tokenizer.path={path} needs sentencepiece: pip install 'tunix-trainer[hf]'") from None
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf's own error, whose module differs between versions
+        raise UserError(f"tokenizer.path={path} cannot be read as a SentencePiece model: {error}") from None
+    spec = proto.trainer_spec
+    if spec.model_type not in (UNIGRAM, BPE):
+        raise UserError(f"tokenizer.path={path} is a SentencePiece model of words or characters; unigram and BPE work")
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    model: models.Model
+    if spec.model_type == UNIGRAM:
+        model = models.Unigram(pieces, spec.unk_id, spec.byte_fallback)
+    else:
+        numbers = {piece: number for number, (piece, _) in enumerate(pieces)}
+        model = models.BPE(
+            numbers, _find_merges(proto), unk_token=spec.unk_piece, fuse_unk=True, byte_fallback=spec.byte_fallback
+        )
+    backend = Backend(model)
+    steps: list[normalizers.Normalizer] = []
+    if proto.normalizer_spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap))  # NFKC and its like
+    if proto.normalizer_spec.remove_extra_whitespaces:
+        # One space before the text stays where Metaspace would put one.
+        left = not proto.normalizer_spec.add_dummy_prefix
+        steps += [normalizers.Replace(Regex(" +"), " "), normalizers.Strip(left=left, right=True)]
+    elif proto.normalizer_spec.add_dummy_prefix:
+        steps.append(normalizers.Replace(Regex(r"\A "), "  "))  # Metaspace puts no space before one
+    if steps:
+        backend.normalizer = normalizers.Sequence(steps)
+    scheme = "first" if proto.normalizer_spec.add_dummy_prefix else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=spec.split_by_whitespace)
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme), decoders.Fuse()]
+    )
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        tokens = [AddedToken(p.piece, normalized=False, special=special) for p in proto.pieces if p.type == kind]
+        (backend.add_special_tokens if special else backend.add_tokens)(tokens)
+    return backend
+
+
+def _find_merges(proto: Any) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that BPE merges, the first learnt first.
+
+    A SentencePiece file has no list of merges. A token's score is minus the number of the merge that made it, so every
+    split of a token into two other tokens is a merge, in the order of the scores.
+    """
+    numbers = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type != CONTROL}
+    merges = []
+    for piece in proto.pieces:
+        for bound in range(1, len(piece.piece)):
+            left, right = piece.piece[:bound], piece.piece[bound:]
+            if left in numbers and right in numbers:
+                merges.append((-piece.score, numbers[left], numbers[right], left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+# Find the files of a tokenizer, in a folder, in a bucket or on the hub, and read them.
+
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+
+
+def find_tokenizer_files(path: str) -> dict[str, Path]:
+    """Return the tokenizer's files, keyed by their usual names.
+
+    `path` is a file, to which other files in its folder belong; a folder, here or in a bucket; or a repository on the
+    hub.
+    """
+    smallest = mirror(path, FILES, "tokenizer.path") if is_address(path) else Path(path).expanduser()
+    if smallest.is_file():
+        usual = "tokenizer.model" if smallest.suffix == ".model" else "tokenizer.json"
+        extra_files = {name: smallest.parent / name for name in FILES[2:]}
+        return {usual: smallest, **{name: file for name, file in extra_files.items() if file.is_file()}}
+    if smallest.is_dir():
+        return {name: smallest / name for name in FILES if (smallest / name).is_file()}
+    # What does not look like OWNER/NAME is not looked for on the hub.
+    if smallest.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
+        raise UserError(f"tokenizer.path={path} does not exist")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    files: dict[str, Path] = {}
+    unknown: Exception | None = None
+    try:
+        for name in FILES:
+            try:
+                files[name] = Path(hf_hub_download(path, name, local_files_only=unknown is not None))
+            except LocalEntryNotFoundError as error:
+                # The hub does not answer and the cache lacks the file, which may or may not exist. The files after it
+                # are looked for in the cache only.
+                unknown = error
+            except EntryNotFoundError:
+                continue
+        if unknown and not files:
+            raise unknown
+    except Exception as error:  # no network, no such name, no permission to read it
+        raise UserError(
+            f"tokenizer.path={path} is not a file here and could not be fetched from the Hugging Face hub: "
+            f"{explain(error)}"
+        ) from None
+    return files
+
+
+def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
+    """Read the tokenizer of these files; `path` is for messages."""
+    if "tokenizer.json" in files:
+        try:
+            return Backend.from_file(str(files["tokenizer.json"]))
+        except BaseException as error:
+            # The library raises bare Exception. Where its Rust code panics, it raises a PanicException, which is no
+            # Exception and cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"tokenizer.path={path} cannot be read as a tokenizer.json: {error}") from None
+    if "tokenizer.model" in files:
+        return convert(files["tokenizer.model"])
+    raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
+
+
+class Token(BaseModel):
+    """A token as a JSON object. Only its text is read; other fields say how it is cut out of a text."""
+
+    content: str
+
+
+class NamedTemplate(BaseModel):
+    """One of several chat templates."""
+
+    name: str
+    template: str
+
+
+class Settings(BaseModel):
+    """Keys of tokenizer_config.json that are read."""
+
+    bos_token: str | Token | None = None
+    eos_token: str | Token | None = None
+    chat_template: str | list[NamedTemplate] | None = None
+
+
+def read_settings(files: dict[str, Path]) -> Settings:
+    """Return the content of tokenizer_config.json; without values if there is no such file.
+
+    Raises:
+        UserError: a key has a value of another type.
+    """
+    if "tokenizer_config.json" not in files:
+        return Settings()
+    path = files["tokenizer_config.json"]
+    try:
+        return Settings.model_validate(read_json(path))
+    except ValidationError as error:
+        key = error.errors()[0]["loc"][0]
+        raise UserError(f"{path}: {key} is not understood: it has a value of the wrong type") from None
+
+
+def token_text(token: str | Token | None) -> str | None:
+    return token.content if isinstance(token, Token) else token
+
+
+def select_template(files: dict[str, Path], settings: Settings, name_or_file: str | None, key: str) -> str | None:
+    """Return one of the tokenizer's templates by its name, a Jinja text, or that of a file; `key` is for the message.
+
+    None gives the tokenizer's default template, or None if it has no template.
+    """
+    own = settings.chat_template
+    templates = {each.name: each.template for each in own} if isinstance(own, list) else {"default": own}
+    if "chat_template.jinja" in files:
+        templates["default"] = files["chat_template.jinja"].read_text()
+    if name_or_file is None or templates.get(name_or_file):
+        return templates.get(name_or_file or "default")
+    if "{%" in name_or_file or "{{" in name_or_file:
+        return name_or_file
+    try:
+        return Path(name_or_file).expanduser().read_text()
+    except OSError as error:
+        known = ", ".join(name for name, text in templates.items() if text) or "none"
+        raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {known}") from None
+
+
+ROW_MULTIPLE = 128
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # special tokens of tokenizers that are trained here
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """A tokenizer with the first and the last token of a document, and the chat template."""
+
+    backend: Backend
+    bos_token: str | None  # first token of a document; None: documents have none
+    eos_token: str  # last token of a document
+    chat_template: str | None  # Jinja
+
+    @cached_property
+    def bos(self) -> int | None:
+        return None if self.bos_token is None else self.backend.token_to_id(self.bos_token)
+
+    @cached_property
+    def eos(self) -> int:
+        index = self.backend.token_to_id(self.eos_token)
+        assert index is not None
+        return index
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """The largest token id plus one."""
+        return max(self.backend.get_vocab().values()) + 1
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """Type of tokens on disk."""
+        return np.dtype(np.uint16 if self.num_tokens <= 2**16 else np.uint32)
+
+    @cached_property
+    def cutter(self) -> Cutter | None:
+        return find_cutter(self.backend)
+
+    def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """Yield the tokens [T] of each text, without those around a document.
+
+        Long texts are tokenized in pieces, so that this takes about 4 times their size in memory.
+        """
+        if all(len(text) <= PIECE for text in texts):
+            for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False):
+                yield np.array(encoding.ids, self.dtype)
+            return
+        for text in texts:
+            tokens = bytearray()
+            pieces = cut_text(text, self.cutter)
+            while group := list(islice(pieces, GROUP)):
+                for encoding in self.backend.encode_batch_fast(group, add_special_tokens=False):
+                    tokens += np.array(encoding.ids, self.dtype).data
+            yield np.frombuffer(tokens, self.dtype)
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        if self.chat_template is None:
+            raise UserError("the tokenizer has no chat template; set task.chat_template to a Jinja file")
+        return ChatTemplate(self.chat_template, {"bos_token": self.bos_token or "", "eos_token": self.eos_token})
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything that decides the tokens of a document."""
+        parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+    def with_bos(self) -> Backend:
+        """Return a tokenizer that adds the first token of a document to each text, as Hugging Face's tokenizers do."""
+        backend = Backend.from_str(self.backend.to_str())
+        if self.bos_token is not None and backend.post_processor is None:
+            first = f"{self.bos_token} $A"
+            backend.post_processor = processors.TemplateProcessing(
+                single=first, pair=f"{first} $B", special_tokens=[(self.bos_token, self.bos)]
+            )
+        return backend
+
+    def save(self, folder: Path) -> None:
+        """Make `folder` with the files that `read_vocab` reads, under Hugging Face's names."""
+        folder.mkdir()
+        self.backend.save(str(folder / "tokenizer.json"))
+        special = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": self.chat_template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=1))
+
+
+def read_vocab(tokenizer: Tokenizer, chat_template: str | None = None) -> Vocab:
+    """Read the tokenizer of `tokenizer.path`; see `load_vocab`."""
+    assert tokenizer.path is not None
+    return load_vocab(tokenizer.path, tokenizer.bos_token, tokenizer.eos_token, chat_template)
+
+
+def load_vocab(path: str, bos: str | None = None, eos: str | None = None, chat_template: str | None = None) -> Vocab:
+    """Read the tokenizer of a file, of a folder, or of a repository on the hub.
+
+    Args:
+        bos: the first token of a document; None takes the one that the files name.
+        eos: the last token of a document, likewise.
+        chat_template: a Jinja file, or the name of one of the tokenizer's templates; None takes the tokenizer's own.
+
+    Raises:
+        UserError: there is no tokenizer, or it lacks the tokens that surround a document.
+    """
+    files = find_tokenizer_files(path)
+    backend = read_backend_of(path, files)
+    settings = read_settings(files)
+    template = select_template(files, settings, chat_template, "task.chat_template")
+    bos = bos or token_text(settings.bos_token) or _find_token(backend, (BOS, "<s>"))
+    eos = eos or token_text(settings.eos_token) or _find_token(backend, (EOS, "</s>", "<|endoftext|>"))
+    if eos is None:
+        raise UserError(f"tokenizer.path={path} does not say which token ends a document; set tokenizer.eos_token")
+    for key, token in (("bos_token", bos), ("eos_token", eos)):
+        if token is not None and backend.token_to_id(token) is None:
+            raise UserError(f"tokenizer.{key}={token} is not a token of {path}")
+    return Vocab(backend, bos, eos, template)
+
+
+def read_backend(folder: Path) -> Backend | None:
+    """Return the tokenizer of a model's folder; None if it has none."""
+    files = find_tokenizer_files(str(folder))
+    return read_backend_of(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
+
+
+def read_chat(folder: Path, chat_template: str | None) -> ChatTemplate:
+    """Return the template that the key `chat_template` names; if it is None, the template of the folder's tokenizer."""
+    files = find_tokenizer_files(str(folder))
+    settings = read_settings(files)
+    template = select_template(files, settings, chat_template, "chat_template")
+    if template is None:
+        raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
+    tokens = {"bos_token": settings.bos_token, "eos_token": settings.eos_token}
+    return ChatTemplate(template, {name: token_text(token) or "" for name, token in tokens.items()})
+
+
+def train_vocab(tokenizer: Tokenizer, texts: Iterable[str]) -> Vocab:
+    """Train a byte-level BPE. The same texts give the same tokenizer."""
+    bos, eos = tokenizer.bos_token or BOS, tokenizer.eos_token or EOS
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=tokenizer.vocab_size,
+        special_tokens=[PAD, bos, eos],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # All 256 bytes are tokens from the start (`initial_alphabet`), so every text can be encoded, in any language.
+    backend.train_from_iterator(texts, trainer)
+    return Vocab(backend, bos, eos, PLAIN)
+
+
+def pad_rows(num_tokens: int) -> int:
+    """Return the rows of an embedding table for `num_tokens` tokens: the next multiple of `ROW_MULTIPLE`.
+
+    The sizes of mesh axes divide such a number, and matrix units need no padding for it.
+    """
+    return -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def check_fits(vocab: Vocab, model_vocab_size: int) -> None:
+    """Raise `UserError` if the model's embedding has fewer rows than the tokenizer has tokens."""
+    if vocab.num_tokens > model_vocab_size:
+        raise UserError(
+            f"the tokenizer has {vocab.num_tokens} tokens, more than model.vocab_size={model_vocab_size}; set "
+            f"model.vocab_size={pad_rows(vocab.num_tokens)}, the next multiple of {ROW_MULTIPLE}, or auto, or "
+            "choose another tokenizer"
+        )
+
+
+def tokenizer_digest(backend: Backend) -> str:
+    return hashlib.sha256(backend.to_str().encode()).hexdigest()[:20]
+
+
+def special_tokens(backend: Backend) -> set[int]:
+    """Return the ids of the tokens that stand for no text."""
+    return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+
+
+def bytes_by_token(backend: Backend) -> np.ndarray:
+    """Return the UTF-8 bytes of text for which each token stands, [V] int64; special tokens stand for none."""
+    special = special_tokens(backend)
+    byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+
+    def count_bytes(index: int) -> int:
+        if index in special:
+            return 0
+        if byte_level:  # such a tokenizer writes each byte as one character
+            return len(backend.id_to_token(index) or "")
+        return len(backend.decode([index]).encode())
+
+    return np.array([count_bytes(index) for index in range(backend.get_vocab_size())])
+
+
+def _find_token(backend: Backend, names: tuple[str, ...]) -> str | None:
+    """Return the first of the names that is a token."""
+    return next((name for name in names if backend.token_to_id(name) is not None), None)

@@ -1,0 +1,659 @@
+"""Check machine, software and links for a run: `python -m tunix.doctor [group=option] [key=value] [--json]`.
+
+Takes the keys of training. Started by a launcher, as training is, it checks all processes and the links between them.
+Exit code 0; 1 if something would make training fail; 2 for an error in the command line.
+"""
+
+import difflib
+import importlib.util
+import json
+import math
+import mmap
+import os
+import platform
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import yaml
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
+
+from tunix.base.config_types import CONF
+from tunix.base.errors import PeerLost, UserError
+from tunix.config import command_line, compose
+from tunix.config.compose import Job, add_search_path
+from tunix.costs.communication import Transfer, predict_seconds
+from tunix.costs.devices import BUS_FACTORS, find_kind
+from tunix.processes import exits, joining, peers
+from tunix.processes.identity import FIRST_PORT, NUM_PORTS
+from tunix.processes.joining import find_blind
+from tunix.sharding.table import DIMS, LAYERS, keeping_axes, token_axes
+from tunix.training.choices import build_mesh
+from tunix.training.program import assemble
+
+# A finding: the result of one check.
+
+Status = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check, on one process or between processes."""
+
+    check: str  # its name
+    status: Status  # error: training would fail; warning: training may be slow, or fail later
+    says: str  # the measured value, and what to do
+
+
+# Checks before jax starts: versions and known conflicts, environment variables, XLA_FLAGS. Imports no jax.
+
+SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tunix-trainer")
+# A package and its versions, another package and its versions, and what happens if both are installed. Where the other
+# is "", the first alone is an error.
+CONFLICTS = (
+    ("jax", ">=0.11", "flax", "<=0.12.8", "flax 0.12.8 does not import with jax 0.11; take a newer flax"),
+    ("jax", "<0.10.2", "", "", "tunix needs jax 0.10.2 or newer"),
+    ("google-tunix", "", "", "", "it has a package called tunix too; pip uninstall google-tunix, install tunix again"),
+    ("jax-cuda12-plugin", "", "jax-cuda13-plugin", "", "jax finds two CUDA plugins; uninstall one of them"),
+)  # fmt: skip
+SAME = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")  # must have jaxlib's version
+PREFIXES = ("NCCL_", "TUNIX_", "XLA_PYTHON_CLIENT_")  # variables whose names are checked
+CLIENT = ("MEM_FRACTION", "PREALLOCATE", "ALLOCATOR")  # after XLA_PYTHON_CLIENT_; docs.jax.dev, GPU memory allocation
+# Variables whose value makes training slow, and the effect.
+COSTLY = {
+    ("NCCL_P2P_DISABLE", "1"): "GPUs of a node do not use NVLink",
+    ("NCCL_IB_DISABLE", "1"): "nodes talk over TCP in place of InfiniBand",
+    ("NCCL_SHM_DISABLE", "1"): "processes of a node talk over the network",
+    ("NCCL_DEBUG", "TRACE"): "NCCL writes a line for every call",
+    ("CUDA_LAUNCH_BLOCKING", "1"): "every kernel is waited for",
+    ("JAX_DISABLE_JIT", "1"): "nothing is compiled",
+    ("JAX_DEBUG_NANS", "1"): "every operation is waited for and checked",
+    ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"): "every array is allocated by the driver",
+}
+QUERY_XLA = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
+Version = Callable[[str], str | None]
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(version: Version = installed_version) -> Iterator[Finding]:
+    """List what is installed, and find pairs that are known not to work together."""
+    entries = ", ".join(f"{name} {number}" for name in SHOWN if (number := version(name)))
+    yield Finding("versions", "ok", f"Python {sys.version.split()[0]}, {entries}")
+    for package, versions, other, other_versions, reason in CONFLICTS:
+        if _matches(version(package), versions) and (not other or _matches(version(other), other_versions)):
+            both = f" with {other} {version(other)}" if other else ""
+            yield Finding("versions", "error", f"{package} {version(package)}{both}: {reason}")
+    jaxlib = version("jaxlib")
+    for name in ("jax", *SAME):
+        number = version(name)
+        if number and jaxlib and number != jaxlib:
+            # jax and jaxlib of one minor version may work together; a plugin must have jaxlib's version exactly.
+            close = name == "jax" and number.split(".")[:2] == jaxlib.split(".")[:2]
+            text = f"{name} {number} with jaxlib {jaxlib}: install the same version of both"
+            yield Finding("versions", "warning" if close else "error", text)
+
+
+def _matches(number: str | None, specifier: str) -> bool:
+    return number is not None and SpecifierSet(specifier).contains(number, prereleases=True)
+
+
+def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Find variables that nothing reads, which are often typos, and values that make training slow."""
+    client = (f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT)
+    known = {*(f"NCCL_{name}" for name in _read_nccl_names()), *client, *_read_own_names()}
+    variables = sorted(name for name in environment if name.startswith(PREFIXES))
+    for name in variables:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            if "TIMEOUT" in name:
+                meant = f"; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait{meant}"
+            yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
+    for (name, value), effect in COSTLY.items():
+        if environment.get(name) == value:
+            yield Finding("variables", "warning", f"{name}={value}: {effect}")
+    values = [f"{name}={environment[name]}" for name in variables if name in known]
+    yield Finding("variables", "ok", ", ".join(values) or f"none of {', '.join(f'{prefix}*' for prefix in PREFIXES)}")
+
+
+def _read_nccl_names() -> set[str]:
+    """Return NCCL's names without NCCL_: those of its manual, and those in the installed library."""
+    names = set(yaml.safe_load((CONF / "command" / "nccl.yaml").read_text())["names"])
+    for folder in map(Path, sys.path):
+        for library in folder.glob("nvidia/nccl/lib/libnccl.so*"):
+            names |= {name.decode() for name in re.findall(rb"NCCL_([A-Z0-9_]+)\0", library.read_bytes())}
+    return names
+
+
+def _read_own_names() -> set[str]:
+    """Return the names TUNIX_... in tunix's own source and config files."""
+    sources = [*Path(__file__).parent.rglob("*.py"), *CONF.rglob("*.yaml")]
+    return {name for path in sources for name in re.findall(r"\bTUNIX_[A-Z_]+[A-Z]\b", path.read_text())}
+
+
+def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
+    """Find flags of XLA_FLAGS that XLA refuses.
+
+    XLA aborts the process that starts it with an unknown flag. So a child process starts XLA, and its last words name
+    the flag. That flag is removed from `environment`, so that the doctor itself can go on, and the child starts again.
+    """
+    flags = environment.get("XLA_FLAGS", "")
+    if not flags:
+        return
+    mistakes: list[str] = []
+    # XLA names the unknown flags all at once, and of bad values the first. Each round removes what was named.
+    while (last_messages := _query_xla(environment)) is not None:
+        command = shlex.split(environment["XLA_FLAGS"])
+        unknown = last_messages.partition("in XLA_FLAGS:")[2].partition("\n")[0].split()
+        refused = [word for word in command if word in unknown]
+        if bad_value := re.search(r"Couldn't interpret value .* for flag (\w+)", last_messages):
+            refused = [word for word in command if word.lstrip("-").partition("=")[0] == bad_value[1]]
+        if not refused:
+            del environment["XLA_FLAGS"]
+            yield Finding(
+                "XLA_FLAGS", "error", f"XLA does not start with them: {last_messages.strip().splitlines()[0]}"
+            )
+            break
+        environment["XLA_FLAGS"] = " ".join(word for word in command if word not in refused)
+        for word in refused:
+            near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], _read_flag_names(), n=1)
+            hint = f" (did you mean --{near[0]}?)" if near and not bad_value else ""
+            mistakes.append(f"XLA {'cannot read the value of' if bad_value else 'does not know'} {word}{hint}")
+    for mistake in mistakes:
+        yield Finding("XLA_FLAGS", "error", f"{mistake}; it would abort every process")
+    if environment.get("XLA_FLAGS") == flags:
+        yield Finding("XLA_FLAGS", "ok", flags)
+
+
+def _read_flag_names() -> set[str]:
+    """Return the words in jaxlib's library that look like names of flags; no function of XLA's lists them.
+
+    In the library's table of strings each one stands between two zero bytes.
+    """
+    spec = importlib.util.find_spec("jaxlib")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    names: set[bytes] = set()
+    for library in (path for folder in folders for path in Path(folder).glob("libjax_common*")):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
+            names |= set(re.findall(rb"\0(xla_[a-z0-9_]+)(?=\0)", binary))
+    return {name.decode() for name in names}
+
+
+def _query_xla(environment: Mapping[str, str]) -> str | None:
+    """Start XLA in a child process; return what it prints before it aborts, or None if it starts."""
+    command = [sys.executable, "-c", QUERY_XLA]
+    result = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False, timeout=60)
+    # The line that names the flags first, without the time and the place in the source before it: F0101 ... flags.cc:1]
+    # ...
+    lines = [
+        line.partition("] ")[2] or line
+        for line in result.stderr.splitlines()
+        if "in XLA_FLAGS" in line or "Couldn't interpret value" in line
+    ]
+    return None if result.returncode == 0 else "\n".join([*lines, result.stderr])
+
+
+# Checks of one process's machine: devices, driver, limits, memory, disk, host name and ports.
+
+GIB = 2**30
+DRIVERS = {"12": 525, "13": 580}  # oldest driver for a CUDA version; docs.nvidia.com/deploy/cuda-compatibility
+FILES = 4096  # open files that a run may need: sockets to its peers, data workers, checkpoints
+SHM_GIB = 1  # shared memory for the buffers of NCCL and of data workers
+
+
+def examine_machine(job: Job) -> Iterator[Finding]:
+    """Run all checks of this process. jax must have started."""
+    yield from _check_devices()
+    yield from _check_limits()
+    yield from _check_ports()
+    yield from _check_space(job)
+
+
+def _check_devices() -> Iterator[Finding]:
+    local = jax.local_devices()
+    kind, driver = local[0].device_kind, _read_driver_version()
+    platform = f"{len(local)} x {kind}, backend {jax.default_backend()}"
+    talks = jax.config.jax_cpu_collectives_implementation if jax.default_backend() == "cpu" else "NCCL"  # type: ignore[attr-defined]
+    yield Finding("devices", "ok", f"{platform}, collectives by {talks}{f', driver {driver}' if driver else ''}")
+    if driver and jax.default_backend() == "cpu":
+        yield Finding("devices", "error", f"driver {driver} is here, but jax has no GPU: install jax[cuda13]")
+    if jax.default_backend() == "gpu":
+        cuda = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version.lower())
+        oldest = DRIVERS.get(cuda[1][:2]) if cuda else None
+        if driver and oldest and int(driver.split(".")[0]) < oldest:
+            yield Finding("devices", "error", f"driver {driver} is older than {oldest}, which CUDA {cuda[1]} needs")  # type: ignore[index]
+        if find_kind(kind) is None:
+            yield Finding("devices", "warning", f"{kind} is not in conf/command/device: MFU will be null")
+
+
+def _read_driver_version() -> str | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return result.stdout.split("\n")[0].strip() if result.returncode == 0 else None
+
+
+def _check_limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft >= FILES + 2 * jax.process_count()
+    more = "" if enough else f"; ulimit -n {FILES + 2 * jax.process_count()} (hard limit {hard})"
+    yield Finding("open files", "ok" if enough else "warning", f"{soft} allowed{more}")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free / GIB
+        small = free < SHM_GIB
+        more = f"; NCCL and data workers need about {SHM_GIB} GiB (docker: --shm-size)" if small else ""
+        yield Finding("shared memory", "warning" if small else "ok", f"{free:.2f} GiB free in /dev/shm{more}")
+
+
+def _check_ports() -> Iterator[Finding]:
+    """Check that this host can be reached by its own name, and that Linux does not use the ports of Slurm runs."""
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        yield Finding("ports", "error", f"host name {host} is unknown here; add it to /etc/hosts")
+        return
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+        except OSError as error:
+            yield Finding("ports", "error", f"{host} ({address}) port {port}: {error}; is a firewall in the way?")
+            return
+    yield Finding("ports", "ok", f"{host} is {address} and can be reached")
+    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    last = int(handed_out.read_text().split()[1]) if handed_out.exists() else 0
+    if last >= FIRST_PORT:
+        yield Finding(
+            "ports",
+            "warning",
+            f"Linux hands out ports up to {last}, Slurm runs listen on {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}: "
+            "one may be taken",
+        )
+
+
+def _check_space(job: Job) -> Iterator[Finding]:
+    """Compare free memory and disk with the size of the run's state: a checkpoint passes through host memory."""
+    cfg, neighbours = job.config, peers.num_on_host()
+    try:
+        mesh = build_mesh(cfg)
+    except UserError as error:
+        yield Finding("mesh", "error", str(error))
+        return
+    with jax.set_mesh(mesh):
+        state = jax.tree.leaves(assemble(cfg, mesh).abstract)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in state) / GIB
+    here = size * neighbours / jax.process_count()  # each process copies its own part of the state to this host
+    memory = psutil.virtual_memory().available / GIB
+    yield Finding(
+        "host memory",
+        "ok" if memory > here else "error",
+        f"{memory:.1f} GiB available; a checkpoint takes {here:.2f} GiB of this host's while it is saved",
+    )
+    folder = find_existing(job.run_dir)
+    free = shutil.disk_usage(folder).free / GIB
+    count = cfg.checkpoint.max_to_keep + 1  # the oldest is removed when the newest is complete
+    status: Status = "ok" if free > count * size else "warning" if free > 2 * size else "error"
+    yield Finding(
+        "disk",
+        status,
+        f"{free:.1f} GiB free in {folder}; checkpoint.max_to_keep={cfg.checkpoint.max_to_keep} needs "
+        f"{count} x {size:.2f} = {count * size:.1f} GiB",
+    )
+
+
+def find_existing(folder: Path) -> Path:
+    """Return the folder, or the nearest folder above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+# Checks between processes: clocks, shared files, versions, and the speed of the links between devices.
+
+SKEW_S = 1.0  # clocks may differ by so many seconds
+SLOW = 1.5  # a process is slow if it takes this many times the median
+PAYLOAD_MIB = {"cpu": 4, "gpu": 256}  # size of the whole array that a group of devices gathers or reduces
+SECONDS = 2.0  # one measurement is repeated for about so long, but for 3 to 20 calls
+COLLECTIVES: dict[str, Callable] = {
+    "all-reduce": lambda x, axis: jax.lax.psum(x, axis),
+    "all-gather": lambda x, axis: jax.lax.all_gather(x, axis, axis=1, tiled=True),
+    "reduce-scatter": lambda x, axis: jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True),
+    "all-to-all": lambda x, axis: jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=1, tiled=True),
+    "collective-permute": lambda x, axis: jax.lax.ppermute(x, axis, _ring(jax.lax.axis_size(axis))),
+}
+# The axes over which a step runs a collective; one that is not named here runs over every axis.
+AXES = {
+    "reduce-scatter": keeping_axes(),  # gradients, and sums of experts' results
+    "all-to-all": token_axes(),  # attention exchanges heads and tokens
+    "collective-permute": (*DIMS[LAYERS].weight_axes, *token_axes()),  # rows between stages; keys round a ring
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Measured speed of one kind of collective over one mesh axis."""
+
+    axis: str
+    group_size: int
+    collective: str
+    num_bytes: int
+    time_s: float  # on the median process
+    slowest_process: int
+    slowest_s: float
+    bus_gb_per_s: float
+    predicted_s: float | None  # by the data sheet of the devices; None if their kind is not known
+
+
+def compare(job: Job, info: dict[str, Any]) -> Iterator[Finding]:
+    """Compare the facts of all processes, their clocks, and the files that they see.
+
+    Every process must call this; every process gets all findings.
+    """
+    info_by_rank = [json.loads(text) for text in peers.gather(json.dumps(info), "facts")]
+    for key in info:
+        ranks: dict[str, list[int]] = {}  # by value
+        for rank, values in enumerate(info_by_rank):
+            ranks.setdefault(str(values.get(key)), []).append(rank)
+        if len(ranks) > 1:
+            text = "; ".join(f"{value} on processes {_format_ranks(numbers)}" for value, numbers in ranks.items())
+            yield Finding("same everywhere", "error", f"{key} differs: {text}")
+    yield _compare_clocks()
+    yield _check_files(find_existing(job.run_dir), must=job.config.distributed.shared_filesystem is True)
+
+
+def _format_ranks(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+def _compare_clocks() -> Finding:
+    peers.barrier("clocks", 60)  # all processes leave a barrier within milliseconds, and read their clocks then
+    times = [float(text) for text in peers.gather(repr(time.time()), "clocks")]
+    apart = max(times) - min(times)
+    if apart <= SKEW_S:
+        return Finding("clocks", "ok", f"at most {apart:.3f} s apart")
+    # Of many hosts the one with the wrong clock is far from the median.
+    wrong = times.index(max(times, key=lambda time_s: abs(time_s - float(np.median(times)))))
+    return Finding("clocks", "warning", f"{apart:.1f} s apart, process {wrong} most; logs will mislead: start NTP")
+
+
+def _check_files(folder: Path, must: bool) -> Finding:
+    """Check that all processes see a file that process 0 makes; it is an error if they `must`, else a warning."""
+    where = Path(peers.agree(str(folder), "probe folder"))
+    try:
+        blind = find_blind(where)
+    except UserError as error:
+        return Finding("files", "error", str(error))
+    if blind:
+        advice = "put hydra.run.dir on a disk that all processes share, or process 0 keeps the checkpoints of all"
+        text = f"{where}: not seen by processes {_format_ranks(blind)}; {advice}"
+        return Finding("files", "error" if must else "warning", text)
+    return Finding("files", "ok", f"{where} is seen by {jax.process_count()} process(es)")
+
+
+def find_slow_processes() -> Iterator[Finding]:
+    """Time a matrix product on each process alone: in training all processes wait for the slowest one."""
+    x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), jax.local_devices()[0])
+    product = jax.jit(lambda x: x @ x)
+    time_s = _time(lambda: product(x))
+    times = [float(text) for text in peers.gather(repr(time_s), "times")]
+    middle = float(np.median(times))
+    slowest = int(np.argmax(times))
+    status: Status = "warning" if times[slowest] > SLOW * middle else "ok"
+    text = f"a product takes {1e3 * middle:.2f} ms"
+    if len(times) > 1:
+        text += f"; process {slowest} is slowest, {1e3 * times[slowest]:.2f} ms"
+    yield Finding("arithmetic", status, text)
+
+
+def measure_links(mesh: Mesh, per_node: int) -> Iterator[Link]:
+    """Measure the links along each mesh axis of more than one device; all groups of an axis communicate at once."""
+    for axis in reversed(mesh.axis_names):  # the last axis has the fastest links
+        for collective in COLLECTIVES:
+            if mesh.shape[axis] > 1 and axis in AXES.get(collective, mesh.axis_names):
+                yield _measure(mesh, axis, collective, per_node)
+
+
+def _ring(size: int) -> list[tuple[int, int]]:
+    """Return pairs of sender and receiver: each device sends to the next one."""
+    return [(index, (index + 1) % size) for index in range(size)]
+
+
+def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
+    # Each device has one row of float32 numbers. A gather makes `PAYLOAD_MIB` of the rows of a group; every other
+    # collective begins with so much on each device.
+    #     all-gather:  [1, n / size] -> [1, n]      reduce-scatter:  [1, n] -> [1, n / size]      n = payload / 4 bytes
+    size, everywhere = mesh.shape[axis], PartitionSpec(mesh.axis_names)
+    share = PAYLOAD_MIB.get(jax.default_backend(), 64) * 2**20 // 4 // size
+    num_bytes = 4 * share * size
+    if collective != "all-gather":
+        share *= size
+    x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, everywhere))()
+    run_collective = jax.jit(
+        jax.shard_map(
+            lambda x: COLLECTIVES[collective](x, axis),
+            mesh=mesh,
+            in_specs=everywhere,
+            out_specs=everywhere,
+            check_vma=False,
+        )
+    )
+    time_s = _time(lambda: run_collective(x))
+    times = [float(text) for text in peers.gather(repr(time_s), "times")]
+    middle, slowest = float(np.median(times)), int(np.argmax(times))
+    kind = find_kind(mesh.devices.flat[0].device_kind)
+    predicted = (
+        predict_seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
+    )
+    bus = num_bytes / middle / 1e9 * BUS_FACTORS[collective](size)
+    return Link(axis, size, collective, num_bytes, middle, slowest, times[slowest], bus, predicted)
+
+
+def _time(work: Callable[[], jax.Array]) -> float:
+    """Return the median seconds of a call. Every process makes the same number of calls: a call may be a collective."""
+    jax.block_until_ready(work())  # the first call compiles, and opens connections
+    began = time.perf_counter()
+    jax.block_until_ready(work())
+    once = max(1e-6, time.perf_counter() - began)
+    calls = int(peers.agree(str(min(20, max(3, math.floor(SECONDS / once)))), "calls"))
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        jax.block_until_ready(work())
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))  # not the mean: one call that the system interrupts may take ten times as long
+
+
+def judge(links: list[Link]) -> Iterator[Finding]:
+    """Yield a finding for each link; a link that is slower than others, or than predicted, gets a warning."""
+    for link in links:
+        text = (
+            f"{link.collective} over {link.axis} ({link.group_size} devices, {link.num_bytes / 2**20:.0f} MiB): "
+            f"{link.bus_gb_per_s:.3g} GB/s on the bus"
+        )
+        status: Status = "ok"
+        if link.slowest_s > SLOW * link.time_s:
+            status = "warning"
+            text += f"; the groups of process {link.slowest_process} take {link.slowest_s / link.time_s:.1f} x as long"
+        if link.predicted_s and link.time_s > 2 * link.predicted_s:
+            status = "warning"
+            text += f"; {link.time_s / link.predicted_s:.1f} x what its links allow"
+        yield Finding("bandwidth", status, text)
+    if len({link.axis for link in links}) > 1:
+        slowest = min(links, key=lambda link: link.bus_gb_per_s)
+        yield Finding("bandwidth", "ok", f"the slowest axis is {slowest.axis}")
+
+
+# Seconds until all processes must have come, and for all checks between processes. A run waits longer; whoever asks the
+# doctor waits for the answer, and a process that is missing is an answer.
+START_S, TOGETHER_S = 30, 90
+MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "error": "[red]error  [/]"}
+
+
+@dataclass
+class Diagnosis:
+    """All findings of all processes."""
+
+    hosts: list[str]  # host of each process
+    by_process: list[list[Finding]]
+    between: list[Finding] = field(default_factory=list)  # findings that compare processes
+    links: list[Link] = field(default_factory=list)
+    joined: bool = True  # False: the other processes could not be joined, and these are the findings of one
+
+    @property
+    def is_fit(self) -> bool:
+        return all(finding.status != "error" for group in [self.between, *self.by_process] for finding in group)
+
+    def merge(self) -> dict[Finding, list[int]]:
+        """Return each finding once, with the ranks of the processes that have it."""
+        ranks: dict[Finding, list[int]] = defaultdict(list)
+        for rank, findings in enumerate(self.by_process):
+            for finding in findings:
+                ranks[finding].append(rank)
+        return ranks
+
+
+def examine(job: compose.Job) -> Diagnosis:
+    """Check this process, join the others, and exchange findings with them."""
+    # The software first: flags of XLA, which may abort this process, must be checked before jax starts.
+    findings = [
+        *check_versions(),
+        *check_variables(os.environ),
+        *check_xla_flags(os.environ),
+    ]
+    distributed = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
+    try:
+        joining.start(distributed, {})  # no facts to compare here: `together.compare` reports every difference
+    except (UserError, PeerLost) as error:
+        error_finding = Finding("processes", "error", str(error))
+        return Diagnosis([socket.gethostname()], [[*findings, error_finding]], joined=False)
+    findings += examine_machine(job)
+    with peers.deadline(TOGETHER_S, "the processes did not all answer (a collective hangs, or a process has died)"):
+        return _examine_together(job, findings)
+
+
+def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
+    """Exchange findings with the other processes, and compare what they have in common."""
+    hosts = peers.hosts()
+    answers = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, findings)]), "findings")]
+    diagnosis = Diagnosis(hosts, [[Finding(**values) for values in answer] for answer in answers])
+    info = {
+        **{name: installed_version(name) for name in SHOWN},
+        "Python": platform.python_version(),
+        "kind of device": jax.local_devices()[0].device_kind,
+        "number of devices": str(jax.local_device_count()),
+        # The names of all processes, so that a variable that one process lacks is compared too.
+        **{name: os.environ.get(name) for name in sorted({"XLA_FLAGS", *_gather_nccl_names()})},
+    }
+    diagnosis.between = [*compare(job, info), *find_slow_processes()]
+    try:
+        mesh = build_mesh(job.config)
+    except UserError:
+        return diagnosis  # `machine.examine` has reported the error on each process
+    per_node = max(Counter(hosts).values()) * jax.local_device_count()
+    diagnosis.links = list(measure_links(mesh, per_node))
+    diagnosis.between += judge(diagnosis.links)
+    return diagnosis
+
+
+def _gather_nccl_names() -> set[str]:
+    """Return the names of NCCL's variables that at least one process has."""
+    names = [name for name in os.environ if name.startswith("NCCL_")]
+    return {name for text in peers.gather(json.dumps(names), "variables") for name in json.loads(text)}
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Print a line for each finding, the bad ones last."""
+    console, num_processes = Console(highlight=False, soft_wrap=True), len(diagnosis.by_process)
+    lines = []
+    for finding, ranks in diagnosis.merge().items():
+        lines.append((finding, "" if len(ranks) == num_processes else _name_processes(ranks, diagnosis.hosts)))
+    lines += [(finding, "") for finding in diagnosis.between]
+    for finding, processes in sorted(lines, key=lambda line: list(MARKS).index(line[0].status)):
+        console.print(MARKS[finding.status], f"{finding.check:16}", end=" ")
+        console.print(f"{processes}{finding.says}", markup=False)
+    errors = sum(finding.status == "error" for finding, _ in lines)
+    verdict = "fit to train" if diagnosis.is_fit else f"not fit to train, {errors} error{'s' * (errors > 1)}"
+    console.print(f"{num_processes} process(es): {verdict}")
+
+
+def _name_processes(ranks: list[int], hosts: list[str]) -> str:
+    names = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:4])
+    return f"process {names}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}: "
+
+
+def format_json(diagnosis: Diagnosis) -> str:
+    """Format the diagnosis as --json shows it."""
+    findings = [{**asdict(finding), "processes": ranks} for finding, ranks in diagnosis.merge().items()]
+    return json.dumps(
+        {
+            "fit": diagnosis.is_fit,
+            "hosts": diagnosis.hosts,
+            "findings": findings + [{**asdict(finding), "processes": None} for finding in diagnosis.between],
+            "links": [asdict(link) for link in diagnosis.links],
+        },
+        indent=1,
+    )
+
+
+@contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """Send to stderr what is written to stdout: Gloo prints there, and --json must stay readable."""
+    # Gloo, which does the collectives of CPUs, is C++ and writes to file descriptor 1, whatever `sys.stdout` is.
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = command_line.command_parser("doctor", __doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
+    args = parser.parse_intermixed_args()
+
+    def work() -> int:
+        job = compose.compose(add_search_path(args.overrides, args.config_dir))
+        with _stdout_as_stderr():
+            diagnosis = examine(job)
+        if not diagnosis.joined or peers.is_main():
+            print(format_json(diagnosis)) if args.json else show(diagnosis)
+        return int(not diagnosis.is_fit)
+
+    return exits.report_errors(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Low-rank updates between PEFT's files and sharded arrays.
+
+PEFT keeps the two factors of an update x a b * alpha / r as matrices of torch: lora_A [r, in], lora_B [out, r]. So
+their place in the files follows from that of the matrix which they update:
+
+    q.w of Llama 3     NAME.weight          "NH,D"
+    q.lora.a           NAME.lora_A.weight   "r,D"
+    q.lora.b           NAME.lora_B.weight   "NH,r"
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.base.errors import UserError
+from tunix.config import Model
+from tunix.huggingface.adapter_config import PREFIX, WEIGHTS
+from tunix.huggingface.save_weights import pack
+from tunix.huggingface.table import Family, Name, find_family
+from tunix.huggingface.weights import FLOATS, TensorFiles, first_names, layers_of, load_parameter, shape_in_files
+from tunix.models.layers import named, parameter_name
+from tunix.sharding.arrays import replicate_part
+from tunix.sharding.layout import Layout
+
+
+class AdapterFiles(TensorFiles):
+    """Tensors of an adapter's folder, under the names of its family's table."""
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.folder / WEIGHTS]
+
+    def _canonical(self, name: str) -> str:
+        return super()._canonical(name.removeprefix(PREFIX))
+
+
+def check_adapter(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
+    """Compare names and shapes of an adapter's tensors with those of the model's updates; reads headers alone.
+
+    Raises:
+        UserError: a tensor is missing, of another shape, or not of floats.
+    """
+    requested = {
+        name.tensor.format(layer): shape_in_files(name, cfg.dims)
+        for path, name, _ in _list_factors(cfg, weights)
+        for layer in layers_of(path, cfg)
+    }
+    with AdapterFiles(folder, find_family(cfg.family)) as files:
+        if missing := sorted(requested.keys() - files.shapes.keys()):
+            raise UserError(f"{folder} lacks {first_names(missing)}; every layer must have the same updates")
+        if extra := sorted(files.shapes.keys() - requested.keys()):
+            raise UserError(f"{folder} has {first_names(extra)}, of a layer that the base does not have")
+        for name, shape in requested.items():
+            if files.shapes[name] != shape:
+                raise UserError(
+                    f"{folder}: tensor {name} has shape {list(files.shapes[name])}, but the base weight needs "
+                    f"{list(shape)}; is it an adapter of another model?"
+                )
+            if files.dtype(name) not in FLOATS:
+                raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}")
+
+
+def load_adapter(
+    folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh
+) -> dict[str, jax.Array]:
+    """Load the factors of all updates by the names of their parameters, laid out at rest; see `load_weights`."""
+    check_adapter(folder, cfg, weights)
+    with AdapterFiles(folder, find_family(cfg.family)) as files:
+        return {
+            path: load_parameter(
+                files,
+                name,
+                cfg,
+                weight.equation,
+                NamedSharding(mesh, layout.stored(weight.equation)),
+                layers_of(path, cfg),
+                weight.dtype,
+            )
+            for path, name, weight in _list_factors(cfg, weights)
+        }
+
+
+def write_updates(
+    params: Mapping[str, Any], folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh
+) -> dict[str, Any]:
+    """Return parameters whose low-rank updates, None in `params`, are those of an adapter."""
+    updates = load_adapter(folder, cfg, weights, layout, mesh)
+    return jax.tree.map_with_path(
+        lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def gather_adapter(
+    params: Mapping[str, Any], cfg: Model, weights: Mapping[str, Any], dtype: str
+) -> tuple[dict[str, np.ndarray], set[str]]:
+    """Return the tensors of an adapter with PEFT's names, and the last names of the modules that they update.
+
+    Raises:
+        UserError: the family keeps several projections in one tensor.
+    """
+    tensors, modules = {}, set()
+    leaves = dict(named(params))
+    for path, name, weight in _list_factors(cfg, weights):
+        if name.fused:
+            raise UserError(
+                f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
+                "set merge_lora=true"
+            )
+        modules.add(name.tensor.split(".")[-3])  # "q_proj" of "model.layers.{}.self_attn.q_proj.lora_A.weight"
+        for index, layer in enumerate(layers_of(path, cfg)):
+            factor = np.asarray(replicate_part(leaves[path], index)).astype(jnp.dtype(dtype))
+            tensors[PREFIX + name.tensor.format(layer)] = np.ascontiguousarray(pack(factor, name, weight))
+    return tensors, modules
+
+
+def _list_factors(cfg: Model, weights: Mapping[str, Any]) -> list[tuple[str, Name, Any]]:
+    """Return the parameters of low-rank updates with their places in an adapter's files."""
+    family = find_family(cfg.family)
+    return [
+        (path, _find_target(path, weight.equation.w, family), weight)
+        for path, weight in named(weights)
+        if ".lora." in path
+    ]
+
+
+def _find_target(path: str, dim_names: str, family: Family) -> Name:
+    """Return the place of a factor with these dimensions."""
+    matrix, _, which = path.rpartition(".lora.")
+    updated = family.name(f"{matrix}.w")
+    assert updated is not None, path
+    module = updated.tensor.removesuffix(".weight")
+    # A factor has one side of its matrix: "NH,D" of q has the groups NH and D, and of them lora.a, "LDr", has D.
+    side = next(group for group in updated.dims.split(",") if set(group) <= set(dim_names))
+    if which == "a":  # weights in one tensor have the same inputs: PEFT's one lora_A is the first factor of each
+        return Name(f"{module}.lora_A.weight", f"r,{side}")
+    return Name(f"{module}.lora_B.weight", f"{side},r", updated.part, updated.fused, interleaved=updated.interleaved)

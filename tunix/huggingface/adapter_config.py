@@ -1,0 +1,98 @@
+"""adapter_config.json of PEFT, to and from the keys of `model.lora`. Imports no jax."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from tunix.base.errors import UserError
+from tunix.base.files import read_json
+from tunix.config import PROJECTIONS, Model
+from tunix.huggingface.table import Family, find_family
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # begins the names of all tensors
+FACTOR = re.compile(r"(.+)\.lora_[AB]\.weight")
+# Keys that say where an adapter comes from, or how it was initialised and trained; and keys that repeat others.
+IGNORED = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "megatron_core", "qalora_group_size",
+    "eva_config",
+}  # fmt: skip
+# Values of other keys with which an adapter is what our updates are. A key that is not here must be off.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's matrices too
+}
+READ = {"r", "lora_alpha", "use_rslora"}
+
+
+def read_adapter(folder: Path, family: str) -> dict[str, Any]:
+    """Return rank, alpha and targets of an adapter, as keys of `model.lora`, out of its config and its tensors' names.
+
+    Raises:
+        UserError: a key or a tensor that is not understood: it is named.
+    """
+    where = f"{folder}/{CONFIG}"
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
+    raw = read_json(folder / CONFIG)
+    for key, value in raw.items():
+        if key in FIXED and value not in FIXED[key]:
+            raise UserError(f"{where}: {key}={value} is not supported; it must be {' or '.join(map(str, FIXED[key]))}")
+        if value and key not in (*FIXED, *IGNORED, *READ):
+            raise UserError(f"{where}: {key}={value} is not understood")
+    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise UserError(f"{where}: r={rank} and lora_alpha={alpha} must be numbers")
+    updated = _find_projections(folder, find_family(family), family)
+    # An update is scaled by alpha / r here, and by alpha / sqrt(r) in rsLoRA (Kalajdzievski 2023, arXiv:2312.03732).
+    return {
+        "rank": rank,
+        "alpha": float(alpha * math.sqrt(rank) if raw.get("use_rslora") else alpha),
+        "targets": f"^({'|'.join(updated)})$",
+    }
+
+
+def list_projections(family: Family) -> dict[str, str]:
+    """Return the module at Hugging Face of each projection that low-rank updates are for: {} is the layer's number."""
+    targets = {name: family.names.get(f"blocks.{name}.w") for name in PROJECTIONS}
+    return {name: target.tensor.removesuffix(".weight") for name, target in targets.items() if target is not None}
+
+
+def _find_projections(folder: Path, family: Family, family_name: str) -> list[str]:
+    """Return the projections that the tensors of an adapter update."""
+    try:
+        with safe_open(folder / WEIGHTS, framework="np") as file:
+            tensors = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / WEIGHTS} is missing or no safetensors file: {error}") from None
+    modules = list_projections(family)
+    found = set()
+    for tensor in tensors:
+        factor = FACTOR.fullmatch(family.usual_name(tensor.removeprefix(PREFIX)))
+        module = re.sub(r"\.\d+\.", ".{}.", factor[1], count=1) if factor else None
+        updated = {name for name, own in modules.items() if own == module}
+        if not updated:
+            raise UserError(f"{folder / WEIGHTS}: {tensor} is no low-rank update of a projection of a {family_name}")
+        found |= updated
+    return [name for name in PROJECTIONS if name in found]
+
+
+def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:
+    """Return adapter_config.json for updates of modules with these last names."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.init_from,
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
+        "lora_dropout": model.lora.dropout,
+        "target_modules": sorted(modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -1,0 +1,415 @@
+"""config.json, as Hugging Face writes it for each family, to and from the keys of our model section. Knows no jax."""
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from tunix.base.errors import UserError
+from tunix.base.files import read_json
+from tunix.config import Model
+from tunix.config.layers import ExpertsMlp
+from tunix.huggingface.rope_keys import (
+    FULL,
+    GLOBAL_HEADS,
+    LATENT,
+    PARTIAL,
+    read_global_heads,
+    read_latent_heads,
+    read_rope,
+    write_global_heads,
+    write_latent_heads,
+    write_rope,
+)
+from tunix.huggingface.table import FAMILIES, Family, find_family
+
+# Keys of config.json that say which layers are of which kind, to and from ours. Knows no jax.
+#
+# config.json has several ways to say which layers are of one kind. We have one number n: every n-th layer is of it.
+#
+#     sliding_window_pattern: 3                         every third layer attends to everything
+#     sliding_window_pattern: "LLG"                     the same
+#     layer_types: [sliding, sliding, full, ...]        the same
+#     no_rope_layers: [1, 1, 1, 0, ...]                 every fourth layer has no positions
+#     mlp_only_layers: [0, 1]                           the first two layers have no experts
+#     moe_layers: [1, 3, 5, ...]                        every second layer has experts
+#
+# A list that is not of every n-th layer is refused.
+
+LAYER_KEYS = {
+    "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
+    "no_rope_layer_interval", "mlp_only_layers", "moe_layers",
+}  # fmt: skip
+FULL_EVERY = "full_attention_interval"  # one of so many layers attends to everything, where layer_types is not given
+UNROTATED = "unrotated"  # in the place of sliding_window_pattern: the layers without positions are the global ones
+
+
+def read_attention_layers(raw: dict[str, Any], num_layers: int, family: Family) -> dict[str, Any]:
+    """Return n of every n-th layer that attends to everything, the window of the others, and n of every n-th layer
+    that has no positions.
+
+    Raises:
+        ValueError: layers that are not every n-th one.
+    """
+    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
+    if every == UNROTATED:
+        every = _read_unrotated(raw, num_layers) or 0
+    if isinstance(every, str):  # EXAONE's LLLG: three local layers, then a global one
+        if every != "L" * (len(every) - 1) + "G":
+            raise ValueError(f"sliding_window_pattern={every} is not understood; it must end with its only G")
+        every = len(every)
+    if every == 0:  # no layer attends to everything
+        every = num_layers + 1
+    # Without a window, or without a pattern, every layer attends to everything, or one in FULL_EVERY.
+    window = raw.get(family.keys.get("sliding_window", "sliding_window"))
+    if every is None or window is None:
+        every = raw.get(FULL_EVERY, 1)
+    types, local = raw.get("layer_types"), family.local_type  # newer files have the list, and it wins
+    if types is not None:
+        every = types.index(FULL) + 1 if FULL in types else num_layers + 1
+        if types != [local if (layer + 1) % every else FULL for layer in range(num_layers)]:
+            raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
+    window = window if every > 1 else None  # some files name a window that no layer has
+    unrotated = every if family.unrotated_global and window is not None else _read_unrotated(raw, num_layers)
+    return {"global_every": every, "sliding_window": window, "unrotated_every": unrotated}
+
+
+def _read_unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
+    """Return n where every n-th layer has no positions; None where all have."""
+    every = raw.get("no_rope_layer_interval")
+    rotated = raw.get("no_rope_layers")  # despite its name, 1 for a layer that is rotated
+    if rotated:
+        every = rotated.index(0) + 1 if 0 in rotated else None
+        if rotated != [int(every is None or (layer + 1) % every != 0) for layer in range(num_layers)]:
+            raise ValueError(f"no_rope_layers={rotated} is not understood; every n-th layer must be 0")
+    return every
+
+
+def read_dense_layers(raw: dict[str, Any]) -> int:
+    """Return the number of first layers that have one MLP and no experts."""
+    dense = raw.get("mlp_only_layers") or []
+    if sorted(dense) != list(range(len(dense))):
+        raise ValueError(f"mlp_only_layers={dense} is not understood; it must be the first layers: 0, 1, ...")
+    return len(dense)
+
+
+def read_experts_every(with_experts: list[int], num_layers: int) -> int:
+    """Return n where every n-th layer has experts."""
+    every = with_experts[0] + 1 if with_experts else num_layers + 1
+    if with_experts != list(range(every - 1, num_layers, every)):
+        raise ValueError(f"moe_layers={with_experts} is not understood; it must be every n-th layer")
+    return every
+
+
+def write_attention_layers(model: Model, family: Family) -> dict[str, Any]:
+    """Return the keys of config.json that say which layers attend to everything, and which have no positions."""
+    keys: dict[str, Any] = {}
+    if "no_rope_layer_interval" in family.absent:
+        if model.unrotated_every is not None:
+            keys["no_rope_layer_interval"] = model.unrotated_every
+        keys["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
+    if family.absent.get("sliding_window_pattern") or FULL_EVERY in family.absent:
+        local = family.local_type
+        keys["layer_types"] = [FULL if model.is_global(layer) else local for layer in range(model.num_layers)]
+    return keys
+
+
+def write_dense_layers(model: Model, family: Family) -> dict[str, Any]:
+    """Return the key of config.json that says which layers have no experts; {} for a family without it."""
+    if "mlp_only_layers" in family.absent and isinstance(model.mlp, ExpertsMlp):
+        return {"mlp_only_layers": list(range(model.mlp.dense_layers))}
+    return {}
+
+
+# Keys of config.json about shared keys and values, and inputs of layers, to and from ours (Gemma 4). No jax.
+
+LAYER_PARTS = {
+    "num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+}  # fmt: skip
+
+
+def read_layer_parts(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return `model.shared_kv` and `model.layer_inputs`; `values` are keys of the section `model` read already.
+
+    Raises:
+        ValueError: a table of inputs with other rows than the table of embeddings.
+    """
+    layers, width = raw["num_kv_shared_layers"], raw["hidden_size_per_layer_input"]
+    rows = raw["vocab_size_per_layer_input"]
+    if width and rows != values["vocab_size"]:
+        raise ValueError(f"vocab_size_per_layer_input={rows} is not supported; it must be vocab_size")
+    mlp_dim = values["mlp_dim"] * (2 if raw["use_double_wide_mlp"] else 1)
+    return {
+        "shared_kv": {"layers": layers, "mlp_dim": mlp_dim} if layers else None,
+        "layer_inputs": {"dim": width} if width else None,
+    }
+
+
+def write_layer_parts(model: Model) -> dict[str, Any]:
+    """Return the keys of config.json for shared keys and values and for inputs of each layer."""
+    shared, inputs = model.shared_kv, model.layer_inputs
+    keys: dict[str, Any] = {
+        "hidden_size_per_layer_input": 0 if inputs is None else inputs.dim,
+        "num_kv_shared_layers": 0 if shared is None else shared.layers,
+        "use_double_wide_mlp": shared is not None and shared.mlp_dim > model.mlp_dim,
+    }
+    return keys if inputs is None else keys | {"vocab_size_per_layer_input": model.vocab_size}
+
+
+# Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
+# concern training elsewhere.
+NOT_THE_DECODER = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "bos_token_id", "eos_token_id",
+    "pad_token_id", "unk_token_id", "use_cache", "initializer_range", "attention_dropout", "pretraining_tp",
+    "cache_implementation", "_name_or_path", "max_window_layers", "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
+    "residual_dropout", "original_max_position_embeddings",
+    "router_aux_loss_coef", "output_router_logits",
+    "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
+    "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "ep_size", "seq_aux", "aux_loss_alpha",
+    "for_llm_compressor",
+}  # fmt: skip
+ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
+# Keys of config.json whose value is another than that of our key: (from theirs to ours, from ours to theirs).
+CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # Granite multiplies scores by this number, we multiply them by query_scale ** -0.5.
+    "attention_multiplier": (lambda multiplier: multiplier**-2, lambda scale: scale**-0.5),
+}
+QUANTIZATION, READ_CODES = "quantization_config", ("fp8", "mxfp4")
+SHARED = "n_shared_experts"  # several shared experts compute what one of their total width does, which is ours
+QK_NORM = "use_qk_norm"
+TEMPERATURE = "attn_temperature_tuning"  # queries grow in layers without positions, by attn_scale and floor_scale
+INTEGERS = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
+# Keys that no single key of ours corresponds to: `_read_values` reads them. A family has those that its `absent` has.
+DERIVED = (
+    PARTIAL
+    | LATENT
+    | GLOBAL_HEADS
+    | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
+    | LAYER_PARTS
+)
+MAX_LAYERS = 10_000  # a larger number is that of a damaged file
+
+
+def read_config(folder: Path, family: str | None = None, key: str = "model.init_from") -> dict[str, Any]:
+    """Read the keys of the section `model` that config.json decides; the family's file of values decides the others.
+
+    `family` is a name or a dotted path; None finds the one of tunix's that has the file's model_type. `key` is the key
+    that names the folder, for messages.
+
+    Raises:
+        UserError: there is no config.json, or it has a key or value that is not understood; the message names it.
+    """
+    where = f"{folder}/config.json"
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{key}={folder} is not a model's folder: it has no config.json; give a folder or an ID of the Hugging "
+            "Face hub, or a run's folder, which has a config.yaml"
+        )
+    try:
+        return translate_config(read_json(folder / "config.json"), where, family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"{where}: a key has a value of the wrong type ({error})") from None
+
+
+def translate_config(raw: dict[str, Any], where: str, family_name: str | None = None) -> dict[str, Any]:
+    """Return the keys of the section `model` that `raw`, the content of config.json, decides; see `read_config`.
+
+    `where` is the file's path, for messages.
+    """
+    raw = _find_decoder(raw)
+    kind = raw.get("model_type")
+    families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
+    name = _find_family(raw, families)
+    if "auto_map" in raw and not (name and families[name].published_code):
+        raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
+    if name is None:
+        known = ", ".join(family.model_type for family in families.values())
+        own = "" if family_name else ", and a family of your own: model.family=package.module:name"
+        raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}{own}")
+    family = families[name]
+    _check_quantized(raw.get(QUANTIZATION), where)
+    raw = _check_keys(raw, family, where)
+    try:
+        return {"family": name} | _nest(_read_values(raw, family))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _check_keys(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Return the keys of a config.json by their usual names, with the values of those that it leaves out.
+
+    A key that nobody knows may change what a model computes. So it is refused, and never left out in silence.
+
+    Raises:
+        UserError: a key that is unknown or missing, or one with a value that our layers do not compute.
+    """
+    raw = {family.synonyms.get(key, key): value for key, value in raw.items() if key != QUANTIZATION}
+    keys = {
+        *family.keys.values(), *family.fixed, *family.biases, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS,
+        *DERIVED & family.absent.keys(),
+    }  # fmt: skip
+    for key, value in raw.items():
+        if key not in keys:
+            raise UserError(f"{where}: {key}={value} is not understood for model_type={raw.get('model_type')}")
+    raw = family.absent | raw
+    for key, value in raw.items():
+        if key in family.fixed and value not in family.fixed[key]:
+            usual = " or ".join(map(str, family.fixed[key]))
+            raise UserError(f"{where}: {key}={value} is not supported; it must be {usual}")
+    missing = [key for key in family.keys.values() if key not in raw]
+    if missing:
+        raise UserError(f"{where}: {', '.join(missing)} is missing")
+    return raw
+
+
+def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return values of the section `model` by keys like `mlp.num_experts`.
+
+    `family.keys` has our keys that correspond to one of theirs. Others follow from several keys, like those in
+    `DERIVED`. They are read for the families that have them: in `raw` each has a value, from `absent` if not the file.
+
+    Raises:
+        ValueError: a value that is not understood; the message names the key.
+    """
+    values = {ours: _convert(theirs, raw[theirs], 0) for ours, theirs in family.keys.items()}
+    if not isinstance(values["num_layers"], int) or not 0 < values["num_layers"] <= MAX_LAYERS:
+        raise ValueError(f"{family.keys['num_layers']}={values['num_layers']} is no number of layers")
+    values |= read_attention_layers(raw, values["num_layers"], family)
+    if "mlp.num_experts" in values:
+        values.setdefault("mlp.dense_layers", read_dense_layers(raw))
+        if raw.get("moe_layers") is not None:
+            values["mlp.every"] = read_experts_every(raw["moe_layers"], values["num_layers"])
+    if SHARED in raw:
+        values["mlp.shared_dim"] = raw[SHARED] * values["mlp.expert_dim"] or None
+    if QK_NORM in raw:
+        values["qk_norm"] = family.qk_norm if raw[QK_NORM] else "none"
+    if TEMPERATURE in raw:
+        # How Llama 4's queries grow in layers without positions.
+        growth = {"rate": raw["attn_scale"], "every": int(raw["floor_scale"]), "offset": 1, "layers": "unrotated"}
+        values["query_growth"] = growth if raw[TEMPERATURE] else None
+    if family.biases:
+        values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
+    if family.absent.keys() >= LATENT:
+        values |= read_latent_heads(raw, values)
+    # What follows needs the numbers of heads and widths.
+    values = _derive(values, family)
+    if family.absent.keys() >= GLOBAL_HEADS:
+        values["global_heads"] = read_global_heads(raw, values)
+    if family.absent.keys() >= LAYER_PARTS:
+        values |= read_layer_parts(raw, values)
+    if ROPE_KEYS & family.absent.keys():
+        values |= read_rope(raw, values, family)
+    return values
+
+
+def _find_family(raw: dict[str, Any], families: Mapping[str, Family]) -> str | None:
+    """Return the name of the family of a config.json; None for none.
+
+    Several families may have one model_type. The one with the longest `signature` that fits is taken.
+    """
+    fitting = [
+        name
+        for name, family in families.items()
+        if raw.get("model_type") in (family.model_type, *family.also)
+        and all(raw.get(key) == value for key, value in family.signature.items())
+    ]
+    return max(fitting, key=lambda name: len(families[name].signature), default=None)
+
+
+def _find_decoder(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of the decoder, of a config.json that may be of a model for images and text."""
+    if not isinstance(raw.get("text_config"), dict):
+        return raw
+    # The model_type of the decoder is in text_config; a file that lacks it there has, say, gemma3 for gemma3_text.
+    return {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
+
+
+def read_num_rows(folder: Path, family: Family) -> int:
+    """Return the rows of the embedding table in a folder's files: one for each token of its vocabulary."""
+    raw = family.absent | _find_decoder(read_json(folder / "config.json"))
+    return int(raw[family.keys["vocab_size"]])
+
+
+def _check_quantized(quantization: dict[str, Any] | None, where: str) -> None:
+    """Raise `UserError` for weights that rest as codes which are not read."""
+    method = (quantization or {}).get("quant_method")
+    if method is not None and method not in READ_CODES:
+        raise UserError(
+            f"{where}: {QUANTIZATION} says quant_method={method}, whose codes are not read (those of "
+            f"{' and '.join(READ_CODES)} are); take the model's files in 16 bits, or write them: load this folder with "
+            "transformers, then model.dequantize() and model.save_pretrained(DIR). model.lora.quantize_base trains on "
+            "codes of our own"
+        )
+
+
+def fp8_block_sizes(folder: Path) -> tuple[int, int]:
+    """Return rows and columns of the blocks that share a scale, in a folder whose weights are 8-bit floats."""
+    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    sizes = (raw.get(QUANTIZATION) or {}).get("weight_block_size") or (128, 128)
+    return int(sizes[0]), int(sizes[1])
+
+
+def _convert(theirs: str, value: Any, direction: int) -> Any:
+    """Return the value of a key of config.json as our key has it (direction 0), or the other way round (1)."""
+    return CONVERSIONS[theirs][direction](value) if theirs in CONVERSIONS and value is not None else value
+
+
+def _nest(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values of keys like `mlp.num_experts` as sections: {"mlp": {"num_experts": 8}}."""
+    sections: dict[str, Any] = {}
+    for key, value in values.items():
+        section, dot, name = key.partition(".")
+        if dot:
+            sections.setdefault(section, {})[name] = value
+        else:
+            sections[key] = value
+    return sections
+
+
+def _derive(values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the values with the dimensions that follow from others where config.json leaves them open."""
+    heads, dim = values["num_heads"], values["embed_dim"]
+    values["num_kv_heads"] = values.get("num_kv_heads") or heads
+    values["head_dim"] = values.get("head_dim") or dim // heads
+    values["mlp_dim"] = values["mlp_dim"] or 4 * dim  # GPT-2's n_inner is null
+    values.setdefault("query_scale", family.query_scale or values["head_dim"])
+    return values
+
+
+def write_config(model: Model) -> dict[str, Any]:
+    """Return config.json of a model, in the keys that all versions of transformers read."""
+    family = find_family(model.family)
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    config |= {
+        theirs: _format_number(theirs, _convert(theirs, attrgetter(ours)(model), 1))
+        for ours, theirs in family.keys.items()
+    }
+    config |= {key: names in (model.biases or "").split("|") for key, names in family.biases.items()}
+    config |= write_dense_layers(model, family)
+    config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
+    if SHARED in family.absent and isinstance(model.mlp, ExpertsMlp):
+        config[SHARED] = (model.mlp.shared_dim or 0) // model.mlp.expert_dim
+    if QK_NORM in family.absent:
+        config[QK_NORM] = model.qk_norm != "none"
+    if TEMPERATURE in family.absent:
+        growth = model.query_growth
+        config |= {TEMPERATURE: growth is not None}
+        config |= {"attn_scale": growth.rate, "floor_scale": growth.every} if growth else {}
+    if family.absent.keys() >= LATENT:
+        config |= write_latent_heads(model)
+    if family.absent.keys() >= GLOBAL_HEADS:
+        config |= write_global_heads(model)
+    if family.absent.keys() >= LAYER_PARTS:
+        config |= write_layer_parts(model)
+    if model.positions == "learned":
+        return config
+    config |= write_rope(model, family)
+    return config | write_attention_layers(model, family)
+
+
+def _format_number(key: str, value: Any) -> Any:
+    """Return a value as transformers checks it: numbers of the keys `INTEGERS` without a point, others with it."""
+    return int(value) if key in INTEGERS and float(value).is_integer() else value

@@ -1,0 +1,77 @@
+"""Find a model's files: in a folder here, or on the Hugging Face hub, from where they are downloaded once.
+
+Imports no jax.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tunix.base.buckets import is_address, mirror
+from tunix.base.errors import UserError
+
+log = logging.getLogger(__name__)
+
+INFO_FILES = ("*.json", "*.jinja", "tokenizer.model")  # config, tokenizer, chat template
+CONFIG = ("config.json",)  # all that a dry run reads of a model
+WEIGHTS = ("*.safetensors",)
+
+# Reasons for an error of huggingface_hub, by the name of its class; a subclass stands before its base.
+REASONS = {
+    "GatedRepoError": "access to it has to be granted on its page, and HF_TOKEN set",
+    "RepositoryNotFoundError": "it has no model of this name; a private one needs HF_TOKEN",
+    "LocalEntryNotFoundError": "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set",
+    "ConnectError": "it is not in the cache, and the hub is out of reach",
+}
+
+
+def find(source: str, patterns: tuple[str, ...] = INFO_FILES, key: str = "model.init_from") -> Path:
+    """Return the folder with the files of `source`, a path, an address or an ID like `google/gemma-3-270m`.
+
+    Only JSON, templates, tokenizers and safetensors are ever downloaded, into the cache of `huggingface_hub`. `key` is
+    for messages.
+
+    Raises:
+        UserError: `source` is neither a folder nor a model that can be downloaded.
+    """
+    if is_address(source):
+        return mirror(source, patterns, key)
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        raise UserError(f"{key}={source} is neither a folder nor the ID of a model like google/gemma-3-270m")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+    except Exception as error:  # many kinds: no network, no permission, no such name
+        raise UserError(
+            f"{key}={source} is not a folder here and could not be fetched from the Hugging Face hub: {explain(error)}"
+        ) from None
+
+
+def list_copied_files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files of a model's folder that may be copied into a run's folder or an export.
+
+    A folder may come from anybody. So a link is followed only to a file of the same name, or to one of the hub's own
+    cache (MODEL/snapshots/VERSION/NAME -> MODEL/blobs/HASH). Other links are left out, with a warning: a link called
+    vocab.txt may lead to a private file, and exports are published.
+    """
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        target = path.resolve()
+        local = (
+            folder.resolve(),
+            folder.resolve().parents[1] / "blobs" if folder.parent.name == "snapshots" else folder,
+        )
+        if target.name != path.name and not any(target.is_relative_to(index) for index in local):
+            log.warning("%s is a link to %s: it is not copied", path, target)
+        elif path.is_file():
+            yield path
+
+
+def explain(error: Exception) -> str:
+    """Return in one line what an error of huggingface_hub means."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return next((text for kind, text in REASONS.items() if kind in kinds), str(error).strip().splitlines()[0])

@@ -1,0 +1,255 @@
+"""Keys of config.json that say how queries and keys are rotated (RoPE), to and from ours. Knows no jax."""
+
+import math
+from typing import Any
+
+from tunix.config import Model
+from tunix.huggingface.table import Family
+
+# Keys of config.json about heads, to and from ours: those of global layers (Gemma 4), and latent ones (DeepSeek).
+#
+# Knows no jax.
+
+PER_LAYER = "per_layer_config"  # transformers 5.23 writes it in the place of the first two keys below
+GLOBAL_HEADS = {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", PER_LAYER}
+LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
+SIZES = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}  # theirs of one layer -> ours
+
+
+def read_global_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of `model.global_heads`; `values` are the keys of the section `model` that are read already.
+
+    Raises:
+        ValueError: layers that differ from one another in more ways than global layers from local ones.
+    """
+    values_are_keys = raw["attention_k_eq_v"]
+    like_local = {ours: values[ours] for ours in SIZES.values()}
+    if raw[PER_LAYER] is not None:
+        return like_local | _read_layers(raw[PER_LAYER], values) | {"values_are_keys": values_are_keys}
+    num_kv_heads = raw["num_global_key_value_heads"] if values_are_keys else None
+    return {
+        "head_dim": raw["global_head_dim"],
+        "num_kv_heads": num_kv_heads or values["num_kv_heads"],
+        "values_are_keys": values_are_keys,
+    }
+
+
+def _read_layers(per_layer: dict[str, Any], values: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes that config.json gives to each global layer, where they are the same and no others have any."""
+    every = values["global_every"]
+    numbers = {str(layer) for layer in range(every - 1, values["num_layers"], every)}
+    entries = {str(number): entry for number, entry in per_layer.items()}
+    first: dict[str, int] = next(iter(entries.values()), {})
+    is_understood = entries.keys() <= numbers and all(entries.get(number, {}) == first for number in numbers)
+    if not is_understood or not first.keys() <= SIZES.keys():
+        raise ValueError(
+            f"{PER_LAYER}={per_layer} is not understood; it must give {' and '.join(SIZES)} to the layers with full "
+            "attention, the same to each"
+        )
+    return {ours: first[theirs] for theirs, ours in SIZES.items() if theirs in first}
+
+
+def write_global_heads(model: Model) -> dict[str, Any]:
+    """Return the keys of config.json for the heads of global layers."""
+    heads = model.global_heads
+    if heads is None:  # like those of local layers
+        return {"global_head_dim": model.head_dim, "num_global_key_value_heads": None, "attention_k_eq_v": False}
+    return {
+        "global_head_dim": heads.head_dim,
+        "num_global_key_value_heads": heads.num_kv_heads,
+        "attention_k_eq_v": heads.values_are_keys,
+    }
+
+
+def read_latent_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of latent attention whose numbers config.json has in parts."""
+    plain, rotated = raw["qk_nope_head_dim"], raw["qk_rope_head_dim"]
+    return {
+        "head_dim": plain + rotated,
+        "rotated_dim": rotated,
+        "rotated_pairs": "neighbours" if raw["rope_interleave"] else "halves",
+        "num_kv_heads": values["num_heads"],
+    }
+
+
+def write_latent_heads(model: Model) -> dict[str, Any]:
+    """Return the keys of config.json for latent attention."""
+    return {
+        "qk_nope_head_dim": model.head_dim - model.num_rotated,
+        "qk_rope_head_dim": model.num_rotated,
+        "rope_interleave": model.rotated_pairs == "neighbours",
+    }
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ORIGINAL = "original_max_position_embeddings"
+GROWTH = "llama_4_scaling_beta"  # queries grow with their position
+# Of models that see: a token has positions in time, height and width. For text the three are equal.
+MANY_AXES = {"mrope_section", "mrope_interleaved"}
+PARTIAL = {"partial_rotary_factor"}  # share of a head that is rotated
+UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # values that change nothing, whatever the rope_type
+# rope_type -> our name, and its keys: theirs -> (ours, the value if it is left out). "..." means: it must be given.
+# The types are those of transformers' modeling_rope_utils.py.
+SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
+    "default": ("none", {}),
+    "linear": ("linear", {"factor": ("factor", ...)}),
+    "llama3": (
+        "llama3",
+        {
+            "factor": ("factor", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "low_freq_factor": ("low_freq_factor", ...),
+            "high_freq_factor": ("high_freq_factor", ...),
+        },
+    ),
+    "yarn": (
+        "yarn",
+        {
+            "factor": ("factor", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "beta_fast": ("beta_fast", 32.0),
+            "beta_slow": ("beta_slow", 1.0),
+            "attention_factor": ("attention_factor", None),
+            "truncate": ("truncate", True),
+        },
+    ),
+    "longrope": (
+        "longrope",
+        {
+            "short_factor": ("short_factors", ...),
+            "long_factor": ("long_factors", ...),
+            "original_max_position_embeddings": ("original_context", None),
+            "attention_factor": ("attention_factor", None),
+        },
+    ),
+    "proportional": ("proportional", {"partial_rotary_factor": ("share", 1.0)}),
+}
+ROPE_SYNONYMS = {"su": "longrope"}  # rope_type in other versions -> the usual one
+
+
+def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return our keys of RoPE out of config.json, as transformers 5 writes it (`rope_parameters`) or older versions do.
+
+    `values` are the keys of the section `model` that are read already.
+
+    Raises:
+        ValueError: a key or value that is not understood.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key), dict | None):
+            raise ValueError(f"{key}={raw[key]} is not a JSON object")
+    everywhere = raw.get("rope_parameters") or family.absent.get("rope_parameters")
+    everywhere = everywhere or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
+    nearby = {"rope_theta": raw.get("rope_local_base_freq")}  # of local layers
+    if FULL in everywhere:  # transformers 5: the parameters of each kind of layer by its name
+        everywhere, nearby = everywhere[FULL], everywhere[SLIDING]
+    if nearby.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters of {SLIDING}: rope_type={nearby['rope_type']} is not understood")
+    params = dict(everywhere)
+    theta = params.pop("rope_theta", raw["rope_theta"])
+    kind = params.pop("rope_type", params.pop("type", "default"))
+    kind = ROPE_SYNONYMS.get(kind, kind)
+    params.pop("type", None)
+    rotated = {} if PARTIAL.isdisjoint(family.absent) else _read_rotated_dim(raw, params, values["head_dim"])
+    if kind == "longrope" and raw.get(ORIGINAL) is not None:  # Phi's files have it beside the parameters of RoPE
+        params.setdefault(ORIGINAL, raw[ORIGINAL])
+    if kind == "longrope" and (factor := params.pop("factor", None)) and params.get("attention_factor") is None:
+        original = params.get(ORIGINAL) or values["context_length"]
+        # `attention_factor` by default follows from the ratio of the contexts. Another `factor` replaces that ratio.
+        if factor != values["context_length"] / original:
+            params["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
+    grown: dict[str, Any] = {}
+    if GROWTH in family.absent:
+        rate, original = params.pop(GROWTH, None), params.get(ORIGINAL) or values["context_length"]
+        growth = {"rate": rate, "every": original, "offset": 0, "layers": "all"}
+        grown = {"query_growth": growth if rate else None}
+        params.pop("max_position_embeddings", None)  # a copy of the key of the whole file
+    if kind == "yarn":
+        of_all_dims = _merge_magnitudes(params)
+        # DeepSeek multiplies scores by m * m: queries and keys by m each. Our factor of scores is query_scale ** -0.5.
+        if family.absent.keys() >= LATENT and of_all_dims:
+            grown["query_scale"] = values["query_scale"] / yarn_magnitude(params["factor"], of_all_dims) ** 4
+    name, keys = SCALINGS[kind]
+    scaling = {"name": name}
+    for theirs, (ours, otherwise) in keys.items():
+        value = params.pop(theirs, otherwise)
+        if value is ...:
+            raise ValueError(f"rope_type={kind} needs {theirs}")
+        scaling[ours] = values["context_length"] if value is None and ours == "original_context" else value
+    unknown = {key: value for key, value in params.items() if (key, value) not in UNSCALED and key not in MANY_AXES}
+    if unknown:
+        raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
+    local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 and family.local_rope else None
+    return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling} | rotated | grown
+
+
+def _merge_magnitudes(params: dict[str, Any]) -> float | None:
+    """Replace DeepSeek's two keys of YaRN's magnitude by the one factor that queries and keys are multiplied by.
+
+    Returns the second key, which DeepSeek's scores have as a factor of their own.
+    """
+    if "mscale_all_dim" not in params:
+        return None
+    mscale, of_all_dims = params.pop("mscale", None), params.pop("mscale_all_dim")
+    if mscale and of_all_dims and params.get("attention_factor") is None:
+        params["attention_factor"] = yarn_magnitude(params["factor"], mscale) / yarn_magnitude(
+            params["factor"], of_all_dims
+        )
+    return of_all_dims
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Return YaRN's factor of queries and keys (Peng et al. 2023, arXiv:2309.00071), times DeepSeek's `mscale`.
+
+    `factor` is the ratio of the longer context to the original one. A longer context has more keys for each query: the
+    factor keeps the softmax over them as sharp as it was.
+    """
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _read_rotated_dim(raw: dict[str, Any], params: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return how many of a head's numbers are rotated, None for all; takes the key of it out of `params`."""
+    (key,) = PARTIAL
+    rotated = int(head_dim * params.pop(key, raw[key]))
+    return {"rotated_dim": None if rotated == head_dim else rotated}
+
+
+def write_rope(model: Model, family: Family) -> dict[str, Any]:
+    """Return the keys of config.json that say how a model rotates its queries and keys."""
+    scaling = model.rope_scaling.model_dump()
+    kind, keys = next((kind, keys) for kind, (name, keys) in SCALINGS.items() if name == scaling["name"])
+    config: dict[str, Any] = {}
+    params = {theirs: scaling[ours] for theirs, (ours, _) in keys.items() if scaling[ours] is not None}
+    if family.absent.keys() >= LATENT and kind == "yarn" and model.query_scale != model.head_dim:
+        _split_magnitudes(params, model)
+    if GROWTH in family.absent:
+        params[GROWTH] = model.query_growth.rate if model.query_growth else 0.0
+    if kind == "longrope":  # Phi's own code reads the whole file's key, transformers 5 asks for the factor
+        config[ORIGINAL] = params[ORIGINAL]
+        params["factor"] = model.context_length / params[ORIGINAL]
+    if "rope_parameters" not in family.absent:
+        config["rope_theta"] = model.rope_theta
+        config["rope_scaling"] = {"rope_type": kind, **params} if params else None
+    if not PARTIAL.isdisjoint(family.absent):
+        config["partial_rotary_factor"] = model.num_rotated / model.head_dim
+    if model.global_every > 1 and family.local_rope:
+        if "rope_local_base_freq" in family.absent:
+            config["rope_local_base_freq"] = model.local_rope_theta
+        else:  # transformers 5 would give local layers the rotations that it has by default
+            config["rope_parameters"] = {
+                FULL: {"rope_type": kind, "rope_theta": model.rope_theta, **params},
+                SLIDING: {"rope_type": "default", "rope_theta": model.local_rope_theta},
+            }
+    return config
+
+
+def _split_magnitudes(params: dict[str, Any], model: Model) -> None:
+    """Write the factor of DeepSeek's scores as its config.json has it: the inverse of `_merge_magnitudes`."""
+    magnitude = (model.head_dim / model.query_scale) ** 0.25
+    of_all_dims = round((magnitude - 1) / (0.1 * math.log(params["factor"])), 6)
+    if params.get("attention_factor") == 1:
+        del params["attention_factor"]
+        params["mscale"] = of_all_dims
+    params["mscale_all_dim"] = of_all_dims

@@ -1,0 +1,231 @@
+"""EleutherAI's evaluation harness asks our models: log-likelihoods of continuations and of texts, and answers.
+
+The harness (package lm_eval, of the extra `lm_eval`) brings tasks, prompts and metrics. It is imported when it is asked
+for. Tokens, prefixes and windows are those of its own backend for transformers, so the numbers are comparable.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec, reshard
+
+from tunix.base.errors import UserError, did_you_mean
+from tunix.config import Evaluate
+from tunix.data.tokenizer import load_vocab
+from tunix.inference.pretrained import Pretrained
+from tunix.inference.sampling import Sampling
+from tunix.training.logprobs import make_splitter, merge_chunks
+
+SHORTEST = 32  # tokens: rows are filled up to powers of 2 from here, so that few programs are compiled
+
+
+def import_harness() -> Any:
+    """Import the package lm_eval.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import lm_eval
+        import lm_eval.api.model
+        import lm_eval.tasks
+        import lm_eval.utils
+    except ImportError:
+        raise UserError("metric=lm_eval needs the harness: pip install 'tunix-trainer[lm_eval]'") from None
+    return lm_eval
+
+
+class TokenScorer:
+    """Scores of tokens under a model, on its mesh: the log-probability of each, and whether no other is likelier."""
+
+    def __init__(self, model: Pretrained):
+        self.model = model
+
+        def score(params, tokens, targets):
+            module = model.arch.module(params)
+            tables = module.tables()
+            hidden, _ = module.hidden(tables, tokens)
+            ids = reshard(jnp.arange(tables[1].shape[0]), module.layout.activation("V"))
+
+            def one_chunk(_, chunk):
+                hidden, targets = chunk
+                logits = module.logits((tables[1], tables[1]), hidden)  # which reads the second table, the head, alone
+                target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
+                return None, (target_logits - jax.nn.logsumexp(logits, -1), target_logits >= jnp.max(logits, -1))
+
+            split = make_splitter(hidden, "auto")
+            scores = jax.lax.scan(one_chunk, None, (split(hidden), split(targets)))[1]
+            return jax.tree.map(lambda x: reshard(merge_chunks(x, hidden.shape[1]), PartitionSpec()), scores)
+
+        self.score = jax.jit(score)
+
+    def __call__(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return log-probabilities and likeliest-flags of rows of tokens, each without the first token."""
+        scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # Longest first: rows of a batch are about equally long, and too little memory shows in the first batch.
+        order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+        with jax.set_mesh(self.model.mesh):
+            for start in range(0, len(order), batch_size):
+                batch = order[start : start + batch_size]
+                # The next power of 2 that is not below the n - 1 places of n tokens: the last token predicts nothing.
+                length = max(SHORTEST, 1 << (len(rows[batch[0]]) - 2).bit_length())
+                # Zeros behind a row change nothing: attention is causal, and their own scores are cut off below.
+                tokens = np.zeros((batch_size, length + 1), np.int32)
+                for index, n in enumerate(batch):
+                    tokens[index, : len(rows[n])] = rows[n]
+                arguments = (self.model.rows(np.ascontiguousarray(part)) for part in (tokens[:, :-1], tokens[:, 1:]))
+                log_probs, likeliest = (np.asarray(x) for x in self.score(self.model.params, *arguments))
+                for index, n in enumerate(batch):
+                    size = len(rows[n]) - 1
+                    scores[n] = log_probs[index, :size], likeliest[index, :size]
+        return [scores[n] for n in range(len(rows))]
+
+
+class Respondent:
+    """A model that answers what the harness asks: how likely a continuation or a text is, and what follows a prompt."""
+
+    def __init__(self, model: Pretrained, batch_size: int):
+        self.model, self.batch_size = model, batch_size
+        vocab = model.vocab or load_vocab(str(model.tokenizer_files))
+        self.backend, self.scorer = model.tokenizer or vocab.backend, TokenScorer(model)
+        self.eos = vocab.eos
+        self.prefix = vocab.eos if vocab.bos is None else vocab.bos  # stands before a text
+        self.max_length = model.cfg.context_length
+
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Return the tokens of a text. Special tokens are not added to a text that begins with one already."""
+        starts = text.startswith(self.backend.id_to_token(self.prefix) or "\0")
+        special = not starts if add_special_tokens is None else add_special_tokens
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def score_continuations(self, requests: Any) -> list[tuple[float, bool]]:
+        """Return for each (_, context, continuation) its log-probability, and whether it is the likeliest one.
+
+        Tokens that do not fit into the context of the model are cut off at the beginning.
+        """
+        # One token more than the context: the last one is only predicted, and never an input.
+        rows = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
+        answers = []
+        scores = self.scorer(rows, self.batch_size)
+        for (_, _, continuation), (log_probs, likeliest) in zip(requests, scores, strict=True):
+            count = len(continuation)
+            answers.append((float(log_probs[-count:].sum(dtype=np.float64)), bool(likeliest[-count:].all())))
+        return answers
+
+    def score_texts(self, texts: list[str]) -> list[float]:
+        """Return the log-probability of each text, in windows of the context in which each token counts once."""
+        utils = import_harness().utils
+        windows, owners = [], []
+        for number, text in enumerate(texts):
+            rolling = utils.get_rolling_token_windows(
+                token_list=self.encode(text), prefix_token=self.prefix, max_seq_len=self.max_length, context_len=1
+            )
+            for window in map(utils.make_disjoint_window, rolling):
+                windows.append((None, *window))
+                owners.append(number)
+        totals = [0.0] * len(texts)
+        for owner, (log_prob, _) in zip(owners, self.score_continuations(windows), strict=True):
+            totals[owner] += log_prob
+        return totals
+
+    def answer(self, requests: list[tuple[str, dict[str, Any]]]) -> list[str]:
+        """Return an answer to each (prompt, keys), cut where one of its stop words begins."""
+        groups: dict[Sampling, list[int]] = {}
+        prompts: list[list[int]] = []
+        stops: list[list[str]] = []
+        for number, (prompt, keys) in enumerate(requests):
+            sampling, until = _read_keys(keys, self.eos), keys.get("until") or []
+            budget = self.max_length - sampling.max_new_tokens  # tokens of the prompt that stay, its last ones
+            if budget < 1:
+                raise UserError(
+                    f"metric=lm_eval: a task wants answers of {sampling.max_new_tokens} tokens, and the context of the "
+                    f"model has {self.max_length}"
+                )
+            groups.setdefault(sampling, []).append(number)
+            prompts.append(self.encode(prompt)[-budget:])
+            stops.append([until] if isinstance(until, str) else list(until))
+        answers = [""] * len(prompts)
+        # Requests with the same choice of tokens are one rollout, whatever their order is.
+        for sampling, numbers in groups.items():
+            sampled = self.model.sample([prompts[n] for n in numbers], sampling, prompts_at_once=self.batch_size)
+            for n, answer in zip(numbers, sampled, strict=True):
+                answers[n] = _truncate(self.backend.decode(answer.text_tokens), stops[n])
+        return answers
+
+
+def make_adapter(model: Pretrained, batch_size: int) -> Any:
+    """Return the harness's object for a model. Its class is made here, because the package is optional."""
+    respondent = Respondent(model, batch_size)
+
+    class Adapter(import_harness().api.model.TemplateLM):  # type: ignore[misc]
+        """The harness's names for what a `Respondent` does."""
+
+        @property
+        def eot_token_id(self) -> int:
+            return respondent.eos
+
+        @property
+        def prefix_token_id(self) -> int:
+            return respondent.prefix
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            return respondent.encode(string, add_special_tokens)
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            return respondent.score_continuations(requests)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            return respondent.score_texts([request.args[0] for request in requests])
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            return respondent.answer([request.args for request in requests])
+
+    return Adapter()
+
+
+def list_tasks(model: Pretrained, command: Evaluate) -> dict[str, float]:
+    """Ask the model the tasks of a command; return the numbers as TASK/METRIC, without standard errors.
+
+    Raises:
+        UserError: the harness is not installed, or it does not know a task.
+    """
+    adapter, harness = make_adapter(model, command.batch_size), import_harness()
+    manager = harness.tasks.TaskManager(include_path=command.task_folder)
+    if unknown := [name for name in command.tasks if name not in manager.all_tasks]:
+        hint = did_you_mean(unknown[0], manager.all_tasks)
+        raise UserError(
+            f"tasks={list(command.tasks)}: the harness has no task {unknown[0]}{hint}; task_folder names a folder with "
+            "tasks of your own"
+        )
+    answered = harness.simple_evaluate(
+        adapter,
+        tasks=list(command.tasks),
+        num_fewshot=command.num_fewshot,
+        limit=command.limit,
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    return {
+        f"{task}/{metric.removesuffix(',none')}": float(value)
+        for task, numbers in answered["results"].items()
+        for metric, value in numbers.items()
+        if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
+    }
+
+
+def _read_keys(keys: dict[str, Any], eos: int) -> Sampling:
+    """Return how a request wants its answer to be drawn: the likeliest tokens, unless it says otherwise."""
+    max_length = keys.get("max_gen_toks", 256)
+    if not keys.get("do_sample", False):
+        return Sampling(max_length, 0.0, stop=(eos,))
+    return Sampling(max_length, float(keys.get("temperature", 1.0)), keys.get("top_k"), keys.get("top_p"), stop=(eos,))
+
+
+def _truncate(text: str, stops: list[str]) -> str:
+    """Return the text up to the first stop word."""
+    for stop in filter(None, stops):
+        text = text.split(stop)[0]
+    return text

@@ -1,0 +1,283 @@
+"""Stacks of equal blocks, and how rows of tokens go through them.
+
+Equal blocks are a stack: their parameters are one tree, in which each array has a first dimension L. Stacks may take
+turns. So 80 layers are as short a program as 8:
+
+    one stack           blocks 0 1 2 3 ...                          a scan over layers
+    stacks take turns   dense_blocks 0 2 4 ..., blocks 1 3 5 ...    a scan over pairs of layers
+    one after another   dense_blocks 0 1, blocks 2 3 4 ...          two scans
+
+Each scan is a `Run` of the config: its pattern names the stacks of one turn, here ("dense_blocks", "blocks").
+
+There are three ways through them. Training scans over layers (`Stacks.run`). Where the layout splits the layers into
+stages, each stage scans its own (`Stacks.run_on_stages`). In decoding each layer has a cache of its own size, so each
+layer is a piece of program of its own (`Stacks.run_apart`).
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import reshard
+
+from tunix.config import Model
+from tunix.config.layers import find_donors
+from tunix.config.model import Run
+from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
+from tunix.models.experts import penalty_names
+from tunix.models.layers import (
+    NO_SUMS,
+    BlockSums,
+    DropoutKey,
+    Initializer,
+    Routing,
+    merge_layers,
+    merge_pattern,
+    merge_runs,
+)
+from tunix.models.pipeline import run_stages
+from tunix.models.prefetch import as_variables, scan_prefetch
+from tunix.models.remat import Remat, checkpoint_block, merge_blocks, scan_blocks
+from tunix.sharding.layout import Layout
+
+
+class Stack(NamedTuple):
+    """Equal blocks, of which one program computes all."""
+
+    name: str  # of their parameters in the tree of the model
+    layers: tuple[int, ...]  # numbers of its layers in the whole model
+    mixer: str  # key of `MIXERS`
+    mlp: str  # key of `MLPS`
+
+    def make(self, cfg: Model, layout: Layout, initializer: Initializer) -> nnx.Module:
+        """Return its blocks as one module, whose parameters have a first dimension L."""
+
+        def make_one(key: jax.Array | None) -> tuple[nnx.GraphDef, nnx.State]:
+            return nnx.split(Block(cfg, layout, self.mixer, self.mlp, Initializer(key)))
+
+        # `vmap` over keys makes the parameters of all layers as arrays [L, ...], each layer from a key of its own.
+        graphdef, params = jax.vmap(make_one, axis_size=len(self.layers))(initializer.split(len(self.layers)))
+        return nnx.merge(graphdef, params)
+
+
+def list_stacks(cfg: Model) -> tuple[Stack, ...]:
+    """Return the stacks of a model in the order of their first layers."""
+    return tuple(
+        Stack(name, layers, find_part(MIXERS, cfg, layers[0]), find_part(MLPS, cfg, layers[0]))
+        for name, layers in cfg.stacks.items()
+    )
+
+
+class Stacks:
+    """The blocks of a model, and how they are run. Iterates over the stacks.
+
+    See `Transformer` for `remat`, `parts_per_stage` and `prefetch`.
+    """
+
+    def __init__(
+        self,
+        cfg: Model,
+        layout: Layout,
+        modules: dict[str, nnx.Module],
+        remat: Remat,
+        parts_per_stage: int | None,
+        prefetch: bool,
+    ):
+        """`modules` are the blocks of each stack by its name, as `Stack.make` returns them."""
+        self.cfg, self.layout, self.modules = cfg, layout, modules
+        self.remat, self.parts_per_stage, self.prefetch = remat, parts_per_stage, prefetch
+        self.stacks = {stack.name: stack for stack in list_stacks(cfg)}
+        self.donors = find_donors(cfg)
+
+    def __iter__(self) -> Iterator[Stack]:
+        return iter(self.stacks.values())
+
+    def run(self, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Run all blocks by scans: rows with x [B, t, D] -> the same after the last block, and sums of all blocks.
+
+        Stages run them here for evaluations alone: without dropout, and without the routing of experts among the sums.
+        """
+        sums = NO_SUMS
+        for run in self.cfg.runs:
+            go = self._run_stages if self.layout.stage_axes else self._scan_run
+            rows, local_sums = go(run, rows, forward)
+            sums = merge_runs(sums, local_sums)
+        return rows, sums
+
+    def run_apart(self, rows: Rows, forward: Forward, params: dict[str, list[Any]]) -> tuple[Rows, list]:
+        """Run the layers one by one (decoding). Returns hidden states and one cache per layer, whose shapes may differ.
+
+        `params` has, by the name of a stack, the parameters of each of its layers as a tree of their own. A layer's
+        number and window are Python's.
+        """
+        # No scan: its carry has one shape for all layers, and caches of local and of global layers have two.
+        windows, caches = self.cfg.list_windows(forward.length), []
+        ropes = {stack.name: forward.rope(self.cfg, stack.layers) for stack in self}
+        for number in range(self.cfg.num_layers):
+            name = self.cfg.stack_of(number)
+            index = self.stacks[name].layers.index(number)
+            rope = jax.tree.map(lambda x, index=index: x[index], ropes[name])
+            inputs = None if forward.inputs is None else forward.inputs[number]
+            layer, is_donor = Layer(number, windows[number], rope, inputs), number in self.donors.values()
+            rows, cache, _ = self._run_layer(name, rows, (params[name][index], layer), forward, is_donor)
+            if is_donor:
+                rows = rows._replace(shared=(rows.shared or {}) | {self.cfg.heads_of(number).dim_names: cache.kv})
+            caches.append(cache.cache if is_donor else cache)
+        return rows, caches
+
+    def layers_of(self, name: str, forward: Forward) -> tuple[Any, Layer]:
+        """Return parameters and values of the layers of a stack, arrays [L, ...]."""
+        layers, windows = self.stacks[name].layers, self.cfg.list_windows(forward.length)
+        numbers, local_windows = jnp.asarray(layers), jnp.asarray([windows[layer] for layer in layers])
+        inputs = None if forward.inputs is None else _take_layers(forward.inputs, list(layers))
+        return nnx.state(self.modules[name]), Layer(numbers, local_windows, forward.rope(self.cfg, layers), inputs)
+
+    def enter_stages(self, rows: Rows, seed: Any) -> Rows:
+        """Return rows of a microbatch, [B, ...], as stages take them: with penalties and, for dropout, numbers [B].
+
+        A part of the batch takes its penalties along from stage to stage. For the dropout of its rows it takes their
+        numbers along, so that they draw what they would draw without stages.
+        """
+        spec = self.layout.activation("B")
+        count = len(rows.positions)
+        has_dropout = seed is not None and self.cfg.lora.rank and self.cfg.lora.dropout
+        numbers = reshard(jnp.arange(count), spec) if has_dropout else None
+        penalties = {name: reshard(jnp.zeros(count), spec) for name in penalty_names(self.cfg)}
+        return rows._replace(penalties=penalties, numbers=numbers)
+
+    def run_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
+        """Run the layers of each stage on its rows, and return the rows and the routing of its experts.
+
+        All arrays have a first dimension [S]: layers, the rows of `enter_stages`, and the seeds of `forward`. `layers`
+        are parameters and values by the name of a stack. Each stage has some turns of the pattern, each complete, and
+        all stages have equally many: so one `vmap` is the program of all stages.
+        """
+        (run,) = self.cfg.runs
+
+        def run_stage(layers, rows, seed):
+            layers = _split_turns(run.pattern, layers, dim=1 if self.prefetch else 0)
+            rows, sums, _ = self._scan(run.pattern, layers, rows, forward._replace(seed=seed))
+            return rows, sums
+
+        if self.prefetch:  # the scan has the stages inside of it (prefetch.py)
+            rows, (penalties, routing) = run_stage(layers, rows, forward.seed)
+            routing = jax.tree.map(lambda x: x.swapaxes(0, 1), routing)
+        else:
+            rows, (penalties, routing) = jax.vmap(run_stage)(layers, rows, forward.seed)
+        return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties)), routing
+
+    def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Run all layers on stages: parts of the batch go from stage to stage (pipeline.py)."""
+        forward = forward._replace(seed=None)
+        layers = {name: self.layers_of(name, forward) for name in dict.fromkeys(run.pattern)}
+        rows = run_stages(
+            lambda layers, rows: self.run_on_stages(layers, rows, forward)[0],
+            layers, self.enter_stages(rows, None), self.layout, self.parts_per_stage,
+        )  # fmt: skip
+        return rows, BlockSums(rows.penalties, None)
+
+    def _scan_run(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Run the layers of a run; its donors leave their keys and values in `Rows.shared`."""
+        stacks = {name: self.layers_of(name, forward) for name in run.pattern}
+        layers = []  # at each place of the pattern
+        for index, name in enumerate(run.pattern):
+            numbers = run.layers[index :: len(run.pattern)]
+            indices = [self.stacks[name].layers.index(number) for number in numbers]
+            layers.append(_take_layers(stacks[name], indices))
+        donors = {
+            dim_names: run.layers.index(number) for dim_names, number in self.donors.items() if number in run.layers
+        }
+        rows, sums, caches = self._scan(run.pattern, tuple(layers), rows, forward, tuple(donors.values()))
+        if donors:  # in a run of one turn
+            shared = {dim_names: jax.tree.map(lambda x: x[0], caches[index].kv) for dim_names, index in donors.items()}
+            rows = rows._replace(shared=shared)
+        return rows, sums
+
+    def _scan(
+        self, pattern: tuple[str, ...], layers, rows: Rows, forward: Forward, donors: tuple[int, ...] = ()
+    ) -> tuple[Rows, BlockSums, list[Any]]:
+        """Scan over the turns of a pattern, and return the rows, the sums of the layers, and their caches.
+
+        `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...], and so are
+        the caches. Those at the places `donors` are a `Donation`. Layers that gather ahead on stages are
+        [S, turns, ...], and so have all arrays this first dimension; routing is [turns, S].
+        """
+
+        def block_of(index, name):
+            def block(x, params, layer, others):
+                other_rows, seed = others
+                # The seed comes with the arguments: a backward rule may not close over a value that is traced.
+                seeded = forward._replace(seed=seed)
+                after, cache, sums = self._run_layer(
+                    name, Rows(x, *other_rows), (params, layer), seeded, is_donor=index in donors
+                )
+                return after.x, (sums, cache)
+
+            return block
+
+        blocks = [block_of(index, name) for index, name in enumerate(pattern)]
+        # What a block does not change stays outside: the scan would keep it for each layer.
+        others = tuple(rows[1:]), forward.seed
+        if self.prefetch:
+            params, values = zip(*layers, strict=True)
+            params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
+            block = checkpoint_block(merge_blocks(blocks), self.remat)
+            x, results = scan_prefetch(block, params, rows.x, values, others, self.layout.inside_stage())
+        else:
+            x, results = scan_blocks(blocks, rows.x, layers, others, self.remat)
+        sums = merge_pattern([merge_layers(local_sums) for local_sums, _ in results])
+        return rows._replace(x=x), sums, [cache for _, cache in results]
+
+    def _run_layer(
+        self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool
+    ) -> tuple[Rows, Any, BlockSums]:
+        """Run a layer of a stack; return the rows, its cache (of a donor a `Donation`), and its sums."""
+        params, layer = params_and_layer
+        dropout_key = None
+        if forward.seed is not None:
+            # Seed and number of the layer name its random choices: the same on every mesh, and in the second forward
+            # pass of a block that is computed again.
+            dropout_key = DropoutKey(jax.random.fold_in(jax.random.key(forward.seed), layer.number), rows.numbers)
+        # Layers of a stack are alike in this, so any of them tells: `layer.number` may be traced.
+        first = self.stacks[name].layers[0]
+        if self.cfg.is_shared(first):
+            dim_names = self.cfg.heads_of(first).dim_names
+            donor = layer._replace(number=self.donors[dim_names])  # the mix looks into the cache of this layer
+            mix = take_kv(forward.mix_of(donor, rows.mask_inputs), rows.shared[dim_names])
+        else:
+            mix = forward.mix_of(layer, rows.mask_inputs)
+            mix = donate_kv(mix) if is_donor else mix
+        block = nnx.merge(nnx.graphdef(self.modules[name]), params)
+        x, cache, sums = block(rows.x, rows.positions, layer.rope, mix, dropout_key, layer.inputs)
+        return rows._replace(x=x), cache, sums
+
+
+def _split_turns(pattern: tuple[str, ...], layers: dict[str, Any], dim: int) -> tuple[Any, ...]:
+    """Return the layers at each place of a pattern, out of those of each stack; `dim` is that of the layers.
+
+    A stack with two of the three places of a pattern gives its layers to both in turn:
+
+        pattern            blocks    blocks    dense_blocks
+        place 0            0 2 4 ...                             every second layer of `blocks`, from the first on
+              1                      1 3 5 ...                   from the second on
+              2                                0 1 2 ...         all layers of `dense_blocks`
+    """
+    at_indices = []
+    for index, name in enumerate(pattern):
+        first, step = pattern[:index].count(name), pattern.count(name)
+        take = partial(jax.lax.slice_in_dim, start_index=first, limit_index=None, stride=step, axis=dim)
+        at_indices.append(layers[name] if step == 1 else jax.tree.map(take, layers[name]))
+    return tuple(at_indices)
+
+
+def _take_layers(layers: Any, indices: list[int]) -> Any:
+    """Return the layers at these places, which have equal distances, of arrays [L, ...]."""
+    step = indices[1] - indices[0] if len(indices) > 1 else 1
+
+    def take(x: jax.Array) -> jax.Array:
+        return x if len(indices) == len(x) else jax.lax.slice_in_dim(x, indices[0], indices[-1] + 1, step)
+
+    return jax.tree.map(take, layers)

@@ -1,0 +1,274 @@
+"""Products of activations and weights. All matrix products of the model go through `product`."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, PartitionSpec, reshard
+
+from tunix.base.dotted_path import import_object
+from tunix.config import Lora
+from tunix.models.kernels import mesh_device
+from tunix.models.quantized import dequantize
+from tunix.models.table import GROUPED, MATMUL_DTYPES
+from tunix.sharding.equations import Equation
+from tunix.sharding.layout import Layout
+
+# Products of 8-bit floats ("FP8 Formats for Deep Learning", Micikevicius et al. 2022, arXiv:2209.05433).
+#
+# Activations and weights are rounded to e4m3 (3 bits of fraction, largest 448), gradients to e5m2 (2 bits, largest
+# 57,344). Each array is divided by one scale before it is rounded: a power of two that follows from its own largest
+# number ("current scaling"), so nothing is remembered between steps. All three products of a weight multiply 8-bit
+# numbers, and the scales of both factors multiply the result:
+#
+#     x, w -> y           x [e4m3] . w [e4m3]    x scale of x . scale of w
+#     backward, of x      g [e5m2] . w [e4m3]    x scale of g . scale of w
+#     backward, of w      x [e4m3] . g [e5m2]    x scale of x . scale of g
+#
+# The largest number is that of all devices, so the same numbers are rounded alike on every mesh. That is one all-reduce
+# of a scalar for each activation and each gradient of a product, and for each weight that is split in use (tp). A power
+# of two loses no bit, so it makes no difference when the result is multiplied.
+#
+# Chips with products of 8-bit floats run them as they are (cuBLASLt's or Triton's). Elsewhere XLA widens both factors
+# before it multiplies, which gives the same sums in more time.
+
+FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def fp8_product(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Return y of `x,w->y`, laid out as `spec`; y and both gradients are products of 8-bit floats. Shapes are those
+    of the equation."""
+    x_spec, w_spec = (jax.typeof(each).sharding.spec for each in (x, w))
+    dtype = x.dtype
+
+    @jax.custom_vjp
+    def multiply(x, w):
+        return forward(x, w)[0]
+
+    def forward(x, w):
+        rounded = _round(x, FORWARD), _round(w, FORWARD)
+        return _multiply(equation.text, *rounded, dtype, spec), rounded
+
+    def backward(rounded, gradient):
+        x8, w8 = rounded
+        g8 = _round(gradient, GRADIENT)
+        d_x = _multiply(f"{equation.y},{equation.w}->{equation.x}", g8, w8, dtype, _gradient_spec(x_spec))
+        d_w = _multiply(f"{equation.x},{equation.y}->{equation.w}", x8, g8, w.dtype, _gradient_spec(w_spec))
+        return d_x, d_w
+
+    multiply.defvjp(forward, backward)
+    return multiply(x, w)
+
+
+def _gradient_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Return where the gradient of an array lies: over axes where the array is `reduced`, it is a sum still open."""
+    return PartitionSpec(*spec.partitions, unreduced=spec.reduced)
+
+
+Rounded = tuple[jax.Array, jax.Array]  # numbers in 8 bits, and the power of two that they were divided by (float32)
+
+
+def _round(x: jax.Array, dtype: jnp.dtype) -> Rounded:
+    """Return an array in 8 bits, and its scale."""
+    x = reshard(x, PartitionSpec(*jax.typeof(x).sharding.spec.partitions))  # nothing differentiates what follows
+    # Remat policies that keep products keep their scales: the backward pass asks no other device for them again.
+    scale = checkpoint_name(_scale(jnp.max(jnp.abs(x)), dtype), "product")
+    # Without a barrier XLA may widen the numbers at once, and drop both conversions: nothing would be rounded.
+    return jax.lax.optimization_barrier((x / scale.astype(x.dtype)).astype(dtype)), scale
+
+
+def _scale(max_value: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the smallest power of two that brings `max_value` below the largest power of two of `dtype`."""
+    _, exponent = jnp.frexp(max_value.astype(jnp.float32))  # largest is less than 2 to this power
+    # e4m3: numbers up to 448, of which 256 = 2^8 is the largest power of two. A largest number of 1000 < 2^10 gets the
+    # scale 2^(10 - 8) = 4, and becomes 250.
+    power = exponent - (jnp.finfo(dtype).maxexp - 1)
+    # Zeros have any scale. A number that is not finite leaves none in the result, and the step is skipped.
+    scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -120, 120))
+    return jnp.where(jnp.isfinite(max_value), scale, jnp.nan)
+
+
+def _multiply(text: str, a: Rounded, b: Rounded, dtype: jnp.dtype, spec: PartitionSpec) -> jax.Array:
+    """Return the product of two arrays in 8 bits times both scales, in `dtype`, laid out as `spec`."""
+    (a8, scale_a), (b8, scale_b) = a, b
+    y = jnp.einsum(text, a8, b8, preferred_element_type=dtype, out_sharding=spec)
+    # A factor of a sum that is still open over some axes must be `reduced` over them.
+    scale = reshard(scale_a * scale_b, PartitionSpec(reduced=spec.unreduced))
+    return y * scale.astype(dtype)
+
+
+# Low-rank updates as arrays: added to the matrices they belong to.
+
+
+def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: Layout) -> dict[str, Any]:
+    """Return the tree without its low-rank updates: each matrix w becomes w + a b * alpha / r, computed in float32.
+
+    Quantized matrices are matrices again, in `layout.param`. `weights` is the tree of `state.Weight` of the same
+    parameters.
+    """
+    if not isinstance(params, dict):
+        return params
+    merged: Any = {name: merge(leaf, weights[name], cfg, layout) for name, leaf in params.items() if name != "lora"}
+    if "w_scale" in params:
+        equation, scales = weights["w"].equation, merged.pop("w_scale")
+        spec = layout.in_use(equation)
+        quantized, scales, qtype = reshard(params["w"], spec), reshard(scales, spec), str(cfg.quantize_base)
+        merged["w"] = dequantize(quantized, scales, equation.dequantized(), qtype, "float32", spec).astype(layout.param)
+    if "lora" in params:
+        w, lora = weights["w"].equation.dequantized().w, params["lora"]
+        first, second = (weights["lora"][name].equation.w for name in "ab")
+        spec = jax.typeof(merged["w"]).sharding.spec
+        update = jnp.einsum(
+            f"{first},{second}->{w}", *(lora[name].astype(jnp.float32) for name in "ab"), out_sharding=spec
+        )
+        total = merged["w"].astype(jnp.float32) + update * (cfg.alpha / cfg.rank)
+        merged["w"] = total.astype(merged["w"].dtype)
+    return merged
+
+
+MANY_NUMBERS = 2**16  # of x or y, from which on `plain` multiplies matrices
+FEW_ROWS = 64  # rows of x up to which `few_rows` differs from `plain`; from 128 on both are equally fast
+
+
+def product(
+    equation: Equation, x: jax.Array, w: jax.Array, layout: Layout, kind: str = "plain", name: str = "product"
+) -> jax.Array:
+    """Return y of `x,w->y`, in the shapes of the equation, where the layout has activations of these dimensions.
+
+    `w` is a gathered weight. `kind` is a key of `MATMUL`. `name` is the one by which remat policies keep the result.
+    """
+    einsum = Equation(equation.einsum_text)
+    y = MATMUL[kind].multiply(einsum, layout.as_matmul_input(x, equation), w, layout.result(equation))
+    return checkpoint_name(layout.scatter_tokens(y, equation), name)
+
+
+def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Multiply in the dtype of the operands: as two matrices where `_Matrices` fit, else as the equation says.
+
+    The gradient of a weight is a sum over sequences and tokens. Before XLA's CPU backend sums over two dimensions, it
+    copies an operand into another order, and it takes the gradient of the result, with all that computes it:
+
+        [B, T, D] . [B, T, F] -> [D, F]     copies [B, T, F], one number at a time
+        [BT, D] . [BT, F]     -> [D, F]     copies nothing
+    """
+    matrices = _Matrices.find(equation, x, w, spec)
+    if matrices is None:
+        return jnp.einsum(equation.text, x, w, out_sharding=spec)
+    x2 = jax.lax.reshape(x, (matrices.num_rows, matrices.num_summed), out_sharding=matrices.x_spec)
+    shape = (matrices.num_summed, -1) if matrices.text == "rs,so->ro" else (-1, matrices.num_summed)
+    w2 = jnp.reshape(w, shape, out_sharding=matrices.w_spec)
+    y2 = jnp.einsum(matrices.text, x2, w2, out_sharding=matrices.y_spec)
+    out = [w.shape[equation.w.index(dim_name)] for dim_name in matrices.out]
+    return jax.lax.reshape(y2, (*x.shape[: len(equation.batch)], *out), out_sharding=spec)
+
+
+class _Matrices(NamedTuple):
+    """A product `x,w->y` as one of two matrices: [rows, summed] and [summed, out] or [out, summed]."""
+
+    text: str  # for einsum
+    out: str  # letters of the dimensions of y that are those of w
+    num_rows: int
+    num_summed: int
+    x_spec: PartitionSpec
+    w_spec: PartitionSpec
+    y_spec: PartitionSpec
+
+    @classmethod
+    def find(cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> "_Matrices | None":
+        """Return the matrices; None where they need another order of numbers, and where x and y are small.
+
+        For small ones the order of sums, and so the last digit, is that of earlier versions.
+        """
+        rows, summed = equation.batch, equation.summed
+        out = "".join(dim_name for dim_name in equation.y if dim_name not in rows)
+        orders = {summed + out: ("rs,so->ro", summed, out), out + summed: ("rs,os->ro", out, summed)}
+        if equation.x != rows + summed or equation.y != rows + out or equation.w not in orders:
+            return None
+        num_rows = math.prod(x.shape[: len(rows)])
+        num_summed = x.size // num_rows
+        if num_rows * max(num_summed, w.size // num_summed) < MANY_NUMBERS:
+            return None
+        text, first, _ = orders[equation.w]
+        x_type, w_type = jax.typeof(x).sharding, jax.typeof(w).sharding
+        x_spec = _merge(x_type.spec, len(rows), x_type.mesh)
+        w_spec = _merge(w_type.spec, len(first), x_type.mesh)
+        y_spec = _merge(spec, len(rows), x_type.mesh)
+        if x_spec is None or w_spec is None or y_spec is None:
+            return None
+        return cls(text, out, num_rows, num_summed, x_spec, w_spec, y_spec)
+
+
+def _merge(spec: PartitionSpec, first: int, mesh: AbstractMesh) -> PartitionSpec | None:
+    """Return where an array lies as a matrix of its `first` dimensions and the others.
+
+    Each device keeps its numbers in their order where only the first dimension of a group is split; else None.
+    """
+    # [B, T, D] as [BT, D], with B split in two: each device has rows that follow one another. With T split, a device
+    # would have some rows of each sequence, which no spec of [BT, D] says.
+    merged = []
+    for group in (spec.partitions[:first], spec.partitions[first:]):
+        dims = [(axes,) if isinstance(axes, str) else axes or () for axes in group]
+        if any(mesh.shape[axis] > 1 for axes in dims[1:] for axis in axes):
+            return None
+        merged.append(tuple(axis for axes in dims for axis in axes) or None)
+    return PartitionSpec(*merged, reduced=spec.reduced, unreduced=spec.unreduced)
+
+
+def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Multiply as XLA's CPU backend is fastest for few rows of x; the summed dimensions of `w` stand last.
+
+    That backend copies its second factor into an order of its own at each product, and reads the first one as it lies.
+    With few rows of x that copy of the weight takes most of the time, so the weight comes first and x is copied:
+
+        plain       x [rows, D] . w [D, F]    -> [rows, F]        copies w
+        few rows    w [F, D] . x [rows, D]    -> [F, rows]        copies x; the small result is transposed
+    """
+    equation = equation.summed_last()
+    if math.prod(x.shape[:2]) > FEW_ROWS:
+        return _plain(equation, x, w, spec)
+    rows = equation.batch
+    y = "".join(dim_name for dim_name in equation.y if dim_name not in rows) + rows
+    out_sharding = PartitionSpec(*(spec[equation.y.index(dim_name)] for dim_name in y))
+    turned = jnp.einsum(f"{equation.w},{equation.x}->{y}", w, x, out_sharding=out_sharding)
+    # Without a barrier XLA folds the transposition into the product, and swaps the factors again.
+    return jnp.einsum(f"{y}->{equation.y}", jax.lax.optimization_barrier(turned))
+
+
+class ProductKind(NamedTuple):
+    """A kind of product.
+
+    One with a backward rule of its own (jax.custom_vjp) gives what that rule needs, beside x and w, the name "product"
+    in its forward rule. Without it the forward rule runs again in the backward pass.
+    """
+
+    # (`x,w->y`, x, the gathered weight, where y lies) -> y
+    multiply: Callable[[Equation, jax.Array, jax.Array, PartitionSpec], jax.Array]
+    # -> the equation, whose weight has its dimensions in the order that `multiply` takes
+    order: Callable[[Equation], Equation] = lambda equation: equation
+    few_rows_on: tuple[str, ...] = ()  # platforms where it is the fastest for few rows of x; elsewhere that is "plain"
+
+
+MATMUL = {
+    "plain": ProductKind(_plain),
+    "few_rows": ProductKind(_few_rows, Equation.summed_last, few_rows_on=("cpu",)),
+    **{name: ProductKind(import_object(each.product)) for name, each in MATMUL_DTYPES.items()},
+}
+
+
+def product_of_few_rows() -> str:
+    """Return the key of `MATMUL` that is fastest for few rows of x, on the devices of the mesh in use."""
+    device = mesh_device()
+    fitting = [name for name, kind in MATMUL.items() if device is not None and device.platform in kind.few_rows_on]
+    return fitting[0] if fitting else "plain"
+
+
+def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str) -> jax.Array:
+    """Return [R, out] of rows [R, in] sorted by group, weights [X, in, out] and the number of rows of each group [X].
+
+    The arrays are those of one device. `kind` is a key of `GROUPED` or a dotted path. Results of rows
+    behind the last group are undefined, and so are the gradients of these rows.
+    """
+    return checkpoint_name(import_object(GROUPED.get(kind, kind))(rows, w, sizes), "product")

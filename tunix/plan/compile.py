@@ -1,0 +1,221 @@
+"""Steps compiled for devices that are only described, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from tunix.config import Config, DeviceKind, compose
+from tunix.costs.compiled_time import StepTime, predict_time
+from tunix.costs.hlo import Collective, read_collectives
+from tunix.plan.cluster import Cluster, assume_speeds, derive_kernel_data
+from tunix.training.choices import build_mesh
+from tunix.training.program import assemble
+
+# Devices that are described and need not exist: XLA compiles for them, and nothing runs on them.
+
+# XLA's description of a GPU (a GpuTargetConfigProto in text form), filled in from a file of conf/command/device.
+TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {shared} shared_memory_per_block_optin: {optin}
+  threads_per_core_limit: {kind.threads_per_multiprocessor} core_count: {kind.multiprocessors}
+  fpus_per_core: {kind.cores_per_multiprocessor}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {kind.clock_ghz} device_memory_size: {memory}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "NVIDIA {kind.name}"
+"""
+
+
+def find_backend() -> str:
+    """Return the compiler that is installed: "gpu" with JAX's CUDA plugin, else "cpu"."""
+    has_cuda = any(plugin.name.startswith("xla_cuda") for plugin in entry_points(group="jax_plugins"))
+    return "gpu" if has_cuda else "cpu"
+
+
+def format_target(kind: DeviceKind) -> str:
+    """Format a kind of device as XLA's GPU compiler reads it."""
+    major, minor = kind.compute_capability.split(".")
+    return TARGET.format(
+        kind=kind,
+        major=major,
+        minor=minor,
+        shared=kind.shared_memory_kib << 10,
+        l2=kind.l2_cache_mib << 20,
+        optin=(kind.shared_memory_kib - 1) << 10,
+        memory=round(kind.memory_gib * 2**30),
+        bandwidth=round(kind.hbm_gb_per_s * 1e9),
+    )
+
+
+def describe_devices(cluster: Cluster) -> list[Any]:
+    """Return descriptions of the cluster's devices: XLA can compile for them, and nothing can run on them.
+
+    Needs JAX's CUDA plugin.
+    """
+    topology, target = f"1x{cluster.num_nodes}x{cluster.per_node}", format_target(cluster.kind)
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
+
+
+# A training step compiled for a mesh of devices that are not there: its memory, collectives and predicted time.
+#
+# If JAX's CUDA plugin is installed, XLA's whole GPU compiler runs, without a GPU and without a driver. If not, the CPU
+# backend compiles.
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """Traffic of all collectives of one kind over the same mesh axes, in one step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    count: int  # executions
+    num_bytes: int  # size of the whole arrays, summed over all executions
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Memory, collectives and predicted time of a compiled step, for one device."""
+
+    backend: str  # "gpu" or "cpu"
+    argument_bytes: int  # state and batch
+    temporary_bytes: int
+    traffic: list[AxisTraffic]  # most bytes first
+    step_time: StepTime | None  # None from the CPU backend: its schedule is not that of a GPU
+    compile_s: float
+
+    @property
+    def memory(self) -> int:
+        return self.argument_bytes + self.temporary_bytes
+
+
+def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool = True) -> tuple[Compiled, str]:
+    """Compile the step of `cfg` for a mesh of these devices, in this process; return also its program as HLO text.
+
+    Without `timed` no time is predicted.
+    """
+    start_time = time.perf_counter()
+    mesh = build_mesh(cfg, devices)
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        step = program.step([(1000, program.batch.num_tokens)])
+        lowered = jax.jit(step, donate_argnums=0).lower(program.abstract, program.abstract_batch)
+        options: Any = program.compiler_options()
+        executable = lowered.compile(compiler_options=options)
+    memory: Any = executable.memory_analysis()
+    hlo = executable.as_text() or ""
+    collectives, sizes = read_collectives(hlo), dict(mesh.shape)
+    data = derive_kernel_data(cfg, cluster.kind.name, sizes)
+    # The new state is written over the old one, which is an argument: those outputs take no memory of their own.
+    temporary_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(
+        backend=devices[0].platform,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=temporary_bytes,
+        traffic=sum_by_axes(collectives, sizes),
+        step_time=predict_time(hlo, collectives, assume_speeds(cluster, sizes), data) if timed else None,
+        compile_s=time.perf_counter() - start_time,
+    ), hlo
+
+
+def sum_by_axes(collectives: list[Collective], sizes: dict[str, int]) -> list[AxisTraffic]:
+    """Add up the collectives of a step by kind, mesh axes and dtype. A group of one device does not count."""
+    sums: dict[tuple[str, tuple[str, ...], str], AxisTraffic] = {}
+    for collective in collectives:
+        if axes := collective.find_axes(sizes):
+            key = (collective.kind, axes, collective.dtype)
+            before = sums.get(key, AxisTraffic(*key, 0, 0))
+            num_bytes = before.num_bytes + collective.times * collective.num_bytes
+            sums[key] = AxisTraffic(*key, before.count + collective.times, num_bytes)
+    return sorted(sums.values(), key=lambda traffic: -traffic.num_bytes)
+
+
+# Processes that compile training steps: each reads a question as JSON on stdin, and writes its answer on stdout.
+#
+# Each compile has a process of its own, `python -m tunix.plan.compile`, for two reasons: XLA reads its options
+# from the environment of a process, and when XLA aborts, only that process ends.
+#
+#     compile_all -> _compile_in_process -> [stdin, stdout] -> main -> compile_for
+
+WORKERS = 2  # compiles at one time: each takes about one core, and 2 GB
+
+
+def compile_all(configs: list[Config], cluster: Cluster) -> Iterator[Compiled | str]:
+    """Compile the step of each config for the cluster, and yield the results in order.
+
+    A result is text where a compile failed: the reason.
+    """
+    with ThreadPoolExecutor(WORKERS) as pool:
+        yield from pool.map(partial(_compile_in_process, cluster=cluster), configs)
+
+
+def _compile_in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
+    question = {
+        # A plan compiles for meshes of other sizes than the launcher would start.
+        "config": cfg.model_dump(mode="json", by_alias=True) | {"launcher": {"name": "local"}},
+        "kind": cluster.kind.model_dump(),
+        "num_nodes": cluster.num_nodes,
+        "per_node": cluster.per_node,
+        "backend": find_backend(),
+    }
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "PYTHONPATH": path,
+    }
+    # Variables of the caller that would give the new process other devices than the plan asks for.
+    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    if question["backend"] == "gpu":
+        environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    else:  # the CPU backend compiles for devices that exist: it makes as many as the cluster has
+        count = f"--xla_force_host_platform_device_count={cluster.num_devices}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {count} --xla_backend_optimization_level=0"
+        environment["XLA_FLAGS"] = flags
+    result = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(question),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        # XLA may abort with pages of text: the last line that names an error says most.
+        lines = [line for line in result.stderr.splitlines() if line.strip() and "JAX_TRACEBACK_FILTERING" not in line]
+        return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "killed")
+    answer = json.loads(result.stdout.splitlines()[-1])
+    traffic = [AxisTraffic(**each | {"axes": tuple(each["axes"])}) for each in answer["traffic"]]
+    step_time = StepTime(**answer["step_time"]) if answer["step_time"] else None
+    return Compiled(**answer | {"traffic": traffic, "step_time": step_time})
+
+
+def main() -> None:
+    """Answer one question of `_compile_in_process`."""
+    question = json.load(sys.stdin)
+    cluster = Cluster(DeviceKind.model_validate(question["kind"]), question["num_nodes"], question["per_node"])
+    for_gpu = question["backend"] == "gpu"
+    devices = describe_devices(cluster) if for_gpu else jax.devices()
+    compiled, _ = compile_for(compose.build(question["config"]), cluster, devices, timed=for_gpu)
+    print(json.dumps(asdict(compiled)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""A plan as text tables, as JSON, and as files."""
+
+import json
+import os
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from tunix.base.errors import UserError
+from tunix.base.text import as_text
+from tunix.config import DeviceKind
+from tunix.costs.devices import find_matmul_tflops
+from tunix.costs.figure import INK, PALE, Bar, Panel, plot
+from tunix.plan.cluster import HBM_SHARE, Cluster
+from tunix.plan.compile import find_backend
+from tunix.plan.ranking import GIB, MANY, Candidate, Ranking
+from tunix.sharding.mesh_shape import format_mesh_shape
+
+# A plan as a picture: memory of each mesh beside the limit of a device, and the parts of the time of its step.
+
+MEMORY = {
+    "weights": "#2a6f97",
+    "optimizer": "#61a5c2",
+    "reference": "#8d99ae",
+    "gradients": "#e9c46a",
+    "temporary": "#c9d6df",
+}
+TIME = {"arithmetic": "#2a6f97", "hidden communication": "#c9d6df", "exposed communication": "#d1495b"}
+MAX_ROWS = 16  # meshes in the picture
+
+
+def plot_plan(ranking: Ranking, cluster: Cluster) -> bytes:
+    """Return a PNG of the meshes that divide model and batch, best first."""
+    candidates = [*ranking.fit, *ranking.too_large][:MAX_ROWS]
+    labels = [(format_mesh_shape(each.sizes), INK if each.memory <= ranking.limit else PALE) for each in candidates]
+    colors = {name: color for name, color in MEMORY.items() if any(name in each.num_bytes for each in candidates)}
+    bars = [
+        Bar({name: size / GIB for name, size in each.num_bytes.items()}, f"{each.memory / GIB:.1f}, {each.source}")
+        for each in candidates
+    ]
+    memory = Panel("memory of a device, GiB", colors, bars, ranking.limit / GIB)
+    time = Panel("time of a step, s (predicted)", TIME, [_make_time_bar(each) for each in candidates])
+    return plot(f"{cluster}: predicted, not measured", labels, [memory, time])
+
+
+def _make_time_bar(candidate: Candidate) -> Bar:
+    """Return the bar of a step's time.
+
+    Hidden communication runs at the same time as arithmetic, so it is drawn as a part of the arithmetic's length.
+    """
+    time = candidate.time
+    hidden = min(time.compute_s, time.communication_s - time.exposed_s)
+    parts = dict(zip(TIME, (time.compute_s - hidden, hidden, time.exposed_s), strict=True))
+    return Bar(parts, f"{time.step_s:.3g} s, MFU {candidate.mfu:.0%}")
+
+
+LABEL = "derived, compiled and predicted, not measured"
+
+
+def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
+    """Format the table of meshes, the reasons why others are refused, and the traffic and command of the best mesh."""
+    candidates = [*ranking.fit, *ranking.too_large]
+    lines = [as_text(_make_mesh_table(ranking, cluster), 190)] if candidates else []
+    if ranking.too_large:
+        lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use ({ranking.limit_key})")
+    lines += _list_refused(ranking.refused)
+    if ranking.num_slower or ranking.num_hopeless:
+        lines.append(
+            f"left out: {ranking.num_slower:,} meshes that are predicted to be slower, and {ranking.num_hopeless:,} "
+            "whose weights, optimizer and gradients alone are too large"
+        )
+    lines += [f"{format_mesh_shape(each.sizes)} is not compiled: {each.note}" for each in candidates if each.note]
+    if ranking.global_batch_size:
+        lines.append(f"meshes are compared on one global batch, of {ranking.global_batch_size:,} sequences")
+    if ranking.chooses_remat and candidates:
+        lines += _list_remat(candidates)
+    for each in candidates:
+        if (name := each.choices.layout.cp_exchange) not in ("none", "ulysses"):
+            lines.append(f"{format_mesh_shape(each.sizes)} takes model.cp_exchange={name}")
+    for each in candidates:
+        if (name := each.choices.layout.expert_exchange) != "gather":
+            lines.append(f"{format_mesh_shape(each.sizes)} takes model.expert_exchange={name}")
+    lines += _list_assumptions(cluster, candidates)
+    if ranking.fit:
+        if ranking.fit[0].compiled:
+            lines += ["", as_text(_make_traffic_table(ranking.fit[0]), 190)]
+        if ranking.fit[0].stages:
+            lines += ["", as_text(_make_stage_table(ranking.fit[0]), 190)]
+        lines += ["", format_command(overrides, ranking)]
+    return "\n".join(lines)
+
+
+def _list_refused(refused: dict[str, str]) -> list[str]:
+    """Return a line for each reason, with its meshes; of many meshes, a line with one mesh for each key."""
+    if len(refused) <= MANY:
+        meshes: dict[str, list[str]] = {}
+        for mesh, reason in refused.items():
+            meshes.setdefault(reason, []).append(mesh)
+        return [f"refused {' '.join(names)}: {reason}" for reason, names in meshes.items()]
+    # Many meshes are refused for the same key, which a reason names before its first `=`.
+    examples: dict[str, list[str]] = {}
+    for mesh, reason in refused.items():
+        examples.setdefault(reason.split(" is not divisible")[0].split("=")[0], []).append(f"{mesh}: {reason}")
+    return [f"refused {len(lines):,} meshes, like {lines[0]}" for lines in examples.values()]
+
+
+def _make_mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
+    """Make a table with a row for each mesh that divides the model."""
+    table = Table(title=f"{cluster}: {LABEL}", title_justify="left")
+    shown = [*ranking.fit, *ranking.too_large]
+    reference = ("reference",) if any(each.reference_bytes for each in shown) else ()
+    memory = ("weights", "optimizer", *reference, "gradients", "temporary")
+    time = ("compute s", "exposed s", "step s", "tokens/s", "MFU", "exposed share")
+    rollout = ("rollout GiB", "rollout s") if any(each.rollout for each in shown) else ()
+    for name in ("mesh", "batch", "from", *memory, "GiB in all", *time, *rollout):
+        table.add_column(name, justify="left" if name in ("mesh", "from") else "right", no_wrap=True)
+    for each in shown:
+        table.add_row(
+            format_mesh_shape(each.sizes),
+            str(each.cfg.training.micro_batch_size),
+            each.source,
+            *(f"{each.num_bytes[name] / GIB:.2f}" for name in memory),
+            f"{each.memory / GIB:.2f}{' !' if each.memory > ranking.limit else ''}",
+            *(f"{value:.3f}" for value in (each.time.compute_s, each.time.exposed_s, each.time.step_s)),
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.mfu:.1%}",
+            f"{each.time.exposed_s / each.time.step_s:.0%}",
+            *((f"{each.rollout_memory / GIB:.2f}", f"{each.rollout_s:.3f}") if rollout else ()),
+        )
+    return table
+
+
+def _make_traffic_table(candidate: Candidate) -> Table:
+    """Make a table of the compiled step's collectives by mesh axis, without those of less than 1 MiB."""
+    assert candidate.compiled
+    title = f"collectives of a step on {format_mesh_shape(candidate.sizes)}, per device group"
+    table = Table(title=title, title_justify="left")
+    for name in ("axes", "collective", "dtype", "count", "GiB"):
+        table.add_column(name, justify="right" if name in ("count", "GiB") else "left")
+    for each in candidate.compiled.traffic:
+        if each.num_bytes >= 2**20:
+            row = ("+".join(each.axes), each.kind, each.dtype, f"{each.count:,}", f"{each.num_bytes / GIB:.3f}")
+            table.add_row(*row)
+    return table
+
+
+def _make_stage_table(candidate: Candidate) -> Table:
+    """Make a table of the batches of training.batch_stages, and of the batch that follows them."""
+    table = Table(title=f"stages of the batch on {format_mesh_shape(candidate.sizes)}", title_justify="left")
+    for name in ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("steps", "from") else "right")
+    by_shape = {each.choices.shape: each for each in (*candidate.stages, candidate)}
+    for period in candidate.cfg.training.batch_schedule(candidate.sizes).periods:
+        each, shape = by_shape[period.shape], period.shape
+        numbers = shape.num_sequences, shape.seq_len, shape.num_tokens
+        table.add_row(
+            period.to_text,
+            *(f"{number:,}" for number in numbers),
+            each.source,
+            f"{each.memory / GIB:.2f}",
+            f"{each.time.step_s:.3f}",
+            f"{each.tokens_per_s:,.0f}",
+        )
+    return table
+
+
+def _narrow_matmul(kind: DeviceKind, candidates: list[Candidate]) -> str:
+    """Return in words the peak of products of `training.matmul_dtype`; nothing without them."""
+    if not any(each.costs.matmul_share for each in candidates):
+        return ""
+    share, dtype = max(each.costs.matmul_share for each in candidates), candidates[0].cfg.training.matmul_dtype
+    assert dtype is not None
+    return f" ({share:.0%} of the arithmetic {dtype}: of {find_matmul_tflops(kind, dtype):g})"
+
+
+def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
+    kind = cluster.kind
+    lines = [
+        f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s"
+        f"{_narrow_matmul(kind, candidates)}, the rest at {HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, "
+        f"collectives as NCCL predicts them, with links of {kind.link_gb_per_s:g} GB/s in a node and "
+        f"{kind.nics_per_node} network cards a node of {kind.network.nic_gb_per_s:g} GB/s"
+    ]
+    if any(each.rollout for each in candidates):
+        lines.append(
+            "a rollout is derived, with every answer as long as it may be; its memory counts weights and optimizer "
+            "too. Tokens/s are those of steps and rollouts together, MFU is that of steps alone"
+        )
+    if any(each.source == "compiled by CPU" for each in candidates):
+        lines.append(
+            "JAX's CUDA plugin is not installed, so the CPU backend compiled: memory is an upper bound (it computes "
+            "bfloat16 in float32), times are derived. For the GPU's own program: pip install --no-deps "
+            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
+        )
+    elif candidates and all(each.compiled is None for each in candidates):
+        lines.append("nothing is compiled: temporary memory is an estimate, and all of a schedule's overlap is assumed")
+    if any(
+        not (each.compiled and each.compiled.step_time) and each.cfg.optimizer.name == "muon" for each in candidates
+    ):
+        lines.append(
+            "derived numbers leave out the matrix products of Muon, which take much memory, communication and time; "
+            "compile to see them (plan.num_compiled)"
+        )
+    return lines
+
+
+def make_record(candidate: Candidate) -> dict[str, Any]:
+    """Return a mesh as --json shows it: seconds, bytes and FLOPs of one device and one step."""
+    derived_bytes: dict[str, int] = {}
+    for transfer in candidate.costs.transfers:
+        name = f"{transfer.kind} {'+'.join(transfer.axes)}"
+        derived_bytes[name] = derived_bytes.get(name, 0) + transfer.num_bytes
+    compiled = candidate.compiled
+    return {
+        "mesh_shape": format_mesh_shape(candidate.sizes),
+        "micro_batch_size": candidate.cfg.training.micro_batch_size,
+        "remat": candidate.choices.remat.policy,
+        "cp_exchange": candidate.choices.layout.cp_exchange,
+        "expert_exchange": candidate.choices.layout.expert_exchange,
+        "source": candidate.source,
+        "bytes_per_device": {**candidate.num_bytes, "total": candidate.memory},
+        "derived_bytes_per_device": {**candidate.costs.num_bytes, "total": candidate.costs.memory},
+        "derived_bytes_moved": derived_bytes,
+        "collectives": [asdict(each) for each in compiled.traffic] if compiled else None,
+        "compile_s": compiled.compile_s if compiled else None,
+        "not_compiled": candidate.note or None,
+        "tflop_per_step_per_device": candidate.time.flops / 1e12,
+        "tokens_per_step": candidate.costs.tokens_per_step,
+        "predicted": {
+            "compute_s": candidate.time.compute_s,
+            "communication_s": candidate.time.communication_s,
+            "exposed_communication_s": candidate.time.exposed_s,
+            "exposed_share": candidate.time.exposed_s / candidate.time.step_s,
+            "step_time_s": candidate.time.step_s,
+            "tokens_per_s": candidate.tokens_per_s,
+            "mfu": candidate.mfu,
+            "rollout_s": candidate.rollout_s if candidate.rollout else None,
+        },
+        "rollout_bytes_per_device": candidate.rollout_memory or None,
+        "batch_stages": [make_record(stage) for stage in candidate.stages],
+    }
+
+
+def format_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
+    """Format the whole ranking as JSON."""
+    values = {
+        "note": LABEL,
+        "device": cluster.kind.model_dump(),
+        "compiler": find_backend(),
+        "limit_bytes": round(ranking.limit),
+        "fit": [make_record(each) for each in ranking.fit],
+        "too_large": [make_record(each) for each in ranking.too_large],
+        "refused": ranking.refused,
+        "command": format_command(overrides, ranking) if ranking.fit else None,
+    }
+    return json.dumps(values, indent=1)
+
+
+def find_folder(output: str | None) -> Path | None:
+    """Return the folder of `plan.output`; raises `UserError` where it cannot be made."""
+    if output is None:
+        return None
+    folder = Path(output).expanduser().absolute()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        problem = "is write-protected" if above.is_dir() else "is not a folder"
+        raise UserError(f"plan.output={output} cannot be written: {above} {problem}; name another folder")
+    return folder
+
+
+def _list_remat(candidates: list[Candidate]) -> list[str]:
+    """Return which policy each mesh chose: the most common one in a line without their names."""
+    by_policy: dict[str, list[str]] = {}
+    for each in candidates:
+        by_policy.setdefault(each.choices.remat.policy, []).append(format_mesh_shape(each.sizes))
+    *others, common = sorted(by_policy, key=lambda policy: len(by_policy[policy]))
+    where = "the others" if others else "every mesh"
+    return [
+        *(f"training.remat={policy}: {', '.join(by_policy[policy])}" for policy in others),
+        f"training.remat={common}: {where}",
+    ]
+
+
+def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str]) -> None:
+    """Write plan.txt, plan.json and plan.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.txt").write_text(f"{format_text(ranking, cluster, overrides)}\n")
+    (folder / "plan.json").write_text(f"{format_json(ranking, cluster, overrides)}\n")
+    (folder / "plan.png").write_bytes(plot_plan(ranking, cluster))
+
+
+def format_command(overrides: list[str], ranking: Ranking) -> str:
+    """Return the command that trains on the best mesh."""
+    best = ranking.fit[0]
+    key = ranking.open_key
+    replaced = ["model.mesh_shape=", "mesh_shape=", "plan.", *([f"training.{key}"] if key else [])]
+    words = [word for word in overrides if not word.lstrip("+").startswith(tuple(replaced))]
+    if key:
+        words.append(f"training.{key}={getattr(best.cfg.training, key)}")
+    if ranking.global_batch_size:
+        words = [word for word in words if not word.lstrip("+").startswith("training.gradient_accumulation_steps=")]
+        words.append(f"training.global_batch_size={ranking.global_batch_size}")
+    return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={format_mesh_shape(best.sizes)}"])

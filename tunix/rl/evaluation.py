@@ -1,0 +1,248 @@
+"""Evaluation of completions: of held-out prompts in a run, and metric=reward of `python -m tunix.evaluate`."""
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from tunix.base.errors import UserError
+from tunix.base.files import find_writable
+from tunix.config import Config, Evaluate, Sampling, compose
+from tunix.config.data import Mixture
+from tunix.config.task import Grpo, Prompted, RewardTerm
+from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
+from tunix.data.table import Rows
+from tunix.data.tokenizer import Vocab
+from tunix.inference.pretrained import describe_files, load_params, load_pretrained
+from tunix.inference.sampling import Answer, Request, find_stop_ids, select_sampling
+from tunix.processes import peers
+from tunix.rl.rollouts import RolloutEngine, derive_seed, score_together
+from tunix.rl.scoring import Scorer
+from tunix.rl.table import REWARDS
+
+# Quality of answers: how many are right, how good and how long they are.
+
+Numbers = dict[str, float]
+RIGHT = 1.0  # an answer is right where the first reward gives it at least this
+Row = dict[str, Any]  # an answer: prompt, answer, reward, reward_LABEL for each reward, num_tokens, stopped
+
+
+def summarise(rows: Sequence[Row], labels: Sequence[str], num_samples: int) -> Numbers:
+    """Return means over answers, and pass@k for k = 2, 4, 8, ... up to the answers to each prompt.
+
+    `rows` are all answers to the first prompt, then those to the second, and so on. An answer is right if the first
+    reward gives it 1 or more.
+    """
+
+    def column(name: str) -> np.ndarray:
+        return np.array([row[name] for row in rows], float).reshape(-1, num_samples)
+
+    reward = column("reward")
+    best = {f"best_of_{num_samples}": float(reward.max(1).mean())} if num_samples > 1 else {}
+    return {
+        "reward": float(reward.mean()),
+        **{f"reward_{label}": float(column(f"reward_{label}").mean()) for label in labels},
+        **best,
+        **count_right(column(f"reward_{labels[0]}")),
+        "answer_tokens": float(column("num_tokens").mean()),
+        "truncated": float(1 - column("stopped").mean()),
+        "prompts": len(reward),
+    }
+
+
+def count_right(first_scores: np.ndarray) -> Numbers:
+    """Return accuracy, and pass@k for k = 2, 4, 8, ... up to G, of scores [P, G] by the first reward."""
+    right, num_samples = first_scores >= RIGHT, first_scores.shape[1]
+    chances = {f"pass@{k}": estimate_pass(k, right.sum(1), num_samples) for k in list_powers_of_two(num_samples)[1:]}
+    return {"accuracy": float(right.mean())} | chances
+
+
+def estimate_pass(k: int, num_right: np.ndarray, num_samples: int) -> float:
+    """Return the chance that one of k answers is right (Chen et al. 2021, arXiv:2107.03374).
+
+    `num_right` [P] says how many of the `num_samples` answers to each prompt are right.
+    """
+    # The chance that none of k answers is right, drawn from the n without putting any back: of the C(n, k) choices,
+    # C(n - right, k) have no right answer. With n = 4, 1 right, k = 2 it is 3 / 6. `comb` is 0 where k > n - right.
+    chances = [1 - math.comb(num_samples - right, k) / math.comb(num_samples, k) for right in num_right.tolist()]
+    return float(np.mean(chances))
+
+
+def list_powers_of_two(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... up to `limit`."""
+    return [1 << n for n in range(limit.bit_length())]
+
+
+# Held-out prompts, answered by the model in training.
+
+
+class HeldOutAnswers:
+    """Held-out prompts, the same at every evaluation; `evaluate` has them answered, and the answers scored."""
+
+    def __init__(self, cfg: Config, corpus: PromptCorpus, engine: RolloutEngine):
+        self.cfg, self.engine = cfg, engine
+        self.prompts = corpus.spread("held_out", cfg.evaluation.num_prompts)
+
+    def evaluate(self, params: Any) -> dict[str, float]:
+        """Return mean scores of the answers by their names in metrics.jsonl, and the share of right ones.
+
+        With several answers to each prompt, pass@k is the chance that one of k answers is right.
+        """
+        size = self.cfg.evaluation.num_samples
+        # The same noise at every evaluation: two evaluations differ by their parameters alone.
+        seed = derive_seed(self.cfg.seed, "held_out")
+        rollouts = self.engine.ask(params, self.prompts, self.cfg.evaluation.sampling, size, seed)
+        # The first reward of task.rewards says which answers are right; the others may reward their form.
+        first = np.array(next(iter(rollouts.scores.values.values()))).reshape(-1, size)
+        return {
+            **rollouts.numbers(),
+            **count_right(first),
+            "prompts": len(self.prompts),
+            "rollout_s": rollouts.rollout_s,
+        }
+
+    def cost(self, record: dict[str, float]) -> float:
+        """Return the number that is lowest for the best model: the reward, with its sign turned."""
+        return -record["reward"]
+
+    def describe(self, record: dict[str, float]) -> str:
+        """Return the evaluation in a few words for the log."""
+        return f"accuracy {record['accuracy']:.4f}, reward {record['reward']:.4f}"
+
+
+# Quality of a model's answers to the prompts of a split: metric=reward of `python -m tunix.evaluate`.
+
+MAX_ANSWER = 128  # tokens, where neither the command nor the run says how many
+
+
+def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
+    """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
+    terms = _find_rewards(cmd, cfg)
+    settings = _find_sampling(cmd, cfg)
+    dtype, decoder = cfg.training.dtypes["compute"], cfg.model
+    info = describe_files(checkpoints[0], decoder)
+    model = load_pretrained(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **info)
+    max_length = model.cfg.context_length - settings.max_new_tokens
+    corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, max_length), "preparing the data")
+    prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
+    if not prompts:
+        raise UserError("no prompt is held out; split=all takes all of them")
+    stop = find_stop_ids(corpus.vocab, settings.stop, model.files)
+    sampling = select_sampling(settings, stop)
+    measured: list[Numbers] = []
+    with (
+        Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
+        jax.set_mesh(model.mesh),
+        ExitStack() as files,
+    ):
+        # Rewards and the file of samples are tried before answers are drawn, which may take hours.
+        scorer.try_out(prompts[0].text, prompts[0].columns)
+        samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
+        for checkpoint in checkpoints:
+            # The model of the first checkpoint is loaded with its tokenizer; of the others only parameters are read.
+            params = model.params
+            if checkpoint != checkpoints[0]:
+                params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
+            request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
+            answers = model.sampler.rollout(params, request, sampling, max(1, cmd.batch_size // cmd.num_samples))
+            rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer)
+            if samples is not None:
+                lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
+                samples.writelines(f"{line}\n" for line in lines)
+            numbers = summarise(rows, [term.label for term in terms], cmd.num_samples)
+            # metric=gsm8k is also reported under its own name, beside `reward`.
+            alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
+            measured.append(alone | numbers | {"reward_errors": num_errors})
+    return measured
+
+
+def _make_rows(
+    cmd: Evaluate, prompts: list[Prompt], answers: list[Answer], vocab: Vocab, scorer: Scorer
+) -> tuple[list[Row], int]:
+    """Score the answers; return a row for each, those to the first prompt first, and the number of missing scores."""
+    rows: list[Row] = []
+    num_errors = 0
+    texts = [vocab.backend.decode(answer.text_tokens) for answer in answers]
+    count = cmd.num_samples
+    # In batches, because reward_timeout_s is the time that a reward has for one batch.
+    size = max(1, cmd.batch_size // count)
+    for start in range(0, len(prompts), size):
+        rollouts, part = prompts[start : start + size], slice(start * count, (start + size) * count)
+        scores = score_together(scorer, rollouts, texts[part], count)
+        num_errors += sum(scores.errors.values())
+        for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
+            rows.append(
+                {
+                    "prompt": rollouts[number // count].text,
+                    "answer": text,
+                    "reward": scores.total[number],
+                    **{f"reward_{label}": values[number] for label, values in scores.values.items()},
+                    "num_tokens": len(answer.tokens),
+                    "stopped": answer.stopped,
+                }
+            )
+    return rows, num_errors
+
+
+def _open_samples(cmd: Evaluate, files: ExitStack) -> TextIO | None:
+    return files.enter_context(find_writable("samples", cmd.samples).open("w")) if cmd.samples else None
+
+
+def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
+    """Return the rewards that the command names, or those of the run."""
+    if cmd.metric != "reward":
+        return (RewardTerm(function=cmd.metric, weight=1.0),)
+    if cmd.rewards is not None:
+        return cmd.rewards
+    if not isinstance(cfg.task, Grpo):
+        raise UserError(f"metric=reward: task={cfg.task.name} has no rewards; name them: rewards=[gsm8k,format]")
+    return cfg.task.rewards
+
+
+def _load_prompts(cmd: Evaluate, cfg: Config, max_length: int) -> PromptCorpus:
+    """Read the questions of conversations, whatever the task of the run is."""
+    sources = cfg.data.parts.values() if isinstance(cfg.data, Mixture) else [cfg.data]
+    if not all(isinstance(source, Rows) for source in sources):
+        raise UserError(
+            f"metric={cmd.metric} asks the questions of conversations, and data={cfg.data.source} has none; give rows, "
+            "like data=jsonl, csv, parquet or hf, and data.columns"
+        )
+    system = cmd.system or (cfg.task.system if isinstance(cfg.task, Prompted) else None)
+    # The run may be one of pretraining: its data are then read as a task with prompts reads them.
+    task = Prompted(name=cfg.task.name, chat_template=cfg.task.chat_template, loss=None, system=system)
+    return load_prompts(cfg.model_copy(update={"task": task}), max_length)
+
+
+def is_sampling(word: str) -> bool:
+    """Return whether a word of the command line sets a key of `sampling`.
+
+    In this command these keys say how the answers of the evaluation are drawn, not those of a rollout.
+    """
+    return word.split("=")[0].partition(".")[0] == "sampling"
+
+
+def _find_sampling(cmd: Evaluate, cfg: Config) -> Sampling:
+    """Return how answers are drawn: as the command says, else as the run's evaluation does."""
+    overrides = [word for word in cmd.overrides if is_sampling(word)]
+    # One length in two places would leave open which one counts.
+    if override := next((word for word in overrides if word.startswith("sampling.max_new_tokens=")), None):
+        raise UserError(f"{override}: this command has the key max_new_tokens for it")
+    settings = cfg.evaluation.sampling
+    if overrides:
+        preset = [] if any(word.startswith("sampling=") for word in overrides) else ["sampling=greedy"]
+        settings = compose.compose([*preset, *overrides]).config.sampling
+    max_length = cfg.evaluation.sampling.max_new_tokens if isinstance(cfg.task, Grpo) else MAX_ANSWER
+    changed: dict[str, Any] = {"max_new_tokens": cmd.max_new_tokens or max_length}
+    if cmd.temperature is not None:
+        changed["temperature"] = cmd.temperature
+    settings = settings.model_copy(update=changed)
+    if cmd.num_samples > 1 and settings.temperature == 0:
+        raise UserError(
+            f"num_samples={cmd.num_samples} answers are all the same at temperature=0; raise it, or set "
+            "sampling=standard"
+        )
+    return settings

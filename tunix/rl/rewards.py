@@ -1,0 +1,228 @@
+"""Rewards: functions that say how good completions are, and how one is called and checked."""
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+# Call of a reward: the columns that it takes, and a check of what it returns.
+
+Reward = Callable[..., list[float]]  # (prompts, completions, **columns) -> a score for each completion
+Columns = Mapping[str, Sequence[Any]]  # {name: a value for each completion}
+
+BATCH_NAMES = ("prompts", "completions")
+
+
+def select_columns(function: Reward, columns: Columns) -> dict[str, Sequence[Any]]:
+    """Return the columns that the function takes: those of its parameters, or all where it has **columns.
+
+    Raises:
+        ValueError: it has a parameter without a default that is no column of the data, or a column has the name of one
+            of its first two parameters.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    reserved = {*BATCH_NAMES, *positional[:2]}  # the first two are given by position, whatever their names
+    if "messages" in reserved:  # this column is not asked for by name, and not every row of a user has it
+        columns = {name: values for name, values in columns.items() if name != "messages"}
+    if taken := [name for name in columns if name in reserved]:
+        raise ValueError(f"the data have a column {taken[0]}, which is an argument of every reward; rename the column")
+    keywords = [each for each in parameters if each.name not in positional[:2]]
+    for each in keywords:
+        required = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        if required and each.name not in columns:
+            present = ", ".join(columns) or "none"
+            raise ValueError(f"it takes the column {each.name}, which the data lack; their columns are {present}")
+    if any(each.kind is each.VAR_KEYWORD for each in keywords):
+        return dict(columns)
+    return {each.name: columns[each.name] for each in keywords if each.name in columns}
+
+
+def call_reward(
+    function: Reward, prompts: Sequence[str], completions: Sequence[str], columns: Columns
+) -> list[float | str]:
+    """Return for each completion its score, or in place of a score the text that says what is wrong with it.
+
+    Raises:
+        ValueError: the function returns no list with one value for each completion; and whatever it raises.
+    """
+    values: Any = function(list(prompts), list(completions), **select_columns(function, columns))
+    try:
+        values = list(values)
+    except TypeError:
+        raise ValueError(
+            f"returned {_name_type(values)}, not a list with a score for each of the {len(completions)} answers"
+        ) from None
+    if len(values) != len(completions):
+        raise ValueError(f"returned {len(values)} scores for {len(completions)} answers")
+    return [_read_score(value) for value in values]
+
+
+def _read_score(value: Any) -> float | str:
+    if value is None:
+        return "returned None for an answer"
+    try:
+        score = float(value)
+    except (TypeError, ValueError):
+        return f"returned {_name_type(value)} for an answer, not a number"
+    return score if math.isfinite(score) else f"returned {score} for an answer"
+
+
+def _name_type(value: Any) -> str:
+    return "None" if value is None else f"{value!r:.40} ({type(value).__name__})"
+
+
+# Rewards for right answers: 1 for each answer that is that of the data, else 0.
+
+# A number in a text. A minus is a sign unless it follows a digit, a letter or a bracket: 10-5 holds 10 and 5. Commas
+# count only between groups of three digits: 1,234 is one number, 1,2 are two.
+NUMBER = re.compile(
+    r"""
+    (?P<sign>(?<![\w).])[-+])?
+    (?:[$€£]\s?(?P<late_sign>-)?)?                      # $5, -$5, $-5
+    (?P<whole>\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))    # 1,234 or 1234, or nothing before .5
+    (?P<rest>(?:\.\d+)?(?:[eE][-+]?\d{1,2}\b)?)         # .50, e3
+    (?:/(?P<below>\d+))?                                # 1/2
+    """,
+    re.VERBOSE,
+)
+MARKS = (  # of an answer in a longer text; the first kind that occurs is taken, and of it the last
+    re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
+    re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"),
+    re.compile(r"####\s*([^\n]*)"),
+)
+
+
+def find_marked(text: str) -> str:
+    """Return the answer that a text marks by <answer> tags, a LaTeX box or `####`; the whole text if it marks none."""
+    for mark in MARKS:
+        if found := mark.findall(text):
+            return found[-1].strip()
+    return text.strip()
+
+
+def read_number(text: str) -> Fraction | None:
+    """Return the last number of a text, exactly: 1,234 · -5 · $7.00 · 1/2 · .5; None if there is none."""
+    # Marks of typesetting: a minus sign that is no hyphen, and LaTeX's 1{,}234, \$5 and \!.
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\$", "$").replace("\\!", "")
+    number = None
+    for match in NUMBER.finditer(text):
+        below = int(match["below"] or 1)
+        if below == 0:  # 1/0 is no number
+            continue
+        digits = match["whole"].replace(",", "") + match["rest"]
+        negative = match["sign"] == "-" or match["late_sign"] == "-"
+        # A fraction is exact: 0.5, 1/2 and 5e-1 are equal, and 16-digit numbers that differ stay different.
+        number = Fraction(digits) / below * (-1 if negative else 1)
+    return number
+
+
+def gsm8k(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
+    """Score 1 where the answer's number is that of the data, like the 18 of `...they make #### 18`.
+
+    An answer's number is the last one in what it marks (`find_marked`), or else in its whole text.
+
+    Raises:
+        ValueError: an answer of the data has no number.
+    """
+    scores = []
+    for completion, expected in zip(completions, answer, strict=True):
+        right = None if expected is None else read_number(find_marked(str(expected)))
+        if right is None:
+            raise ValueError(f"the data's answer {str(expected)[:80]!r} has no number")
+        scores.append(float(read_number(find_marked(completion)) == right))
+    return scores
+
+
+def math_verify(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
+    """Score 1 where the library math-verify finds the answer equal to that of the data: formulas, sets, intervals.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: it does not understand an answer of the data.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ImportError("math-verify is not installed: pip install 'tunix-trainer[math]'") from None
+
+    def read(text: str) -> list[Any]:
+        marked = find_marked(text)
+        if "$" in marked or marked == text.strip():
+            return parse(marked)
+        return parse(f"${marked}$")  # the library reads formulas only within dollar signs
+
+    scores = []
+    for completion, expected in zip(completions, answer, strict=True):
+        # With `####` before it, the data's answer counts as marked: `read` then takes a bare \frac{1}{2} for a formula.
+        right = [] if expected is None else read(f"#### {find_marked(str(expected))}")
+        if not right:
+            raise ValueError(f"math-verify does not understand the data's answer {str(expected)[:80]!r}")
+        scores.append(float(verify(right, read(completion))))
+    return scores
+
+
+def reasoning_gym(
+    prompts: list[str],
+    completions: list[str],
+    task: list[str],
+    config: list[dict[str, Any]],
+    index: list[int],
+    **columns: list[Any],
+) -> list[float]:
+    """Score from 0 to 1 what reasoning-gym says of the answer to a problem of `data=reasoning_gym`.
+
+    The columns make the problem again; the answer is what a text marks (`find_marked`), or else the whole text.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    scores = []
+    for completion, name, arguments, number in zip(completions, task, config, index, strict=True):
+        problems = _make_problems(name, json.dumps(arguments))
+        scores.append(float(problems.score_answer(find_marked(completion), problems[number])))
+    return scores
+
+
+@cache  # `config` is JSON, because a dictionary is no key of a cache
+def _make_problems(task: str, config: str) -> Any:
+    from tunix.data.sources import make_problems  # here, because other rewards need no sources
+
+    return make_problems(task, json.loads(config))
+
+
+def exact_match(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
+    """Score 1 where the answer is that of the data word for word, but for white space around both."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(completion.strip() == str(expected).strip()) for completion, expected in pairs]
+
+
+TAGS = (("<reasoning>", "</reasoning>"), ("<think>", "</think>"))  # a model uses one of these pairs
+ANSWER = ("<answer>", "</answer>")
+
+
+def format_tags(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+    """Score 1 for `<reasoning>...</reasoning><answer>...</answer>` with nothing around it, each tag once.
+
+    `<think>` counts like `<reasoning>`. An answer of another form gets an eighth for each tag that it has exactly once,
+    so that a model learns the form step by step.
+    """
+    return [max(_score_form(completion.strip(), tags) for tags in TAGS) for completion in completions]
+
+
+def _score_form(text: str, tags: tuple[str, str]) -> float:
+    all_tags = (*tags, *ANSWER)
+    once = sum(text.count(tag) == 1 for tag in all_tags)
+    begin, end, answer, close = map(re.escape, all_tags)
+    if once == 4 and re.fullmatch(rf"{begin}.*{end}\s*{answer}.*{close}", text, re.DOTALL):
+        return 1.0
+    return once / 8
+
+
+def length(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+    """Score minus one for each thousand characters: with a small weight, short answers are preferred."""
+    return [-len(completion) / 1000 for completion in completions]

@@ -1,0 +1,236 @@
+"""Compiling: programs kept on disk, a thread that compiles beside other work, the compiled steps."""
+
+import hashlib
+import logging
+import platform
+import threading
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from tunix.base.files import locate_cached
+from tunix.config import Config
+from tunix.config.batch import BatchSchedule, BatchShape, Spans
+from tunix.costs.hlo import read_collectives, summarise
+from tunix.processes.watchdog import Watchdog
+from tunix.training.program import Program
+from tunix.training.state import State
+
+log = logging.getLogger(__name__)
+
+
+# Time that the start of a run takes, by part: from its beginning until its first step may begin.
+
+
+class StartClock:
+    """Seconds of each part of a start. The clock begins when it is made; `end` names the part that ends then."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def end(self, part: str) -> None:
+        """Count the time since the last part ended as that of this part."""
+        now = time.monotonic()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
+        return f"ready for the first step after {sum(self.parts.values()):.1f} s: {parts}"
+
+
+# Compiled programs on disk: a program that this machine has compiled before is read from there, not compiled again.
+#
+# JAX does the work. A program is found by a hash of its text, of the devices, of XLA's options and of the versions.
+# Process 0 writes, every process reads.
+
+SHORTEST_COMPILE_S = 0.5  # a program that compiles faster is not worth a file
+HIT = "/jax/compilation_cache/cache_hits"
+
+
+# The id of the thread that has read it, for each program that this process has read. JAX tells of a read by an event
+# alone, in the thread that asks for the program; `Compiler` has a thread of its own.
+_hits: list[int] = []
+
+
+def count_reads() -> int:
+    """Return how many programs this thread has read in place of compiling them."""
+    return _hits.count(threading.get_ident())
+
+
+def _listen(event: str, **_: object) -> None:
+    if event == HIT:
+        _hits.append(threading.get_ident())
+
+
+jax.monitoring.register_event_listener(_listen)
+
+
+def keep_programs(cfg: Config) -> None:
+    """Let JAX keep compiled programs in `loading.cache_dir`, unless the user has given JAX a folder already.
+
+    Where `training.compile_cache_gib` is full, the programs that were not used for the longest time go.
+    """
+    size_gib = cfg.training.compile_cache_gib
+    if size_gib and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        folder = locate_cached(cfg.loading.cache_dir, "programs", _name_processor())
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
+
+
+def _name_processor() -> str:
+    """Return a name for this kind of processor: XLA compiles for its instructions, and another kind may lack some.
+
+    A cache on a disk that hosts of several kinds share would else give a program that ends with an illegal instruction.
+    """
+    flags = platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
+    except OSError:  # not Linux
+        pass
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+# The train step compiled for this run's devices, with what the log says about it.
+
+
+def compile_step(program: Program, spans: Spans, mesh: Mesh) -> Any:
+    """Compile the step of a run of these steps; its state is donated. Logs its time, memory and collectives."""
+    futures, reads = time.perf_counter(), count_reads()
+    traced = jax.jit(program.step(spans), donate_argnums=0).lower(program.abstract, program.abstract_batch)
+    options: Any = program.compiler_options()
+    compiled = traced.compile(compiler_options=options)
+    memory: Any = compiled.memory_analysis()
+    log.info(
+        "step %s in %.1f s: %.3f GiB state and batch + %.3f GiB temporary per device",
+        "read from the compile cache" if count_reads() > reads else "compiled",
+        time.perf_counter() - futures,
+        memory.argument_size_in_bytes / 2**30,
+        memory.temp_size_in_bytes / 2**30,
+    )
+    log.info("collectives of a step: %s", summarise(read_collectives(compiled.as_text() or "")))
+    return compiled
+
+
+def describe_memory(compiled: Any, peak_gib: float | None) -> str:
+    """Return in words the predicted memory of the compiled step, beside the largest that a device has used."""
+    memory = compiled.memory_analysis()
+    predicted = (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+    measured = "not measured here" if peak_gib is None else f"{peak_gib:.3f} GiB, {peak_gib / predicted - 1:+.1%}"
+    return f"memory of a device: predicted {predicted:.3f} GiB (compiled step); peak {measured}"
+
+
+# A thread that compiles programs while the main thread reads data and weights.
+#
+#     main thread     program | data ........... | checks | state | step 1
+#     compiler                | state | step ... |
+#
+# XLA compiles without Python's lock, and needs shapes alone: no data and no weights.
+
+
+class Compiler:
+    """Compiles the programs of a run, one after the other: `with Compiler(mesh, watchdog) as compiler: ...`.
+
+    `begin_...` returns at once, and begins with each program only once. The method without `begin_` waits for the
+    program; an error of the thread is raised there.
+    """
+
+    def __init__(self, mesh: Mesh, watchdog: Watchdog):
+        self.mesh, self.watchdog = mesh, watchdog
+        self.thread = ThreadPoolExecutor(1, "compiler")
+        self.futures: dict[Hashable, Future] = {}
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Wait for the thread: Python aborts the process if it ends while a thread is inside jaxlib.
+
+        XLA cannot be interrupted, so this may take as long as one program. Programs that have not begun are left out.
+        """
+        if any(future.running() for future in self.futures.values()):
+            reason = f": {error}" if error else ""
+            log.info("the run ends as soon as XLA has compiled the program that it is at%s", reason)
+        with self.watchdog.phase("compiling"):
+            self.thread.shutdown(cancel_futures=True)
+
+    def begin_state(self, program: Program) -> Future:
+        """Begin with the program that makes the state of step 0 of its config's seed."""
+        return self._begin("state", lambda: program.compile_new_state(program.cfg.seed))
+
+    def new_state(self, program: Program) -> State:
+        """Return the state of step 0 of the config's seed, as `program.new_state` makes it."""
+        return self._wait(self.begin_state(program))()
+
+    def begin_step(self, program: Program, spans: Spans) -> Future:
+        """Begin with the step of a program, of a run of these steps: the learning rate depends on them."""
+        return self._begin((program.batch, tuple(spans)), lambda: compile_step(program, spans, self.mesh))
+
+    def step(self, program: Program, spans: Spans) -> Any:
+        """Return the compiled step of a program."""
+        return self._wait(self.begin_step(program, spans))
+
+    def begin_run(self, programs: dict[BatchShape, Program], schedule: BatchSchedule, last: int | None) -> None:
+        """Begin with what a new run to the step `last` needs first; None where its length is not known yet.
+
+        `schedule` is that of the steps from the first one on. A wrong guess costs time alone: whoever needs another
+        program begins with it and waits.
+        """
+        program = programs[schedule.at(1).shape]
+        if program.cfg.model.init_from is None:
+            self.begin_state(program)
+        if last is not None:
+            self.begin_step(program, schedule.spans(last))
+
+    def _begin(self, key: Hashable, work: Callable[[], Any]) -> Future:
+        """Call `work()` in the thread, after all that was begun before.
+
+        It must not talk to other processes: they call gathers and collectives in the order of their main threads.
+        """
+
+        def work_on_mesh() -> Any:
+            with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
+                return work()
+
+        if key not in self.futures:
+            self.futures[key] = self.thread.submit(work_on_mesh)
+        return self.futures[key]
+
+    def _wait(self, future: Future) -> Any:
+        with self.watchdog.phase("compiling"):
+            return future.result()
+
+
+# The compiled step of each shape of the batch of a run.
+
+
+class CompiledSteps:
+    """The compiled step of each shape of the batch, made when a run comes to the first step that needs it."""
+
+    def __init__(self, programs: dict[BatchShape, Program], schedule: BatchSchedule, spans: Spans, compiler: Compiler):
+        """`schedule` is that of the steps from the run's start on, `spans` are those of the whole run."""
+        self.programs, self.schedule, self.spans, self.compiler = programs, schedule, spans, compiler
+        # The first steps of all periods but the one in which the run starts.
+        self.changes = {period.first_step for period in schedule.periods[1:]}
+
+    def at(self, step: int) -> Any:
+        """Return the compiled step that takes the batch of `step`."""
+        return self.compiler.step(self.programs[self.schedule.at(step).shape], self.spans)
+
+    def change_to(self, step: int) -> Any:
+        """Return the compiled step of a period that begins with `step`; steps take another time from now on."""
+        shape, compiled = self.schedule.at(step).shape, self.at(step)
+        log.info(
+            "from step %d on: %s sequences of %s tokens a step, %s tokens",
+            step, f"{shape.num_sequences:,}", f"{shape.seq_len:,}", f"{shape.num_tokens:,}",
+        )  # fmt: skip
+        self.compiler.watchdog.start_over()
+        return compiled

@@ -1,0 +1,110 @@
+"""Reasons to end a run before its last step: a table that the loop asks once a step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunix.base.errors import Diverged, Ending, Finished, Stopped
+from tunix.checkpoints.checkpoint import Improvement
+from tunix.config import Config
+from tunix.data.batches import BatchSource
+from tunix.processes import watchdog
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The run after a step, as far as a reason to end it may ask."""
+
+    cfg: Config
+    folder: Path  # of the run
+    step: int
+    # The newest line of metrics.jsonl from training. It is mostly of the step before `step`, which may still be
+    # running: a reason that looks at numbers may come one step late.
+    record: dict[str, Any]
+    improvement: Improvement  # of the held-out loss, up to the newest evaluation
+    elapsed_s: float  # since the program began
+    source: BatchSource
+
+
+def check_time_limit(now: Moment) -> Ending | None:
+    """Ask all processes to stop once `training.time_limit_s` is over; `check_stop_request` then ends them together."""
+    limit = now.cfg.training.time_limit_s
+    if limit is not None and now.elapsed_s > limit:
+        watchdog.request_stop(f"training.time_limit_s={limit:g}")
+    return None
+
+
+def check_hard_stop(now: Moment) -> Ending | None:
+    """Stop after the step `training.hard_stop`; a resumed run is past it."""
+    if now.step != now.cfg.training.hard_stop:
+        return None
+    return Stopped(f"training.hard_stop={now.step}: saved; go on with resume={now.folder}")
+
+
+def check_stop_request(now: Moment) -> Ending | None:
+    """Stop after the same step on every process, if one was asked to stop and the source can go on after this step."""
+    reason = watchdog.stop_requested()
+    if reason is None or not now.source.can_stop(now.step):
+        return None
+    return Stopped(f"{reason}: saved after step {now.step}; go on with resume={now.folder}")
+
+
+def check_skipped_steps(now: Moment) -> Ending | None:
+    """Give up after too many skipped steps in a row, and name the samples of the last."""
+    skipped, allowed = now.record.get("skipped", 0), now.cfg.training.max_skipped_steps
+    if skipped <= allowed:
+        return None
+    step = now.record["step"]
+    samples = now.source.samples(step)
+    return Diverged(
+        f"loss or gradients were not finite in {skipped} steps in a row (training.max_skipped_steps={allowed}); "
+        f"step {step} had samples {samples.start} to {samples.stop - 1}. The parameters are those of step "
+        f"{step - skipped}"
+    )
+
+
+def check_spikes(now: Moment) -> Ending | None:
+    """Give up after too many spikes in a row, and say how to go on without their data."""
+    row, allowed = now.record.get("spikes", 0), now.cfg.training.max_spikes
+    if row <= allowed:
+        return None
+    step = now.record["step"]
+    steps = f"[{','.join([*now.cfg.training.skip_steps, f'{step - row + 1}:{step}'])}]"
+    return Diverged(
+        f"{row} spikes in a row (training.max_spikes={allowed}), to step {step}: their updates were skipped. "
+        f"resume={now.folder} training.skip_steps={steps} goes on without their data"
+    )
+
+
+def check_patience(now: Moment) -> Ending | None:
+    """End the run when the held-out loss has not become lower for `evaluation.patience` evaluations.
+
+    Within a rollout it goes on: the answers that are under way are not saved.
+    """
+    cfg = now.cfg.evaluation
+    if not now.improvement.is_over(cfg) or not now.source.can_stop(now.step):
+        return None
+    return Finished(
+        f"evaluation.patience={cfg.patience}: the held-out loss did not fall below {now.improvement.best:.4f} in "
+        f"{now.improvement.without} evaluations; the run ends after step {now.step}"
+    )
+
+
+# All processes ask all reasons, in this order, and every process must get the same answer: one that ended alone would
+# leave the others waiting in the next step. `REASONS` are asked after every step, the others after every evaluation.
+REASONS: list[Callable[[Moment], Ending | None]] = [
+    check_time_limit,
+    check_hard_stop,
+    check_stop_request,
+    check_skipped_steps,
+    check_spikes,
+]
+REASONS_OF_EVALUATIONS: list[Callable[[Moment], Ending | None]] = [check_patience]
+
+
+def find_ending(now: Moment, reasons: list[Callable[[Moment], Ending | None]]) -> Ending | None:
+    """Return the reason to end the run after this step, None to go on. A failure wins over a stop that saves."""
+    # Every reason is asked, also after one that holds: `check_stop_request` counts its calls on every process.
+    endings = [ending for reason in reasons if (ending := reason(now)) is not None]
+    return min(endings, key=lambda ending: ending.saves, default=None)

@@ -1,0 +1,298 @@
+"""Sinks on other machines: Weights & Biases, MLflow, and a webhook for messages."""
+
+import json
+import netrc
+import os
+import re
+import secrets
+import socket
+import tempfile
+import threading
+import time
+import urllib.request
+from datetime import timedelta
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from tunix.base.errors import Ending, UserError
+from tunix.base.files import write_whole
+from tunix.base.text import flat
+from tunix.run.sinks import Start
+
+# Ids under which other programs know a run; a resumed run keeps them. They are in run_ids.json of its folder:
+#
+# {"wandb": "9c1f2ab0", "mlflow": "5d0e..."}
+
+_changing = threading.Lock()  # each sink has a thread of its own, and each adds its id to the same file
+
+
+def read_id(folder: Path, sink: str) -> str | None:
+    """Return the id that a sink has given to the run; None if it has none yet."""
+    path = folder / "run_ids.json"
+    return json.loads(path.read_text()).get(sink) if path.is_file() else None
+
+
+def keep_id(folder: Path, sink: str, value: str) -> None:
+    """Write the id that a sink has given to the run."""
+    path = folder / "run_ids.json"
+    with _changing:
+        ids = json.loads(path.read_text()) if path.is_file() else {}
+        write_whole(path, json.dumps(ids | {sink: value}, indent=1) + "\n")
+
+
+# Weights & Biases: numbers as charts GROUP/NAME, samples as tables, files of the run as an artifact.
+
+
+class Wandb:
+    """A run of Weights & Biases. A resumed run goes on with its id."""
+
+    in_background = True
+
+    @staticmethod
+    def check(logging: dict[str, Any]) -> None:
+        """Raise `UserError` without the package, or without a key where the run is to be sent."""
+        if find_spec("wandb") is None:
+            raise UserError("logging.sinks=wandb needs the package wandb: pip install 'tunix-trainer[wandb]'")
+        mode = os.environ.get("WANDB_MODE", logging["wandb"]["mode"])
+        host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+        if mode == "online" and not _has_key(host):
+            raise UserError(
+                f"logging.sinks=wandb: there is no key for {host}: run `wandb login` once, or set WANDB_API_KEY, or "
+                "logging.wandb.mode=offline (`wandb sync RUN_DIR/wandb/offline-run-*` sends it later)"
+            )
+
+    def __init__(self, start: Start):
+        import wandb
+
+        self.start, config = start, start.config
+        keys, timeout_s = config["logging"]["wandb"], config["logging"]["close_timeout_s"]
+        run_id = read_id(start.folder, "wandb") or secrets.token_hex(4)
+        self.run = wandb.init(
+            project=keys["project"] or config["project_name"],
+            entity=keys["entity"],
+            group=keys["group"],
+            tags=keys["tags"],
+            name=config["run_name"] or start.folder.name,
+            id=run_id,
+            resume="allow",  # go on with the run of this id if there is one, else begin it
+            mode=os.environ.get("WANDB_MODE", keys["mode"]),
+            dir=start.folder,
+            config=config,
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=timeout_s, init_timeout=timeout_s),
+        )
+        keep_id(start.folder, "wandb", run_id)
+        self.artifacts = keys["artifacts"]
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        numbers = {f"{group}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+        self.run.log(numbers, step=record["step"])
+
+    def text(self, name: str, text: str, step: int) -> None:
+        import html
+
+        import wandb
+
+        self.run.log({name: wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        import wandb
+        from PIL import Image
+
+        self.run.log({name: wandb.Image(Image.open(BytesIO(png)))}, step=step)
+
+    def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
+        """Log rows with the same keys as a table; lists in them (log-probabilities) are left out."""
+        import wandb
+
+        columns = [key for key, value in rows[0].items() if not isinstance(value, list)]
+        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in rows])
+        self.run.log({name: table}, step=step)
+
+    def close(self, error: BaseException | None) -> None:
+        import wandb
+
+        if self.artifacts:
+            artifact = wandb.Artifact(f"run-{self.run.id}", type="run")
+            for pattern in self.artifacts:
+                for path in sorted(self.start.folder.glob(pattern)):
+                    if path.is_file():
+                        artifact.add_file(str(path), str(path.relative_to(self.start.folder)))
+            self.run.log_artifact(artifact)
+        # An `Ending` has the exit code of the process; any other exception is a bug, and Python's exit code for it is
+        # 1.
+        self.run.finish(exit_code=0 if error is None else getattr(error, "code", 1))
+
+
+def _has_key(host: str) -> bool:
+    """Return True where the environment or the file ~/.netrc has a key for the host."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# MLflow: numbers as metrics GROUP/NAME, the config as parameters, texts and pictures as artifacts.
+
+FLUSH_S = 2.0  # numbers of so many seconds are sent in one request: steps may be faster than requests
+BATCH = 900  # metrics in a request, and a tenth as many parameters: the server takes at most 1000, and 100
+MAX_LENGTH = 5000  # characters of a parameter
+
+
+class Mlflow:
+    """A run of MLflow. A resumed run goes on with its id."""
+
+    in_background = True
+
+    @staticmethod
+    def check(logging: dict[str, Any]) -> None:
+        """Raise `UserError` without the package."""
+        if find_spec("mlflow") is None:
+            raise UserError("logging.sinks=mlflow needs the package mlflow: pip install 'tunix-trainer[mlflow]'")
+
+    def __init__(self, start: Start):
+        # `Background` tries again and says so. MLflow's own tries would take minutes before the first word in the log.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        from mlflow import MlflowClient
+
+        self.start, config = start, start.config
+        keys = config["logging"]["mlflow"]
+        self.client = MlflowClient(tracking_uri=keys["tracking_uri"])
+        self.waiting: dict[tuple[str, int], dict[str, Any]] = {}  # numbers by group and step, to be sent
+        self.sent = time.monotonic()  # when the newest numbers were sent
+        known = read_id(start.folder, "mlflow")
+        if known is not None:
+            self.client.update_run(known, status="RUNNING")
+            self.run_id = known
+            return
+        name = keys["experiment"] or config["project_name"]
+        experiment = self.client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
+        run = self.client.create_run(experiment_id, run_name=config["run_name"] or start.folder.name, tags=keys["tags"])
+        self.run_id = run.info.run_id
+        self._log_parameters(config)
+        keep_id(start.folder, "mlflow", self.run_id)
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        self.waiting[group, record["step"]] = record
+        if time.monotonic() - self.sent > FLUSH_S:
+            self._send()
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self.client.log_text(self.run_id, text, f"{name}/{step}.txt")
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{step}.png"
+            path.write_bytes(png)
+            self.client.log_artifact(self.run_id, str(path), name)
+
+    def close(self, error: BaseException | None) -> None:
+        self._send()
+        status = "FINISHED" if error is None else "FAILED"
+        if isinstance(error, Ending) and not error.is_failure:
+            status = "KILLED"  # MLflow's word for a run that was stopped; `resume` goes on with it
+        self.client.set_terminated(self.run_id, status)
+
+    def _send(self) -> None:
+        from mlflow.entities import Metric
+
+        now = round(1000 * time.time())
+        metrics = [
+            Metric(f"{group}/{_name(key)}", float(value), now, step)
+            for (group, step), record in self.waiting.items()
+            for key, value in record.items()
+            if key != "step" and isinstance(value, int | float)
+        ]
+        for first in range(0, len(metrics), BATCH):
+            self.client.log_batch(self.run_id, metrics=metrics[first : first + BATCH])
+        self.waiting, self.sent = {}, time.monotonic()
+
+    def _log_parameters(self, config: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(_name(key), str(value)[:MAX_LENGTH]) for key, value in flat(config).items()]
+        for first in range(0, len(params), BATCH // 10):
+            self.client.log_batch(self.run_id, params=params[first : first + BATCH // 10])
+
+
+def _name(key: str) -> str:
+    """Return a key as MLflow takes it: pass@8 becomes pass_at_8."""
+    return re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_"))
+
+
+# A message when a run starts, ends or fails, in Slack's format: {"text": "..."} sent by POST.
+
+VARIABLE = "TUNIX_WEBHOOK_URL"
+TIMEOUT_S = 10.0
+
+
+class Webhook:
+    """Messages of a run, sent when it starts and when it ends. A run that is killed (SIGKILL) sends none at its end."""
+
+    in_background = True
+
+    @staticmethod
+    def check(logging: dict[str, Any]) -> None:
+        """Raise `UserError` without an address to send to."""
+        url = _url(logging)
+        if not url:
+            raise UserError(
+                f"logging.sinks=webhook needs an address: set the environment variable {VARIABLE}, which keeps it out "
+                "of the saved config, or logging.webhook.url"
+            )
+        if not url.startswith(("http://", "https://")):
+            raise UserError(
+                f"logging.webhook.url (or {VARIABLE}) begins with {url[:8]}; it must be an http(s):// address"
+            )
+
+    def __init__(self, start: Start):
+        config = start.config
+        self.url, self.start_time, self.last = _url(config["logging"]), time.monotonic(), dict[str, dict[str, Any]]()
+        self.run = f"{config['project_name']} / {config['run_name'] or start.folder.name}"
+        where = f"steps {start.step} to {start.last_step}, {start.folder} on {socket.gethostname()}"
+        self._send(f"{self.run} {'goes on' if start.step else 'starts'}: {where}")
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        self.last[group] = record
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Texts are not sent."""
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """Pictures are not sent."""
+
+    def close(self, error: BaseException | None) -> None:
+        self._send(f"{self.run} {_describe_end(error)}, {self._describe_numbers()}")
+
+    def _describe_numbers(self) -> str:
+        """Return the newest numbers of training and of each evaluation, and the time that passed."""
+        elapsed = timedelta(seconds=round(time.monotonic() - self.start_time))
+        numbers = [f"step {self.last['train']['step']}"] if "train" in self.last else ["no step"]
+        for group, record in self.last.items():
+            name = next((name for name in ("reward", "loss") if isinstance(record.get(name), float)), None)
+            if name:
+                numbers.append(f"{group} {name} {record[name]:.4f}")
+        return f"{', '.join(numbers)}, after {elapsed}"
+
+    def _send(self, text: str) -> None:
+        body = json.dumps({"text": text}).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
+            pass
+
+
+def _url(logging: dict[str, Any]) -> str:
+    return logging["webhook"]["url"] or os.environ.get(VARIABLE, "")
+
+
+def _describe_end(error: BaseException | None) -> str:
+    if error is None:
+        return "is done"
+    if isinstance(error, Ending) and not error.is_failure:
+        return f"was stopped ({error})"
+    return f"FAILED ({type(error).__name__}: {error})"

@@ -1,0 +1,279 @@
+"""Sinks on this machine: metrics.jsonl, TensorBoard, the console; and one that works in a thread of its own."""
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tunix.base.files import open_lines
+
+log = logging.getLogger(__name__)
+
+
+# The methods of a sink, and the facts that it gets at the start.
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run, as it begins or goes on."""
+
+    folder: Path
+    config: dict[str, Any]  # every key: {"model": {"num_layers": 3, ...}, ...}
+    step: int  # steps that are done already
+    last_step: int
+
+
+class Sink(Protocol):
+    """A class that is made with a `Start` when the run begins."""
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        """Take a record of numbers by name, with its `step`; `group` is `train`, or the split of an evaluation."""
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Take a text of several lines."""
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """Take a picture."""
+
+    def close(self, error: BaseException | None) -> None:
+        """End with the run: `error` is the one that ends it, None at its proper end."""
+
+
+def give_table(sink: Sink, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
+    """Give rows with the same keys to a sink that has a method `table`, and `text`, which shows them, to another."""
+    if hasattr(sink, "table"):
+        sink.table(name, rows, text, step)
+    else:
+        sink.text(name, text, step)
+
+
+# A sink that works in a thread of its own: one that is slow, or fails, neither stops nor delays a step.
+#
+#     the loop  ->  queue of calls  ->  thread: make the sink, then call by call; a call that fails is tried again
+#
+# The first failure is logged when it comes, and their number at the end.
+
+MAX_QUEUED = 100_000  # calls; what comes while so many wait is dropped and counted
+DELAYS_S = (1, 2, 4, 8, 16, 32, 64)  # before a call is tried again; then, after 127 s in all, it is dropped and counted
+
+
+class Background:
+    """The thread of one sink, and the calls that wait for it."""
+
+    def __init__(self, name: str, make: Callable[[Start], Sink], start: Start):
+        self.name, self.make, self.start = name, make, start
+        # A queue without a limit of its own: `put` never waits, so the loop never waits for a server.
+        self.calls: queue.SimpleQueue[tuple[str, tuple]] = queue.SimpleQueue()
+        self.failures = self.dropped = 0
+        self.deadline: float | None = None  # by time.monotonic(), once the run ends
+        self.ends = threading.Event()  # set when the run ends; wakes the thread from a delay
+        self.thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
+        self.thread.start()
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        self._add("write", record, group)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._add("text", name, text, step)
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        self._add("image", name, png, step)
+
+    # Whether the sink has a method `table` is not known yet: the thread makes the sink. `_call` asks it.
+    def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
+        self._add("table", name, rows, text, step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Ask the sink to end; the caller then waits with `wait`."""
+        self.calls.put(("close", (error,)))
+
+    def wait(self, deadline: float) -> None:
+        """Wait until the sink has ended, at most until `deadline` (by time.monotonic()), and log what was lost."""
+        self.deadline = deadline
+        self.ends.set()
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+        # The call that is at work when the time is over counts as lost too: the thread ends with the process.
+        lost = self.dropped + self.calls.qsize() + self.thread.is_alive()
+        if self.failures or lost:
+            log.warning("logging.sinks=%s: %d failures; %d calls are lost", self.name, self.failures, lost)
+
+    def _add(self, method: str, *arguments: Any) -> None:
+        if self.calls.qsize() < MAX_QUEUED:
+            self.calls.put((method, arguments))
+        else:
+            self.dropped += 1
+
+    def _work(self) -> None:
+        """Make the sink, and hand it the calls until `close` is done or the deadline has passed."""
+        # Making the sink logs in at a server. Without it every call is lost, so this is tried until the run ends. The
+        # calls wait in the queue meanwhile.
+        sink = None
+        while sink is None:
+            sink = self._try(lambda: self.make(self.start))
+            if sink is None and self._is_late():
+                return
+        while True:
+            method, arguments = self.calls.get()
+            if self._try(lambda method=method, arguments=arguments: _call(sink, method, arguments)) is None:  # type: ignore[misc]
+                self.dropped += 1
+            if method == "close" or self._is_late():
+                return
+
+    def _try(self, work: Callable[[], Any]) -> Any:
+        """Return the result of `work()`, which may fail a few times; None where it fails every time."""
+        for delay_s in (*DELAYS_S, None):
+            try:
+                return work()
+            except Exception as error:
+                self.failures += 1
+                if self.failures == 1:
+                    reason = (str(error).splitlines() or [""])[0][:300]
+                    log.warning(
+                        "logging.sinks=%s fails: %s: %s; it is tried again, and the run goes on",
+                        self.name, type(error).__name__, reason,
+                    )  # fmt: skip
+            if delay_s is None or self._is_late():
+                break
+            # When the run ends, delays are at most a second: the process waits for this thread.
+            if self.ends.wait(delay_s):
+                time.sleep(min(delay_s, 1))
+        return None
+
+    def _is_late(self) -> bool:
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+def _call(sink: Sink, method: str, arguments: tuple) -> bool:
+    """Call a method of the sink, and return True: `_try` returns None for a call that failed."""
+    if method == "table":
+        give_table(sink, *arguments)
+    else:
+        getattr(sink, method)(*arguments)
+    return True
+
+
+# metrics.jsonl: one JSON object a line, for each record of numbers.
+
+
+class Jsonl:
+    """The file metrics.jsonl in the run's folder; a resumed run appends to it."""
+
+    def __init__(self, start: Start):
+        # Line by line: a run that is killed has lost no line, and `tail -f` shows each step.
+        self.file = open_lines(start.folder / "metrics.jsonl")
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Texts are in the log."""
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """Pictures are files of their own."""
+
+    def close(self, error: BaseException | None) -> None:
+        self.file.close()
+
+
+# TensorBoard events, in the run's folder: `tensorboard --logdir outputs/`.
+
+
+class TensorBoard:
+    """Numbers as scalars GROUP/NAME, texts as they are, pictures."""
+
+    def __init__(self, start: Start):
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # takes a while to import
+
+        self.events = EventFileWriter(str(start.folder))
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        scalars = [(k, v) for k, v in record.items() if k != "step" and isinstance(v, int | float)]
+        self._add(record["step"], [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in scalars])
+
+    def text(self, name: str, text: str, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text import metadata
+        from tensorboard.util import tensor_util
+
+        # TensorBoard reads texts as Markdown, in which four spaces before each line mean: show it as it is.
+        tensor = tensor_util.make_tensor_proto("    " + text.replace("\n", "\n    "))
+        self._add(step, [Summary.Value(tag=name, metadata=metadata.create_summary_metadata(name, ""), tensor=tensor)])
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # A PNG begins with 8 bytes of its own and 8 of the head of its first chunk, IHDR; then width and height.
+        width, height = (int.from_bytes(png[start : start + 4], "big") for start in (16, 20))
+        image = Summary.Image(width=width, height=height, encoded_image_string=png)
+        self._add(step, [Summary.Value(tag=name, image=image)])
+
+    def close(self, error: BaseException | None) -> None:
+        self.events.close()
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self.events.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+
+
+# The console: a progress bar on a terminal, and a line every so many steps, which train.log gets too.
+
+
+class Terminal:
+    """Training numbers for people, also those of the log file. Every run has this sink."""
+
+    def __init__(self, start: Start):
+        self.every_steps, self.last_step = start.config["logging"]["every_steps"], start.last_step
+        self.progress: Progress | None = None
+        if sys.stdout.isatty():
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            self.progress = Progress(*columns, transient=True)
+            self.task = self.progress.add_task("compiling", total=None)
+            self.progress.start()
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        if group != "train":
+            return
+        step = record["step"]
+        # In reinforcement learning the loss says little: it is near 0, or moves with the batch. The reward says how the
+        # run goes.
+        name = "reward" if "reward" in record else "loss"
+        line = f"{name} {_decimals(record[name])}  {record['tokens_per_s']:,.0f} tokens/s"
+        if record["mfu"] is not None:
+            line += f"  MFU {record['mfu']:.1%}"
+        if record.get("dropped_share"):
+            line += f"  dropped {record['dropped_share']:.2%}"
+        if self.progress:
+            self.progress.update(self.task, completed=step, total=self.last_step, description=line)
+        if step % self.every_steps == 0 or step == self.last_step:
+            left = timedelta(seconds=round((self.last_step - step) * record["step_time_s"]))
+            log.info(
+                f"step {step}/{self.last_step}  {line}  grad norm {_decimals(record['grad_norm'])}  "
+                f"lr {record['learning_rate']:.2e}  step {record['step_time_s']:.3f} s  {left} left"
+            )
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Texts are logged by those that write them."""
+
+    def image(self, name: str, png: bytes, step: int) -> None:
+        """A terminal shows no pictures."""
+
+    def close(self, error: BaseException | None) -> None:
+        if self.progress:
+            self.progress.stop()
+
+
+def _decimals(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,264 @@
+"""Choices that a config leaves to the mesh of a run and to its devices: `select` makes all of them, before a trace."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from tunix.base.errors import UserError
+from tunix.config import Config, Model, Training, list_dims
+from tunix.config.batch import BatchKeys, BatchShape
+from tunix.config.layers import ExpertsMlp
+from tunix.config.pipeline import PipelineShape
+from tunix.config.training import REMAT, REMAT_BY_PLATFORM
+from tunix.models.context_parallel import select_exchange
+from tunix.models.expert_parallel import check_expert_exchange, select_expert_exchange
+from tunix.models.kernels import Choice, choose_kernels, select_expert_matmul
+from tunix.models.remat import Remat
+from tunix.sharding.layout import STRATEGIES, Layout
+from tunix.sharding.mesh import device_mesh
+from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
+from tunix.sharding.table import data_axes, keeping_axes
+
+log = logging.getLogger(__name__)
+
+Options = dict[str, bool | int | float | str]
+
+
+class Planned(NamedTuple):
+    """Keys that a plan may choose: their values in the config, or those that the plan has found."""
+
+    mesh_shape: Any
+    batch: BatchKeys
+    remat: str
+    cp_exchange: str
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Planned":
+        return cls(cfg.model.mesh_shape, cfg.training, cfg.training.remat, cfg.model.cp_exchange)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a config leaves to its mesh and its devices. All is chosen before anything is traced, and read from here."""
+
+    planned: Planned
+    shape: BatchShape
+    layout: Layout  # with kernels, exchanges, products of experts, and whether devices split the residual stream
+    pipeline: PipelineShape
+    parts_per_stage: int | None  # `Training.parts_per_stage`
+    remat: Remat  # what blocks keep for their backward pass
+    sync_every: int  # microbatches between two reductions of gradients
+    prefetch: bool  # layers gather ahead
+    options: Options  # of XLA, which hide communication
+    reasons: dict[str, str]  # of choices that the config left open, by key
+
+    @property
+    def batch(self) -> BatchKeys:
+        return self.planned.batch
+
+    def reason(self, key: str) -> str:
+        """Return the reason of a choice in brackets, to stand behind it; nothing where the config made the choice."""
+        return f" ({self.reasons[key]})" if key in self.reasons else ""
+
+
+def select(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None, planned: Planned | None = None
+) -> Choices:
+    """Make all choices of a config on a mesh. `platform` is that of the devices, where the mesh has none.
+
+    Raises:
+        UserError: a value of the config does not run on this mesh.
+    """
+    training, sizes, device, planned = cfg.training, mesh.shape, find_device(mesh), planned or Planned.of(cfg)
+    platform = platform or (device.platform if device else None)
+    reasons: dict[str, str] = {}
+    layout = _lay_out(cfg, planned, sizes, device, platform, reasons)
+    pipeline = planned.batch.pipeline(sizes)
+    sync_every = _choose_sync(training, sizes, pipeline)
+    remat = _choose_remat(training, planned.remat, platform)
+    prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
+    shape, parts = planned.batch.batch_shape(sizes), planned.batch.parts_per_stage(sizes)
+    return Choices(planned, shape, layout, pipeline, parts, remat, sync_every, prefetch, options, reasons)
+
+
+def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None, planned: Planned | None = None) -> Mesh:
+    """Return the mesh of a run; see `device_mesh`."""
+    mesh_shape = (planned or Planned.of(cfg)).mesh_shape
+    return device_mesh(mesh_shape, cfg.dims, cfg.distributed.allow_idle_devices, devices)
+
+
+def find_device(mesh: Mesh | AbstractMesh) -> AbstractDevice | None:
+    """Return platform and kind of the devices of a mesh; None if it has none."""
+    return (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
+
+
+def build_layout(cfg: Config, mesh: Mesh | AbstractMesh) -> Layout:
+    """Return the layout of a config on a mesh, whatever its batch is."""
+    device = find_device(mesh)
+    return _lay_out(cfg, Planned.of(cfg), mesh.shape, device, device.platform if device else None, {})
+
+
+def _lay_out(
+    cfg: Config,
+    planned: Planned,
+    sizes: Mapping[str, int],
+    device: AbstractDevice | None,
+    platform: str | None,
+    reasons: dict[str, str],
+) -> Layout:
+    """Return the layout of a run, and add the reasons of its choices to `reasons`."""
+    model, dtypes = cfg.model, cfg.training.dtypes
+
+    def name(key: str, value: str, choice: Choice) -> str:
+        if value == "auto":
+            reasons[f"model.{key}"] = choice.reason
+        return choice.name
+
+    kernels = choose_kernels(model, dtypes["compute"], device)
+    products = select_expert_matmul(model.expert_products, dtypes["compute"], device)
+    layout = Layout(
+        STRATEGIES[cfg.training.sharding_strategy],
+        frozenset(unsplit_dims(list_dims(cfg.model, planned.batch), sizes)),
+        dtypes["param"],
+        dtypes["compute"],
+        dtypes["reduce"],
+        block_matmul="plain" if cfg.training.matmul_dtype is None else cfg.training.matmul_dtype,
+        moments_on_host=cfg.training.offload == "optimizer",
+        kernels=tuple(
+            (dim_name, name(f"attention.{dim_name}", model.attention, each)) for dim_name, each in kernels.items()
+        ),
+        cp_exchange=name("cp_exchange", planned.cp_exchange, select_exchange(model, sizes, planned.cp_exchange)),
+        expert_products=name("expert_products", model.expert_products, products),
+        expert_exchange=name("expert_exchange", model.expert_exchange, select_expert_exchange(model, sizes, platform)),
+        splits_stream=_splits_stream(model, planned.batch, sizes),
+    )
+    check_expert_exchange(model, layout.expert_exchange, device)
+    return layout if num_stages(sizes) > 1 else layout.with_all_layers()
+
+
+def _splits_stream(model: Model, batch: BatchKeys, sizes: Mapping[str, int]) -> bool:
+    """Return whether devices split the tokens of the residual stream.
+
+    Experts with biases keep it whole: jax 0.10.2 cannot give such a vector to tokens that vary over more axes than it.
+    """
+    has_biases = isinstance(model.mlp, ExpertsMlp) and model.mlp.biases
+    if has_biases and batch.sequence_parallel is True:
+        raise UserError(
+            "training.sequence_parallel=true: the experts of this model have biases (model.mlp.biases=true); set "
+            "training.sequence_parallel=auto"
+        )
+    return batch.splits_stream(sizes) and not has_biases
+
+
+def _choose_remat(training: Training, policy: str, platform: str | None) -> Remat:
+    if policy == "budget":
+        raise UserError(
+            f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {', '.join(REMAT)}"
+        )
+    if policy == "auto":
+        policy = REMAT_BY_PLATFORM.get(platform or "", "full")
+    return Remat(policy, training.remat_every, on_host=training.offload == "activations")
+
+
+def _choose_sync(training: Training, sizes: Mapping[str, int], pipeline: PipelineShape) -> int:
+    """Return the microbatches between two reductions of gradients.
+
+    Where an axis splits the gradients, a reduction once a step needs whole gradients on each device, and weights that
+    are gathered for the step. Elsewhere each device has whole gradients anyway.
+    """
+    strategy, every = STRATEGIES[training.sharding_strategy], training.sync_gradients_every
+    if every == "auto":
+        splits = strategy.gradients and any(sizes[axis] > 1 for axis in keeping_axes())
+        every = 1 if splits or data_shards(sizes) == 1 else pipeline.num_microbatches
+    # On stages a tick works on parts of two microbatches, whose gradients are added up together: they are reduced in
+    # every tick, or once for all microbatches.
+    if pipeline.num_stages > 1 and (every > 1 or strategy.gathered_for == "step"):
+        return pipeline.num_microbatches
+    return every
+
+
+# How communication hides behind arithmetic: layers that gather ahead, and options of XLA, chosen from the mesh.
+#
+# training.overlap   XLA's options   layers gather ahead (models/prefetch.py)
+# none               its own         no
+# options            of `OPTIONS`    no
+# prefetch           of `OPTIONS`    yes
+
+# By platform; a platform that is not named has none, and `auto` takes `none` there.
+OPTIONS: dict[str, Options] = {
+    # Collectives that XLA's scheduler lets run at the same time. With 1, its own choice, a gather waits for the sum
+    # before it, and begins only when its result is already needed.
+    "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 8},
+}
+
+
+def _choose_overlap(
+    cfg: Config, layout: Layout, sync_every: int, sizes: Mapping[str, int], platform: str | None
+) -> tuple[bool, Options, str]:
+    """Return whether layers gather ahead, options of XLA, and the reason.
+
+    Raises:
+        UserError: `prefetch` where layers cannot gather ahead.
+    """
+    name, options = cfg.training.overlap, OPTIONS.get(platform or "", {})
+    lacks = _find_obstacle(cfg, layout, sync_every)
+    if name == "prefetch" and lacks:
+        raise UserError(f"training.overlap=prefetch: {lacks}; training.overlap=auto takes what fits")
+    if name != "auto":
+        return name == "prefetch", {} if name == "none" else options, f"training.overlap={name}"
+    if not options:
+        return False, {}, f"on {platform or 'no device'}: XLA's own order"
+    if all(sizes[axis] == 1 for axis in (*data_axes(), *keeping_axes())):
+        return False, options, "no weights or gradients travel"
+    return not lacks, options, lacks or "layers gather their weights"
+
+
+def _find_obstacle(cfg: Config, layout: Layout, sync_every: int) -> str | None:
+    """Return why layers cannot gather ahead; None if they can."""
+    training = cfg.training
+    for key in ("shared_kv", "layer_inputs"):
+        if getattr(cfg.model, key) is not None:
+            return f"model.{key} has gradients that a scan which gathers ahead does not give"
+    if not layout.gathers_in_blocks(sync_every):
+        return (
+            f"with training.sharding_strategy={training.sharding_strategy} and gradients reduced every {sync_every} "
+            "microbatch(es), weights are gathered once for the step"
+        )
+    if training.remat_every > 1:
+        return f"training.remat_every={training.remat_every} takes so many layers at a time"
+    if training.offload == "activations":
+        return "training.offload=activations waits for the host's memory in each layer"
+    return None
+
+
+def keep_known_options(options: Options, mesh: Mesh | AbstractMesh) -> Options:
+    """Return those of `options` that the installed compiler knows for the devices of a mesh, which need not exist.
+
+    Options of XLA come and go with its versions. One that is gone makes a step slower; it must not end a run.
+    """
+    # XLA has no list of its options to ask: an empty program is compiled with each of them.
+    known = {}
+    for name, value in options.items():
+        try:
+            _compile_nothing({name: value}, NamedSharding(mesh, PartitionSpec()))
+        except jax.errors.JaxRuntimeError as error:
+            log.warning("compiler option %s=%s is left out: %s", name, value, str(error).splitlines()[0])
+        else:
+            known[name] = value
+    return known
+
+
+def check_compiler_options(options: Options) -> None:
+    """Raise `UserError` for an option of a user that XLA does not know, before anything is written."""
+    try:
+        _compile_nothing(options)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"training.compiler_options: {str(error).splitlines()[0]}") from None
+
+
+def _compile_nothing(options: Any, sharding: NamedSharding | None = None) -> None:
+    jax.jit(lambda: 0, out_shardings=sharding).lower().compile(compiler_options=options)

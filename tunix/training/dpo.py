@@ -1,0 +1,98 @@
+"""Loss of pairs of answers: the chosen one becomes likelier than the rejected one, compared with a reference model.
+
+A row of the batch has whole pairs. A pair is two segments: the chosen answer with an odd number, and the rejected one
+with the even number behind it.
+
+    segment_ids           1 1 1 1 2 2 2 3 3 3 4 4 4 4 0 0     two pairs
+    loss_mask             0 0 1 1 0 1 1 0 1 1 0 0 1 1 0 0     the tokens of the answers
+    reference_log_probs   0 0 0 x 0 0 y 0 0 z 0 0 0 w 0 0     of each answer, at its last token
+
+    margin = (log p(chosen) - x) - (log p(rejected) - y)      nats: how far the policy has moved the pair apart
+
+DPO is arXiv:2305.18290, its smoothed labels arXiv:2306.14111, IPO arXiv:2310.12036.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tunix.config.task import Dpo
+from tunix.data.batch import FIELDS, Batch, Field
+from tunix.models.transformer import Transformer
+from tunix.training.logprobs import ROUTING, Loss, Sums, add_block_sums, compute_token_log_probs
+
+PAIR_FIELDS = {
+    **FIELDS,
+    "reference_log_probs": Field("ABT", "float32"),  # of an answer under the model of step 0, at its last token
+}
+
+
+class Sides(NamedTuple):
+    """A number for each side of each pair, [B, T / 2]; 0 where a row has fewer pairs."""
+
+    chosen: jax.Array
+    rejected: jax.Array
+
+
+def preference_loss(
+    model: Transformer, batch: Batch, seed: jax.Array | None = None, *, task: Dpo, chunk_size: int | str
+) -> Loss:
+    """Compute the loss of the pairs of a batch [B, T], summed over pairs; its weight is their number."""
+    per_token, blocks = compute_token_log_probs(model, batch, seed, chunk_size=chunk_size)
+    with jax.named_scope("loss"):
+        log_probs = sum_answers(per_token * batch["loss_mask"], batch)
+        reference = sum_answers(batch["reference_log_probs"], batch)
+        num_tokens = sum_answers(batch["loss_mask"], batch)
+        if task.objective == "ipo" or task.length_normalized:
+            log_probs, reference = (
+                Sides(*(side / jnp.maximum(count, 1) for side, count in zip(sides, num_tokens, strict=True)))
+                for sides in (log_probs, reference)
+            )
+        # How much likelier each answer has become since step 0. The reference has no gradient: it is data of the batch.
+        gains = Sides(*(now - before for now, before in zip(log_probs, reference, strict=True)))
+        margin = gains.chosen - gains.rejected
+        # A row has room for T / 2 pairs and has fewer; a pair of which one answer has no tokens left is none.
+        is_pair = ((num_tokens.chosen > 0) & (num_tokens.rejected > 0)).astype(jnp.float32)
+
+        def total(per_pair):
+            return jnp.sum(per_pair * is_pair)
+
+        penalty, block_sums = add_block_sums(blocks, jnp.sum(is_pair, 1))
+        loss = total(OBJECTIVES[task.objective](margin, task))
+        sums: Sums = {
+            "loss": loss,
+            # Of pairs that are as far apart as at step 0, half are counted: the first step has no right order yet.
+            "accuracy": total((margin > 0) + 0.5 * (margin == 0)),
+            "margin": total(task.beta * margin),
+            "reward_chosen": total(task.beta * gains.chosen),
+            "reward_rejected": total(task.beta * gains.rejected),
+            **block_sums,
+        }
+        return Loss(loss + penalty, jnp.sum(is_pair), sums)
+
+
+def sum_answers(x: jax.Array, batch: Batch) -> Sides:
+    """Sum [B, T] over the tokens of each side of each pair. The order of the sum is the same on every mesh."""
+    numbers = 2 * jnp.arange(x.shape[1] // 2)[:, None]
+    segments = batch["segment_ids"][:, None, :]
+    # A comparison in place of a scatter, whose order of adding is open on a GPU; it fuses: [B, T / 2, T] never exists.
+    return Sides(*(jnp.sum(jnp.where(segments == numbers + side, x[:, None, :], 0), -1) for side in (1, 2)))
+
+
+def _sigmoid(margin: jax.Array, task: Dpo) -> jax.Array:
+    scaled, smoothing = task.beta * margin, task.label_smoothing
+    return -(1 - smoothing) * jax.nn.log_sigmoid(scaled) - smoothing * jax.nn.log_sigmoid(-scaled)
+
+
+def _ipo(margin: jax.Array, task: Dpo) -> jax.Array:
+    return (margin - 1 / (2 * task.beta)) ** 2
+
+
+OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo}
+
+
+def evaluate_preferences(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
+    """Return means over the pairs of a held-out set, and how many there are; the sums and the weight are scalars."""
+    means = {name: float(value) / float(weight) for name, value in sums.items() if name != ROUTING}
+    return {**means, "eval_pairs": int(weight)}

@@ -1,0 +1,141 @@
+"""Losses: what is minimised, what it is divided by, and sums to report. Sums, not means: microbatches are added up."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tunix.base.dotted_path import blame_user, import_object, is_dotted
+from tunix.base.errors import UserError, did_you_mean
+from tunix.config import Config
+from tunix.config.task import Dpo, Grpo
+from tunix.data.batch import FIELDS, Batch, Field
+from tunix.models.transformer import Transformer
+from tunix.training.dpo import PAIR_FIELDS, evaluate_preferences, preference_loss
+from tunix.training.grpo import POLICY_FIELDS, policy_loss
+from tunix.training.logprobs import (
+    ROUTING,
+    Loss,
+    LossFn,
+    Mean,
+    Scores,
+    Sums,
+    add_block_sums,
+    compute_token_log_probs,
+    sum_over_tokens,
+)
+
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossFn",
+    "LossKind",
+    "Mean",
+    "add_block_sums",
+    "compute_token_log_probs",
+    "find_loss_kind",
+    "next_token_loss",
+]
+
+
+class LossKind(NamedTuple):
+    """A row of the table of losses."""
+
+    make: Callable[[Config], LossFn]  # takes from the config what this loss needs
+    evaluate: Callable[[Sums, jax.Array, int], dict[str, float]]  # (sums, weight, bytes of the text) of a held-out set
+    fields: Mapping[str, Field] = FIELDS  # of the batches that it takes
+
+
+def next_token_loss(
+    model: Transformer, batch: Batch, seed: jax.Array | None = None, *, chunk_size: int | str, z_loss: float
+) -> Loss:
+    """Compute the next-token cross entropy in nats over tokens [B, T] where `loss_mask` is not 0.
+
+    Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone.
+    """
+
+    def token_loss(scores: Scores, fields: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        mask = fields["loss_mask"]
+        nll, squares = scores.nll * mask, z_loss * (scores.log_z**2 * mask)
+        return nll + squares, {"loss": nll, "z_loss": squares}
+
+    # The blocks' penalties are means over tokens of a sequence, and count by the tokens that it has in the loss.
+    objective, sums, blocks = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size)
+    added, reported = add_block_sums(blocks, jnp.sum(batch["loss_mask"], 1))
+    return Loss(objective + added, jnp.sum(batch["loss_mask"]), sums | reported)
+
+
+def _measure_text(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
+    """Return the mean loss (nats per token), perplexity and bits per byte of a text.
+
+    Bits per byte do not depend on the tokenizer.
+    """
+    nll, num_tokens = float(sums["loss"]), float(weight)
+    loss = nll / num_tokens
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nll / math.log(2) / num_bytes,
+        "eval_tokens": int(num_tokens),
+    }
+
+
+def _make_next_token(cfg: Config) -> LossFn:
+    return partial(next_token_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
+
+
+def _make_policy(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Grpo)
+    return partial(
+        policy_loss,
+        task=cfg.task,
+        sampling=cfg.sampling,
+        chunk_size=cfg.training.loss_chunk_size,
+        z_loss=cfg.training.z_loss,
+    )
+
+
+def _make_preference(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Dpo)
+    return partial(preference_loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
+
+
+LOSSES = {
+    "next_token": LossKind(_make_next_token, _measure_text),  # of sft too: its loss_mask keeps only the answers
+    "dpo": LossKind(_make_preference, evaluate_preferences, PAIR_FIELDS),
+    "grpo": LossKind(_make_policy, _measure_text, POLICY_FIELDS),
+}
+
+
+def find_loss_kind(cfg: Config) -> LossKind:
+    """Return the row of the table that `task.loss` or else the task names, or a row made of the user's own loss."""
+    name = cfg.task.loss or cfg.task.default_loss  # a task has a loss of its own, which task.loss replaces
+    if is_dotted(name):
+        return LossKind(lambda cfg: import_object(name), _measure_text)
+    if name not in LOSSES:
+        hint = did_you_mean(name, list(LOSSES))
+        raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
+    return LOSSES[name]
+
+
+def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transformer], params: Any, batch: Batch) -> None:
+    """Trace a user's own loss on shapes: a microbatch [B, T] and parameters, of which `model` makes the model.
+
+    Raises:
+        UserError: the loss fails, or does not return a `Loss` of float scalars with `loss` among its sums.
+    """
+    if cfg.task.loss is None or not is_dotted(cfg.task.loss):
+        return
+    seed = jax.ShapeDtypeStruct((), "int32")
+    with blame_user("task.loss", cfg.task.loss):
+        loss = jax.eval_shape(lambda params, batch, seed: loss_fn(model(params), batch, seed), params, batch, seed)
+        if not isinstance(loss, Loss) or "loss" not in loss.sums:
+            raise TypeError("it must return tunix.training.loss.Loss(objective, weight, sums) with sums['loss']")
+        local_sums = {name: value for name, value in loss.sums.items() if name != ROUTING}
+        for name, value in {"objective": loss.objective, "weight": loss.weight, **local_sums}.items():
+            for leaf in jax.tree.leaves(value):
+                if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                    raise TypeError(f"its {name} is {leaf.dtype}{list(leaf.shape)}, not a float scalar")

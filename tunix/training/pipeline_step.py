@@ -1,0 +1,483 @@
+"""Gradients of a step by 1F1B: the backward pass of a part of the batch begins while other parts go in.
+
+PipeDream's schedule with a flush at the end of the step (Narayanan et al. 2021, arXiv:2006.09503), in one program: all
+stages do the same in a tick. In tick t stage s computes forward what stage 0 took in tick t - s, and goes backward
+through part t - 2 (S - 1) + s. So the last stage goes backward through a part in the tick in which it finishes it:
+
+    tick           0    1    2    3    4    5    6    7    8         S = 3 stages, M = 5 parts
+    stage 0  F    p0   p1   p2   p3   p4
+             B                        p0   p1   p2   p3   p4
+    stage 1  F         p0   p1   p2   p3   p4
+             B                   p0   p1   p2   p3   p4
+    stage 2  F              p0   p1   p2   p3   p4
+             B              p0   p1   p2   p3   p4
+                   |-------| |--------------------| |------|
+                    forward    forward, backward     backward        S - 1, M and S - 1 ticks
+
+A stage keeps the rows that it took until it goes backward through them: of at most 2 S - 1 parts, however many there
+are. The parts of all microbatches of a step follow one another, so the stages fill and empty once a step.
+
+With several chunks of layers on each stage (interleaved), a part goes through the stages once for each chunk, as
+`Turns` says. Layers are dealt out to the stages before the first tick, and gradients are taken back after the last one.
+
+The last stage has one part at a time. Its logits, its loss and the embedding of the part that comes in are the work of
+all stages, which split its tokens.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec, reshard
+
+from tunix.data.batch import Batch
+from tunix.models.block import Forward, Rows
+from tunix.models.layers import BlockSums, merge_stages
+from tunix.models.pipeline import Lanes
+from tunix.models.transformer import Transformer
+from tunix.sharding.layout import Layout
+from tunix.training.logprobs import ROUTING, LossFn, Sums, add_sums
+from tunix.training.pipeline_schedule import Chunks, ScheduleSlot, Turns
+from tunix.training.state import Architecture, Weight, add_gradients, keep_trained
+from tunix.training.step import Gradients
+
+# Model of a step whose blocks lie on stages, and the parts of the batch that go through it.
+#
+#    outside of the stages    [rows, t, ...]       one part; all stages split its tokens     embedding, final norm, loss
+#    on the stages            [S, rows, T, ...]    each stage has rows of a part of its own  blocks
+#
+# `StagedModel.enter` and `StagedModel.leave` are the two ways between them.
+
+# What a stage changes of its rows, and what has a gradient: the residual stream x [..., T, D], and the penalties of the
+# routers by name, [...].
+Stream = tuple[jax.Array, dict[str, jax.Array]]
+
+
+def take_stream(rows: Rows) -> Stream:
+    """Return what a stage changes of its rows: x [..., T, D], and the penalties by name, [...]."""
+    return rows.x, rows.penalties
+
+
+def replace_stream(rows: Rows, stream: Stream) -> Rows:
+    """Return rows with x [..., T, D] and penalties [...], what `take_stream` returns, replaced."""
+    x, penalties = stream
+    return rows._replace(x=x, penalties=penalties)
+
+
+class AfterBlocks:
+    """A model whose blocks have run: a loss takes their result, [B, T, D], as if the model had computed it."""
+
+    def __init__(self, model: Transformer, x: jax.Array, penalties: dict[str, jax.Array]):
+        self.model, self.x, self.penalties = model, x, penalties
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def hidden(self, *_: Any) -> tuple[jax.Array, BlockSums]:
+        """Return the result of the final norm, [B, T, D], and the penalties; ticks count the routing of experts."""
+        return self.model.finish(self.x), BlockSums(self.penalties, None)
+
+    def __call__(self, *tokens: Any) -> jax.Array:
+        """Return logits [B, T, V] float32."""
+        tables = self.model.tables()
+        return self.model.logits(tables, self.hidden()[0])
+
+
+class Parts:
+    """Parts of the batch of a step, of all its microbatches, in the order in which they go in: arrays [M, rows, ...].
+
+    A number that is that of no part (a bubble) gives the first part or the last one: what comes of it is left out.
+    """
+
+    def __init__(self, model: Transformer, lanes: Lanes, batch: Batch, seeds: jax.Array, layout: Layout):
+        """`seeds` [A] are those of the microbatches, `layout` is that of one part outside of the stages."""
+        # Fields are laid out by parts once, before the first tick: the ticks then take one by its number.
+        self.lanes, self.seeds = lanes, seeds
+        self.fields = {name: lanes.list_parts(x, model.parts_per_stage, layout) for name, x in batch.items()}
+        self.entering = list_entering(model, lanes, batch, seeds[0], layout)
+        self.count = len(self.fields["tokens"])
+        self.per_microbatch = self.count // len(seeds)
+
+    def batch(self, number: jax.Array | int) -> Batch:
+        """Return the fields of a part, [rows, t]."""
+        return self._take(self.fields, number)
+
+    def mask_inputs(self, number: jax.Array | int) -> Rows:
+        """Return what the rows of a part have on stages beside x and the batch, [rows]."""
+        return self._take(self.entering, number)
+
+    def seed(self, number: jax.Array | int) -> jax.Array:
+        """Return the seed, a scalar, of the microbatch of a part."""
+        return self.seeds[number // self.per_microbatch]
+
+    def seeds_on_stages(self, numbers: jax.Array) -> jax.Array:
+        """Return the seeds [S] of the parts [S] that the stages work on."""
+        spec = PartitionSpec(self.lanes.stage_axes)
+        return self.seeds.at[self._clip(numbers) // self.per_microbatch].get(out_sharding=spec)
+
+    def _take(self, arrays: Any, number: jax.Array | int) -> Any:
+        slot_index = self._clip(number)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot_index, keepdims=False), arrays)
+
+    def _clip(self, number: jax.Array | int) -> jax.Array:
+        return jnp.clip(number, 0, self.count - 1)
+
+
+def list_entering(model: Transformer, lanes: Lanes, batch: Batch, seed: jax.Array, layout: Layout) -> Rows:
+    """Return, for each part of the step, what its rows have on stages beside x and the batch: arrays [M, rows]."""
+    count = len(batch["tokens"])
+    rows = model.stacks.enter_stages(Rows(None, batch["positions"][0], None), seed)._replace(positions=None)
+
+    def of_parts(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
+        repeated = jnp.broadcast_to(x, (count, *x.shape), out_sharding=spec)
+        return lanes.list_parts(repeated, model.parts_per_stage, layout)
+
+    return jax.tree.map(of_parts, rows)
+
+
+class StagedModel:
+    """The model of a step in two pieces: its blocks, whose layers the stages split, and everything outside of them.
+
+    A method takes the trained weights that it is differentiated by: `chunk`, those of one chunk of each stage, or
+    `outer`. They have None in the place of frozen weights, which come from the step.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        loss_fn: LossFn,
+        params: dict[str, Any],
+        weights: dict[str, Any],
+        parts: Parts,
+        chunks: Chunks,
+    ):
+        """`params` are at rest; `weights` are gathered, unless blocks gather them themselves."""
+        self.model, self.arch, self.loss_fn = arch.module(params), arch, loss_fn
+        self.outer = arch.with_tokens_on_stages()
+        self.parts, self.chunks = parts, chunks
+        self.lanes = parts.lanes
+        self.names = tuple(stack.name for stack in self.model.stacks)
+        self.forward = Forward(self.model.mix_of_row, parts.fields["tokens"].shape[-1])
+        values = {name: self.model.stacks.layers_of(name, self.forward)[1] for name in self.names}
+        self.values = jax.tree.map(chunks.split_values, values)  # of the layers: windows, angles
+        self.stored_blocks = {name: params[name] for name in self.names}
+        self.block_weights = jax.tree.map(chunks.split, {name: weights[name] for name in self.names})
+        self.outer_weights = {key: tree for key, tree in weights.items() if key not in self.names}
+
+    def trained(self) -> tuple[Any, Any]:
+        """Return the trained weights of the blocks, and those outside of them."""
+        is_trained = dict(self.arch.is_trained)
+        in_blocks = {name: is_trained.pop(name) for name in self.names}
+        return keep_trained(self.block_weights, in_blocks), keep_trained(self.outer_weights, is_trained)
+
+    def embed(self, outer: Any, part: Batch) -> jax.Array:
+        """Return the residual stream of a part before the first block, [rows, t, D]."""
+        model = self._outer_model(outer)
+        return model.embed(model.tables(), part["tokens"], part["positions"])
+
+    def loss(
+        self, outer: Any, stream: Stream, part: Batch, seed: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, Sums]]:
+        """Return the objective of a part whose blocks have run, and beside it its weight and its sums; all are
+        scalars."""
+        after = AfterBlocks(self._outer_model(outer), *stream)
+        result = self.loss_fn(after, part, seed)  # type: ignore[arg-type]
+        return result.objective, (result.weight, result.sums)
+
+    def run_blocks(self, chunk: Any, stream: Stream, rows: Rows, slot: ScheduleSlot) -> tuple[Stream, Any]:
+        """Run the chunk of layers of every stage that has its turn, on the rows of the part that has its turn there.
+
+        Returns:
+            The stream [S, rows, T, D], and the routing of the experts, in which bubbles do not count.
+        """
+        # Trained weights come as an argument, because they are differentiated by; frozen ones are taken from the step.
+        frozen, values = (self.chunks.take(tree, slot.chunk) for tree in (self.block_weights, self.values))
+        weights = self.arch.merge(chunk, frozen)
+        layers = {name: (weights[name], values[name]) for name in self.names}
+        forward = self.forward._replace(seed=self.parts.seeds_on_stages(slot.part))
+        rows, routing = self.model.stacks.run_on_stages(layers, replace_stream(rows, stream), forward)
+        return take_stream(rows), self.lanes.leave_bubbles_out(routing, slot.part, self.parts.count)
+
+    def enter(self, outer: Any, number: jax.Array | int) -> Rows:
+        """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...].
+
+        Only the first stage uses them. But they are made of tokens that all stages have split among them, so each
+        stage gathers all tokens: a gather has the same shape on every device.
+        """
+        lanes, spec, part = self.lanes, self.model.block_layout.activation, self.parts.batch(number)
+        x = self._on_every_stage(self.embed(outer, part))
+        positions = lanes.on_every_stage(part["positions"], spec("BT"))
+        segments = lanes.on_every_stage(part["segment_ids"], spec("BS"))
+        mask_inputs = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), self.parts.mask_inputs(number))
+        return mask_inputs._replace(x=x, positions=positions, mask_inputs=segments)
+
+    def leave(self, condition: jax.Array, stream: Stream) -> Stream:
+        """Return the stream of the one stage where the condition [S] holds, [rows, t, D], split by all stages.
+
+        The other stages add zeros, and the sum over stages is scattered over the tokens: one reduce-scatter.
+        """
+        (x, penalties), lanes, layout = stream, self.lanes, self.outer.layout
+        spec = layout.activation
+        penalties = jax.tree.map(lambda each: lanes.from_stage(condition, each, spec("B")), penalties)
+        x = reshard(x, PartitionSpec(lanes.stage_axes, *self.model.block_layout.activation("BTD")))
+        return layout.split_stream(lanes.from_stage(condition, x, spec("BTD"))), penalties
+
+    def spread(self, stream: Stream) -> Stream:
+        """Return a stream from outside of the stages on every stage: the opposite of `leave`."""
+        (x, penalties), spec = stream, self.model.block_layout.activation
+        penalties = jax.tree.map(lambda each: self.lanes.on_every_stage(each, spec("B")), penalties)
+        return self._on_every_stage(x), penalties
+
+    def _outer_model(self, outer: Any) -> Transformer:
+        return self.outer.module(self.arch.merge(outer, self.outer_weights) | self.stored_blocks)
+
+    def _on_every_stage(self, x: jax.Array) -> jax.Array:
+        """Return [rows, t, D] from outside of the stages as [S, rows, t, D], the same on each stage.
+
+        The axes of the stages split no tokens there.
+        """
+        spec = self.model.block_layout.activation
+        x = self.lanes.on_every_stage(self.outer.layout.join_stream(x), spec("BTD"))
+        return reshard(x, PartitionSpec(self.lanes.stage_axes, *spec("BtD")))
+
+
+# Ticks of a pipeline: the work of all stages between two times that they send rows to one another.
+#
+# A tick has up to three parts. Which of them a tick has, all stages know before they begin (`Turns.loops`):
+#
+#     forward    each stage computes the rows that it has got, keeps what went in, and sends the result on
+#     finish     the last stage's part leaves the stages: its loss, and the gradient of its stream
+#     backward   each stage computes rows that it kept once more, this time with gradients, and sends these back
+
+
+class Carry(NamedTuple):
+    """State of the stages between two ticks."""
+
+    saved: Rows  # [S, places, rows, ...]: the rows that each stage took in the last ticks
+    forth: Rows  # [S, rows, ...]: rows that each stage has got from the stage before it, to go forward through
+    back: Stream  # [S, rows, ...]: gradients that each stage has got from the stage behind it, to go backward through
+    d_blocks: Any  # gradients so far, [S, v, L / (S v), ...] for v > 1 chunks, else [S, L / S, ...]
+    d_outer: Any
+    weight: jax.Array  # of the parts that the last stage has finished
+    sums: Sums  # of the same parts
+    routing: Any  # of the experts on each stage; None where there are none
+
+
+class Iterations:
+    """Ticks of the schedule: the work of all stages between two times that they send rows to one another.
+
+    `saved` is a ring: what a stage takes in tick t it puts at place t % (2 S v - 1). With one chunk (v = 1), stage s
+    goes backward through it 2 (S - 1 - s) ticks later: the last stage at once, the first just before the place is
+    needed again.
+
+        place         0    1    2    3    4             S = 3, stage 0
+        tick 4       p0   p1   p2   p3   p4             takes p4, then goes backward through p0
+        tick 5       p5   p1   p2   p3   p4             takes p5 in its place, then goes backward through p1
+    """
+
+    def __init__(self, model: StagedModel, schedule: Turns):
+        self.model, self.schedule = model, schedule
+        self.parts, self.lanes, self.chunks = model.parts, model.lanes, model.chunks
+        self.stages = reshard(jnp.arange(schedule.num_stages), PartitionSpec(self.lanes.stage_axes))
+        self.is_first, self.is_last = self.stages == 0, self.stages == schedule.num_stages - 1
+        self.blocks, self.outer = model.trained()
+
+    def start(self, d_blocks: Any, d_outer: Any) -> Carry:
+        """Return what the first tick takes: zeros, of the shapes that the ticks give.
+
+        Shapes are traced, because they depend on the model and the loss. No stage has a turn before tick 0.
+        """
+        model, parts = self.model, self.parts
+        forth = jax.tree.map(jnp.zeros_like, model.enter(self.outer, 0))
+        back = take_stream(forth)
+        saved = jax.tree.map(lambda x: self.lanes.several(x, self.schedule.num_saved), forth)
+        first, seed = parts.batch(0), parts.seed(0)
+        shapes = jax.eval_shape(lambda: model.loss(self.outer, model.leave(self.is_first, back), first, seed)[1])
+        weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+        slot = self.schedule.forward(jnp.asarray(-1), self.stages)
+        chunk = self.chunks.take(self.blocks, slot.chunk)
+        routing = jax.eval_shape(lambda: model.run_blocks(chunk, back, forth, slot)[1])
+        return Carry(saved, forth, back, d_blocks, d_outer, weight, sums, jax.tree.map(self.chunks.zeros, routing))
+
+    def tick(self, carry: Carry, now: jax.Array, *, forward: bool, backward: bool) -> tuple[Carry, None]:
+        """Do the work of tick `now`, an int32 scalar, in the form that `jax.lax.scan` takes.
+
+        While the stages fill, they go forward alone; while they empty, backward alone. In between the last stage
+        finishes parts, and begins their backward pass.
+        """
+        # Without a finished part the last stage begins with zeros, which add nothing to any gradient.
+        d_finished = jax.tree.map(jnp.zeros_like, carry.back)
+        if forward:
+            carry, stream = self._go_forward(carry, now)
+            if backward:
+                carry, d_finished = self._finish_part(carry, now, stream, d_finished)
+        return self._go_backward(carry, now, d_finished) if backward else carry, None
+
+    def _go_forward(self, carry: Carry, now: jax.Array) -> tuple[Carry, Stream]:
+        """Let every stage compute its rows, keep them, and send the result on. Returns the result too."""
+        model, lanes = self.model, self.lanes
+        slot, slot_index = self.schedule.forward(now, self.stages), now % self.schedule.num_saved
+        is_due, number = self.schedule.entering(now)
+        no_rows = jax.tree.map(jnp.zeros_like, carry.forth)
+        (entering,) = self.schedule.if_due(is_due, lambda _: (model.enter(self.outer, number),), no_rows)
+        # The first stage takes a part of the batch for its first chunk, and for the others what the last stage sends.
+        rows = lanes.select(self.is_first & (slot.chunk == 0), entering, carry.forth)
+        saved = jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, slot_index, 1), carry.saved, rows
+        )
+        stream, more = model.run_blocks(self.chunks.take(self.blocks, slot.chunk), take_stream(rows), rows, slot)
+        routing = self.chunks.add(carry.routing, more, slot.chunk)
+        return carry._replace(saved=saved, forth=lanes.send(replace_stream(rows, stream), 1), routing=routing), stream
+
+    def _finish_part(self, carry: Carry, now: jax.Array, stream: Stream, nothing: Stream) -> tuple[Carry, Stream]:
+        """Compute the loss of the part that the last stage has finished, if it has. Returns the gradient of its stream.
+
+        Without such a part the gradient is `nothing`. With one chunk on each stage the last stage finishes a part in
+        each tick of this loop; with several it does so in some, and the others skip the loss.
+        """
+        model, (is_due, number) = self.model, self.schedule.finishing(now)
+
+        def finish(d_outer, weight, sums, _):
+            part, seed = self.parts.batch(number), self.parts.seed(number)
+            finished = model.leave(self.is_last, stream)
+            _, vjp, (more_weight, more) = jax.vjp(
+                lambda outer, stream: model.loss(outer, stream, part, seed), self.outer, finished, has_aux=True
+            )
+            d_more, d_finished = vjp(jnp.ones((), jnp.float32))
+            return (
+                add_gradients(d_outer, d_more),
+                weight + more_weight,
+                add_sums(sums, more),
+                model.spread(d_finished),
+            )
+
+        so_far = carry.d_outer, carry.weight, carry.sums
+        d_outer, weight, sums, d_finished = self.schedule.if_due(is_due, finish, *so_far, nothing)
+        return carry._replace(d_outer=d_outer, weight=weight, sums=sums), d_finished
+
+    def _go_backward(self, carry: Carry, now: jax.Array, d_finished: Stream) -> Carry:
+        """Let every stage go backward through rows that it kept, and send the gradient to the stage before it.
+
+        The stage computes its blocks once more, because it kept only what went into them. Behind the first chunk of the
+        first stage comes the embedding.
+        """
+        model, lanes, slot = self.model, self.lanes, self.schedule.backward(now, self.stages)
+        slot_index = self.schedule.taken_at(now, self.stages) % self.schedule.num_saved  # [S]
+        # Each stage reads another place of its ring: it took these rows 2 (S - 1 - s) ticks ago with one chunk.
+        rows = jax.tree.map(
+            lambda x: jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x, slot_index), carry.saved
+        )
+        is_last = self.is_last & (slot.chunk == self.schedule.num_chunks - 1)
+        # The gradient of a bubble is zero: `carry.back` begins as zeros, and a stage hands zeros on.
+        _, vjp, _ = jax.vjp(
+            lambda chunk, stream: model.run_blocks(chunk, stream, rows, slot),
+            self.chunks.take(self.blocks, slot.chunk),
+            take_stream(rows),
+            has_aux=True,
+        )
+        d_chunk, d_before = vjp(lanes.select(is_last, d_finished, carry.back))
+        is_due, number = self.schedule.returning(now)
+
+        def recompute_entry(d_outer):
+            # The embedding is a lookup: it is computed once more for its gradient.
+            d_first, _ = model.leave(self.is_first, d_before)
+            part = self.parts.batch(number)
+            (more,) = jax.vjp(lambda outer: model.embed(outer, part), self.outer)[1](d_first)
+            return (add_gradients(d_outer, more),)
+
+        (d_outer,) = self.schedule.if_due(is_due, recompute_entry, carry.d_outer)
+        return carry._replace(
+            back=lanes.send(d_before, -1),
+            d_blocks=self.chunks.add(carry.d_blocks, d_chunk, slot.chunk),
+            d_outer=d_outer,
+        )
+
+
+def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int, num_chunks: int = 1) -> Gradients:
+    """Return what `make_gradients` returns: gradients of a step, its weight and its sums.
+
+    Each stage has `num_chunks` chunks of layers.
+
+    Weights outside of the blocks are gathered once, and each device adds up its own part of their gradients until the
+    end of the step. Weights of the blocks are gathered in every tick, or once, as the strategy says.
+    """
+    layout = arch.layout
+    in_blocks = layout.gathers_in_blocks(sync_every)
+
+    def gradients(params, batch, seeds):
+        lanes = Lanes(layout)
+        chunks = Chunks(lanes, num_chunks)
+        names = tuple(stack.name for stack in arch.module(params).stacks)
+        # A device has layers in a row at rest, and a stage's chunks are apart: layers are dealt out before the first
+        # tick, and gradients are taken back after the last one.
+        params = params | {name: jax.tree.map(chunks.deal_out, params[name]) for name in names}
+        model, zeros_like = arch.module(params), Zeros(lanes, layout, names, in_blocks)
+        with jax.named_scope("gather"):
+            weights = jax.tree.map_with_path(zeros_like.gather, params, arch.weights)
+        parts = Parts(model, lanes, batch, seeds, layout.with_tokens_on_stages())
+        schedule = Turns(lanes.num_stages, num_chunks, parts.count)
+        iterations = Iterations(StagedModel(arch, loss_fn, params, weights, parts, chunks), schedule)
+
+        d_outer = jax.tree.map_with_path(zeros_like.zeros, arch.trained_weights)
+        d_blocks = jax.tree.map(chunks.split_stage, {name: d_outer.pop(name) for name in names})
+        carry = iterations.start(d_blocks, d_outer)
+        # Three loops in place of one with conditions: the ticks that only fill or empty the stages are shorter.
+        for begin, end, does in schedule.loops:
+            tick = partial(iterations.tick, forward=does["forward"], backward=does["backward"])
+            carry, _ = jax.lax.scan(tick, carry, jnp.arange(begin, end))
+
+        sums, d_outer = carry.sums, carry.d_outer
+        if carry.routing is not None:
+            sums = sums | {ROUTING: chunks.in_order(merge_stages(jax.tree.map(chunks.merge_stage, carry.routing)))}
+        with jax.named_scope("reduce"):
+            d_blocks = jax.tree.map(chunks.merge_stage, carry.d_blocks)
+            grads = jax.tree.map_with_path(zeros_like.sum_over_devices, d_outer | d_blocks, arch.trained_weights)
+            grads = grads | {name: jax.tree.map(chunks.take_back, grads[name]) for name in names}
+        return grads, carry.weight, sums
+
+    return gradients
+
+
+class Zeros:
+    """Places of parameters and gradients while the ticks run: those of the blocks are arrays [S, L / S, ...].
+
+                     blocks gather (in_blocks)        gathered once               outside of the blocks
+    parameter        at rest                          in use                      in use
+    gradient so far  summed and split, as at rest     own part, `unreduced`       own part, `unreduced`
+    after the ticks  is there already                 summed, split               summed, split
+    """
+
+    def __init__(self, lanes: Lanes, layout: Layout, blocks: tuple[str, ...], in_blocks: bool):
+        """`blocks` are the names of the stacks of blocks."""
+        self.lanes, self.layout, self.blocks, self.in_blocks = lanes, layout, blocks, in_blocks
+
+    def gather(self, path: Any, parameter: jax.Array, weight: Weight) -> jax.Array:
+        """Return a parameter [L, ...] as the ticks take it: at rest where blocks gather it themselves, else
+        gathered."""
+        rests = self.in_blocks and self._is_in_blocks(path)
+        return parameter if rests else self.layout.gather(parameter, weight.equation)
+
+    def zeros(self, path: Any, weight: Weight) -> jax.Array:
+        """Return zeros, float32, to add the gradients of the ticks to: [S, L / S, ...] of blocks, the weight's shape
+        elsewhere."""
+        if not self._is_in_blocks(path):
+            return reshard(jnp.zeros(weight.shape), self.layout.unreduced(weight.equation))
+        spec = self._remaining(weight) if self.in_blocks else self.layout.unreduced(weight.equation)
+        shape = self.lanes.num_stages, weight.shape[0] // self.lanes.num_stages, *weight.shape[1:]
+        return reshard(jnp.zeros(shape), self.lanes.spec_of_stages(spec))
+
+    def sum_over_devices(self, path: Any, gradient: jax.Array, weight: Weight) -> jax.Array:
+        """Return a gradient summed over devices, of the shape and layout that the step wants."""
+        if not self._is_in_blocks(path):
+            return self.layout.sum_gradient(gradient, self._remaining(weight))
+        if not self.in_blocks:
+            gradient = self.layout.sum_gradient(gradient, self.lanes.spec_of_stages(self._remaining(weight)))
+        return gradient.reshape(weight.shape, out_sharding=self._remaining(weight))
+
+    def _is_in_blocks(self, path: Any) -> bool:
+        return path[0].key in self.blocks
+
+    def _remaining(self, weight: Weight) -> PartitionSpec:
+        return self.layout.stored(weight.equation, self.layout.strategy.gradients)

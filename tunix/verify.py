@@ -1,0 +1,311 @@
+"""Train a few steps on several meshes and compare: `python -m tunix.verify [group=option] [key=value]`.
+
+`python -m tunix.verify checkpoint=RUN_DIR` does something else: it compares files with their digests, to find damage.
+It takes a run's folder, RUN_DIR/checkpoints/STEP, an export or a prepared corpus. Exit code 1 if a file is damaged.
+
+Every mesh starts from the same weights and takes the same global batches of the config's data (the batch that follows
+all training.batch_stages). Numbers are float32 unless training.mixed_precision is given. Exit code 1 if loss or
+gradient norm differ by more than the tolerance. On a machine without GPUs the CPU acts as 8 devices; XLA_FLAGS or
+JAX_NUM_CPU_DEVICES choose another number.
+
+The processes of a launcher join as they do for training. If the devices of process 0 are enough for a mesh, process 0
+trains on it alone and the others wait. So one device is compared with a cluster.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import yaml
+from rich.table import Table
+
+from tunix.base.config_types import CONF
+from tunix.base.errors import UserError
+from tunix.base.text import print_table
+from tunix.batch_sources import load_data, make_feed
+from tunix.checkpoints.saved import check_everything
+from tunix.config import Config, command_line, compose
+from tunix.config.compose import add_search_path
+from tunix.config.saved_runs import find_run
+from tunix.costs.derived import check_matmul_dtype
+from tunix.data.prompts import AnyCorpus
+from tunix.data.sample_order import Position
+from tunix.data.table import DOCUMENTS
+from tunix.inference.pretrained import check_init_from, load_init_from
+from tunix.processes import exits, peers
+from tunix.processes.watchdog import Watchdog
+from tunix.run.compiling import compile_step
+from tunix.sharding.mesh_shape import explicit_sizes, format_mesh_shape, meshes, resolve
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_mesh, check_compiler_options
+from tunix.training.program import assemble, check_on_mesh, derive_sizes
+
+# Trials: a few steps of one config on several meshes, from the same weights and with the same global batches.
+#
+# A mesh says only where arrays are, so it must not change the numbers. Two meshes sum the same numbers in another
+# order: in float32 that changes about the seventh digit. A wrong sharding changes the first digits.
+#
+# `verify` chooses the meshes, `_on_mesh` makes the config of each, `_train` takes the steps.
+
+COMPARED = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The numbers of a few steps on one mesh."""
+
+    mesh: str  # as users write it
+    num_microbatches: int  # A
+    metrics: dict[str, list[float]]  # one number a step, keyed by the names in COMPARED
+
+    def compute_differences(self, reference: "Trial") -> dict[str, float]:
+        """Return the largest relative difference of each metric over the steps; infinite if a number is not finite."""
+        pairs = {name: zip(self.metrics[name], reference.metrics[name], strict=True) for name in COMPARED}
+        return {name: max(_relative(ours, theirs) for ours, theirs in pair) for name, pair in pairs.items()}
+
+
+def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bool = False) -> list[Trial]:
+    """Take `num_steps` steps on each mesh, by default on those of `select_meshes`; the first is the reference."""
+    sequences = _global_batch(cfg)
+    shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in select_meshes(cfg, sequences, every)]
+    configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
+    # All meshes are built, and so checked, before the first one trains for minutes.
+    device_meshes = [build_mesh(each, _select_devices(each)) for each in configs]
+    check_compiler_options(cfg.training.compiler_options)
+    device = device_meshes[0].devices.flat[0]
+    check_matmul_dtype(cfg, device.platform, device.device_kind)
+    corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
+    return [_train_together(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
+
+
+def _select_devices(cfg: Config) -> list[jax.Device]:
+    """Return the devices of process 0 if the mesh of the config fits on them, else all devices.
+
+    Raises:
+        UserError: some processes would have no device, and the run needs every process.
+    """
+    devices = jax.devices()
+    of_main = [device for device in devices if device.process_index == 0]
+    sizes = explicit_sizes(cfg.model.mesh_shape)
+    if sizes is None or math.prod(sizes.values()) > len(of_main) or len(of_main) == len(devices):
+        return devices
+    if reason := _find_shared_work(cfg):
+        raise UserError(
+            f"mesh {format_mesh_shape(sizes)}: {reason} needs every process, and this mesh has devices of process 0 "
+            "alone; name meshes of more devices by --meshes"
+        )
+    return of_main
+
+
+def _find_shared_work(cfg: Config) -> str:
+    """Return the key whose work all processes share outside of the steps; empty where there is none.
+
+    Such work waits for every process: answers that are scored, a checkpoint that is read.
+    """
+    if DOCUMENTS[cfg.task.documents].asks_peers:
+        return f"task={cfg.task.name}"
+    source = cfg.model.init_from
+    return f"model.init_from={source}" if source and find_run(source, "model.init_from") else ""
+
+
+def select_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict[str, int]]:
+    """Choose one device, all devices on each axis alone, and the most even split over as many axes as possible.
+
+    With `every`, choose one device and each mesh of all devices that divides the model and the batch. One device is
+    left out where several processes are needed.
+    """
+    num_devices = jax.device_count()
+    # A mesh of one axis shows which axis is wrong. Some errors need two axes at once: the mixed mesh shows those.
+    valid = [sizes for sizes in meshes(num_devices) if _is_valid(cfg, sizes, sequences)]
+    alone = [sizes for sizes in valid if max(sizes.values()) == num_devices]
+    mixed = sorted(valid, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
+    one_device = [dict.fromkeys(axis_names(), 1)] if jax.process_count() == 1 or not _find_shared_work(cfg) else []
+    chosen = [*one_device, *alone, *(mixed if every else mixed[:1])]
+    return [sizes for index, sizes in enumerate(chosen) if sizes not in chosen[:index]]
+
+
+def _is_valid(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
+    try:
+        check_on_mesh(cfg.with_training(**_in_sequences(sequences)), sizes)
+    except UserError:
+        return False
+    return True
+
+
+def _global_batch(cfg: Config) -> int:
+    """Return the sequences in one step of this config on the visible devices."""
+    sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+    return cfg.training.batch_shape(sizes).num_sequences
+
+
+def _in_sequences(count: int) -> dict[str, Any]:
+    """Return the keys of `training` that ask for a global batch of so many sequences, without stages."""
+    keys = {"gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": count}
+    return keys | {"batch_stages": ()}
+
+
+def _on_mesh(cfg: Config, mesh_shape: Any, sequences: int) -> Config:
+    """Return the config with another mesh and the same global batch; the mesh may leave devices idle."""
+    values = cfg.model_dump(mode="json", by_alias=True)
+    values["model"]["mesh_shape"] = mesh_shape
+    values["training"] |= _in_sequences(sequences)
+    values["distributed"]["allow_idle_devices"] = True
+    return compose.build(values)
+
+
+def _train_together(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:
+    """Return the trial of a mesh on every process; where the mesh has devices of process 0 alone, it trains alone."""
+    if jax.process_count() == len({device.process_index for device in mesh.devices.flat}):
+        return _train(cfg, mesh, corpus, num_steps)
+    # Below, process 0 works alone: a question to the other processes would wait forever. The step needs the hosts, so
+    # all processes are asked for them now; `hosts` keeps the answer.
+    peers.hosts()
+    trial = peers.on_main(lambda: _train(cfg, mesh, corpus, num_steps), f"training on {cfg.model.mesh_shape}")
+    text = peers.agree(json.dumps(asdict(trial)) if trial else "", "the numbers of process 0")
+    return Trial(**json.loads(text))
+
+
+def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:
+    """Return the trial of a mesh: train for `num_steps` steps from new weights."""
+    # By default GPUs round the factors of float32 products to 10 bits (TF32). Then differences between meshes would be
+    # a thousand times larger, and the tolerance would say nothing.
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
+        program = assemble(cfg, mesh)
+        check_init_from(cfg, program.arch)
+        sizes = derive_sizes(program, corpus.num_samples)
+        assert sizes.total_steps is not None
+        state = program.new_state(cfg.seed, load_init_from(program, mesh))
+        train_step = compile_step(program, sizes.schedule.spans(sizes.total_steps), mesh)
+        metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
+        feed = make_feed(cfg, corpus, program, mesh, Watchdog(cfg.distributed))
+        with feed, closing(feed.batches(Position(0, 0, "", ""), num_steps, None, None)) as source:
+            for _ in range(num_steps):
+                batch, _ = source.next(state)
+                state, scalars = train_step(state, batch)
+                for name in COMPARED:
+                    metrics[name].append(float(scalars[name]))
+    return Trial(format_mesh_shape(mesh.shape), sizes.batch.num_microbatches, metrics)
+
+
+def _relative(ours: float, theirs: float) -> float:
+    if not math.isfinite(ours) or not math.isfinite(theirs):
+        return math.inf
+    return 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs or ours)
+
+
+FAKE_DEVICES = 8
+EVERY = "all"  # --meshes all: every mesh that divides the model and the batch
+
+
+def report(trials: list[Trial], tolerance: float) -> tuple[Table, float]:
+    """Return a table with a row for each mesh, and the largest difference from the first mesh."""
+    num_steps = len(trials[0].metrics[COMPARED[0]])
+    table = Table(title=f"after {num_steps} steps on {jax.devices()[0].device_kind}", title_justify="left")
+    for name in ("mesh", "microbatches", "loss", "gradient norm", "loss differs by", "norm differs by"):
+        table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
+    max_difference = 0.0
+    for trial in trials:
+        differences = trial.compute_differences(trials[0])
+        max_difference = max(max_difference, *differences.values())
+        table.add_row(
+            trial.mesh,
+            str(trial.num_microbatches),
+            *(f"{trial.metrics[name][-1]:.8g}" for name in COMPARED),
+            *(f"{value:.1e}{' !' if value > tolerance else ''}" for value in differences.values()),
+        )
+    return table, max_difference
+
+
+def _read_meshes(text: str) -> list[Any]:
+    try:
+        shapes = yaml.safe_load(text)
+    except yaml.YAMLError:
+        shapes = None
+    if not isinstance(shapes, list) or not shapes or not all(isinstance(shape, list) for shape in shapes):
+        raise UserError(
+            f'--meshes {text}: expected all, or a list of meshes like [[[8],["fsdp"]],[[4,2],["fsdp","tp"]]]'
+        )
+    return shapes
+
+
+def _read_arguments() -> argparse.Namespace:
+    parser = command_line.command_parser("verify", __doc__)
+    parser.add_argument(
+        "--meshes",
+        help='list of meshes like [[[8],["fsdp"]],[[2,4],["dp","tp"]]], the first is the reference; or all: every mesh '
+        "that divides the model and the batch",
+    )
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps on each mesh")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
+    return parser.parse_intermixed_args()
+
+
+def _compose_config(args: argparse.Namespace) -> Config:
+    passed = [word.lstrip("+").split("=")[0] for word in args.overrides]
+    if "resume" in passed:
+        raise UserError("resume: tunix.verify starts from new weights; leave it out, or set model.init_from")
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps} must be 1 or more")
+    if not args.tolerance >= 0:
+        raise UserError(f"--tolerance {args.tolerance} must be 0 or more")
+    # bf16 has 8 bits: meshes would differ in the third digit, and a real error would not show.
+    precision = [] if "training.mixed_precision" in passed else ["training.mixed_precision=fp32"]
+    return compose.compose(add_search_path([*precision, *args.overrides], args.config_dir)).config
+
+
+def _find_checked_folder(argv: list[str]) -> str | None:
+    """Return the FOLDER of checkpoint=FOLDER; None without it, or where it names a file of conf/checkpoint."""
+    choices = {f"checkpoint={path.stem}" for path in (CONF / "checkpoint").glob("*.yaml")}
+    passed = [word for word in argv if word.startswith("checkpoint=") and word not in choices]
+    if passed and len(argv) > 1:
+        others = " ".join(word for word in argv if word != passed[0])
+        raise UserError(f"{passed[0]} compares files with their digests and takes no other words: {others}")
+    return passed[0].partition("=")[2] if passed else None
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    args = _read_arguments()
+    command_line.print_warnings()
+
+    def work() -> int:
+        if folder := _find_checked_folder(args.overrides):
+            lines, is_whole = check_everything(folder)
+            print("\n".join(lines))
+            return int(not is_whole)
+        cfg = _compose_config(args)
+        # jax reads the number of CPU devices when it starts, which is after this. A number of the user's own stays.
+        if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
+            jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
+        ):
+            jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
+        every = args.meshes == EVERY
+        mesh_shapes = _read_meshes(args.meshes) if args.meshes and not every else None
+        info = compose.list_info(cfg) | {"--meshes": args.meshes, "--steps": args.steps}
+
+        def compare() -> int:
+            return _print_report(verify(cfg, mesh_shapes, args.steps, every), args.tolerance)
+
+        return command_line.run_joined("verify", cfg.distributed, info, compare)
+
+    return exits.report_errors(work)
+
+
+def _print_report(trials: list[Trial], tolerance: float) -> int:
+    """Print the table on process 0; return the exit code, the same on every process."""
+    table, max_difference = report(trials, tolerance)
+    if peers.is_main():
+        print_table(table)
+        verdict = "within" if max_difference <= tolerance else "past"
+        print(f"largest relative difference {max_difference:.2e}, {verdict} the tolerance of {tolerance:g}")
+    return int(max_difference > tolerance)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""The command `tunix verify`: the same numbers on every mesh, and files that are what was written."""
