@@ -13,7 +13,7 @@ ORDER = (
     "base", "sharding.table", "sharding.equations", "sharding.mesh_shape", "huggingface.families",
     "huggingface.gemma", "huggingface.qwen", "huggingface.experts", "huggingface.table", "models.table", "optimizers",
     "data.pieces", "data.files", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
-    "rl.rewards", "rl.table", "rl.reward_worker",
+    "rl.child_process", "rl.rewards", "rl.table", "rl.reward_worker",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.tokenizer",
     "config.foreign_names", "config.upgrade_saved", "config.mistakes", "config.saved_runs", "config.pretrained_config",
     "config.compose", "config.command_line",
