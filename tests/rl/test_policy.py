@@ -82,7 +82,8 @@ class World:
 
     def learn(self, advantages, **fields):
         """Gradient, weight and sums of the loss for these advantages of all answers."""
-        given = {"advantages": advantages.astype(np.float32), "log_probs": self.log_probs, **fields}
+        of_tokens = np.broadcast_to(advantages[:, None], self.mask.shape).astype(np.float32)
+        given = {"advantages": of_tokens, "log_probs": self.log_probs, **fields}
         with jax.set_mesh(self.mesh):
             gradient, (weight, sums) = self.gradient(self.params, self.on_device(self.fields | given))
         return gradient, float(weight), sums
@@ -167,7 +168,7 @@ def test_importance_weights_are_measured_and_capped(world):
 MASK = np.array([[0, 1, 1, 1], [1, 1, 0, 0]], np.float32)
 OLD = np.array([[-9, -1, -2, -3], [-1, -2, -9, -9]], np.float32)
 MOVE = np.array([[0, 0.5, -0.5, 0.1], [1.5, -0.1, 3, 3]], np.float32)  # log p - log p_old
-ADVANTAGE = np.array([1.0, -2.0], np.float32)
+ADVANTAGE = np.array([[1.0] * 4, [-2.0] * 4], np.float32)
 FIELDS = {"loss_mask": MASK, "advantages": ADVANTAGE, "log_probs": OLD, "reference_log_probs": OLD - 0.2}
 
 
@@ -181,7 +182,7 @@ def test_clipped_gradients_are_those_of_the_formula(ratio, clip):
     logs = MOVE * MASK
     if ratio == "answer":
         logs = logs.sum(1, keepdims=True) / MASK.sum(1, keepdims=True) * MASK
-    value, advantage = np.exp(logs), ADVANTAGE[:, None]
+    value, advantage = np.exp(logs), ADVANTAGE
     if clip == "weights":
         requested = np.clip(value, 0.8, 1.28) * advantage
     else:
@@ -200,7 +201,7 @@ def test_a_step_in_microbatches_has_the_same_gradient():
     rows, length, rng = 8, 32, np.random.default_rng(0)
     given = batch(rows)
     masks = (np.arange(length) < rng.integers(1, length, (rows, 1))).astype(np.float32)
-    given |= {"loss_mask": masks[None], "advantages": rng.normal(size=(1, rows)).astype(np.float32)}
+    given |= {"loss_mask": masks[None], "advantages": rng.normal(size=(1, rows, length)).astype(np.float32)}
     given |= {
         name: rng.normal(-5, 0.1, (1, rows, length)).astype(np.float32) for name in ("log_probs", "reference_log_probs")
     }

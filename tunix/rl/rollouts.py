@@ -13,7 +13,7 @@ What depends on what:
     noise          a function of the seed of the run and of that number: a resumed run draws the same answers
     groups         the answers to one prompt; where task.oversample draws more groups than the steps take, groups whose
                    rewards differ are taken first, because equal rewards teach nothing
-    batch          [A, B, T]: an answer a row, with its advantage
+    batch          [A, B, T]: an answer a row, with an advantage for each of its tokens
 """
 
 import hashlib
@@ -468,7 +468,8 @@ class Rollouts:
                 gap = (fields["log_probs"] - reference.reshape(fields["log_probs"].shape)) * fields["loss_mask"]
                 rewards = rewards - task.kl_coefficient * gap.sum(axis=1).reshape(rewards.shape)
         advantages = ADVANTAGES[task.advantage](rewards)
-        return batch | self._to_devices({"advantages": advantages.reshape(-1).astype(np.float32)}), advantages
+        of_tokens = advantages.reshape(-1, 1) * fields["loss_mask"]
+        return batch | self._to_devices({"advantages": of_tokens.astype(np.float32)}), advantages
 
     def _to_devices(self, fields: Example) -> Batch:
         """Return fields [sequences, ...], which every process has, as global arrays [A, B, ...]."""

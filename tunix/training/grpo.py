@@ -1,7 +1,7 @@
 """Loss of a policy that learns from rewards for its own answers: GRPO and its relatives.
 
 An answer is one row of the batch. Its sampler has written down log q, the log-probability of each token in the
-distribution that the token was drawn from. p is the policy in training, and A the advantage of the answer:
+distribution that the token was drawn from. p is the policy in training, and A the advantage of the token:
 
     ratio       p / p_old           1 in value where a rollout is used for one step: p_old is then p itself
     importance  p / q               the sampler and the trainer round differently; measured in each step
@@ -25,7 +25,7 @@ from tunix.training.logprobs import Largest, Loss, Mean, add_block_sums, score_t
 
 POLICY_FIELDS = {
     **FIELDS,
-    "advantages": Field("AB", "float32"),  # of each answer
+    "advantages": Field("ABT", "float32"),  # of each token of an answer
     "log_probs": Field("ABT", "float32"),  # of each target, in the distribution that it was drawn from
     "reference_log_probs": Field("ABT", "float32"),  # of each target under the reference; 0 where there is none
 }
@@ -88,7 +88,7 @@ def policy_loss(
 
 def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     """Return the gain of each token from log p, [B, T], and the fields of the batch."""
-    mask, advantages, sampled = batch["loss_mask"], batch["advantages"][:, None], batch["log_probs"]
+    mask, advantages, sampled = batch["loss_mask"], batch["advantages"], batch["log_probs"]
 
     def masked(x):
         return jnp.where(mask > 0, x, 0)
