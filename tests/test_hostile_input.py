@@ -11,9 +11,8 @@ import pytest
 from support.harness import ONE_LAYER, ROOT, SMALL, cli
 
 from tunix.base.dotted_path import blame_user, import_object
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, is_masked, mask_secrets, mask_values, mask_variables
 from tunix.base.files import is_plain, open_lines
-from tunix.base.secrets import is_masked, mask_secrets, mask_values, mask_variables
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
 from tunix.huggingface.weights import weight_files
@@ -44,7 +43,9 @@ def test_an_index_with_a_name_of_5000_letters(tmp_path):
 
 def test_a_config_50000_deep(tmp_path):
     (tmp_path / "config.yaml").write_text("[" * 50_000)
-    code = f"from pathlib import Path; from tunix.config.upgrade_saved import load_saved; load_saved(Path({str(tmp_path)!r}))"
+    code = (
+        f"from pathlib import Path; from tunix.config.saved_runs import load_saved; load_saved(Path({str(tmp_path)!r}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith("config.yaml is damaged (it is not YAML)")
 

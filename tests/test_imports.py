@@ -15,10 +15,10 @@ ORDER = (
     "data.pieces", "data.files", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
     "rl.child_process", "rl.rewards", "rl.table", "rl.reward_worker",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.tokenizer",
-    "config.foreign_names", "config.upgrade_saved", "config.mistakes", "config.saved_runs", "config.pretrained_config",
+    "config.saved_runs", "config.mistakes", "config.pretrained_config",
     "config.compose", "config.command_line",
     "data", "training", "costs", "checkpoints", "run", "inference", "rl",  # subjects end here
-    "plan", "batch_sources", "training_loop", "trainer",  # the program, and its commands
+    "plan", "batch_sources", "trainer",  # the program, and its commands
     "launch", "doctor", "prepare", "verify", "generate", "evaluate", "export", "compare", "average", "train_command", "__init__", "__main__",
 )  # fmt: skip
 FILES = sorted((ROOT / "tunix").rglob("*.py"))

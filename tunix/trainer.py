@@ -1,29 +1,54 @@
-"""The program: from a checked config to a trained model. Read `run` from top to bottom."""
+"""The program: from a checked config to a trained model. Read `run` from top to bottom.
 
+Behind it stand its parts: what it derives before it writes (`Setup`), how far it has come (`Progress`), its steps
+(`Loop`) and what happens between two of them: evaluations, checkpoints, reasons to end.
+"""
+
+import json
 import logging
+import math
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from tunix.base.buckets import join
-from tunix.checkpoints.checkpoint import Checkpoints
+from tunix.base.errors import Finished, Stopped, mask_values
+from tunix.batch_sources import Evaluator, Feed, load_data, make_feed
+from tunix.checkpoints.checkpoint import Checkpoints, Improvement
 from tunix.checkpoints.root import check_root, find_root, write_root
 from tunix.checkpoints.store import open_store
-from tunix.config import compose
-from tunix.config.compose import remark_on_tiny
+from tunix.config import Config, Evaluation, compose
+from tunix.config.batch import BatchShape
+from tunix.config.compose import remark_on_tiny, to_yaml
+from tunix.costs.derived import check_matmul_dtype, find_run_peak_tflops
+from tunix.data.batch import Batch
+from tunix.data.batches import BatchSource, Numbers
+from tunix.data.prompts import AnyCorpus
+from tunix.data.sample_order import Position
+from tunix.data.tokenizer import tokenizer_digest
+from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.plan.choice import plan_run
-from tunix.processes import joining
+from tunix.processes import joining, peers
 from tunix.processes.rollcall import list_versions
 from tunix.processes.watchdog import Watchdog, listening
-from tunix.run.compiling import Compiler, StartClock, describe_memory, keep_programs
-from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, write_record
-from tunix.run.metrics import read_peak_memory_gib
-from tunix.training.choices import build_mesh
-from tunix.training_loop import check_before_writing, open_loop, restore_or_begin, set_up, try_out
+from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs
+from tunix.run.early_stopping import REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
+from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
+from tunix.run.metrics import Metrics, StepLog, read_peak_memory_gib
+from tunix.run.start_report import make_start_report
+from tunix.run.table import Start
+from tunix.run.trace import CommunicationTrace, check_window
+from tunix.training.choices import Planned, build_mesh, check_compiler_options
+from tunix.training.kernel_check import check_attention, check_expert_matmul
+from tunix.training.optimizer import check_phases
+from tunix.training.program import Program, Sizes, assemble, assemble_stages, derive_sizes
+from tunix.training.state import State
 
 log = logging.getLogger(__name__)
 
@@ -106,3 +131,363 @@ def run(job: compose.Job) -> Result:
                         feed.sum_up(progress.state, loop.evaluations.newest, loop.metrics)
         log.info("done: %s", folder)
         return Result(folder, loop.step_log.last, loop.evaluations.newest)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a run derives from its config, the devices and the data."""
+
+    cfg: Config
+    mesh: Mesh
+    program: Program  # of the batch behind all stages
+    programs: dict[BatchShape, Program]  # one for each shape of the batch
+    corpus: AnyCorpus | None  # None in a dry run, which reads no data
+    sizes: Sizes  # of a run from step 0 on
+    compiler: Compiler  # has begun with what the run needs first
+    report: str  # the derived numbers for the reader of the log
+
+    def sizes_after(self, start: Position) -> Sizes:
+        """Return the sizes of a run that goes on from `start`."""
+        num_samples = self.corpus.num_samples if self.corpus else None
+        return derive_sizes(self.program, num_samples, start)
+
+    def make_feed(self, watchdog: Watchdog) -> Feed:
+        """Return what the loop takes its batches from; entering it starts its processes."""
+        assert self.corpus is not None, "a dry run takes no batches"
+        return make_feed(self.cfg, self.corpus, self.program, self.mesh, watchdog)
+
+
+def try_out(cfg: Config) -> None:
+    """Call the code that the user brings once on made-up input. Raises `UserError` where it does not work."""
+    for section in (cfg.data, cfg.optimizer, cfg.scheduler):
+        section.try_out()
+    peers.on_main(cfg.logging.try_out, "trying the sinks")
+
+
+def set_up(
+    cfg: Config, planned: Planned, mesh: Mesh, chosen: str, watchdog: Watchdog, compiler: Compiler, clock: StartClock
+) -> Setup:
+    """Return the setup of a run; `planned` and `chosen` are what `plan_run` says. The order is important:
+
+    1. the program, on shapes only: no array is made, so a dry run is quick;
+    2. the data, which may take hours the first time: process 0 prepares them, the others read them;
+    3. the report of every derived number.
+    """
+    program = assemble(cfg, mesh, planned=planned)
+    programs = assemble_stages(program, planned.batch.batch_schedule(mesh.shape))
+    for each in programs.values():
+        each.try_out_loss()
+    check_compiler_options(cfg.training.compiler_options)
+    device = mesh.devices.flat[0]
+    check_matmul_dtype(cfg, device.platform, device.device_kind)
+    sizes = derive_sizes(program, None)
+    if sizes.total_steps is not None:  # None: the config counts epochs, and only the data tell how many steps they are
+        check_window(cfg, sizes.total_steps)
+    # Compile while the data are read, but only where nothing else can be refused: an error would wait for the compiler
+    # to end. A run that resumes, or starts from other weights, has files to check first.
+    if not (cfg.dry_run or cfg.resume or cfg.model.init_from):
+        # Where the config counts epochs, the data may end the run before its other limits.
+        compiler.begin_run(programs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
+    clock.end("program")
+
+    with watchdog.phase("preparing the data", math.inf):
+        corpus = None if cfg.dry_run else peers.main_first(lambda: load_data(cfg), "preparing the data")
+    clock.end("data")
+
+    sizes = derive_sizes(program, corpus.num_samples if corpus else None)
+    report = make_start_report(cfg, program, mesh, sizes, corpus, chosen)
+    return Setup(cfg, mesh, program, programs, corpus, sizes, compiler, report)
+
+
+def check_before_writing(setup: Setup, feed: Feed) -> None:
+    """Raise `UserError` for mistakes that only the length of the data, a download or the devices can show."""
+    cfg, num_steps = setup.cfg, setup.sizes.total_steps
+    assert num_steps is not None, "a corpus or the config ends every run"
+    left_out = setup.sizes.data_schedule.left_out(num_steps)
+    if table := feed.samples.stages(num_steps, left_out):
+        log.info("stages of the mixture\n%s", table)
+    check_window(cfg, num_steps)
+    peers.main_first(lambda: check_init_from(cfg, setup.program.arch), "looking at model.init_from")
+    for check in (check_attention, check_expert_matmul):
+        if agreement := check(cfg, setup.program.layout, setup.mesh):
+            log.info("%s", agreement)
+
+
+@dataclass
+class Progress:
+    """How far a run has come. The loop replaces the state after each step, because a step takes its memory."""
+
+    state: State
+    start: Position  # in the data, of the steps that follow
+    improvement: Improvement  # of the held-out loss, up to the newest evaluation
+    is_new: bool  # False: the run goes on from a checkpoint
+    sizes: Sizes  # of the steps that follow
+    last: int  # step of the run
+
+
+def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, feed: Feed) -> Progress:
+    """Return the progress of a resumed run at its checkpoint; of another run, or where none was saved, at step 0."""
+    program, corpus, cfg = setup.program, setup.corpus, job.config
+    assert corpus is not None
+    beginning = Position(0, 0, feed.samples.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
+    restored = checkpoints.restore(job.resume_step, program.abstract, cfg, beginning) if cfg.resume else None
+    if restored:
+        state, start, improvement = restored
+        log.info("resumed at step %d, sample %d", start.step, start.next_sample)
+        state = program.complete(state)  # adds parts that the checkpoint lacks: a copy of the parameters, for example
+    else:
+        if cfg.resume:
+            log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.store.folder)
+            _warn_of_lost_steps(job)
+        weights = load_init_from(program, setup.mesh)
+        state = setup.compiler.new_state(program) if weights is None else program.new_state(cfg.seed, weights)
+        start, improvement = beginning, Improvement()
+    sizes = setup.sizes_after(start)
+    last = find_last_step(setup, sizes, start, improvement)
+    return Progress(state, start, improvement, restored is None, sizes, last)
+
+
+def _warn_of_lost_steps(job: compose.Job) -> None:
+    """Log that a run begins again though it has trained already: its checkpoints were perhaps deleted or moved."""
+    try:
+        numbers = [json.loads(line).get("step", 0) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError, AttributeError):  # no metrics, or a line that a crash cut
+        return
+    every = job.config.checkpoint.save_every_steps
+    if every and max(numbers, default=0) >= every:
+        log.warning(
+            "%s/metrics.jsonl has steps up to %d, and checkpoints are saved every %d: if they were moved, stop this "
+            "run and put them back; it trains these steps again, and writes their lines a second time",
+            job.run_dir, max(numbers), every,
+        )  # fmt: skip
+
+
+def find_last_step(setup: Setup, sizes: Sizes, start: Position, improvement: Improvement) -> int:
+    """Return the last step of a run that goes on from `start`, as `sizes` say; warn where a user may expect another.
+
+    Where all steps before had the batches that the config says, it is the last step of `setup.sizes`.
+    """
+    cfg, whole_run = setup.cfg, setup.sizes
+    if improvement.is_over(cfg.evaluation):
+        log.warning(
+            "nothing is left to train after step %d: evaluation.patience=%s ended the run; raise it to go on",
+            start.step, cfg.evaluation.patience,
+        )  # fmt: skip
+        return start.step
+    last = sizes.total_steps
+    assert last is not None
+    # A run that changed its batch on the way has taken other samples in its first steps than the config says. What is
+    # left of the data or of the tokens then gives another number of steps.
+    if start.num_samples != whole_run.data_schedule.taken(start.step):
+        log.warning(
+            "steps so far were not all of %d sequences: sample %d comes after step %d; the last step is %d, not %d",
+            sizes.batch.num_sequences, start.next_sample, start.step, last, whole_run.total_steps,
+        )  # fmt: skip
+    if last == start.step:
+        limits = {f"training.{key}": getattr(cfg.training, key) for key in ("max_steps", "max_tokens", "num_epochs")}
+        reached = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
+        log.warning("nothing is left to train after step %d: %s; raise it to go on", last, reached)
+    if warning := check_phases(cfg.scheduler, whole_run.schedule.spans(last)):
+        log.warning("%s", warning)
+    return last
+
+
+class Evaluations:
+    """Measures the model on every set, and notes how its held-out loss goes. `newest` is the last held-out line.
+
+    The cost of a model is the held-out number that is lowest for the best one: the loss, or the reward with its sign
+    turned.
+    """
+
+    def __init__(self, feed: Feed, progress: Progress, evaluation: Evaluation, metrics: Metrics, watchdog: Watchdog):
+        self.held_out, self.sets, self.progress, self.evaluation = feed.held_out, feed.sets, progress, evaluation
+        self.metrics, self.watchdog = metrics, watchdog
+        self.newest: dict[str, Any] = {}
+
+    def run(self, step: int) -> None:
+        """Write and log a line of metrics.jsonl for each set, of the model after `step`."""
+        for name, evaluator in self.sets.items():
+            self._evaluate(evaluator, step, name, f"sets/{name}", name)
+        if self.held_out:
+            self.newest = self._evaluate(self.held_out, step, "held_out", "held_out", "held out")
+            cost = self.held_out.cost(self.newest)
+            self.progress.improvement = self.progress.improvement.after(cost, self.evaluation)
+
+    def make_up(self, last: int) -> None:
+        """Measure the model after the last step, where a stop prevented that."""
+        if self.held_out and self.newest.get("step") != last:
+            self.run(last)
+
+    def cost(self, step: int) -> float | None:
+        """Return the number after `step` that is lowest for the best model; None where it was not measured then."""
+        return self.held_out.cost(self.newest) if self.held_out and self.newest.get("step") == step else None
+
+    def _evaluate(self, evaluator: Evaluator, step: int, split: str, group: str, label: str) -> dict[str, Any]:
+        with self.watchdog.phase("evaluation"):
+            numbers = evaluator.evaluate(self.progress.state["params"])
+        record: dict[str, Any] = {"step": step, "split": split, **numbers}
+        self.metrics.write(record, group)
+        log.info("step %d  %s: %s", step, label, evaluator.describe(record))
+        return record
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The parts that work together in each step of a run."""
+
+    setup: Setup
+    folder: Path  # of the run
+    check_folder: Callable[[], None]  # raises `UserError` if it is gone
+    start_time: float  # when the program began, by time.monotonic()
+    progress: Progress
+    source: BatchSource
+    compiled: CompiledSteps
+    metrics: Metrics
+    step_log: StepLog
+    trace: CommunicationTrace
+    evaluations: Evaluations
+    checkpoints: Checkpoints
+    watchdog: Watchdog
+
+    def run(self) -> int:
+        """Train to the last step. Return the step after which the run has ended: a reason may end it before.
+
+        While a step runs on the devices, the numbers of the step before are written and the next batch travels there:
+
+            this loop    start step 2 | write line 1 | batch 3 | start step 3 | write line 2 | batch 4
+            devices      | step 2 ........................... | step 3 ............................
+
+        Raises:
+            Ending: a reason of `run.early_stopping` to end the run, other than that it is finished.
+        """
+        progress, first, last = self.progress, self.progress.start.step + 1, self.progress.last
+        if first > last:
+            return last
+        train_step = self.compiled.at(first)
+        batch, numbers = self._next_batch()
+        for step in range(first, last + 1):
+            if step in self.compiled.changes:  # the batch has another shape from now on
+                self.step_log.finish()
+                train_step = self.compiled.change_to(step)
+                self.step_log.restart_clock()
+            self.watchdog.step(step)
+            # The call returns as soon as the devices have the step in their queue. The old state is donated: its memory
+            # becomes that of the new one, so nothing may keep a reference to it.
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                progress.state, scalars = train_step(progress.state, batch)
+            self.step_log.note_start(step, scalars, numbers)
+            self._trace(step, train_step)
+            if step < last:
+                # A source gives up when it is asked to stop: the run ends below, after this step.
+                with suppress(Stopped):
+                    batch, numbers = self._next_batch()
+            if self._is_over(step):
+                return step
+        return last
+
+    def save(self, position: Position, cost: float | None) -> None:
+        """Start a checkpoint; `cost` is the held-out number of the model, by which the best checkpoint is chosen."""
+        corpus, progress = self.setup.corpus, self.progress
+        assert corpus is not None
+        self.check_folder()
+        self.checkpoints.save(progress.state, position, progress.improvement, self.setup.cfg, corpus.tokenizer, cost)
+
+    def _next_batch(self) -> tuple[Batch, Numbers]:
+        # A source that draws answers with the new weights has to wait for the step that makes them. The line of that
+        # step is written first, so the time of drawing counts for the step that uses the answers.
+        if self.source.waits_for_state:
+            self.step_log.finish()
+        with self.watchdog.phase(self.source.phase):
+            return self.source.next(self.progress.state)
+
+    def _trace(self, step: int, train_step: Any) -> None:
+        """Begin or end the trace of the profiler, if that is due after `step`."""
+        if step in self.trace.edges:
+            self.step_log.finish()
+            with self.watchdog.phase("profiling"):
+                self.trace.at(step, self.progress.state, train_step)
+            self.step_log.restart_clock()
+
+    def _is_over(self, step: int) -> bool:
+        """Ask the reasons to end, evaluate and save, as far as each is due after `step`; True if the run is finished.
+
+        An evaluation comes before the save, because the best checkpoint is chosen by its held-out loss.
+        """
+        cfg, progress = self.setup.cfg, self.progress
+        save_now = is_due(cfg.checkpoint.save_every_steps, step, progress.last) or step in cfg.checkpoint.save_at_steps
+        evaluate_now = is_due(cfg.evaluation.every_steps, step, progress.last)
+        if save_now or evaluate_now:
+            self.step_log.finish()  # their time is not that of a step
+        elapsed_s = time.monotonic() - self.start_time
+        now = Moment(cfg, self.folder, step, self.step_log.last, progress.improvement, elapsed_s, self.source)
+        ending = find_ending(now, REASONS)
+        if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
+            raise ending
+        if evaluate_now and not ending:
+            self.evaluations.run(step)
+            ending = find_ending(replace(now, improvement=progress.improvement), REASONS_OF_EVALUATIONS)
+        if save_now or ending:
+            self.step_log.finish()
+            with self.watchdog.phase("saving"):
+                self.save(self.source.after(step), self.evaluations.cost(step))
+                if ending:  # the message of the ending says that everything is saved, so wait until that is true
+                    self.checkpoints.finish()
+        if isinstance(ending, Finished):
+            log.info("%s", ending)
+            return True
+        if ending:
+            raise ending
+        if save_now or evaluate_now:
+            self.step_log.restart_clock()
+        return False
+
+
+@contextmanager
+def open_loop(
+    setup: Setup,
+    progress: Progress,
+    feed: Feed,
+    checkpoints: Checkpoints,
+    folder: Path,
+    watchdog: Watchdog,
+    start_time: float,
+) -> Iterator[Loop]:
+    """Open the sinks, the trace and the source of batches of a run, and give the loop over its steps.
+
+    Nothing is compiled yet. `start_time` is when the program began, by time.monotonic().
+    """
+    cfg, mesh, start, last, schedule = setup.cfg, setup.mesh, progress.start, progress.last, progress.sizes.schedule
+    traced = setup.programs[schedule.at(cfg.profile.after_step + 1).shape]
+    with (
+        Metrics(
+            cfg.logging.sinks, Start(folder, mask_values(cfg.model_dump(mode="json")), start.step, last)
+        ) as metrics,
+        CommunicationTrace(traced, mesh, folder / "profile", metrics) as trace,
+        closing(feed.batches(start, last, metrics, folder)) as source,
+    ):
+        trace.warn_if_past(start.step)
+        metrics.text("config", to_yaml(cfg), start.step)
+        metrics.text("report", setup.report, start.step)
+        seq_len, device_kind = progress.sizes.batch.seq_len, mesh.devices.flat[0].device_kind
+        peak = find_run_peak_tflops(cfg, setup.program.arch, seq_len, device_kind)
+        every = cfg.logging.layer_norms_every
+        yield Loop(
+            setup,
+            folder,
+            watch_folder(folder),
+            start_time,
+            progress,
+            source,
+            CompiledSteps(setup.programs, schedule, setup.sizes.schedule.spans(last), setup.compiler),
+            metrics,
+            StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace),
+            trace,
+            Evaluations(feed, progress, cfg.evaluation, metrics, watchdog),
+            checkpoints,
+            watchdog,
+        )
+
+
+def is_due(every: int | None, step: int, last: int) -> bool:
+    """Return True after every so many steps (None: never), and after the last."""
+    return step == last or (every is not None and step % every == 0)

@@ -13,7 +13,7 @@ from support.harness import ROOT
 from tunix.base.errors import UserError
 from tunix.base.files import find_way_out, make_once
 from tunix.config.compose import compose, reject_missing_inputs
-from tunix.training_loop import _warn_of_lost_steps
+from tunix.trainer import _warn_of_lost_steps
 
 
 @pytest.mark.parametrize(

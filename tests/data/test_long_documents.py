@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from tunix.base.errors import UserError
 from tunix.config.compose import check, compose, compose_overrides
-from tunix.config.upgrade_saved import upgrade
+from tunix.config.saved_runs import upgrade
 from tunix.data import pieces
 from tunix.data.dataset import prepare_corpus
 from tunix.data.pieces import cut_text, find_cutter

@@ -1,4 +1,4 @@
-"""Runs side by side, from made-up folders: the numbers are those counted by hand, the page needs no other file."""
+"""Runs side by side, from made-up folders: the numbers are those counted by hand."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import yaml
 from support.harness import ROOT
 
 from tunix.base.errors import UserError
-from tunix.compare import list_differences, list_results, make_page, read_histories, shorten, thin, ticks
+from tunix.compare import as_json, list_differences, list_results, read_histories
 from tunix.config.compose import compose
 
 
@@ -48,34 +48,20 @@ def test_numbers_and_differences(runs):
     assert numbers["device hours"] == [f"{6 * 0.5 * 2 / 3600:.3g}", f"{4 * 0.5 * 2 / 3600:.3g}"]  # two steps ran again
     assert "MFU (median)" not in numbers  # no run has it
     assert [key for key, _ in list_differences(histories)] == ["optimizer.learning_rate"]
-    assert histories[0].curve("tokens", "held_out") == [(200, 4.0), (400, 3.0)]
-    assert histories[1].curve("hours", "train")[-1] == (pytest.approx(2 / 3600), 2.5)
     assert [each.name for each in read_histories([runs[0], runs[0]])] == [str(runs[0])] * 2
 
 
-def test_the_page_and_the_command(runs, tmp_path):
-    command = [sys.executable, "-m", "tunix.compare", *map(str, runs), "--html", str(tmp_path / "page.html")]
+def test_the_command(runs):
+    """Tables with the same names and numbers as the JSON."""
+    command = [sys.executable, "-m", "tunix.compare", *map(str, runs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for text in ("numbers", "best held out", "optimizer.learning_rate", "loss by steps", "better"):
+    for text in ("numbers", "best held out", "optimizer.learning_rate", "better"):
         assert text in done.stdout
-    page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 3
-    assert page.count("<polyline") == 12  # three pictures of two runs, trained and held out
-    assert not re.search(r"(src|href)=|@import|<script", page)  # it needs no other file
-
-
-def test_a_name_of_a_run_is_no_markup(runs):
-    write_run(runs[0].parent / "x<b>", [2.0, 1.0, 1.0, 1.0])
-    assert "<b>" not in make_page(read_histories([runs[0].parent / "x<b>"]))
-
-
-def test_small_parts():
-    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
-    assert ticks(0.13, 0.2) == [0.14, 0.16, 0.18, 0.2]
-    assert ticks(3, 3) == [3]
-    assert [shorten(n) for n in (500, 2500, 4e6)] == ["500", "2.5k", "4M"]
-    assert thin([(float(n), 1.0) for n in range(10)], 5)[:2] == [(0.5, 1.0), (2.5, 1.0)]
+    values = as_json(read_histories(runs))
+    assert [run["name"] for run in values["runs"]] == ["first", "better"]
+    assert values["numbers"]["final loss"] == ["2.0000", "2.5000"]
+    assert list(values["differences"]) == ["optimizer.learning_rate"]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path, runs):

@@ -7,7 +7,7 @@ import pytest
 from support.harness import ONE_LAYER, RUN, TWO_DEVICES
 
 import tunix
-from tunix import training_loop
+from tunix import trainer
 from tunix.base.errors import UserError
 from tunix.checkpoints.folders import Folder
 
@@ -32,7 +32,7 @@ LOSE = {
 @pytest.mark.parametrize(("lose", "at"), [("deleted", 4), ("moved", 4), ("emptied", 4), ("another", 4), ("deleted", 6)])
 def test_a_run_that_lost_its_folder_fails(lose, at, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    find_ending, make_up = training_loop.find_ending, training_loop.Evaluations.make_up
+    find_ending, make_up = trainer.find_ending, trainer.Evaluations.make_up
 
     def at_step(now, reasons):
         if now.step == at < 6:
@@ -44,8 +44,8 @@ def test_a_run_that_lost_its_folder_fails(lose, at, tmp_path, monkeypatch):
         if at == last:
             LOSE[lose](Path("run").absolute())
 
-    monkeypatch.setattr(training_loop, "find_ending", at_step)
-    monkeypatch.setattr(training_loop.Evaluations, "make_up", behind_last)
+    monkeypatch.setattr(trainer, "find_ending", at_step)
+    monkeypatch.setattr(trainer.Evaluations, "make_up", behind_last)
     with pytest.raises(UserError, match="was deleted or moved while the run wrote to it") as error:
         tunix.train(WORDS)
     assert "\n" not in str(error.value)

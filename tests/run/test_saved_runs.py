@@ -15,7 +15,7 @@ from support.harness import cli, metrics
 
 from tunix.base.text import flat
 from tunix.config.compose import compose
-from tunix.config.upgrade_saved import upgrade
+from tunix.config.saved_runs import upgrade
 
 CONFIGS = {
     "0_1_0": ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture"),

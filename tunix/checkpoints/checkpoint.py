@@ -8,14 +8,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tunix.base.errors import UserError
-from tunix.base.secrets import mask_values
+from tunix.base.errors import UserError, mask_values
 from tunix.base.text import flat
 from tunix.checkpoints.store import Record, Store
 from tunix.config import Config, Evaluation
 from tunix.config.model import list_keys_outside
+from tunix.config.saved_runs import upgrade
 from tunix.config.training import read_steps
-from tunix.config.upgrade_saved import upgrade
 from tunix.data.sample_order import Position
 from tunix.training.state import State
 

@@ -18,15 +18,21 @@ from omegaconf import DictConfig, OmegaConf
 
 from tunix.base.buckets import is_address, join
 from tunix.base.config_types import CONF
-from tunix.base.errors import UserError, did_you_mean
-from tunix.base.secrets import is_masked, mask_values
+from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Slurm
 from tunix.config.data import Mixture
 from tunix.config.mistakes import describe_errors, find_foreign, validate
 from tunix.config.pretrained_config import count_rows, fill_from_adapter, fill_from_pretrained, fill_from_run
-from tunix.config.saved_runs import OUTPUTS, find_resume_point, find_run, read_saved_root, split_step
-from tunix.config.upgrade_saved import read_saved, upgrade
+from tunix.config.saved_runs import (
+    OUTPUTS,
+    find_resume_point,
+    find_run,
+    read_saved,
+    read_saved_root,
+    split_step,
+    upgrade,
+)
 
 # Overrides of a command line, as users type them and as Hydra composes them with conf/. Imports no jax.
 #

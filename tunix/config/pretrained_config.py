@@ -22,8 +22,7 @@ from tunix.base.files import list_numbers
 from tunix.config import Model, Tokenizer
 from tunix.config.mistakes import validate
 from tunix.config.model import list_keys_outside
-from tunix.config.saved_runs import split_step
-from tunix.config.upgrade_saved import read_saved
+from tunix.config.saved_runs import read_saved, split_step
 from tunix.huggingface import config_json, hub
 from tunix.huggingface.adapter_config import list_projections, read_adapter
 from tunix.huggingface.table import find_family

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tunix.base.errors import UserError
-from tunix.base.secrets import mask_values
+from tunix.base.errors import UserError, mask_values
 from tunix.base.text import flat
 from tunix.config import Config, Local, compose
 from tunix.config.launcher import Nodes

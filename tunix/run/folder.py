@@ -23,9 +23,8 @@ import jax
 from rich.logging import RichHandler
 
 from tunix.base.buckets import is_address
-from tunix.base.errors import UserError
+from tunix.base.errors import MaskingFilter, UserError, mask_values, mask_variables
 from tunix.base.files import create_file, write_whole
-from tunix.base.secrets import MaskingFilter, mask_values, mask_variables
 from tunix.base.text import format_yaml
 from tunix.config import Config, Logging, compose
 from tunix.config.saved_runs import OUTPUTS, find_mirrored, find_run

@@ -10,9 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training, list_dims
-from tunix.config.batch import BatchKeys, BatchShape
+from tunix.config.batch import BatchKeys, BatchShape, PipelineShape
 from tunix.config.layers import ExpertsMlp
-from tunix.config.pipeline import PipelineShape
 from tunix.config.training import REMAT, REMAT_BY_PLATFORM
 from tunix.models.context_parallel import select_exchange
 from tunix.models.expert_parallel import check_expert_exchange, select_expert_exchange
