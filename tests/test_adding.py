@@ -195,6 +195,10 @@ def test_a_new_reward_scores(traced):
     assert traced["scores"] == [1, 0]
 
 
+def test_a_new_environment_understands_a_new_format(traced):
+    assert traced["said"] == ["Hi"]
+
+
 def test_what_no_table_has_is_refused():
     with pytest.raises(UserError, match="scheduler.name=halving: expected one of warmup_cosine, "):
         compose(["scheduler.name=halving"])

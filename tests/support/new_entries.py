@@ -312,6 +312,27 @@ def polite(prompts, completions, **columns):
 REWARDS: dict[str, Reward] = {
     "polite": polite,""",
     ),
+    "an environment": entry(
+        "tunix/rl/table.py",
+        "ENVIRONMENTS: dict[str, type] = {",
+        """\
+class Echo:
+    def reset(self):
+        pass
+
+    def echo(self, text: str) -> str:
+        "Say it again."
+        return text
+
+
+ENVIRONMENTS: dict[str, type] = {
+    "echo": Echo,""",
+    ),
+    "a format of tool calls": entry(
+        "tunix/rl/tool_calls.py",
+        "] = {",
+        '] = {\n    "arrow": lambda text: [Call(*json.loads(text[2:]))] if text.startswith("->") else [],',
+    ),
     "a kind of device": Entry(
         files=(
             (

@@ -13,7 +13,8 @@ from tunix.costs.derived import derive
 from tunix.models.matmul import product_of_few_rows
 from tunix.plan.cluster import read_topology
 from tunix.plan.derived_time import resolve_exchange
-from tunix.rl.table import find_reward
+from tunix.rl.environments import open_episode
+from tunix.rl.table import find_environment, find_reward
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
 
@@ -52,6 +53,7 @@ print(
             "exchange": resolve_exchange(split, sizes, cluster)[1],
             "network": cluster.kind.network.nic_gb_per_s,
             "scores": find_reward(term.function)(["Hi"] * 2, ["please", "no"]),
+            "said": open_episode(find_environment("echo"), {}, "arrow").step('->["echo", {"text": "Hi"}]').observations,
         }
     )
 )

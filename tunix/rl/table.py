@@ -1,15 +1,16 @@
-"""Rewards: functions that say how good answers are. A new one is a row of `REWARDS`; imports no jax.
+"""Rewards and environments by name: functions that say how good answers are, and classes that a model talks with. A new
+one is a row of `REWARDS` or `ENVIRONMENTS`; imports no jax.
 
 A reward is `fn(prompts, completions, **columns) -> list[float]`: texts of prompts, texts of the answers to them, and
-the columns of the data, each a list with a value for each answer. Read `reward` first: it calls one and checks what it
-returns. `correctness` has rewards for right answers, `style` for their form, and `worker` is the process in which
-`tunix.rl.scoring` runs them.
+the columns of the data, each a list with a value for each answer. `tunix.rl.rewards` calls one and checks what it
+returns. `tunix.rl.environments` says what an environment is.
 """
 
 from tunix.base.dotted_path import import_object, is_dotted
 from tunix.rl.rewards import Reward, exact_match, format_tags, gsm8k, length, math_verify, reasoning_gym
+from tunix.rl.tools import Calculator, Python, SearchFolder
 
-__all__ = ["REWARDS", "Reward", "find_reward"]
+__all__ = ["ENVIRONMENTS", "REWARDS", "Reward", "find_environment", "find_reward"]
 
 REWARDS: dict[str, Reward] = {
     "gsm8k": gsm8k,
@@ -28,3 +29,16 @@ def find_reward(name: str) -> Reward:
         UserError: the module of a dotted path cannot be imported, or lacks the function.
     """
     return import_object(name) if is_dotted(name) else REWARDS[name]
+
+
+# Environments by name; `task.environment_options` are the arguments of the class.
+ENVIRONMENTS: dict[str, type] = {"python": Python, "calculator": Calculator, "search_folder": SearchFolder}
+
+
+def find_environment(name: str) -> type:
+    """Return the class of a row of the table, or that of a dotted path.
+
+    Raises:
+        UserError: the module of a dotted path cannot be imported, or lacks the class.
+    """
+    return import_object(name) if is_dotted(name) else ENVIRONMENTS[name]

@@ -1,0 +1,259 @@
+"""Environments: both forms of the protocol, tools with their schemas, formats of calls, and the rows of the table."""
+
+import os
+import tempfile
+import time
+from typing import Literal
+
+import pytest
+
+from tunix.base.errors import UserError
+from tunix.rl.environments import Reply, describe_tools, gives_reward, open_episode
+from tunix.rl.table import ENVIRONMENTS
+from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
+from tunix.rl.tools import Calculator, Python, SearchFolder
+
+
+class Counter:
+    """As written for TRL."""
+
+    def reset(self, target: int, **kwargs) -> str:
+        self.counter, self.target = 0, target
+        return f"Reach {target}."
+
+    def increment(self, step: int, times: Literal[1, 2] = 1) -> str:
+        """
+        Increment the
+        counter.
+
+        Args:
+            step (int): How much,
+                each time.
+            times: How often.
+
+        Returns:
+            The new value.
+        """
+        self.counter += step * times
+        return str(self.counter)
+
+    def no_tool(self):
+        return "it has no docstring"
+
+    def _hidden(self):
+        """Private."""
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+
+class Gymnasium:
+    def __init__(self, least=0):
+        self.least = least
+
+    def reset(self, *, seed):
+        self.number = self.least + seed
+        return f"above {self.number}?", {"information": 1}
+
+    def step(self, text):
+        right = int(text) > self.number
+        return "no", float(right), right, False, {}
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_public_methods_with_docstrings_are_tools():
+    episode = open_episode(Counter, {}, "hermes")
+    assert episode.reset(7, {"target": 5}) == Reply(["Reach 5."], 0.0, False)
+    assert episode.step(call("increment", '{"step": 2}')) == Reply(["2"], 0.0, False)
+    two = episode.step(f"I think. {call('increment', '{}')} {call('no_tool', '{}')} <tool_call>{{")
+    assert [text.partition(" missing")[0] for text in two.observations] == [
+        "error: TypeError: Counter.increment()",
+        "error: ValueError: there is no tool no_tool; the tools are increment",
+        "error: ValueError: a call is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ]
+    assert (two.done, two.tool_errors) == (False, 3)
+    assert episode.step(call("increment", '{"step": 1, "times": 2}')).observations == ["4"]
+    assert episode.finish() == 0.0, "what a budget ends is rewarded too"
+    episode.step(call("increment", '{"step": 1}'))
+    assert episode.step("It is 5.") == Reply(None, 1.0, True)
+    assert gives_reward(Counter)
+    assert gives_reward(Gymnasium)
+    assert not gives_reward(Calculator)
+
+
+def test_schemas_of_tools():
+    """The form that chat templates of Hugging Face take; transformers makes the same of such a method."""
+    assert describe_tools(Counter) == [
+        {
+            "type": "function",
+            "function": {
+                "name": "increment",
+                "description": "Increment the counter.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "step": {"type": "integer", "description": "How much, each time."},
+                        "times": {"enum": [1, 2], "type": "integer", "description": "How often."},
+                    },
+                    "required": ["step"],
+                },
+            },
+        }
+    ]
+    assert describe_tools(Gymnasium) == []
+    for kind in ENVIRONMENTS.values():
+        (tool,) = describe_tools(kind)
+        assert all("description" in each for each in tool["function"]["parameters"]["properties"].values())
+
+    class Untyped:
+        def add(self, a):
+            """Add."""
+
+    with pytest.raises(UserError, match="the tool add has a parameter a without a type; write a: int"):
+        describe_tools(Untyped)
+
+
+def test_gymnasium_form():
+    episode = open_episode(Gymnasium, {"least": 2}, "hermes")
+    assert episode.reset(7, {"q": "not taken"}) == Reply(["above 9?"], 0.0, False)
+    assert episode.step("3") == Reply(["no"], 0.0, False)
+    assert episode.step("12") == Reply(["no"], 1.0, True)
+    assert episode.finish() == 0.0
+    with pytest.raises(ValueError, match="the data have a column seed, which is an argument of reset"):
+        episode.reset(7, {"seed": 1})
+    with pytest.raises(ValueError, match="reset takes the column target, which the data lack; their columns are q"):
+        open_episode(type("Needy", (), {"reset": lambda self, target: None, "step": None}), {}, "hermes").reset(
+            1, {"q": 2}
+        )
+
+
+NONSENSE = {
+    "a text": "step returned 'a text' (str), not (observation, reward, done)",
+    ("a", 1.0): "step returned ('a', 1.0) (tuple), not (observation, reward, done)",
+    ("a", None, True): "it returned None for a reward, not a number",
+    ("a", float("nan"), True): "it returned nan for a reward",
+    (3, 1.0, True): "it returned 3 (int) for an observation, not a text",
+    ("a", 1.0, "no"): "step returned 'no' (str) for done, not True or False",
+    ("a" * 1_000_001, 1.0, False): "it returned 1,000,001 characters for an observation; at most 1,000,000",
+}
+
+
+@pytest.mark.parametrize("result", NONSENSE, ids=lambda result: str(result)[:30])
+def test_nonsense_is_named(result):
+    kind = type("Odd", (), {"reset": lambda self: None, "step": lambda self, text: result})
+    with pytest.raises(ValueError) as error:
+        open_episode(kind, {}, "hermes").step("?")
+    assert str(error.value) == NONSENSE[result]
+
+
+def test_half_a_character_is_replaced():
+    kind = type("Odd", (), {"reset": lambda self: None, "step": lambda self, text: (["a\ud83d", "b"], 0, False)})
+    assert open_episode(kind, {}, "hermes").step("?").observations == ["a?", "b"]
+
+
+ADD = ("add", {"a": 1, "b": "x"})
+FORMATS = {
+    "hermes": 'I add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}</tool_call>',
+    "xml": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n</tool_call>",
+    "llama": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}',
+    "json": '[TOOL_CALLS][{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}]',
+    "python": '[add(a=1, b="x")]',
+}
+
+
+@pytest.mark.parametrize("name", TOOL_CALLS)
+def test_formats_of_calls(name):
+    (found,) = TOOL_CALLS[name](FORMATS[name])
+    assert (found.name, found.arguments, found.problem) == (*ADD, "")
+    assert TOOL_CALLS[name]("The answer is [1, 2], or {x}.") == []
+    assert TOOL_CALLS[name]("") == []
+
+
+def test_other_ways_of_writing_calls():
+    read = TOOL_CALLS
+    two = '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {"a": 2}}'
+    assert [call.arguments for call in read["llama"](two)] == [{}, {"a": 2}]
+    assert [call.name for call in read["json"]('```json\n{"name": "add"}\n```')] == ["add"]
+    assert [call.name for call in read["json"]('{"name": "add"}')] == ["add"]
+    assert [call.name for call in read["python"]("```tool_code\nadd(a=1)\nmath.sub(b=-2)\n```")] == ["add", "math.sub"]
+    assert [call.arguments for call in read["python"]("[add(a=1), add(a=[2, 3])]")] == [{"a": 1}, {"a": [2, 3]}]
+    problems = {
+        "hermes": '<tool_call>{"name": 3}</tool_call>',
+        "llama": '{"name": "add"',
+        "json": '[TOOL_CALLS]{"name": "add", "arguments": "x"}',
+        "python": "[add(1)]",
+    }
+    assert all(read[name](text)[0].problem for name, text in problems.items())
+    assert "plain value" in read["python"]("[add(a=open('x'))]")[0].problem
+    assert read["hermes"]("<tool_call>" + "[" * 100_000)[0].problem
+
+
+def test_the_format_follows_from_the_template():
+    templates = {
+        "<tool_call>{...}</tool_call>": "hermes", "<tool_call>\n<function=name>": "xml", "[TOOL_CALLS]": "json",
+        '{"name": , "parameters": }': "llama", "```tool_code": "python", "{{ message.content }}": "hermes",
+    }  # fmt: skip
+    assert {text: choose_tool_calls(text) for text in templates} == templates
+
+
+def test_calculator():
+    calculate = Calculator().calculate
+    sums = {"1 + 2*3": "7", "6 / 2": "3", "7 // 2": "3", "2 ** 0.5": "1.4142135623730951", "max(1, sqrt(16))": "4", "-pi": "-3.141592653589793"}  # fmt: skip
+    assert {text: calculate(text) for text in sums} == sums
+    for text in ("9 ** 9 ** 9", "10 ** 60 * 10 ** 60", "__import__('os')", "(-8) ** 0.5", "'a' * 9", "[].x", "(" * 999):
+        with pytest.raises((ValueError, SyntaxError, MemoryError)):
+            calculate(text)
+
+
+def test_search_in_a_folder(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_text("The cat sits.\n\nA dog barks at the cat.\n\n" + "Filler. " * 40)
+    (tmp_path / "b" / "c.md").write_text("Whales swim in the sea.")
+    (tmp_path / "d.bin").write_bytes(b"whales")
+    search = SearchFolder(str(tmp_path), results=1, passage_characters=60).search
+    assert search("where do whales swim?") == "b/c.md:\nWhales swim in the sea."
+    assert search("dog").startswith("a.txt:\n")
+    assert search("elephants") == search("") == "nothing is found"
+    with pytest.raises(ValueError, match="has no text files"):
+        SearchFolder(str(tmp_path / "b" / "none"))
+
+
+PROGRAMS = {
+    "print(1 + 1)": "2",
+    "x = 1": "the program has printed nothing",
+    "1 / 0": "ZeroDivisionError: division by zero",
+    "x = [0] * 10**9": "MemoryError",
+    "open('f', 'wb').write(b'x' * 10**8)": "File too large",
+    "print('a' * 10**6)": "... the rest is left out",
+    "import os; print(os.listdir(), len(os.environ), os.getcwd())": "[] 3 /work",
+    "import sys; sys.exit(3)": "the program ended with exit code 3",
+}
+
+
+def test_python_is_bounded():
+    python = Python()
+    python.reset(3)
+    said = {code: python.python(code) for code in PROGRAMS}
+    assert {code: text[-len(PROGRAMS[code]) :] for code, text in said.items()} == PROGRAMS
+    assert all(len(text) < 5000 for text in said.values())
+    assert 'File "program.py", line 1' in said["1 / 0"], "no name of this machine's folders"
+
+
+def test_python_ends_with_all_that_it_has_started(tmp_path, monkeypatch):
+    python = Python(timeout_s=1.0)
+    python.reset(3)
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
+    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(9)"
+    start_time = time.monotonic()
+    assert python.python(code).endswith("the program was stopped after 1 s")
+    assert python.python(code.replace("time.sleep(9)", "print(1)")) == "1"
+    assert python.python("import os\nwhile True: os.fork()").endswith("the program was stopped after 1 s")
+    time.sleep(max(0.0, start_time + 4 - time.monotonic()))
+    assert not mark.exists()
+    assert not os.listdir(folder)

@@ -1,0 +1,80 @@
+"""Process that holds the environments of some episodes: `tunix.rl.environment_pool` starts several.
+
+    parent   ("play", number, requests)      ->   child   an object for each episode, by its number
+    parent   <-  (replies, problem, seconds)      child
+    parent   ("forget", number)              ->   child   ends an episode, also one that is not there
+
+    requests   ("reset", seed, columns) · ("step", text) · ("finish",)
+
+The requests of an episode are the newest one, or, where this process does not have the episode, all since its reset:
+an environment that gets its seed and the texts of its turns again comes into the same state.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from tunix.base import dotted_path
+from tunix.rl import environments
+from tunix.rl.child_process import connect, describe_error
+from tunix.rl.environments import Episode, Reply, open_episode
+from tunix.rl.table import find_environment
+
+OWN_FILES = {__file__, environments.__file__, dotted_path.__file__}
+Request = tuple[Any, ...]
+
+
+def serve(descriptor: int, parent: int, name: str, options: dict[str, Any], tool_calls: str, memory_mib: int) -> None:
+    """Import the environment, report that all is ready, and answer requests until the parent closes the socket."""
+    connection = connect(descriptor, parent)
+    process_id = os.getpid()
+    make = partial(open_episode, find_environment(name), options, tool_calls)
+    # Of anonymous memory: what libraries map without using it does not count. A child that it starts has the same.
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 2**20, memory_mib * 2**20))
+    episodes: dict[int, Episode] = {}
+    connection.send("ready")
+    while True:
+        try:
+            kind, number, *rest = connection.recv()
+        except EOFError:
+            return
+        start_time = time.perf_counter()
+        if kind == "play":
+            replies, problem = play(episodes, make, number, rest[0])
+        else:
+            replies, problem = [], ""
+            with suppress(Exception):  # an error while it is closed changes nothing that is known of the episode
+                if number in episodes:
+                    episodes.pop(number).close()
+        if os.getpid() != process_id:  # the environment has forked, and its child comes here too
+            os._exit(0)
+        connection.send((replies, problem, time.perf_counter() - start_time))
+
+
+def play(
+    episodes: dict[int, Episode], make: Callable[[], Episode], number: int, requests: list[Request]
+) -> tuple[list[Reply], str]:
+    """Return the replies of an episode's environment, and the text of an error, which ends the episode."""
+    replies = []
+    try:
+        for request in requests:
+            replies.append(_call(episodes, make, number, request))
+    except BaseException as error:  # an environment may raise anything, also SystemExit
+        return replies, describe_error(error, OWN_FILES)
+    return replies, ""
+
+
+def _call(episodes: dict[int, Episode], make: Callable[[], Episode], number: int, request: Request) -> Reply:
+    kind, *arguments = request
+    if kind == "reset":
+        episodes[number] = make()
+        return episodes[number].reset(*arguments)
+    if kind == "step":
+        return episodes[number].step(*arguments)
+    assert kind == "finish", kind
+    return Reply(None, episodes[number].finish(), True)

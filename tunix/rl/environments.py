@@ -1,0 +1,218 @@
+"""Environments: what a model talks with in an episode of several turns. Imports no jax.
+
+One object is made for each episode. Its class has one of two forms:
+
+    class Game:                                              # as in gymnasium
+        def reset(self, seed, **columns): return None        # or a text that follows the prompt
+        def step(self, text): return observation, reward, done      # gymnasium's five values are taken too
+
+    class Counter:                                           # as in TRL's environment_factory: public methods are tools
+        def reset(self, seed, **columns): ...
+        def increment(self, step: int) -> str: "Increment the counter."
+        def get_reward(self) -> float: ...
+
+`seed` is the same for all episodes of a group, and `columns` are those of the prompt's row; a method gets those that it
+names. `open_episode` gives both forms one face, an `Episode`. An observation is a text, or a list of texts, each of
+which is a message; None says nothing, and the model goes on only after an observation.
+"""
+
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+
+from tunix.base.errors import UserError
+from tunix.rl.tool_calls import TOOL_CALLS, Call
+
+MOST_CHARACTERS = 1_000_000  # of an observation: more is an error of the environment
+NOT_TOOLS = {"reset", "step", "get_reward", "close"}
+
+
+class Reply(NamedTuple):
+    """What an environment says after a turn."""
+
+    observations: list[str] | None  # texts of messages; None for none
+    reward: float
+    done: bool
+    tool_errors: int = 0  # calls of tools that failed; their errors are among the observations
+
+
+class Episode:
+    """One environment, in either form."""
+
+    def __init__(self, environment: Any, read_calls: Callable[[str], list[Call]]):
+        self.environment, self.read_calls = environment, read_calls
+        self.tools = None if hasattr(environment, "step") else find_tools(type(environment))
+
+    def reset(self, seed: int, columns: Mapping[str, Any]) -> Reply:
+        observation = self.environment.reset(**select_arguments(self.environment.reset, seed, columns))
+        if isinstance(observation, tuple) and len(observation) == 2:  # gymnasium: an observation, and a dict about it
+            observation = observation[0]
+        return Reply(_read_observation(observation), 0.0, False)
+
+    def step(self, text: str) -> Reply:
+        if self.tools is None:
+            return read_step(self.environment.step(text))
+        calls = self.read_calls(text)
+        if not calls:  # an answer without calls is the last one
+            return Reply(None, self.finish(), True)
+        results, num_errors = [], 0
+        for call in calls:
+            try:
+                if call.problem:
+                    raise ValueError(call.problem)
+                if call.name not in self.tools:
+                    raise ValueError(f"there is no tool {call.name[:100]}; the tools are {', '.join(self.tools)}")
+                results.append(str(getattr(self.environment, call.name)(**call.arguments)))
+            except Exception as error:  # the model reads what it did wrong
+                results.append(f"error: {type(error).__name__}: {str(error)[:1000]}")
+                num_errors += 1
+        return Reply(_read_observation(results), 0.0, False, num_errors)
+
+    def finish(self) -> float:
+        """Return the reward at the end of an episode, also of one that a budget has ended."""
+        if self.tools is None or not hasattr(self.environment, "get_reward"):
+            return 0.0
+        return _read_reward(self.environment.get_reward())
+
+    def close(self) -> None:
+        if callable(close := getattr(self.environment, "close", None)):
+            close()
+
+
+def open_episode(make: Callable[..., Any], options: Mapping[str, Any], tool_calls: str) -> Episode:
+    """Return a new environment; `tool_calls` is a row of `TOOL_CALLS`."""
+    return Episode(make(**options), TOOL_CALLS[tool_calls])
+
+
+def select_arguments(reset: Callable[..., Any], seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `reset`: the seed and the columns that it names, or all where it has **columns.
+
+    Raises:
+        ValueError: the data have a column `seed`, or lack a column that `reset` names.
+    """
+    if "seed" in columns:
+        raise ValueError("the data have a column seed, which is an argument of reset; rename the column")
+    given = {"seed": seed, **columns}
+    parameters = inspect.signature(reset).parameters.values()
+    for each in parameters:
+        required = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        if required and each.name not in given:
+            names = ", ".join(columns) or "none"
+            raise ValueError(f"reset takes the column {each.name}, which the data lack; their columns are {names}")
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return given
+    return {each.name: given[each.name] for each in parameters if each.name in given}
+
+
+def read_step(result: Any) -> Reply:
+    """Return what `step` has returned: (observation, reward, done), or gymnasium's five values.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(result, tuple | list) or len(result) not in (3, 5):
+        raise ValueError(f"step returned {_describe(result)}, not (observation, reward, done)")
+    observation, reward, *rest = result
+    ends = rest[:-1] if len(result) == 5 else rest  # terminated and truncated, or done
+    for end in ends:
+        if type(end).__name__ not in ("bool", "bool_"):  # numpy's has either name
+            raise ValueError(f"step returned {_describe(end)} for done, not True or False")
+    return Reply(_read_observation(observation), _read_reward(reward), any(map(bool, ends)))
+
+
+def _read_observation(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"it returned {_describe(value)} for an observation, not a text")
+    if (num_characters := sum(map(len, texts))) > MOST_CHARACTERS:
+        raise ValueError(f"it returned {num_characters:,} characters for an observation; at most {MOST_CHARACTERS:,}")
+    # Half of a pair of surrogates, which no tokenizer takes, becomes a question mark.
+    return [str(text).encode(errors="replace").decode() for text in texts] or None
+
+
+def _read_reward(value: Any) -> float:
+    try:
+        reward = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"it returned {_describe(value)} for a reward, not a number") from None
+    if not math.isfinite(reward):
+        raise ValueError(f"it returned {reward} for a reward")
+    return reward
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"{value!r:.40} ({type(value).__name__})"
+
+
+# Tools of a class, as a chat template shows them to the model.
+
+
+def find_tools(kind: type) -> dict[str, Callable[..., Any]]:
+    """Return the tools of a class: its public methods that have a docstring."""
+    return {
+        name: method
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and name not in NOT_TOOLS and method.__doc__
+    }
+
+
+def describe_tools(kind: type) -> list[dict[str, Any]]:
+    """Return the JSON schemas of a class's tools, in the form that chat templates take; none for one with `step`.
+
+    The first paragraph of a docstring describes a tool, and the lines of its section `Args:` describe the parameters.
+
+    Raises:
+        UserError: a parameter has no type, or one that JSON lacks.
+    """
+    return [] if hasattr(kind, "step") else [_describe_tool(*item) for item in find_tools(kind).items()]
+
+
+def _describe_tool(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    text = inspect.getdoc(method) or ""
+    descriptions, types = _read_arguments(text), typing.get_type_hints(method)
+    properties, required = {}, []
+    for each in list(inspect.signature(method).parameters.values())[1:]:  # without self
+        if each.name not in types or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+            raise UserError(f"the tool {name} has a parameter {each.name} without a type; write {each.name}: int")
+        try:
+            schema = TypeAdapter(types[each.name]).json_schema()
+        except Exception as error:  # pydantic has several kinds of errors for types that it does not know
+            raise UserError(f"the tool {name} has a parameter {each.name} of a type that JSON lacks: {error}") from None
+        if each.name in descriptions:
+            schema["description"] = descriptions[each.name]
+        properties[each.name] = schema
+        if each.default is each.empty:
+            required.append(each.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    description = " ".join(text.split("\n\n")[0].split())
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _read_arguments(text: str) -> dict[str, str]:
+    """Return what the section `Args:` of a docstring says of each parameter."""
+    found: dict[str, str] = {}
+    name, inside = "", False
+    for line in text.splitlines():
+        if line.strip() == "Args:":
+            inside = True
+        elif inside and line.strip():
+            if not line.startswith(" "):  # the next section
+                break
+            first, colon, rest = line.strip().partition(":")
+            if colon and first.split(" ")[0].isidentifier() and (" " not in first or "(" in first):
+                name = first.split(" ")[0]
+                found[name] = rest.strip()
+            elif name:
+                found[name] += f" {line.strip()}"
+    return found
+
+
+def gives_reward(kind: type) -> bool:
+    """Return whether an environment rewards by itself: tools without `get_reward` do not."""
+    return hasattr(kind, "step") or hasattr(kind, "get_reward")

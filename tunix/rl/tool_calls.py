@@ -1,0 +1,169 @@
+"""How a model writes calls of tools: a table of formats, and the one that fits a chat template. Imports no jax.
+
+hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>           Qwen 2.5 and 3, Hermes
+xml       <tool_call><function=add><parameter=a>1</parameter></function></tool_call>    Qwen 3 Coder, Qwen 3.5
+llama     {"name": "add", "parameters": {"a": 1}}                                 Llama 3, with <|python_tag|> or not
+json      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                    Mistral; also a block ```json
+python    [add(a=1), add(a=2)]                                                    Llama 4, Olmo 3; also ```tool_code
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """A call of a tool; `problem` says what is wrong with one that cannot be read."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str = ""
+
+
+def _malformed(problem: str) -> Call:
+    return Call("", {}, problem)
+
+
+def _read_object(value: Any) -> Call:
+    """Return the call that a JSON object describes."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return _malformed('a call is an object like {"name": ..., "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the object once more as a string
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return _malformed("the arguments are no JSON object")
+    if not isinstance(arguments, dict):
+        return _malformed("the arguments are no JSON object")
+    return Call(value["name"], arguments)
+
+
+def _read_json(text: str) -> list[Call]:
+    """Return the calls of a JSON object or of a list of them."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return [_malformed(f"a call is no JSON: {str(error)[:100]}")]
+    return [_read_object(each) for each in (value if isinstance(value, list) else [value])]
+
+
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+def read_hermes(text: str) -> list[Call]:
+    """Return the calls between `<tool_call>` tags."""
+    return [call for inside in HERMES.findall(text) for call in _read_json(inside)]
+
+
+FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def read_xml(text: str) -> list[Call]:
+    """Return the calls `<function=NAME>` with their `<parameter=KEY>` values; a value that is JSON is read as such."""
+    return [
+        Call(name.strip(), {key.strip(): _read_value(value) for key, value in PARAMETER.findall(inside)})
+        for name, inside in FUNCTION.findall(text)
+    ]
+
+
+def _read_value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
+
+
+def read_llama(text: str) -> list[Call]:
+    """Return the calls of a turn that is JSON and nothing else; several are separated by semicolons."""
+    tag, _, after = text.rpartition("<|python_tag|>")
+    body = (after if tag or text.startswith("<|python_tag|>") else text).strip()
+    if not body.startswith("{"):
+        return []
+    decoder, place = json.JSONDecoder(), 0
+    calls: list[Call] = []
+    while place < len(body):
+        try:
+            value, place = decoder.raw_decode(body, place)
+        except (ValueError, RecursionError) as error:
+            return [*calls, _malformed(f"a call is no JSON: {str(error)[:100]}")]
+        calls.append(_read_object(value))
+        while place < len(body) and body[place] in "; \n\t":
+            place += 1
+    return calls
+
+
+JSON_BLOCK = re.compile(r"```(?:json)?\s*([\[{].*?)```", re.DOTALL)
+
+
+def read_json(text: str) -> list[Call]:
+    """Return the calls behind `[TOOL_CALLS]`, in blocks of JSON, or of a turn that is JSON and nothing else."""
+    _, mark, after = text.partition("[TOOL_CALLS]")
+    if mark:
+        return _read_json(after.strip())
+    if blocks := JSON_BLOCK.findall(text):
+        return [call for block in blocks for call in _read_json(block)]
+    body = text.strip()
+    return _read_json(body) if body.startswith(("{", '[{"')) else []
+
+
+PYTHON_BLOCK = re.compile(r"```(?:tool_code|python)\s*(.*?)```|<function_calls>(.*?)</function_calls>", re.DOTALL)
+
+
+def read_python(text: str) -> list[Call]:
+    """Return the calls that stand as Python in a block, or in a turn that is a list of calls and nothing else."""
+    blocks = [first or second for first, second in PYTHON_BLOCK.findall(text)]
+    if not blocks:
+        body = text.strip()
+        blocks = [body] if re.match(r"\[\s*[A-Za-z_][\w.]*\(", body) else []
+    return [call for block in blocks for call in _read_python(block)]
+
+
+def _read_python(text: str) -> list[Call]:
+    try:
+        nodes = [statement.value for statement in ast.parse(text.strip()).body if isinstance(statement, ast.Expr)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return [_malformed(f"a call is no Python: {str(error)[:100]}")]
+    calls = [each for node in nodes for each in (node.elts if isinstance(node, ast.List) else [node])]
+    return [_read_node(node) for node in calls] or [_malformed("there is no call")]
+
+
+def _read_node(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call):
+        return _malformed("there is something else than a call")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return _malformed("arguments are given by name: add(a=1)")
+    try:
+        return Call(ast.unparse(node.func), {str(each.arg): ast.literal_eval(each.value) for each in node.keywords})
+    except (ValueError, RecursionError):
+        return _malformed("an argument is no plain value")
+
+
+TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
+    "hermes": read_hermes,
+    "xml": read_xml,
+    "llama": read_llama,
+    "json": read_json,
+    "python": read_python,
+}
+
+# Words of a chat template that tell the format, the first that occur; a template without any gets `hermes`.
+MARKS = (
+    ("<function=", "xml"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "json"),
+    ("<function_calls>", "python"),
+    ("tool_code", "python"),
+    ("<|python_start|>", "python"),
+    ("<|python_tag|>", "llama"),
+    ('"parameters"', "llama"),
+)
+
+
+def choose_tool_calls(template: str) -> str:
+    """Return the name of the format in which a chat template lets a model write its calls."""
+    return next((name for mark, name in MARKS if mark in template), "hermes")

@@ -1,0 +1,280 @@
+"""Environments of tunix, each with one tool: an interpreter of Python, a calculator, a search in a folder.
+
+Imports no jax. They give no reward of their own: `task.rewards` scores the last turn of an episode.
+"""
+
+import ast
+import math
+import operator
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# A program that a model has written, in a sandbox against mistakes, not against attackers (docs/security.md):
+#
+# - a session of its own, which is killed as a group, with everything in it, at the deadline
+# - limits of memory, processor time, size of files and open files
+# - an empty working folder, an empty environment, an interpreter that reads no user's site-packages (-I)
+# - where the kernel allows it, namespaces: no network, no processes but its own, which end with it
+
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--")
+
+
+@cache
+def _list_namespaces() -> tuple[str, ...]:
+    """Return the words that give a program namespaces of its own; none where the kernel does not allow it."""
+    if shutil.which(NAMESPACES[0]) is None:
+        return ()
+    try:
+        done = subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return NAMESPACES if done.returncode == 0 else ()
+
+
+class Python:
+    """An interpreter, which forgets everything between two calls."""
+
+    def __init__(
+        self, timeout_s: float = 5.0, memory_mib: int = 512, file_mib: int = 16, output_characters: int = 4000
+    ):
+        """Set the limits of a program: seconds, memory, the size of a file, and how much of its output is returned."""
+        self.timeout_s, self.memory, self.file_size = timeout_s, memory_mib * 2**20, file_mib * 2**20
+        self.output_characters = output_characters
+
+    def reset(self, seed: int) -> None:
+        self.seed = seed
+
+    def python(self, code: str) -> str:
+        """Run a Python program, and return what it prints. It has the standard library, and no network.
+
+        Args:
+            code: The program. Variables of earlier programs are gone.
+        """
+        with tempfile.TemporaryDirectory(prefix="tunix_python_", ignore_cleanup_errors=True) as folder:
+            script, output = Path(folder, "program.py"), Path(folder, "output")
+            (workplace := Path(folder, "work")).mkdir()
+            script.write_text(code, errors="replace")
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    [*_list_namespaces(), sys.executable, "-I", str(script)],
+                    cwd=workplace,
+                    env={"PYTHONHASHSEED": str(self.seed % 2**32), "PATH": os.defpath, "LANG": "C.UTF-8"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                    preexec_fn=self._limit,
+                )
+                note = self._wait(process)
+            with output.open("rb") as file:
+                text = (
+                    file.read(8 * self.output_characters)
+                    .decode(errors="replace")
+                    .replace(str(script), "program.py")
+                    .replace(folder, "")
+                )
+        if len(text) > self.output_characters:
+            text = text[: self.output_characters] + "\n... the rest is left out"
+        return "\n".join(filter(None, [text.rstrip("\n"), note])) or "the program has printed nothing"
+
+    def _wait(self, process: "subprocess.Popen[bytes]") -> str:
+        """Wait for the program, end what it has started, and return what is to be said about its end."""
+        try:
+            code = process.wait(self.timeout_s)
+            note = "" if code in (0, 1) else f"the program ended with exit code {code}"  # 1 after a traceback
+            if code < 0:
+                note = f"the program was killed by {signal.Signals(-code).name}"
+        except subprocess.TimeoutExpired:
+            note = f"the program was stopped after {self.timeout_s:g} s"
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return note
+
+    def _limit(self) -> None:
+        seconds = math.ceil(self.timeout_s) + 1
+        for limit, value in (
+            (resource.RLIMIT_AS, self.memory),
+            (resource.RLIMIT_CPU, seconds),
+            (resource.RLIMIT_FSIZE, self.file_size),
+            (resource.RLIMIT_NOFILE, 64),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            with suppress(ValueError, OSError):  # a limit of the machine may be lower
+                resource.setrlimit(limit, (value, value))
+
+
+# A calculator.
+
+OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "log10": math.log10, "sin": math.sin, "cos": math.cos,
+    "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "round": round, "abs": abs, "min": min, "max": max,
+}  # fmt: skip
+CONSTANTS = {"pi": math.pi, "e": math.e}
+LARGEST = 10**100  # of a whole number: 9**9**9 would compute for days
+LONGEST = 1000  # characters of an expression
+
+
+class Calculator:
+    """A calculator of one expression at a time."""
+
+    def reset(self) -> None:
+        pass
+
+    def calculate(self, expression: str) -> str:
+        """Compute an expression, and return its value.
+
+        Args:
+            expression: Numbers with + - * / // % ** and brackets, pi, e, and functions like sqrt(2) or max(1, 2).
+        """
+        if len(expression) > LONGEST:
+            raise ValueError(f"an expression has at most {LONGEST} characters")
+        value = _compute(ast.parse(expression.strip(), mode="eval").body)
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            value = int(value)  # 6 / 2 is 3
+        return str(value)
+
+
+def _compute(node: ast.expr) -> float:
+    """Return the value of a node of an expression.
+
+    Raises:
+        ValueError: it has something that is neither a number, an operator nor a function of the table.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _check_size(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_compute(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _compute(node.left), _compute(node.right)
+        if isinstance(node.op, ast.Pow) and left and abs(right) * abs(math.log10(abs(left))) > 100:
+            raise ValueError("a power is too large")
+        return _check_size(OPERATORS[type(node.op)](left, right))
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in FUNCTIONS
+        and not node.keywords
+    ):
+        return FUNCTIONS[node.func.id](*map(_compute, node.args))
+    raise ValueError(f"{ast.unparse(node)[:50]} is no number, operator or function that this calculator has")
+
+
+def _check_size(value: float) -> float:
+    if isinstance(value, complex):
+        raise ValueError("the value is no real number")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("a number is too large")
+    return value
+
+
+# A search in the text files of a folder.
+
+TEXT_FILES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
+FILE_BYTES = 1_000_000  # of a file, what is read
+BM25_K, BM25_B = 1.5, 0.75  # how soon a word counts enough, and how much a long passage is reduced (Robertson 2009)
+
+
+class Passage(NamedTuple):
+    name: str  # of its file, in the folder
+    text: str
+    words: Counter[str]
+
+
+class Index(NamedTuple):
+    passages: list[Passage]
+    num_with: Counter[str]  # passages with a word
+    mean_words: float  # of a passage
+
+
+class SearchFolder:
+    """A search in text files."""
+
+    def __init__(self, folder: str, results: int = 3, passage_characters: int = 800):
+        """`folder` is searched for passages of about `passage_characters`, of which the best `results` are returned."""
+        self.index, self.results = _read_folder(folder, passage_characters), results
+
+    def reset(self) -> None:
+        pass
+
+    def search(self, query: str) -> str:
+        """Search the documents, and return the passages that fit a query best.
+
+        Args:
+            query: A few words that the passage should have.
+        """
+        index, words = self.index, set(_split_words(query))
+        total = len(index.passages)
+        weights = {
+            word: math.log(1 + (total - index.num_with[word] + 0.5) / (index.num_with[word] + 0.5)) for word in words
+        }
+        scored = []
+        for number, passage in enumerate(index.passages):
+            length = 1 - BM25_B + BM25_B * passage.words.total() / index.mean_words
+            counts = ((weights[word], passage.words[word]) for word in sorted(words) if word in passage.words)
+            if score := sum(weight * count * (BM25_K + 1) / (count + BM25_K * length) for weight, count in counts):
+                scored.append((-score, number))
+        best = [index.passages[number] for _, number in sorted(scored)[: self.results]]
+        return "\n\n".join(f"{passage.name}:\n{passage.text}" for passage in best) or "nothing is found"
+
+
+@cache  # each episode has an object, and all have the same folder
+def _read_folder(folder: str, passage_characters: int) -> Index:
+    """Return the passages of a folder's text files.
+
+    Raises:
+        ValueError: there is none.
+    """
+    root, passages = Path(folder), []
+    for path in sorted(path for path in root.rglob("*") if path.suffix in TEXT_FILES and path.is_file()):
+        with path.open("rb") as file:
+            text = file.read(FILE_BYTES).decode(errors="replace")
+        for passage in _cut(text, passage_characters):
+            passages.append(Passage(str(path.relative_to(root)), passage, Counter(_split_words(passage))))
+    if not passages:
+        raise ValueError(f"the folder {folder} has no text files ({', '.join(TEXT_FILES)})")
+    num_with = Counter(word for passage in passages for word in passage.words)
+    return Index(passages, num_with, max(1.0, sum(passage.words.total() for passage in passages) / len(passages)))
+
+
+def _cut(text: str, size: int) -> list[str]:
+    """Cut a text between paragraphs into passages of at most `size` characters; a longer paragraph is cut itself."""
+    pieces = [
+        part[n : n + size] for part in re.split(r"\n\s*\n", text) if part.strip() for n in range(0, len(part), size)
+    ]
+    passages: list[str] = []
+    for piece in pieces:
+        if passages and len(passages[-1]) + len(piece) + 2 <= size:
+            passages[-1] += f"\n\n{piece}"
+        else:
+            passages.append(piece)
+    return passages
+
+
+def _split_words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
