@@ -190,7 +190,7 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
     cfg = compose(words).config
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
         HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg), num_rows=8)
-    task = Prompted(name="sft", chat_template=cfg.task.chat_template, loss=None, system=None)
+    task = Prompted(name="sft", chat_template=cfg.task.chat_template, chat_template_kwargs=None, loss=None, system=None)
     with pytest.raises(UserError, match=r"data.source=jsonl: no document with text in it \(40 empty"):
         load_prompts(cfg.model_copy(update={"task": task}), 8)
 
@@ -200,7 +200,7 @@ def test_docstrings_are_questions_with_answers():
     units = [unit for unit in find_units(cfg.data, cfg.loading) if unit.name in ("bisect.py", "json/__init__.py")]
     found = {name: content for unit in units for name, content in read_documents(cfg.data, cfg.task, unit)}
     assert {"bisect.insort_right", "bisect.bisect_left", "json.dumps", "json.load"} <= found.keys()
-    assert found["json.dumps"] == [
+    assert found["json.dumps"].messages == [
         {"role": "user", "content": "What does json.dumps do?"},
         {"role": "assistant", "content": json.dumps.__doc__.splitlines()[0]},
     ]

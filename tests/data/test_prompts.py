@@ -27,7 +27,7 @@ def prompted(*words: str, system: str | None = None) -> Config:
     """Config of a run whose model writes the answers."""
     source = [] if any(word.startswith("data=") for word in words) else FILE
     cfg = compose([*WORDS, *source, *words]).config
-    task = Prompted(name="ask", chat_template=None, loss=None, system=system)
+    task = Prompted(name="ask", chat_template=None, chat_template_kwargs=None, loss=None, system=system)
     return cfg.model_copy(update={"task": task})
 
 

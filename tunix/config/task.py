@@ -1,6 +1,6 @@
 """Tasks: which documents a run learns from, and which loss their batches get."""
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -71,12 +71,22 @@ class Task(Section):
     """Which task."""
     chat_template: str | None
     """A Jinja file or text that turns a conversation into text; null takes the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] | None
+    """Variables that the template gets beside the messages, like {enable_thinking: false}; null for none."""
     loss: NameOrPath | None
     """Name of a loss, or `package.module:name` of your own (docs/extending.md); null takes the loss of the task."""
 
     def cycle(self, num_sequences: int) -> Cycle:
         """Return what is read at one time for steps of `num_sequences` sequences."""
         return Cycle(num_sequences, 1)
+
+    def describe_tools(self) -> list[dict[str, Any]]:
+        """Return the schemas of tools that every conversation has."""
+        return []
+
+    def list_turn_choices(self) -> dict[str, Any]:
+        """Return what decides the text of conversations beside the template, without what is usual."""
+        return {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
 
 class Pretrain(Task):
@@ -97,6 +107,13 @@ class Sft(Task):
 
     name: Literal["sft"]  # type: ignore[assignment]
     """What is learnt."""
+    learnt_turns: Literal["all", "last", "assistant"]
+    """Turns of a conversation that are learnt: all, the last of the assistant, or each of the assistant. A column
+    (data.columns.learnt_turns) says it for each turn."""
+
+    def list_turn_choices(self) -> dict[str, Any]:
+        usual = self.learnt_turns == "assistant"
+        return super().list_turn_choices() | ({} if usual else {"learnt_turns": self.learnt_turns})
 
 
 class Prompted(Task):
@@ -106,6 +123,11 @@ class Prompted(Task):
 
     system: str | None
     """Message of the system before each prompt that has none of its own; null for none."""
+
+    @property
+    def has_environment(self) -> bool:
+        """True where an answer is an episode of several turns."""
+        return False
 
 
 class Grpo(Prompted):

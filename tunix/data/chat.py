@@ -6,7 +6,8 @@ that a template gives the same text there and here.
 
 import datetime
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
@@ -19,7 +20,13 @@ from tunix.base.errors import UserError
 
 TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less than a millisecond
 
-Message = dict[str, str]  # role, content
+# role and content, and what a template may know of a call of tools: tool_calls, tool_call_id, name, reasoning_content
+Message = dict[str, Any]
+Options = Mapping[
+    str, Any
+]  # variables of a template beside the messages: `tools`, and those of task.chat_template_kwargs
+NO_OPTIONS: Options = {}
+LearntTurns = Literal["all", "last", "assistant"]
 
 # The template of tokenizers that are trained here. A conversation becomes "<bos>user:\nHi\nassistant:\nHello<eos>".
 PLAIN = (
@@ -61,13 +68,16 @@ class ChatTemplate:
         except Exception as error:  # a template is somebody's program: it may raise anything
             raise UserError(f"task.chat_template: {error}") from None
 
-    def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, options: Options = NO_OPTIONS
+    ) -> str:
         """Return the text of a conversation; `add_generation_prompt` adds the text that asks for the next answer.
 
         Raises:
             UserError: the template fails, or its text has half of a pair of surrogates, which no tokenizer takes.
         """
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
+        values |= {"tools": None, "documents": None, **options}  # transformers gives a template these two always
         try:
             with time_limit(TIME_LIMIT_S):
                 text = self.template.render(values)
@@ -76,31 +86,87 @@ class ChatTemplate:
             raise UserError(f"task.chat_template refuses a conversation: {error}") from None
         return text
 
-    def segments(self, messages: list[Message]) -> list[tuple[str, bool]]:
-        """Cut the conversation's text into pieces; True marks an answer, which includes the end of its turn.
+    def segments(
+        self,
+        messages: Sequence[Message],
+        options: Options = NO_OPTIONS,
+        learnt: LearntTurns | Sequence[bool] = "assistant",
+    ) -> list[tuple[str, bool]]:
+        """Cut the conversation's text into pieces; True marks an answer that is learnt, with the end of its turn.
 
             user: 1+1?  assistant: 2  user: and 3+3?  assistant: 6
-            |------ False ------|True|-------- False --------|True|
+            |------ False ------|True|-------- False --------|True|       learnt="assistant"
+            |--------------------- False --------------------|True|       learnt="last"
+            |------------------------- True ----------------------|       learnt="all"
 
-        A prompt ends where generation would begin. So training cuts the text into tokens at the same places as
-        generation does.
+        A list says for each turn whether it is learnt; turns of others than the assistant never are. A prompt ends
+        where generation would begin. So training cuts the text into tokens at the same places as generation does.
 
         Raises:
             UserError: the text of a conversation does not begin with the text of its first turns.
         """
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if learnt == "all":
+            return [(self.render(messages[: numbers[-1] + 1] if numbers else messages, options=options), True)]
         pieces, done = [], ""  # `done` is the text up to the last answer
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = self.render(messages[:number], add_generation_prompt=True)
-                answered = self.render(messages[: number + 1])
-                if not (prompt.startswith(done) and answered.startswith(prompt)):
-                    raise UserError(
-                        "task.chat_template: a conversation with its answer does not begin with the text before the "
-                        f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}"
-                    )
-                pieces += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
-                done = answered
+        for number in numbers[-1:] if learnt == "last" else numbers:
+            prompt = self.render(messages[:number], add_generation_prompt=True, options=options)
+            answered = self.render(messages[: number + 1], options=options)
+            if not (prompt.startswith(done) and answered.startswith(prompt)):
+                raise UserError(
+                    "task.chat_template: a conversation with its answer does not begin with the text before the "
+                    f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}"
+                )
+            is_learnt = isinstance(learnt, str) or learnt[number]
+            pieces += [(prompt[len(done) :], False), (answered[len(prompt) :], is_learnt)]
+            done = answered
         return pieces
+
+    # The text behind a turn of an episode. Old turns are never rendered again: templates drop thoughts, trim text and
+    # put it in another order, and what a model has drawn must stay as it was drawn. A small conversation is rendered in
+    # their place, and what stands behind the mark is what follows any answer.
+    #
+    #     <|user|>?<|assistant|>MARK<|end|>\n<|tool|>the observation<|end|>\n<|assistant|>
+    #                               |---------------- text_behind_turn ----------------|
+
+    def text_behind_turn(self, role: str, texts: Sequence[str], options: Options = NO_OPTIONS) -> str:
+        """Return the text between an answer and the next one, where messages of this role say `texts`.
+
+        Raises:
+            UserError: the template fails, or does not show the answer.
+        """
+        # Templates of alternating roles take one message of the user; a call has one message of its tool.
+        said = ["\n\n".join(texts)] if role == "user" else texts
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": MARK},
+            *({"role": role, "content": text, "name": "tool", "tool_call_id": "000000000"} for text in said),
+        ]
+        text = self.render(messages, add_generation_prompt=True, options=options)
+        if MARK not in text:
+            raise UserError("task.chat_template does not show the content of an answer")
+        return text[text.rindex(MARK) + len(MARK) :]
+
+    def choose_observation_role(self, options: Options = NO_OPTIONS) -> str:
+        """Return the role of an environment's messages: `tool` where the template shows its words, else `user`.
+
+        Raises:
+            UserError: the template shows neither. Some drop a message of an unknown role without a word.
+        """
+        for role in ("tool", "user"):
+            try:
+                if WORDS in self.text_behind_turn(role, [WORDS], options):
+                    return role
+            except UserError:
+                continue
+        raise UserError(
+            "task.chat_template shows neither a message of the role tool nor one of the role user behind an answer, so "
+            "a model could not read what an environment says; give another template"
+        )
+
+
+MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
+WORDS = "seven of nine"
 
 
 def _reject(message: str) -> Any:

@@ -9,8 +9,8 @@ import numpy as np
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Task
-from tunix.config.task import Prompted
-from tunix.data.chat import Message
+from tunix.config.task import Prompted, Sft
+from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options
 from tunix.data.files import TOO_LONG, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.pieces import count_bytes
 from tunix.data.table import DOCUMENTS
@@ -21,11 +21,20 @@ from tunix.data.tokenizer import Vocab
 PROMPT_ROLES = {"system", "developer", "user", "tool"}  # the model learns nothing from turns of these roles
 
 
+class Conversation(NamedTuple):
+    """Turns with their answers."""
+
+    messages: list[Message]
+    options: Options = NO_OPTIONS  # of the chat template
+    learnt: LearntTurns | list[bool] = "assistant"
+
+
 class Question(NamedTuple):
     """A conversation that ends before the answer that the model is to give."""
 
     messages: list[Message]
     columns: dict[str, Any]  # of the row, for rewards; `answer` is the answer in the data if no column has that name
+    options: Options = NO_OPTIONS  # of the chat template
 
 
 class Pair(NamedTuple):
@@ -34,23 +43,22 @@ class Pair(NamedTuple):
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
+    options: Options = NO_OPTIONS  # of the chat template
 
 
 class Document(NamedTuple):
     name: str
-    content: str | list[Message] | Question | Pair
+    content: str | Conversation | Question | Pair
 
     @property
     def text(self) -> str:
         """Text of the document without a template: what a tokenizer learns from."""
         if isinstance(self.content, str):
             return self.content
-        if isinstance(self.content, Question):
-            turns = self.content.messages
-        elif isinstance(self.content, Pair):
-            turns = [turn for part in self.content for turn in part]
+        if isinstance(self.content, Pair):
+            turns = [*self.content.prompt, *self.content.chosen, *self.content.rejected]
         else:
-            turns = self.content
+            turns = self.content.messages
         return "\n".join(turn["content"] for turn in turns)
 
 
@@ -128,26 +136,33 @@ def read_text(columns: Columns, row: dict[str, Any], task: Task) -> str:
     return _read_cell(columns, "text", row)
 
 
-def read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> list[Message]:
-    """Return the turns of a row's conversation; none if its answer is empty."""
+def read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> Conversation | None:
+    """Return a row's conversation; None if it has no answer."""
+    options = _read_options(columns, row, task)
+    learnt = task.learnt_turns if isinstance(task, Sft) else "assistant"
     if columns.prompt is None:
         messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
-        return messages if any(message["role"] == "assistant" for message in messages) else []
+        if not any(message["role"] == "assistant" for message in messages):
+            return None
+        return Conversation(messages, options, _read_learnt(columns, row, len(messages)) or learnt)
     prompt, answer = _read_cell(columns, "prompt", row), _read_cell(columns, "completion", row)
     turns = [*_read_system(columns, row), {"role": "user", "content": prompt}]
-    return [*turns, {"role": "assistant", "content": answer}] if answer else []
+    return Conversation([*turns, {"role": "assistant", "content": answer}], options, learnt) if answer else None
 
 
 def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question | None:
     """Return a row's conversation up to its last answer, and its columns; None if it or its answer is empty.
 
-    If the last turn is not the assistant's, all turns are the prompt, and the data have no answer to it.
+    If the last turn is not the assistant's, all turns are the prompt, and the data have no answer to it. An episode
+    with an environment begins after the last turn of the user: what follows is a demonstration.
     """
     assert isinstance(task, Prompted)
     answer: str | None
     if columns.prompt is None:
         messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
         answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+        while task.has_environment and messages and messages[-1]["role"] in ("assistant", "tool"):
+            messages.pop()
     else:
         prompt = _read_cell(columns, "prompt", row)
         messages = [*_read_system(columns, row), {"role": "user", "content": prompt}] if prompt else []
@@ -156,7 +171,8 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
         return None
     if task.system is not None and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": task.system})
-    return Question(messages, row if answer is None else {"answer": answer, **row})
+    columns_of_row = row if answer is None else {"answer": answer, **row}
+    return Question(messages, columns_of_row, _read_options(columns, row, task))
 
 
 def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
@@ -186,13 +202,54 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
     for name, answer in ((columns.chosen, chosen), (columns.rejected, rejected)):
         if not any(turn["role"] == "assistant" and turn["content"] for turn in answer):
             raise BadRow(f"has no answer in column {name}")
-    return Pair(prompt, chosen, rejected)
+    return Pair(prompt, chosen, rejected, _read_options(columns, row, task))
 
 
 def _read_system(columns: Columns, row: dict[str, Any]) -> list[Message]:
     """Return the system prompt of a row as a turn; no turn if it is empty, or if no column holds one."""
     content = "" if columns.system is None else _read_cell(columns, "system", row)
     return [{"role": "system", "content": content}] if content else []
+
+
+def _read_options(columns: Columns, row: dict[str, Any], task: Task) -> Options:
+    """Return the variables that the chat template gets for a row: task.chat_template_kwargs, and schemas of tools.
+
+    The tools are those of the row's column, else those of the task's environment.
+    """
+    options = dict(task.chat_template_kwargs or {})
+    tools: Any = task.describe_tools()
+    if columns.tools is not None and row.get(columns.tools):
+        value = row[columns.tools]
+        try:
+            tools = _drop_nulls(json.loads(value) if isinstance(value, str) else value)
+        except (ValueError, RecursionError):
+            tools = None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise BadRow(f"has no list of tools in column {columns.tools}")
+    return options | {"tools": tools} if tools else options
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return a value without keys that are None: Parquet gives each object the keys of all."""
+    if isinstance(value, dict):
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_learnt(columns: Columns, row: dict[str, Any], num_turns: int) -> list[bool] | None:
+    """Return for each turn whether it is learnt, as the row's column says; None without a column."""
+    if columns.learnt_turns is None:
+        return None
+    value = _read_cell(columns, "learnt_turns", row, (str, list))
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = []
+    if len(value) != num_turns or not all(each in (0, 1) for each in value):
+        raise BadRow(
+            f"has no list of {num_turns} times true or false, one for each turn, in column {columns.learnt_turns}"
+        )
+    return list(map(bool, value))
 
 
 def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) -> list[Message]:
@@ -223,7 +280,7 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     """Return the turns of a list of {role, content}, or of such a list written as JSON."""
     try:
         turns = json.loads(value) if isinstance(value, str) else value
-        messages = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+        messages = [_read_message(turn) for turn in turns]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise BadRow(f"has no list of {{role, content}} in column {column}") from None
     if not all(isinstance(message["content"], str) for message in messages):
@@ -234,6 +291,30 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     if "assistant" not in roles and (others := roles - PROMPT_ROLES):
         raise BadRow(f"has role {min(others)} in column {column} and no assistant, whose turns are the answers")
     return messages
+
+
+CALL_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")  # of a message, for templates
+
+
+def _read_message(turn: Any) -> Message:
+    """Return a turn with the keys that templates read.
+
+    Raises:
+        KeyError: it has no role, or neither a content nor calls of tools.
+    """
+    message = {key: _drop_nulls(turn[key]) for key in CALL_KEYS if turn.get(key) is not None}
+    content = turn.get("content") if "tool_calls" in message else turn["content"]
+    if "tool_calls" in message:
+        message["tool_calls"] = [_read_call(call) for call in message["tool_calls"]]
+    return {"role": turn["role"], "content": "" if content is None and "tool_calls" in message else content, **message}
+
+
+def _read_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as an object, which templates want; OpenAI's files have them as JSON."""
+    function = call.get("function", call)
+    if isinstance(function.get("arguments"), str):
+        function = function | {"arguments": json.loads(function["arguments"])}
+    return call | {"function": function} if "function" in call else function
 
 
 def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type, ...] = (str,)) -> Any:
@@ -283,7 +364,8 @@ def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
 
 
 def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
-    conversations = [vocab.chat.segments(document.content) for document in documents]  # type: ignore[arg-type]
+    contents: list[Conversation] = [document.content for document in documents]  # type: ignore[misc]
+    conversations = [vocab.chat.segments(*content) for content in contents]
     # Here "<eos>" comes from the chat template, and is the special token.
     vocab.backend.encode_special_tokens = False
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
@@ -301,7 +383,7 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
 def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield the tokens up to where an answer begins, as `tunix.generate` asks for one."""
     questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
-    texts = [vocab.chat.render(question.messages, add_generation_prompt=True) for question in questions]
+    texts = [vocab.chat.render(question.messages, True, question.options) for question in questions]
     vocab.backend.encode_special_tokens = False
     for text, tokens, question in zip(texts, vocab.encode(texts), questions, strict=True):
         yield Encoded(count_bytes(text), (tokens,), row=encode_json({"text": text, "columns": question.columns}))
@@ -310,7 +392,11 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
 def encode_pairs(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
     pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
-    both = [Document("", [*pair.prompt, *answer]) for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    both = [
+        Document("", Conversation([*pair.prompt, *answer], pair.options))
+        for pair in pairs
+        for answer in (pair.chosen, pair.rejected)
+    ]
     encoded = encode_conversations(vocab, both)
     # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.
     for pair, chosen, rejected in zip(pairs, encoded, encoded, strict=False):

@@ -252,6 +252,11 @@ class Columns(Section):
     """Column of the better of two answers: text, or the list of its turns; without `prompt`, the whole conversation."""
     rejected: str | None
     """Column of the worse of two answers, in the same form."""
+    tools: str | None
+    """Column of the tools of a conversation: a list of JSON schemas, or that list as JSON. A row need not have it."""
+    learnt_turns: str | None
+    """Column that says for each turn of `messages` whether it is learnt: a list of true and false; null: as
+    task.learnt_turns says."""
 
 
 class Rows(Limited, Source):

@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -107,6 +108,7 @@ def _start_worker(parent: int) -> None:
 
 FINGERPRINT = "2"  # first word of what is hashed; checkpoints hold the result, so it stays where the files change
 LOCATION_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
+TURN_COLUMNS = {"tools": True, "learnt_turns": True}  # which texts alone do not have (`_list_turn_choices`)
 
 
 def find_units(source: Source, loading: Loading) -> list[Unit]:
@@ -200,8 +202,30 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loa
     template = "" if task.documents == "text" else str(vocab.chat_template)
     system = [str(task.system)] if isinstance(task, Prompted) else []
     kind, shard_size = DOCUMENTS[task.documents].in_hashes, str(loading.shard_bytes)
-    key = _hash(_hash_source(source, units), kind, template, vocab.digest, shard_size, *system)
+    key = _hash(
+        _hash_source(source, units),
+        kind,
+        template,
+        vocab.digest,
+        shard_size,
+        *system,
+        *_list_turn_choices(source, task),
+    )
     return locate_cached(loading.cache_dir, "tokens", key)
+
+
+def _list_turn_choices(source: Source, task: Task) -> list[str]:
+    """Return what decides the text of conversations beside the template; none where all is as it was before there was
+    such a choice, so that folders keep their names."""
+    if task.documents == "text":
+        return []
+    columns = getattr(source, "columns", None)
+    choices = task.list_turn_choices() | {
+        key: value
+        for key in TURN_COLUMNS
+        if columns is not None and (value := getattr(columns, key)) not in (None, key)
+    }
+    return [json.dumps(choices, sort_keys=True)] if choices else []
 
 
 def _plan_shards(
@@ -320,9 +344,9 @@ def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: i
 
 def _hash_source(source: Source, units: list[Unit]) -> str:
     """Hash everything that decides a source's documents, without reading them: its keys, and its files' versions."""
-    excluded = (
-        set() if isinstance(source, Tokens) else LOCATION_KEYS
-    )  # tokens are read from their own place in training
+    # Tokens are read from their own place in training.
+    places = {} if isinstance(source, Tokens) else dict.fromkeys(LOCATION_KEYS, True)
+    excluded: dict[str, Any] = {**places, "columns": TURN_COLUMNS}
     return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 
 

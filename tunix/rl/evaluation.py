@@ -213,7 +213,12 @@ def _load_prompts(cmd: Evaluate, cfg: Config, max_length: int) -> PromptCorpus:
         )
     system = cmd.system or (cfg.task.system if isinstance(cfg.task, Prompted) else None)
     # The run may be one of pretraining: its data are then read as a task with prompts reads them.
-    task = Prompted(name=cfg.task.name, chat_template=cfg.task.chat_template, loss=None, system=system)
+    task: Prompted
+    if isinstance(cfg.task, Prompted):
+        task = cfg.task.model_copy(update={"system": system})
+    else:
+        names = "name", "chat_template", "chat_template_kwargs"
+        task = Prompted(**{name: getattr(cfg.task, name) for name in names}, loss=None, system=system)
     return load_prompts(cfg.model_copy(update={"task": task}), max_length)
 
 

@@ -1,0 +1,166 @@
+"""Conversations with tools: what a template is given, which turns are learnt, and the text behind a turn of an episode."""
+
+import json
+
+import numpy as np
+import pytest
+from support.harness import SMALL
+
+from tunix.base.errors import UserError
+from tunix.config.compose import compose
+from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.dataset import load_corpus
+from tunix.data.prompts import load_prompts
+
+# Small templates of the kinds that models have. Those of Qwen 3 and of models with thoughts drop what a model thought in
+# earlier turns; Mistral's wants calls with names; Gemma's lets roles alternate and knows no tools; Phi 3's drops messages
+# of other roles without a word.
+CHATML = (
+    "{{ today }}{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ (call.function or call) | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+THOUGHTS = CHATML.replace("{{ m.content }}{% for call", "{{ m.content.split('</think>')[-1].strip() }}{% for call")
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}<start_of_turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+DROPS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}<|end|>\n{% elif m.role == 'assistant' %}"
+    "<|assistant|>\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+NAMED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('Tool call IDs should be 9 characters') }}{% endif %}"
+    "[TOOL_RESULTS]{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]{% else %}"
+    "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LAST_ONLY = "{{ messages[-1].content }}"
+NOTHING = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+BEHIND = {  # role of an observation, and the text behind an answer where two observations say "7" and "8"
+    "chatml": (
+        CHATML, "tool", "<|im_end|>\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "thoughts": (
+        THOUGHTS, "tool", "<|im_end|>\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "alternating": (
+        ALTERNATING, "user", "<end_of_turn>\n<start_of_turn>user\n7\n\n8<end_of_turn>\n<start_of_turn>model\n",
+    ),
+    "drops": (DROPS, "user", "<|end|>\n<|user|>\n7\n\n8<|end|>\n<|assistant|>\n"),
+    "named": (
+        NAMED, "tool", '</s>[TOOL_RESULTS]{"content": "7", "call_id": "000000000"}[/TOOL_RESULTS][TOOL_RESULTS]{"content": '
+        '"8", "call_id": "000000000"}[/TOOL_RESULTS]',
+    ),
+    "plain": (PLAIN, "tool", "</s>\ntool:\n7\ntool:\n8\nassistant:\n"),
+}  # fmt: skip
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_the_text_behind_a_turn(name):
+    source, role, behind = BEHIND[name]
+    chat = template(source)
+    assert chat.choose_observation_role() == role
+    assert chat.text_behind_turn(role, ["7", "8"]) == behind
+
+
+@pytest.mark.parametrize("source", [LAST_ONLY, NOTHING, "{{ raise_exception('no') }}"])
+def test_a_template_that_drops_what_tools_say_is_refused(source):
+    with pytest.raises(UserError, match="shows neither a message of the role tool nor one of the role user"):
+        template(source).choose_observation_role()
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+TALK = [
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "name": "add", "tool_call_id": "1"},
+    {"role": "assistant", "content": "It is 3."},
+]
+
+
+def write(folder, talk=TALK, tools=TOOLS, **columns):
+    rows = [{"messages": talk, "tools": tools, **columns}] * 30
+    (folder / "talks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def learnt_texts(folder, *words: str) -> tuple[str, list[str]]:
+    """Return the text of the first conversation as it is trained on, and the parts of it that are learnt."""
+    (folder / "own.jinja").write_text(CHATML)
+    cfg = compose(
+        [*SMALL, "task=sft", "data=jsonl", f"data.paths=[{folder}/talks.jsonl]", f"task.chat_template={folder}/own.jinja",
+         "data.held_out_fraction=0", "tokenizer.vocab_size=259", f"loading.cache_dir={folder}/cache", *words]
+    ).config  # fmt: skip
+    corpus = load_corpus(cfg)
+    shard = corpus.train["jsonl"].stream.shard(0)
+    tokens, answers = (np.array(each[: shard.starts[1]]) for each in (shard.tokens, shard.answers))
+    bounds = np.flatnonzero(np.diff(np.concatenate([[0], answers.astype(int), [0]])))
+    parts = [corpus.tokenizer.decode(tokens[first:stop]) for first, stop in bounds.reshape(-1, 2)]
+    return corpus.tokenizer.decode(tokens), parts
+
+
+FIRST = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>\n'
+SECOND = "It is 3.<|im_end|>\n"
+
+
+def test_a_template_gets_tools_and_calls(tmp_path):
+    write(tmp_path)
+    text, parts = learnt_texts(tmp_path)
+    assert parts == [FIRST, SECOND]
+    assert text.startswith(f"<|im_start|>system\n{json.dumps(TOOLS[0])}\n<|im_end|>\n<|im_start|>user\n1 + 2?")
+    assert "<tool_response>\n3\n</tool_response>" in text
+    assert learnt_texts(tmp_path, "task.chat_template_kwargs={today: Monday}") == (f"Monday{text}", parts)
+
+
+def test_calls_as_openai_writes_them(tmp_path):
+    """Arguments are JSON in a string; Parquet gives all objects the keys of all; a list may be JSON itself."""
+    function = {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"]), "strict": None}
+    talk = [TALK[0], {**TALK[1], "tool_calls": [{"type": "function", "function": function}], "name": None}, *TALK[2:]]
+    write(tmp_path, json.dumps(talk), json.dumps(TOOLS))
+    assert learnt_texts(tmp_path)[1] == [FIRST, SECOND]
+
+
+def test_which_turns_are_learnt(tmp_path):
+    write(tmp_path, marks=[0, 1, 0, 0], others=json.dumps([True, False, False, True]), bad=[1])
+    text, parts = learnt_texts(tmp_path, "task.learnt_turns=all")
+    assert parts == [text]
+    assert learnt_texts(tmp_path, "task.learnt_turns=last")[1] == [SECOND]
+    assert learnt_texts(tmp_path, "data.columns.learnt_turns=marks")[1] == [FIRST]
+    assert learnt_texts(tmp_path, "data.columns.learnt_turns=others")[1] == [SECOND]
+    with pytest.raises(UserError, match="has no list of 4 times true or false, one for each turn, in column bad"):
+        learnt_texts(tmp_path, "data.columns.learnt_turns=bad")
+
+
+def test_what_is_no_tool_is_refused(tmp_path):
+    write(tmp_path, tools=["add"])
+    with pytest.raises(UserError, match="has no list of tools in column tools"):
+        learnt_texts(tmp_path)
+    assert learnt_texts(tmp_path, "data.columns.tools=null")[1] == [FIRST, SECOND]
+
+
+def test_a_prompt_shows_tools_of_its_row(tmp_path):
+    write(tmp_path, TALK[:1])
+    (tmp_path / "own.jinja").write_text(CHATML)
+    words = [
+        "task=grpo",
+        "data=jsonl",
+        f"data.paths=[{tmp_path}/talks.jsonl]",
+        f"task.chat_template={tmp_path}/own.jinja",
+    ]
+    thinking = "task.chat_template_kwargs={enable_thinking: false}"
+    cfg = compose([*SMALL, *words, "sampling.max_new_tokens=8", "tokenizer.vocab_size=259", thinking]).config
+    text = load_prompts(cfg, 1000).spread("train", 1)[0].text
+    assert text.startswith("<|im_start|>system\n{")
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
