@@ -342,7 +342,7 @@ def test_the_config_of_a_run_stays_as_it_was_typed(tmp_path):
     train(compose(words))
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert (saved["model"]["mesh_shape"], saved["training"]["micro_batch_size"]) == ("auto", "auto")
-    in_checkpoint = read_json(tmp_path / "checkpoints" / "1", "run")["config"]
+    in_checkpoint = read_json(tmp_path / "checkpoints" / "1" / "run" / "metadata")["config"]
     assert {name: in_checkpoint[name] for name in ("model", "training")} == {
         name: saved[name] for name in ("model", "training")
     }

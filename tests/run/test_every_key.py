@@ -17,6 +17,7 @@ from support.rollouts import ONE, TASK
 
 from tunix.base.errors import UserError
 from tunix.checkpoints.checkpoint import check_same
+from tunix.checkpoints.store import open_store
 from tunix.config import Config, Section
 from tunix.config.compose import compose
 from tunix.config.mistakes import list_sections
@@ -65,7 +66,12 @@ def a_run(folder: Path, corpus: Path) -> Callable[[], None]:
         f"hydra.run.dir={folder}/run",
     ]
     job = compose([*RUN, *ONE_LAYER, *words, f"loading.cache_dir={folder}/cache", *traced, "training.max_steps=3"])
-    return lambda: run(job)
+
+    def use() -> None:
+        run(job)
+        open_store(f"{folder}/run/checkpoints", job.config.checkpoint, True).check(3)
+
+    return use
 
 
 def a_resumed_run(folder: Path, corpus: Path) -> Callable[[], None]:

@@ -68,7 +68,7 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path):
     store.wait()
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(
-        UserError, match=r"could not be written to .*\(the folder is gone\); .* go on with resume=.*/run$"
+        UserError, match=r"could not be written to .* was deleted or moved .* go on with resume=.*/run$"
     ):
         save(store, 2)
     assert not (tmp_path / "run").exists()
