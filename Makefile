@@ -41,8 +41,9 @@ chaos: .venv/installed ## runs that are killed at random moments and resume
 soak: .venv/installed ## 300 starts and ends of everything, with their exit codes; ARGS="count=30" starts fewer
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.soak $(ARGS)
 
-fuzz: .venv/installed-tests ## random and damaged bytes, 10,000 of each kind, for everything that reads input from outside
+fuzz: .venv/installed-tests ## damaged bytes, 10,000 of each kind, then random commands; ARGS="seed=1 minutes=60"
 	TUNIX_FUZZ=10000 $(BIN)/python -m pytest tests/test_outside.py
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.fuzz $(ARGS)
 
 docs: .venv/installed ## writes docs/config.md, the tables of models, families and foreign names, docs/licences.md
 	$(BIN)/python -m tools.config_reference
