@@ -32,8 +32,7 @@ from support import forks
 from support.harness import ROOT, SMALL
 
 from tunix.config import Config, Section, commands
-from tunix.config.foreign_names import read_rows
-from tunix.config.mistakes import list_sections
+from tunix.config.mistakes import list_sections, read_rows
 
 LIMIT_S, MAX_MEMORY_GIB = 300.0, 5.0
 CODES = {0, 2, 75, 76, 77}
