@@ -18,8 +18,7 @@ from support.harness import ROOT, RUN, SMALL, experts, metrics
 from support.new_entries import OF_PROGRAMS, OF_THE_RUN
 
 from tunix.base.errors import UserError
-from tunix.checkpoints.saved import find_storage
-from tunix.checkpoints.store import find_parts
+from tunix.checkpoints.store import find_parts, find_storage
 from tunix.config.compose import compose
 
 ENTRIES = OF_THE_RUN | OF_PROGRAMS

@@ -11,7 +11,7 @@ from support.harness import ROOT
 # from its folder is below it: the tables and types that the config is made of, and what imports no jax.
 ORDER = (
     "base", "sharding.table", "sharding.equations", "sharding.mesh_shape", "huggingface.families",
-    "huggingface.gemma", "huggingface.qwen", "huggingface.experts", "huggingface.table", "models.table", "optimizers",
+    "huggingface.gemma", "huggingface.table", "models.table", "optimizers",
     "data.pieces", "data.files", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
     "rl.child_process", "rl.rewards", "rl.tool_calls", "rl.environments", "rl.tools", "rl.table", "rl.reward_worker", "rl.environment_worker",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.tokenizer",

@@ -24,8 +24,8 @@ from tunix.huggingface.adapter import gather_adapter
 from tunix.huggingface.adapter_config import CONFIG, WEIGHTS, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
-from tunix.huggingface.save_weights import save_weights
 from tunix.huggingface.table import find_family
+from tunix.huggingface.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.processes import peers
 

@@ -29,7 +29,7 @@ from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
 from tunix.base.text import print_table
 from tunix.batch_sources import load_data, make_feed
-from tunix.checkpoints.saved import check_everything
+from tunix.checkpoints.store import check_everything
 from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
 from tunix.config.saved_runs import find_run

@@ -73,7 +73,7 @@ def test_four_bit_floats_with_an_exponent_for_thirty_two(tmp_path):
             number = magnitudes[code % 8] * (-1 if code >= 8 else 1) * 2.0 ** (int(scales[expert, row, block]) - 127)
             expected[expert, block * 32 + byte * 2 + half, row] = number
     with TensorFiles(tmp_path / "model", FAMILIES["gpt_oss"]) as files:
-        assert files.shapes[name] == expected.shape
+        assert files.tensors[name].shape == expected.shape
         for index in (
             (slice(None),) * 3,
             (slice(1, 3), slice(31, 70), slice(2, 5)),

@@ -233,7 +233,7 @@ import ctypes, gc, threading, time, numpy as np, jax
 from safetensors.numpy import save_file
 import sys; sys.path.insert(0, {str(ROOT / "tests")!r})
 from support.harness import program
-from tunix.huggingface.save_weights import save_weights
+from tunix.huggingface.weights import save_weights
 from tunix.huggingface.weights import load_weights
 from pathlib import Path
 small = program("model=llama3_1b", "model.vocab_size=2048", "model.embed_dim=512", "model.mlp_dim=2048", "model.num_layers=6",

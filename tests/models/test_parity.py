@@ -11,8 +11,8 @@ from support.harness import ROOT
 
 import tunix
 from tunix.huggingface.config_json import read_config, write_config
-from tunix.huggingface.save_weights import save_weights
 from tunix.huggingface.table import FAMILIES
+from tunix.huggingface.weights import save_weights
 from tunix.inference.sampling import Sampling
 from tunix.training.loss import next_token_loss
 

@@ -14,7 +14,7 @@ from support.processes import End, Processes
 
 import tunix
 from tunix.base.digests import VERIFIED
-from tunix.checkpoints.saved import check_everything
+from tunix.checkpoints.store import check_everything
 from tunix.config import Export, Generate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose

@@ -15,8 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tunix
 from tunix.base.errors import Stopped, UserError
-from tunix.checkpoints.saved import find_storage
-from tunix.checkpoints.store import read_about
+from tunix.checkpoints.store import find_storage, read_about
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose

@@ -13,8 +13,7 @@ from support.harness import ONE_LAYER, ROOT, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.checkpoints.saved import find_storage
-from tunix.checkpoints.store import read_about
+from tunix.checkpoints.store import find_storage, read_about
 from tunix.config import Config
 from tunix.config.compose import build, compose
 from tunix.data.batches import PrefetchReader

@@ -28,8 +28,7 @@ from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.checkpoints import bucket
 from tunix.checkpoints.root import check_root, write_root
-from tunix.checkpoints.saved import check_everything
-from tunix.checkpoints.store import Record, open_store
+from tunix.checkpoints.store import Record, check_everything, open_store
 from tunix.config import Export
 from tunix.config.compose import compose
 from tunix.config.saved_runs import find_run, split_step

@@ -18,8 +18,7 @@ from support.harness import RUN, TWO_DEVICES, metrics
 import tunix
 from tunix.average import average
 from tunix.base.errors import Stopped, UserError
-from tunix.checkpoints.saved import check_everything, find_storage
-from tunix.checkpoints.store import find_parts
+from tunix.checkpoints.store import check_everything, find_parts, find_storage
 from tunix.config import Average, Evaluate, Export, Generate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose

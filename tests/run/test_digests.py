@@ -18,8 +18,7 @@ from tunix.base import digests
 from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.checkpoints.folders import ITEMS, Folder
-from tunix.checkpoints.saved import reject_damaged_checkpoint
-from tunix.checkpoints.store import Record, Store
+from tunix.checkpoints.store import Record, Store, reject_damaged_checkpoint
 from tunix.config.compose import compose
 from tunix.data.dataset import prepare_corpus
 from tunix.inference.pretrained import check_init_from

@@ -16,7 +16,7 @@ from tunix.base import buckets
 from tunix.base.errors import UserError
 from tunix.checkpoints.bucket import Objects
 from tunix.checkpoints.root import check_root
-from tunix.checkpoints.saved import check_everything
+from tunix.checkpoints.store import check_everything
 from tunix.config import Export
 from tunix.config.compose import compose
 from tunix.export import export

@@ -9,8 +9,7 @@ from support.harness import ONE_LAYER, RUN, metrics
 
 import tunix
 from tunix.base.errors import Diverged, UserError
-from tunix.checkpoints.saved import find_storage
-from tunix.checkpoints.store import find_parts, read_about
+from tunix.checkpoints.store import find_parts, find_storage, read_about
 from tunix.data.batches import TrainBatches
 
 SMALLEST = [

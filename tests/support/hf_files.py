@@ -8,7 +8,7 @@ from support.harness import program
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tunix.huggingface.config_json import write_config
-from tunix.huggingface.save_weights import save_weights
+from tunix.huggingface.weights import save_weights
 
 WORDS = 300
 TEMPLATE = (

@@ -26,9 +26,10 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import jax
@@ -103,9 +104,6 @@ class Objects:
             raise FileNotFoundError(f"{self.address}/{name} is missing")
         return answer.value
 
-    def read_json(self, name: str) -> Any:
-        return json.loads(self.read(name))
-
     def delete(self, name: str) -> None:
         # The range up to the next possible name, so it has this one alone.
         self.store.delete_range(ts.KvStore.KeyRange(name, name + "\0")).result(2 * self.timeout_s)
@@ -116,11 +114,6 @@ class Objects:
         self.delete(f"{name}/{FILE}")
         everything = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" is the character after "/"
         self.store.delete_range(everything).result(2 * self.timeout_s)
-
-    def open_array(self, name: str) -> Any:
-        """Return a `tensorstore.TensorStore` of an array, of which slices can be read."""
-        place = self.spec | {"path": f"{self.spec['path']}{name}/"}
-        return ts.open({"driver": "zarr", "kvstore": place}, open=True, read=True).result(2 * self.timeout_s)
 
 
 class Bucket:
@@ -143,10 +136,20 @@ class Bucket:
         return list_steps(self.root, KEY)
 
     def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
-        # Each object by name, with the function that makes its bytes: those of a chunk are made when they are sent.
-        local: list[tuple[str, Callable[[], bytes]]] = [(name, chunk.tobytes) for name, chunk in copy_chunks(state)]
+        chunks = copy_chunks(state)
+        names = [key.decode() for key in chunks.list().result()]
+        # Each object by name, with the function that makes its bytes: they are made when they are sent.
+        local: list[tuple[str, Callable[[], bytes]]] = [
+            (name, partial(lambda name: chunks.read(name).result().value, name))
+            for name in names
+            if texts or not name.endswith(".zarray")
+        ]
         if texts:  # on process 0
-            local += [(name, text.encode) for name, text in (texts | describe_arrays(state)).items()]
+            arrays = {
+                name_array(path): {"shape": leaf.shape, "dtype": leaf.dtype.name}
+                for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+            }
+            local += [(name, text.encode) for name, text in (texts | {ARRAYS: json.dumps(arrays)}).items()]
 
         def send(item: tuple[str, Callable[[], bytes]]) -> tuple[str, dict[str, Any]]:
             name, make = item
@@ -182,16 +185,17 @@ class Bucket:
         return self.objects.read(f"{step}/{name}").decode()
 
     def read_metrics(self, step: int) -> dict[str, float] | None:
-        return self.objects.read_json(f"{step}/{FILE}")["metrics"]
+        return json.loads(self.read(step, FILE))["metrics"]
 
     def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]:
-        arrays = self.objects.read_json(f"{step}/{ARRAYS}")
+        arrays = json.loads(self.read(step, ARRAYS))
         return {name: tuple(array["shape"]) for name, array in arrays.items()}
 
     def restore(self, step: int, abstract: Any) -> Any:
         def read(path: Any, leaf: Any) -> jax.Array:
             name, slices = name_array(path), {}
-            array = self.objects.open_array(f"{step}/state/{name}")
+            chunks = self.objects.store / f"{step}/state/{name}/"
+            array = ts.open({"driver": "zarr"}, kvstore=chunks, open=True, read=True).result(2 * self.objects.timeout_s)
             if tuple(array.shape) != tuple(leaf.shape):
                 raise ValueError(f"{name} has shape {tuple(array.shape)}, not {tuple(leaf.shape)}")
 
@@ -244,11 +248,11 @@ class Bucket:
 
     def _fingerprint(self, step: int) -> str:
         """Return a short text that changes with the digests."""
-        return f"{zlib.crc32(self.objects.read(f'{step}/{FILE}')):08x}"
+        return f"{zlib.crc32(self.read(step, FILE).encode()):08x}"
 
     def _read_digests(self, step: int, name: str) -> dict[str, Any]:
         try:
-            return dict(self.objects.read_json(f"{step}/{name}")["files"])
+            return dict(json.loads(self.read(step, name))["files"])
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{join(self.folder, str(step), name)} cannot be read: {explain(error)}") from None
 
@@ -258,19 +262,29 @@ def name_array(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def copy_chunks(state: State) -> list[tuple[str, np.ndarray]]:
-    """Copy what this process writes of the state, the first replica of each shard; return the chunks by name."""
-    leaves, chunks = jax.tree_util.tree_leaves_with_path(state), list[tuple[str, np.ndarray]]()
+def copy_chunks(state: State) -> ts.KvStore:
+    """Copy what this process writes of the state, the first replica of each shard, as objects in memory.
+
+    Their keys and bytes are those of zarr: state/NAME/.zarray, state/NAME/0.3.
+    """
+    memory = ts.KvStore.open("memory://", context=ts.Context()).result()
+    leaves = jax.tree_util.tree_leaves_with_path(state)
     for _, leaf in leaves:
         leaf.copy_to_host_async()  # all copies are under way before the first is waited for
     for path, leaf in leaves:
-        size = split_shard(leaf)
+        described = {"shape": leaf.shape, "chunks": split_shard(leaf), "compressor": None}
+        array = ts.open(
+            {"driver": "zarr", "metadata": described, "store_data_equal_to_fill_value": True},
+            kvstore=memory / f"state/{name_array(path)}/",
+            dtype=leaf.dtype,
+            create=True,
+        ).result()
         for shard in leaf.addressable_shards:
             # Devices may have copies of the same shard. JAX numbers them over all processes: one process has number 0.
             if shard.replica_id == 0:
                 # A copy, because the next step takes the memory of the state.
-                chunks += cut(f"state/{name_array(path)}", shard.index, np.array(shard.data), size)
-    return chunks
+                array[shard.index].write(np.asarray(shard.data)).result()
+    return memory
 
 
 def split_shard(leaf: jax.Array) -> tuple[int, ...]:
@@ -285,35 +299,3 @@ def split_shard(leaf: jax.Array) -> tuple[int, ...]:
         parts = next((n for n in range(1, size + 1) if size % n == 0 and others * (size // n) <= CHUNK), max(size, 1))
         chunk[dim] = size // parts
     return tuple(chunk)
-
-
-def cut(name: str, index: Any, shard: np.ndarray, chunk: tuple[int, ...]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the chunks of a shard, which begins at `index` of the whole array, with the names of their objects."""
-    firsts = [(place.start or 0) // size for place, size in zip(index, chunk, strict=True)]
-    counts = [size // each for size, each in zip(shard.shape, chunk, strict=True)]
-    for place in itertools.product(*map(range, counts)):
-        region = tuple(slice(n * size, (n + 1) * size) for n, size in zip(place, chunk, strict=True))
-        numbers = [str(first + n) for first, n in zip(firsts, place, strict=True)]
-        yield f"{name}/{'.'.join(numbers) or '0'}", shard[region]  # zarr calls the chunk of a single number "0"
-
-
-def describe_arrays(state: State) -> dict[str, str]:
-    """Return the objects by name that say how arrays are read: the `.zarray` of each, and the list of all."""
-    texts, arrays = {}, {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name, dtype = name_array(path), np.dtype(leaf.dtype)
-        arrays[name] = {"shape": leaf.shape, "dtype": dtype.name}
-        described = {
-            "zarr_format": 2,
-            "shape": leaf.shape,
-            "chunks": split_shard(leaf),
-            # "<f4" for float32, as zarr says it. For kinds that numpy lacks, tensorstore takes the name: "bfloat16".
-            "dtype": dtype.name if dtype.kind == "V" else dtype.str,
-            "order": "C",
-            "compressor": None,
-            "fill_value": None,
-            "filters": None,
-            "dimension_separator": ".",
-        }
-        texts[f"state/{name}/.zarray"] = json.dumps(described)
-    return texts | {ARRAYS: json.dumps(arrays)}

@@ -21,8 +21,6 @@ from tunix.training.state import State
 log = logging.getLogger(__name__)
 
 
-# Checks that a run may go on from a checkpoint: of the same model, tokenizer and data.
-
 # Keys, or sections, that must have the same value in a run and in the checkpoint that it goes on from: they decide the
 # shapes of the state, or which samples come next. The mesh, the number of processes, the strategy, the batch and the
 # schedule may change. `MAY_DIFFER` are keys of these sections that change no shape: how a result is computed. The keys
@@ -43,15 +41,10 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
     Raises:
         UserError: the checkpoint belongs to another model, tokenizer or corpus.
     """
-    old = upgrade(copy.deepcopy(saved))
-    _check_config(flat(old), flat(mask_values(config.model_dump(mode="json", by_alias=True))))
-    _check_left_out(config, old["training"]["skip_steps"], position)
-    _check_data(config, position, now)
-
-
-def _check_config(old: dict[str, Any], new: dict[str, Any]) -> None:
-    dtype = "training.param_dtype"  # null means float32
-    old, new = old | {dtype: old[dtype] or "float32"}, new | {dtype: new[dtype] or "float32"}
+    old = flat(upgrade(copy.deepcopy(saved)))
+    new = flat(mask_values(config.model_dump(mode="json", by_alias=True)))
+    for values in (old, new):
+        values["training.param_dtype"] = values["training.param_dtype"] or "float32"
     # The kind of a part comes first: its other keys differ for that reason.
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.endswith(".kind"), key)):
         must_agree = any(key == name or key.startswith(f"{name}.") for name in SAME) and key not in MAY_DIFFER
@@ -60,24 +53,15 @@ def _check_config(old: dict[str, Any], new: dict[str, Any]) -> None:
                 f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; "
                 "leave it as it was or start a new run"
             )
-
-
-def _check_left_out(config: Config, before: list[str], position: Position) -> None:
-    """Raise `UserError` for steps to leave out from whose data the checkpoint has learnt already."""
     for text in config.training.skip_steps:
         steps = read_steps(text)
-        if steps[0] <= position.step and text not in before:
-            remaining = (
-                f", or training.skip_steps=[{position.step + 1}:{steps[-1]}]" if steps[-1] > position.step else ""
-            )
+        if steps[0] <= position.step and text not in old["training.skip_steps"]:
+            later = f", or training.skip_steps=[{position.step + 1}:{steps[-1]}]" if steps[-1] > position.step else ""
             raise UserError(
                 f"resume: training.skip_steps={text} begins before step {position.step + 1}, with which the run goes "
                 f"on: the checkpoint has learnt from these data; take one from before step {steps[0]} "
-                f"(resume=RUN_DIR/checkpoints/STEP){remaining}"
+                f"(resume=RUN_DIR/checkpoints/STEP){later}"
             )
-
-
-def _check_data(config: Config, position: Position, now: Position) -> None:
     if now.tokenizer != position.tokenizer:
         hint = "its tokens mean another text; set tokenizer.path to the old one"
         if config.tokenizer.path is None:
@@ -95,12 +79,9 @@ def _check_data(config: Config, position: Position, now: Position) -> None:
         log.warning("%sgoing on at sample %d of the new ones", change, position.next_sample)
 
 
-# Improvement of the held-out loss over the evaluations of a run; a part of each checkpoint.
-
-
 @dataclass(frozen=True)
 class Improvement:
-    """The lowest held-out loss so far, and the evaluations in a row that did not lower it.
+    """The lowest held-out loss so far, and the evaluations in a row that did not lower it: a part of each checkpoint.
 
     The names of the fields are in saved checkpoints.
     """

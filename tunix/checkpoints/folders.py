@@ -27,16 +27,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath  # Orbax's kind of path
 
-from tunix.base.digests import (
-    FILE,
-    Damaged,
-    check_files,
-    is_verified,
-    list_files,
-    note_verified,
-    read_digests,
-    write_digests,
-)
+from tunix.base import digests
+from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import is_whole_number, list_numbers
 from tunix.checkpoints.bucket import name_array
@@ -173,10 +165,10 @@ class Folder:
         return check_files([item / FILE for item in items], share, num_shares)
 
     def is_verified(self, step: int) -> bool:
-        return is_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
+        return digests.is_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
 
     def note_verified(self, step: int) -> None:
-        note_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
+        digests.note_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"{step}{UNFINISHED}"

@@ -9,20 +9,20 @@ their place in the files follows from that of the matrix which they update:
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.huggingface.adapter_config import PREFIX, WEIGHTS
-from tunix.huggingface.save_weights import pack
 from tunix.huggingface.table import Family, Name, find_family
-from tunix.huggingface.weights import FLOATS, TensorFiles, first_names, layers_of, load_parameter, shape_in_files
+from tunix.huggingface.weights import FLOATS, TensorFiles, first_names, layers_of, load_parameter, pack, shape_in_files
 from tunix.models.layers import named, parameter_name
 from tunix.sharding.arrays import replicate_part
 from tunix.sharding.layout import Layout
@@ -51,45 +51,32 @@ def check_adapter(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
         for layer in layers_of(path, cfg)
     }
     with AdapterFiles(folder, find_family(cfg.family)) as files:
-        if missing := sorted(requested.keys() - files.shapes.keys()):
+        if missing := sorted(requested.keys() - files.tensors.keys()):
             raise UserError(f"{folder} lacks {first_names(missing)}; every layer must have the same updates")
-        if extra := sorted(files.shapes.keys() - requested.keys()):
+        if extra := sorted(files.tensors.keys() - requested.keys()):
             raise UserError(f"{folder} has {first_names(extra)}, of a layer that the base does not have")
         for name, shape in requested.items():
-            if files.shapes[name] != shape:
+            stored = files.tensors[name]
+            if stored.shape != shape:
                 raise UserError(
-                    f"{folder}: tensor {name} has shape {list(files.shapes[name])}, but the base weight needs "
-                    f"{list(shape)}; is it an adapter of another model?"
+                    f"{folder}: tensor {name} has shape {list(stored.shape)}, but the base weight needs {list(shape)}; "
+                    "is it an adapter of another model?"
                 )
-            if files.dtype(name) not in FLOATS:
-                raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}")
-
-
-def load_adapter(
-    folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh
-) -> dict[str, jax.Array]:
-    """Load the factors of all updates by the names of their parameters, laid out at rest; see `load_weights`."""
-    check_adapter(folder, cfg, weights)
-    with AdapterFiles(folder, find_family(cfg.family)) as files:
-        return {
-            path: load_parameter(
-                files,
-                name,
-                cfg,
-                weight.equation,
-                NamedSharding(mesh, layout.stored(weight.equation)),
-                layers_of(path, cfg),
-                weight.dtype,
-            )
-            for path, name, weight in _list_factors(cfg, weights)
-        }
+            if stored.dtype not in FLOATS:
+                raise UserError(f"{folder}: {name} holds {stored.dtype}, not {', '.join(FLOATS)}")
 
 
 def write_updates(
     params: Mapping[str, Any], folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh
 ) -> dict[str, Any]:
-    """Return parameters whose low-rank updates, None in `params`, are those of an adapter."""
-    updates = load_adapter(folder, cfg, weights, layout, mesh)
+    """Return parameters whose low-rank updates, None in `params`, are those of an adapter; see `load_weights`."""
+    check_adapter(folder, cfg, weights)
+    with AdapterFiles(folder, find_family(cfg.family)) as files:
+        load = partial(load_parameter, files, cfg, layout, mesh)
+        updates = {
+            path: load(name, weight.equation, weight.dtype, layers_of(path, cfg))
+            for path, name, weight in _list_factors(cfg, weights)
+        }
     return jax.tree.map_with_path(
         lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None
     )

@@ -23,8 +23,6 @@ from tunix.huggingface.rope_keys import (
 )
 from tunix.huggingface.table import FAMILIES, Family, find_family
 
-# Keys of config.json that say which layers are of which kind, to and from ours. Knows no jax.
-#
 # config.json has several ways to say which layers are of one kind. We have one number n: every n-th layer is of it.
 #
 #     sliding_window_pattern: 3                         every third layer attends to everything
@@ -52,8 +50,9 @@ def read_attention_layers(raw: dict[str, Any], num_layers: int, family: Family) 
         ValueError: layers that are not every n-th one.
     """
     every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
+    unrotated = _read_unrotated(raw, num_layers)
     if every == UNROTATED:
-        every = _read_unrotated(raw, num_layers) or 0
+        every = unrotated or 0
     if isinstance(every, str):  # EXAONE's LLLG: three local layers, then a global one
         if every != "L" * (len(every) - 1) + "G":
             raise ValueError(f"sliding_window_pattern={every} is not understood; it must end with its only G")
@@ -70,7 +69,8 @@ def read_attention_layers(raw: dict[str, Any], num_layers: int, family: Family) 
         if types != [local if (layer + 1) % every else FULL for layer in range(num_layers)]:
             raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
     window = window if every > 1 else None  # some files name a window that no layer has
-    unrotated = every if family.unrotated_global and window is not None else _read_unrotated(raw, num_layers)
+    if family.unrotated_global and window is not None:
+        unrotated = every
     return {"global_every": every, "sliding_window": window, "unrotated_every": unrotated}
 
 
@@ -85,20 +85,21 @@ def _read_unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
     return every
 
 
-def read_dense_layers(raw: dict[str, Any]) -> int:
-    """Return the number of first layers that have one MLP and no experts."""
-    dense = raw.get("mlp_only_layers") or []
+def read_expert_layers(raw: dict[str, Any], num_layers: int) -> dict[str, int]:
+    """Return how many first layers have one MLP and no experts, and n where every n-th layer has experts.
+
+    Raises:
+        ValueError: other layers than these.
+    """
+    dense, with_experts = raw.get("mlp_only_layers") or [], raw.get("moe_layers")
     if sorted(dense) != list(range(len(dense))):
         raise ValueError(f"mlp_only_layers={dense} is not understood; it must be the first layers: 0, 1, ...")
-    return len(dense)
-
-
-def read_experts_every(with_experts: list[int], num_layers: int) -> int:
-    """Return n where every n-th layer has experts."""
-    every = with_experts[0] + 1 if with_experts else num_layers + 1
-    if with_experts != list(range(every - 1, num_layers, every)):
-        raise ValueError(f"moe_layers={with_experts} is not understood; it must be every n-th layer")
-    return every
+    layers = {"mlp.dense_layers": len(dense)}
+    if with_experts is not None:
+        layers["mlp.every"] = every = with_experts[0] + 1 if with_experts else num_layers + 1
+        if with_experts != list(range(every - 1, num_layers, every)):
+            raise ValueError(f"moe_layers={with_experts} is not understood; it must be every n-th layer")
+    return layers
 
 
 def write_attention_layers(model: Model, family: Family) -> dict[str, Any]:
@@ -114,15 +115,7 @@ def write_attention_layers(model: Model, family: Family) -> dict[str, Any]:
     return keys
 
 
-def write_dense_layers(model: Model, family: Family) -> dict[str, Any]:
-    """Return the key of config.json that says which layers have no experts; {} for a family without it."""
-    if "mlp_only_layers" in family.absent and isinstance(model.mlp, ExpertsMlp):
-        return {"mlp_only_layers": list(range(model.mlp.dense_layers))}
-    return {}
-
-
-# Keys of config.json about shared keys and values, and inputs of layers, to and from ours (Gemma 4). No jax.
-
+# Keys of config.json about shared keys and values, and inputs of layers, to and from ours (Gemma 4).
 LAYER_PARTS = {
     "num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
 }  # fmt: skip
@@ -183,13 +176,10 @@ QK_NORM = "use_qk_norm"
 TEMPERATURE = "attn_temperature_tuning"  # queries grow in layers without positions, by attn_scale and floor_scale
 INTEGERS = {"query_pre_attn_scalar"}  # keys that are integers there and numbers here
 # Keys that no single key of ours corresponds to: `_read_values` reads them. A family has those that its `absent` has.
-DERIVED = (
-    PARTIAL
-    | LATENT
-    | GLOBAL_HEADS
-    | {FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale", "floor_scale", "head_dim", "qk_head_dim"}
-    | LAYER_PARTS
-)
+DERIVED = {
+    *PARTIAL, *LATENT, *GLOBAL_HEADS, *LAYER_PARTS, FULL_EVERY, SHARED, QK_NORM, TEMPERATURE, "attn_scale",
+    "floor_scale", "head_dim", "qk_head_dim",
+}  # fmt: skip
 MAX_LAYERS = 10_000  # a larger number is that of a damaged file
 
 
@@ -230,7 +220,14 @@ def translate_config(raw: dict[str, Any], where: str, family_name: str | None = 
         own = "" if family_name else ", and a family of your own: model.family=package.module:name"
         raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}{own}")
     family = families[name]
-    _check_quantized(raw.get(QUANTIZATION), where)
+    method = (raw.get(QUANTIZATION) or {}).get("quant_method")
+    if method is not None and method not in READ_CODES:
+        raise UserError(
+            f"{where}: {QUANTIZATION} says quant_method={method}, whose codes are not read (those of "
+            f"{' and '.join(READ_CODES)} are); take the model's files in 16 bits, or write them: load this folder with "
+            "transformers, then model.dequantize() and model.save_pretrained(DIR). model.lora.quantize_base trains on "
+            "codes of our own"
+        )
     raw = _check_keys(raw, family, where)
     try:
         return {"family": name} | _nest(_read_values(raw, family))
@@ -259,8 +256,7 @@ def _check_keys(raw: dict[str, Any], family: Family, where: str) -> dict[str, An
         if key in family.fixed and value not in family.fixed[key]:
             usual = " or ".join(map(str, family.fixed[key]))
             raise UserError(f"{where}: {key}={value} is not supported; it must be {usual}")
-    missing = [key for key in family.keys.values() if key not in raw]
-    if missing:
+    if missing := [key for key in family.keys.values() if key not in raw]:
         raise UserError(f"{where}: {', '.join(missing)} is missing")
     return raw
 
@@ -279,9 +275,7 @@ def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         raise ValueError(f"{family.keys['num_layers']}={values['num_layers']} is no number of layers")
     values |= read_attention_layers(raw, values["num_layers"], family)
     if "mlp.num_experts" in values:
-        values.setdefault("mlp.dense_layers", read_dense_layers(raw))
-        if raw.get("moe_layers") is not None:
-            values["mlp.every"] = read_experts_every(raw["moe_layers"], values["num_layers"])
+        values = read_expert_layers(raw, values["num_layers"]) | values
     if SHARED in raw:
         values["mlp.shared_dim"] = raw[SHARED] * values["mlp.expert_dim"] or None
     if QK_NORM in raw:
@@ -294,8 +288,12 @@ def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         values["biases"] = "|".join(names for key, names in family.biases.items() if raw.get(key)) or None
     if family.absent.keys() >= LATENT:
         values |= read_latent_heads(raw, values)
-    # What follows needs the numbers of heads and widths.
-    values = _derive(values, family)
+    # Dimensions that follow from others where config.json leaves them open.
+    heads, dim = values["num_heads"], values["embed_dim"]
+    values["num_kv_heads"] = values.get("num_kv_heads") or heads
+    values["head_dim"] = values.get("head_dim") or dim // heads
+    values["mlp_dim"] = values["mlp_dim"] or 4 * dim  # GPT-2's n_inner is null
+    values.setdefault("query_scale", family.query_scale or values["head_dim"])
     if family.absent.keys() >= GLOBAL_HEADS:
         values["global_heads"] = read_global_heads(raw, values)
     if family.absent.keys() >= LAYER_PARTS:
@@ -333,18 +331,6 @@ def read_num_rows(folder: Path, family: Family) -> int:
     return int(raw[family.keys["vocab_size"]])
 
 
-def _check_quantized(quantization: dict[str, Any] | None, where: str) -> None:
-    """Raise `UserError` for weights that rest as codes which are not read."""
-    method = (quantization or {}).get("quant_method")
-    if method is not None and method not in READ_CODES:
-        raise UserError(
-            f"{where}: {QUANTIZATION} says quant_method={method}, whose codes are not read (those of "
-            f"{' and '.join(READ_CODES)} are); take the model's files in 16 bits, or write them: load this folder with "
-            "transformers, then model.dequantize() and model.save_pretrained(DIR). model.lora.quantize_base trains on "
-            "codes of our own"
-        )
-
-
 def fp8_block_sizes(folder: Path) -> tuple[int, int]:
     """Return rows and columns of the blocks that share a scale, in a folder whose weights are 8-bit floats."""
     raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
@@ -361,37 +347,26 @@ def _nest(values: dict[str, Any]) -> dict[str, Any]:
     """Return values of keys like `mlp.num_experts` as sections: {"mlp": {"num_experts": 8}}."""
     sections: dict[str, Any] = {}
     for key, value in values.items():
-        section, dot, name = key.partition(".")
-        if dot:
-            sections.setdefault(section, {})[name] = value
-        else:
-            sections[key] = value
+        section, dot, name = key.rpartition(".")
+        (sections.setdefault(section, {}) if dot else sections)[name] = value
     return sections
-
-
-def _derive(values: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the values with the dimensions that follow from others where config.json leaves them open."""
-    heads, dim = values["num_heads"], values["embed_dim"]
-    values["num_kv_heads"] = values.get("num_kv_heads") or heads
-    values["head_dim"] = values.get("head_dim") or dim // heads
-    values["mlp_dim"] = values["mlp_dim"] or 4 * dim  # GPT-2's n_inner is null
-    values.setdefault("query_scale", family.query_scale or values["head_dim"])
-    return values
 
 
 def write_config(model: Model) -> dict[str, Any]:
     """Return config.json of a model, in the keys that all versions of transformers read."""
     family = find_family(model.family)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    config |= {
-        theirs: _format_number(theirs, _convert(theirs, attrgetter(ours)(model), 1))
-        for ours, theirs in family.keys.items()
-    }
+    for ours, theirs in family.keys.items():
+        value = _convert(theirs, attrgetter(ours)(model), 1)
+        # transformers checks that numbers of `INTEGERS` have no point.
+        config[theirs] = int(value) if theirs in INTEGERS and float(value).is_integer() else value
     config |= {key: names in (model.biases or "").split("|") for key, names in family.biases.items()}
-    config |= write_dense_layers(model, family)
     config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
-    if SHARED in family.absent and isinstance(model.mlp, ExpertsMlp):
-        config[SHARED] = (model.mlp.shared_dim or 0) // model.mlp.expert_dim
+    if isinstance(model.mlp, ExpertsMlp):
+        if "mlp_only_layers" in family.absent:
+            config["mlp_only_layers"] = list(range(model.mlp.dense_layers))
+        if SHARED in family.absent:
+            config[SHARED] = (model.mlp.shared_dim or 0) // model.mlp.expert_dim
     if QK_NORM in family.absent:
         config[QK_NORM] = model.qk_norm != "none"
     if TEMPERATURE in family.absent:
@@ -408,8 +383,3 @@ def write_config(model: Model) -> dict[str, Any]:
         return config
     config |= write_rope(model, family)
     return config | write_attention_layers(model, family)
-
-
-def _format_number(key: str, value: Any) -> Any:
-    """Return a value as transformers checks it: numbers of the keys `INTEGERS` without a point, others with it."""
-    return int(value) if key in INTEGERS and float(value).is_integer() else value

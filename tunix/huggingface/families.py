@@ -1,11 +1,9 @@
 """Names of tensors and keys of config.json that several families share. Imports no jax."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-# Form of one family of models at Hugging Face. Imports no jax.
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,8 @@ class Family:
     keys: dict[str, str]  # our key -> key of config.json
     fixed: dict[str, tuple]  # key of config.json -> values that our layers can compute, the usual one first
     absent: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its value where the file leaves it out
-    renamed: tuple[
-        tuple[str, str], ...
-    ] = ()  # (beginning of a tensor name in other classes and versions, the usual beginning)
+    # (beginning of a tensor name in other classes and versions, the usual beginning)
+    renamed: tuple[tuple[str, str], ...] = ()
     synonyms: dict[str, str] = field(default_factory=dict)  # key of config.json in other versions -> the usual key
     also: tuple[str, ...] = ()  # other values of model_type that mean the same
     biases: dict[str, str] = field(default_factory=dict)  # flag of config.json -> `model.biases` where it is true
@@ -119,17 +116,27 @@ LLAMA_ABSENT = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 1e4,
     "num_key_value_heads": None, "head_dim": None,
 }  # fmt: skip
-
-
 QKV = ("NH", "KH", "KH")  # queries, keys and values in one tensor
 
 
-def fused(names: dict[str, Name], tensor: str, *parts: tuple[str, str]) -> dict[str, Name]:
-    """Put weights, given as (parameter, rows), into one tensor of each layer, one after the other."""
+def fused(tensor: str, *parts: tuple[str, str], stack: str = "blocks", interleaved: str = "") -> dict[str, Name]:
+    """Return the names of weights, given as (parameter, rows), that lie in one tensor of each layer (see `Name`)."""
     rows = tuple(dim_names for _, dim_names in parts)
-    return names | {
-        f"blocks.{path}.w": Name(f"model.layers.{{}}.{tensor}.weight", f"{dim_names},D", part, rows)
+    template = f"model.layers.{{}}.{tensor}.weight"
+    return {
+        f"{stack}.{path}.w": Name(template, f"{dim_names},D", part, rows, interleaved=interleaved)
         for part, (path, dim_names) in enumerate(parts)
+    }
+
+
+def fused_experts(
+    tensor: str, dims: str, path: str = "blocks.mlp.expert_{}.w", interleaved: str = ""
+) -> dict[str, Name]:
+    """Return the names of the gates of all experts and of what they gate, which lie in one tensor (see `Name`)."""
+    dim = dims.split(",").index("G")
+    return {
+        path.format(part): Name(f"model.layers.{{}}.{tensor}", dims, number, ("G", "G"), dim, interleaved)
+        for number, part in enumerate(("gate", "up"))
     }
 
 
@@ -159,13 +166,8 @@ def linear_names() -> dict[str, Name]:
     return {f"linear_blocks.attention.{path}": name for path, name in names.items()}
 
 
-# Linear attention beside attention with gated results, as in Qwen 3.5 and Qwen 3 Next.
-GATED_QUERIES = {
-    f"blocks.attention.{part}.w": Name(
-        "model.layers.{}.self_attn.q_proj.weight", "NH,D", number, ("NH", "NH"), interleaved="N"
-    )
-    for number, part in enumerate(("q", "gate"))
-}
+# Attention with gated results beside linear attention, as in Qwen 3.5 and Qwen 3 Next.
+GATED_QUERIES = fused("self_attn.q_proj", ("attention.q", "NH"), ("attention.gate", "NH"), interleaved="N")
 LINEAR_KEYS = {
     "linear_attention.num_key_heads": "linear_num_key_heads",
     "linear_attention.num_value_heads": "linear_num_value_heads",
@@ -194,10 +196,17 @@ def attention_names(dim_names: str, stack: str) -> dict[str, Name]:
 
 def qk_norm(queries: str, keys: str, stack: str = "blocks") -> dict[str, Name]:
     """Return the names of the norms of queries and of keys, whose scales have these dimensions."""
-    dims = queries, keys
     return {
         f"{stack}.attention.{x}_norm.scale": Name(f"model.layers.{{}}.self_attn.{x}_norm.weight", dim_names)
-        for x, dim_names in zip("qk", dims, strict=True)
+        for x, dim_names in (("q", queries), ("k", keys))
+    }
+
+
+def mlp_names(path: str, tensor: str, width: str) -> dict[str, Name]:
+    """Return the names of the matrices of a gated MLP of this width; `path` begins its parameters: "blocks.mlp."."""
+    dims = {"gate": f"{width},D", "up": f"{width},D", "down": f"D,{width}"}
+    return {
+        f"{path}{part}.w": Name(f"model.layers.{{}}.{tensor}.{part}_proj.weight", each) for part, each in dims.items()
     }
 
 
@@ -237,13 +246,9 @@ GEMMA_NAMES = renamed(
 PLAIN_NAMES = {path: name for path, name in LLAMA_NAMES.items() if path != "blocks.mlp.gate.w"}
 
 ROUTER_BIAS = {"blocks.mlp.router.bias": Name("model.layers.{}.mlp.gate.e_score_correction_bias", "Y")}
-SHARED_NAMES = {
-    f"blocks.mlp.shared.{part}.w": Name(f"model.layers.{{}}.mlp.shared_experts.{part}_proj.weight", dims)
-    for part, dims in (("gate", "U,D"), ("up", "U,D"), ("down", "D,U"))
-}
+SHARED_NAMES = mlp_names("blocks.mlp.shared.", "mlp.shared_experts", "U")
 # A shared expert with a gate, as Qwen has it.
-GATED_SHARED_NAMES = {
-    **{path: replace(name, tensor=name.tensor.replace("experts", "expert")) for path, name in SHARED_NAMES.items()},
+GATED_SHARED_NAMES = mlp_names("blocks.mlp.shared.", "mlp.shared_expert", "U") | {
     "blocks.mlp.shared_gate.w": Name("model.layers.{}.mlp.shared_expert_gate.weight", "o,D"),
 }
 # Experts as DeepSeek-V3 has them: a sigmoid for each, groups, a bias in the choice, a shared one, dense first layers.

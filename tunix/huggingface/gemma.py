@@ -10,10 +10,10 @@ from tunix.huggingface.families import (
     Family,
     Name,
     attention_names,
+    fused_experts,
+    mlp_names,
     qk_norm,
 )
-
-# Gemma 2 at Hugging Face.
 
 GEMMA2 = Family(
     model_type="gemma2",
@@ -36,9 +36,6 @@ GEMMA2 = Family(
     },
 )  # fmt: skip
 
-
-# Gemma 3 at Hugging Face.
-
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -60,21 +57,19 @@ GEMMA3 = Family(
     ignored=SEEING_PARTS,
 )  # fmt: skip
 
-
-# Gemma 4 at Hugging Face: the text decoder of its dense models.
-
+# Gemma 4: the text decoder of its dense models.
 ROPE = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-
 LAYER = "model.layers.{}"
 # Parts of the last layers, which may share keys and values: a wider MLP (f), and local heads.
-SHARED_NAMES = {
-    f"{stack}.mlp.{part}.w": Name(f"{LAYER}.mlp.{part}_proj.weight", dims)
-    for stack in ("shared_blocks", "shared_local_blocks")
-    for part, dims in (("gate", "f,D"), ("up", "f,D"), ("down", "D,f"))
-} | attention_names("KH", "shared_local_blocks") | qk_norm("H", "H", "shared_local_blocks")  # fmt: skip
+SHARED_NAMES = (
+    mlp_names("shared_blocks.mlp.", "mlp", "f")
+    | mlp_names("shared_local_blocks.mlp.", "mlp", "f")
+    | attention_names("KH", "shared_local_blocks")
+    | qk_norm("H", "H", "shared_local_blocks")
+)
 # Inputs of each layer: a table and a projection of all layers, and a gate in each.
 INPUT_NAMES = {
     "layer_inputs.table": Name("model.embed_tokens_per_layer.weight", "V,lp"),
@@ -114,14 +109,11 @@ GEMMA4 = Family(
     ignored=(*SEEING_PARTS, r"(model\.)?(embed_vision|embed_audio|audio_tower|vision_embedder)\."),
 )  # fmt: skip
 
-
-# Gemma 4 at Hugging Face: the text decoder of its models with experts, which have the model_type of the others.
-
+# The text decoder of Gemma 4's models with experts, which have the model_type of the others.
 NORMS = {
     "pre_dense": "pre_feedforward_layernorm", "post_dense": "post_feedforward_layernorm_1",
     "pre_experts": "pre_feedforward_layernorm_2", "post_experts": "post_feedforward_layernorm_2",
 }  # fmt: skip
-DENSE = {"gate": "F,D", "up": "F,D", "down": "D,F"}
 EXPERT_KEYS = {
     "mlp.num_experts": "num_experts", "mlp.experts_per_token": "top_k_experts",
     "mlp.expert_dim": "moe_intermediate_size",
@@ -135,12 +127,11 @@ GEMMA4_MOE = replace(
     signature={"enable_moe_block": True},
     names=GEMMA4.names | {
         **{f"blocks.mlp.{ours}.scale": Name(f"{LAYER}.{theirs}.weight", "D") for ours, theirs in NORMS.items()},
-        **{f"blocks.mlp.dense.{x}.w": Name(f"{LAYER}.mlp.{x}_proj.weight", dims) for x, dims in DENSE.items()},
+        **mlp_names("blocks.mlp.dense.", "mlp", "F"),
         "blocks.mlp.experts.router.w": Name(f"{LAYER}.router.proj.weight", "Y,D"),
         "blocks.mlp.experts.router.norm.scale": Name(f"{LAYER}.router.scale", "D"),
         "blocks.mlp.experts.router.expert_scales": Name(f"{LAYER}.router.per_expert_scale", "Y"),
-        "blocks.mlp.experts.expert_gate.w": Name(f"{LAYER}.experts.gate_up_proj", "X,G,D", 0, ("G", "G"), fused_dim=1),
-        "blocks.mlp.experts.expert_up.w": Name(f"{LAYER}.experts.gate_up_proj", "X,G,D", 1, ("G", "G"), fused_dim=1),
+        **fused_experts("experts.gate_up_proj", "X,G,D", "blocks.mlp.experts.expert_{}.w"),
         "blocks.mlp.experts.expert_down.w": Name(f"{LAYER}.experts.down_proj", "X,D,G"),
     },
     keys=GEMMA4.keys | EXPERT_KEYS,
@@ -149,9 +140,7 @@ GEMMA4_MOE = replace(
     absent={key: value for key, value in GEMMA4.absent.items() if key not in SHARED_KEYS},
 )  # fmt: skip
 
-
 # Gemma 4's models without towers for images and sound: their text decoder has its own model_type.
-
 # Keys of parts that models of this type never have.
 LEFT_OUT = {
     "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts", "top_k_experts",

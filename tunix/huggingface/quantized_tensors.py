@@ -9,7 +9,7 @@ mxfp4     GPT-OSS         NAME_blocks [X, out, in / 32, 16] of two 4-bit floats 
 
 import json
 import mmap
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +25,6 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6
 PER_SCALE = 32  # 4-bit floats of one scale
 BIAS = 127  # of an exponent that is stored as a byte
 COMPUTED = "BF16"  # the dtype that such tensors stand for
-
-
 # Dtypes of numbers and codes, as safetensors names them, and numpy's.
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, FP8: jnp.float8_e4m3fn,
@@ -78,22 +76,17 @@ class Plain:
         file = self._open_file()
         return np.ndarray(self.shape, DTYPES[self.dtype], file.bytes, file.find(self.name)[0])[index]
 
-    def fetch(self) -> None:
-        """Let the system read the tensor from the disk in the background: it will be needed soon."""
-        self._advise(mmap.MADV_WILLNEED)
+    def prefetch(self) -> None:
+        """Let the system read the tensor from the disk in the background, since it will be needed soon.
 
-    def release(self) -> None:
-        """Take the tensor's pages out of the memory of this process; a later use maps them again.
-
-        Otherwise the pages of a large file add up beside the arrays that are made of them.
+        First its pages are taken out of the memory of this process; a later use maps them again. Otherwise the pages
+        of a large file add up beside the arrays that are made of them.
         """
-        self._advise(mmap.MADV_DONTNEED)
-
-    def _advise(self, advice: int) -> None:
         file = self._open_file()
         begin, end = file.find(self.name)
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        file.bytes.madvise(advice, page, end - page)
+        for advice in (mmap.MADV_DONTNEED, mmap.MADV_WILLNEED):
+            file.bytes.madvise(advice, page, end - page)
 
 
 class Fp8:
@@ -176,14 +169,6 @@ class Enlarged:
         old = self.table.read((slice(min(first, in_file), in_file), columns)).astype(np.float32)
         new = np.broadcast_to(self.mean[columns], (last - max(first, in_file), old.shape[1]))
         return np.concatenate([old, new])
-
-
-def enlarge(tensors: dict[str, Stored], tables: Collection[str], num_rows: int, in_files: int) -> dict[str, Stored]:
-    """Return the tensors with tables of `in_files` rows, as their config.json says, enlarged to `num_rows`."""
-    return {
-        name: Enlarged(tensor, num_rows) if name in tables and tensor.shape[:1] == (in_files,) else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 def concat_quantized(tensors: dict[str, Plain], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:

@@ -7,9 +7,6 @@ from tunix.config import Model
 from tunix.huggingface.table import Family
 
 # Keys of config.json about heads, to and from ours: those of global layers (Gemma 4), and latent ones (DeepSeek).
-#
-# Knows no jax.
-
 PER_LAYER = "per_layer_config"  # transformers 5.23 writes it in the place of the first two keys below
 GLOBAL_HEADS = {"global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", PER_LAYER}
 LATENT = {"qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave"}
@@ -93,37 +90,20 @@ UNSCALED = (("partial_rotary_factor", 1.0), ("truncate", True))  # values that c
 SCALINGS: dict[str, tuple[str, dict[str, tuple[str, Any]]]] = {
     "default": ("none", {}),
     "linear": ("linear", {"factor": ("factor", ...)}),
-    "llama3": (
-        "llama3",
-        {
-            "factor": ("factor", ...),
-            "original_max_position_embeddings": ("original_context", None),
-            "low_freq_factor": ("low_freq_factor", ...),
-            "high_freq_factor": ("high_freq_factor", ...),
-        },
-    ),
-    "yarn": (
-        "yarn",
-        {
-            "factor": ("factor", ...),
-            "original_max_position_embeddings": ("original_context", None),
-            "beta_fast": ("beta_fast", 32.0),
-            "beta_slow": ("beta_slow", 1.0),
-            "attention_factor": ("attention_factor", None),
-            "truncate": ("truncate", True),
-        },
-    ),
-    "longrope": (
-        "longrope",
-        {
-            "short_factor": ("short_factors", ...),
-            "long_factor": ("long_factors", ...),
-            "original_max_position_embeddings": ("original_context", None),
-            "attention_factor": ("attention_factor", None),
-        },
-    ),
+    "llama3": ("llama3", {
+        "factor": ("factor", ...), ORIGINAL: ("original_context", None),
+        "low_freq_factor": ("low_freq_factor", ...), "high_freq_factor": ("high_freq_factor", ...),
+    }),
+    "yarn": ("yarn", {
+        "factor": ("factor", ...), ORIGINAL: ("original_context", None), "beta_fast": ("beta_fast", 32.0),
+        "beta_slow": ("beta_slow", 1.0), "attention_factor": ("attention_factor", None), "truncate": ("truncate", True),
+    }),
+    "longrope": ("longrope", {
+        "short_factor": ("short_factors", ...), "long_factor": ("long_factors", ...),
+        ORIGINAL: ("original_context", None), "attention_factor": ("attention_factor", None),
+    }),
     "proportional": ("proportional", {"partial_rotary_factor": ("share", 1.0)}),
-}
+}  # fmt: skip
 ROPE_SYNONYMS = {"su": "longrope"}  # rope_type in other versions -> the usual one
 
 
@@ -150,7 +130,11 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     kind = params.pop("rope_type", params.pop("type", "default"))
     kind = ROPE_SYNONYMS.get(kind, kind)
     params.pop("type", None)
-    rotated = {} if PARTIAL.isdisjoint(family.absent) else _read_rotated_dim(raw, params, values["head_dim"])
+    rotated: dict[str, Any] = {}  # how many of a head's numbers are rotated, None for all
+    (share,) = PARTIAL
+    if share in family.absent:
+        rotated_dim = int(values["head_dim"] * params.pop(share, raw[share]))
+        rotated = {"rotated_dim": None if rotated_dim == values["head_dim"] else rotated_dim}
     if kind == "longrope" and raw.get(ORIGINAL) is not None:  # Phi's files have it beside the parameters of RoPE
         params.setdefault(ORIGINAL, raw[ORIGINAL])
     if kind == "longrope" and (factor := params.pop("factor", None)) and params.get("attention_factor") is None:
@@ -194,9 +178,8 @@ def _merge_magnitudes(params: dict[str, Any]) -> float | None:
         return None
     mscale, of_all_dims = params.pop("mscale", None), params.pop("mscale_all_dim")
     if mscale and of_all_dims and params.get("attention_factor") is None:
-        params["attention_factor"] = yarn_magnitude(params["factor"], mscale) / yarn_magnitude(
-            params["factor"], of_all_dims
-        )
+        magnitude, of_scores = (yarn_magnitude(params["factor"], each) for each in (mscale, of_all_dims))
+        params["attention_factor"] = magnitude / of_scores
     return of_all_dims
 
 
@@ -209,13 +192,6 @@ def yarn_magnitude(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _read_rotated_dim(raw: dict[str, Any], params: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return how many of a head's numbers are rotated, None for all; takes the key of it out of `params`."""
-    (key,) = PARTIAL
-    rotated = int(head_dim * params.pop(key, raw[key]))
-    return {"rotated_dim": None if rotated == head_dim else rotated}
-
-
 def write_rope(model: Model, family: Family) -> dict[str, Any]:
     """Return the keys of config.json that say how a model rotates its queries and keys."""
     scaling = model.rope_scaling.model_dump()
@@ -223,7 +199,12 @@ def write_rope(model: Model, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {}
     params = {theirs: scaling[ours] for theirs, (ours, _) in keys.items() if scaling[ours] is not None}
     if family.absent.keys() >= LATENT and kind == "yarn" and model.query_scale != model.head_dim:
-        _split_magnitudes(params, model)
+        # The factor of DeepSeek's scores as its config.json has it: the inverse of `_merge_magnitudes`.
+        magnitude = (model.head_dim / model.query_scale) ** 0.25
+        params["mscale_all_dim"] = round((magnitude - 1) / (0.1 * math.log(params["factor"])), 6)
+        if params.get("attention_factor") == 1:
+            del params["attention_factor"]
+            params["mscale"] = params["mscale_all_dim"]
     if GROWTH in family.absent:
         params[GROWTH] = model.query_growth.rate if model.query_growth else 0.0
     if kind == "longrope":  # Phi's own code reads the whole file's key, transformers 5 asks for the factor
@@ -243,13 +224,3 @@ def write_rope(model: Model, family: Family) -> dict[str, Any]:
                 SLIDING: {"rope_type": "default", "rope_theta": model.local_rope_theta},
             }
     return config
-
-
-def _split_magnitudes(params: dict[str, Any], model: Model) -> None:
-    """Write the factor of DeepSeek's scores as its config.json has it: the inverse of `_merge_magnitudes`."""
-    magnitude = (model.head_dim / model.query_scale) ** 0.25
-    of_all_dims = round((magnitude - 1) / (0.1 * math.log(params["factor"])), 6)
-    if params.get("attention_factor") == 1:
-        del params["attention_factor"]
-        params["mscale"] = of_all_dims
-    params["mscale_all_dim"] = of_all_dims

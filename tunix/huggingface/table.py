@@ -1,21 +1,41 @@
 """Families of models at Hugging Face by the name that `model.family` takes; a new family is a row. Imports no jax."""
 
+from dataclasses import replace
+
 from tunix.base.dotted_path import import_object, is_dotted
-from tunix.huggingface import experts, gemma, qwen
+from tunix.huggingface import gemma
 from tunix.huggingface.families import (
     ALL_LOCAL,
+    DEEPSEEK_FIXED,
+    DEEPSEEK_KEYS,
+    EVERY_MLP,
+    EXPERT_KEYS,
+    EXPERT_NAMES,
+    GATED_QUERIES,
+    GATED_SHARED_NAMES,
+    LINEAR_ABSENT,
+    LINEAR_KEYS,
+    LLAMA_ABSENT,
+    LLAMA_KEYS,
     LLAMA_NAMES,
+    NEXT_TOKENS,
     NO_BIASES,
     OLMO_NAMES,
     PLAIN_NAMES,
+    ROUTER_BIAS,
     SEEING_NAMES,
     SEEING_PARTS,
+    SHARED_NAMES,
     WINDOW,
     Family,
     Name,
+    expert_names,
     fused,
+    fused_experts,
     gpt2_names,
     like_llama,
+    linear_names,
+    mlp_names,
     qk_norm,
     qkv_biases,
     renamed,
@@ -23,7 +43,19 @@ from tunix.huggingface.families import (
 
 __all__ = ["FAMILIES", "Family", "Name", "find_family"]
 
-# The row of a family like Llama says what differs from it; others stand where their parts do.
+# Qwen 3.5: the text decoder of its dense models.
+QWEN3_5 = like_llama(
+    "qwen3_5_text", "Qwen3_5ForCausalLM",
+    names=LLAMA_NAMES | qk_norm("H", "H") | GATED_QUERIES | linear_names(),
+    keys=LINEAR_KEYS,
+    fixed={"attention_bias": (False,), "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)},
+    absent=LINEAR_ABSENT,
+    local_type="linear_attention",
+    renamed=SEEING_NAMES,
+    ignored=(r"(model\.)?visual\.", r"mtp\."),  # the part that sees, and layers that predict further tokens
+)  # fmt: skip
+
+# The row of a family like Llama says what differs from it.
 FAMILIES: dict[str, Family] = {
     "apertus": like_llama(
         "apertus", "ApertusForCausalLM",
@@ -36,7 +68,34 @@ FAMILIES: dict[str, Family] = {
         absent={"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
         constants={"model.layers.{}.mlp.act_fn.beta": 0.5, "model.layers.{}.mlp.act_fn.eps": -1e-6},
     ),
-    "deepseek_v3": experts.DEEPSEEK_V3,
+    "deepseek_v3": Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM",
+        names={path: name for path, name in LLAMA_NAMES.items() if not path.startswith("blocks.attention.")} | {
+            # Latent attention (DeepSeek-AI 2024, arXiv:2405.04434): queries come from a latent Q, or straight from the
+            # stream (q_whole) if q_lora_rank is null; keys and values of all heads come from a latent C (kv_up).
+            "blocks.attention.q_down.w": Name("model.layers.{}.self_attn.q_a_proj.weight", "Q,D"),
+            "blocks.attention.q_norm.scale": Name("model.layers.{}.self_attn.q_a_layernorm.weight", "Q"),
+            "blocks.attention.q.w": Name("model.layers.{}.self_attn.q_b_proj.weight", "NH,Q"),
+            "blocks.attention.q_whole.w": Name("model.layers.{}.self_attn.q_proj.weight", "NH,D"),
+            "blocks.attention.kv_norm.scale": Name("model.layers.{}.self_attn.kv_a_layernorm.weight", "C"),
+            "blocks.attention.kv_up.w": Name("model.layers.{}.self_attn.kv_b_proj.weight", "NO,C"),
+            "blocks.attention.o.w": Name("model.layers.{}.self_attn.o_proj.weight", "D,NW"),
+        } | fused("self_attn.kv_a_proj_with_mqa", ("attention.kv_down", "C"), ("attention.k", "R"))
+        | EXPERT_NAMES | ROUTER_BIAS | SHARED_NAMES,
+        keys={ours: theirs for ours, theirs in LLAMA_KEYS.items() if ours != "head_dim"} | DEEPSEEK_KEYS | {
+            "latent.query_dim": "q_lora_rank", "latent.dim": "kv_lora_rank", "latent.value_dim": "v_head_dim",
+        },
+        fixed=DEEPSEEK_FIXED | {"attention_bias": (False,)},
+        absent=LLAMA_ABSENT | {
+            "max_position_embeddings": 4096, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": None, "rope_interleave": True,
+            "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+        },
+        also=("kimi_k2",),
+        ignored=NEXT_TOKENS,
+        published_code=True,
+    ),
     "exaone4": like_llama(
         "exaone4", "Exaone4ForCausalLM",
         renamed(LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm")
@@ -51,26 +110,31 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified": gemma.GEMMA4_UNIFIED,
     "glm4": like_llama(
         "glm4", "Glm4ForCausalLM",
-        fused(
-            renamed(  # post_attention_layernorm is the norm before the MLP, as in Llama
-                LLAMA_NAMES,
-                pre_attention="input_layernorm",
-                post_attention="post_self_attn_layernorm",
-                pre_mlp="post_attention_layernorm",
-                post_mlp="post_mlp_layernorm",
-            ),
-            "mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"),
-        ) | qkv_biases(),
+        renamed(  # post_attention_layernorm is the norm before the MLP, as in Llama
+            LLAMA_NAMES, pre_attention="input_layernorm", post_attention="post_self_attn_layernorm",
+            pre_mlp="post_attention_layernorm", post_mlp="post_mlp_layernorm",
+        ) | fused("mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F")) | qkv_biases(),
         absent={
             "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2,
             "partial_rotary_factor": 0.5, "attention_bias": True,
         },
         biases={"attention_bias": "attention.[qkv]"},
     ),
-    "glm4_moe": experts.GLM4_MOE,
+    "glm4_moe": like_llama(
+        "glm4_moe", "Glm4MoeForCausalLM",
+        names=LLAMA_NAMES | qkv_biases() | qk_norm("H", "H") | EXPERT_NAMES | ROUTER_BIAS | SHARED_NAMES,
+        keys=DEEPSEEK_KEYS,
+        fixed=DEEPSEEK_FIXED,
+        absent={
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+            "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1, "attention_bias": False, "use_qk_norm": False,
+        },
+        biases={"attention_bias": "attention.[qkv]"},
+        ignored=NEXT_TOKENS,
+    ),
     "gpt2": Family(
-        model_type="gpt2",
-        architecture="GPT2LMHeadModel",
+        "gpt2", "GPT2LMHeadModel",
         names=gpt2_names(),
         keys={
             "vocab_size": "vocab_size", "embed_dim": "n_embd", "mlp_dim": "n_inner", "num_layers": "n_layer",
@@ -90,7 +154,27 @@ FAMILIES: dict[str, Family] = {
                  ("ln_f.", "transformer.ln_f.")),
         ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)$",),  # causal masks
     ),
-    "gpt_oss": experts.GPT_OSS,
+    "gpt_oss": like_llama(
+        "gpt_oss", "GptOssForCausalLM",
+        names=LLAMA_NAMES | qkv_biases() | {
+            "blocks.attention.o.bias.b": Name("model.layers.{}.self_attn.o_proj.bias", "D"),
+            "blocks.attention.sinks.b": Name("model.layers.{}.self_attn.sinks", "N"),
+            "blocks.mlp.router.w": Name("model.layers.{}.mlp.router.weight", "Y,D"),
+            "blocks.mlp.router.logits_bias.b": Name("model.layers.{}.mlp.router.bias", "Y"),
+            **fused_experts("mlp.experts.gate_up_proj", "X,D,G", interleaved="G"),
+            **fused_experts("mlp.experts.gate_up_proj_bias", "X,G", "blocks.mlp.{}_bias.b", interleaved="G"),
+            "blocks.mlp.expert_down.w": Name("model.layers.{}.mlp.experts.down_proj", "X,G,D"),
+            "blocks.mlp.down_bias.b": Name("model.layers.{}.mlp.experts.down_proj_bias", "X,D"),
+        },
+        keys=EXPERT_KEYS | EVERY_MLP | {"mlp.num_experts": "num_local_experts", "sliding_window": "sliding_window"},
+        fixed={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        absent={
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64,
+            "num_key_value_heads": 8, "sliding_window": 128, "sliding_window_pattern": 2, "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        synonyms={"experts_per_token": "num_experts_per_tok"},
+    ),
     "granite": like_llama(
         "granite", "GraniteForCausalLM",
         keys={
@@ -103,7 +187,35 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "llama": like_llama("llama", "LlamaForCausalLM", fixed=NO_BIASES),
-    "llama4": experts.LLAMA4,
+    "llama4": like_llama(
+        "llama4_text", "Llama4ForCausalLM",
+        names=LLAMA_NAMES | mlp_names("blocks.mlp.", "feed_forward", "F")
+        | mlp_names("blocks.mlp.shared.", "feed_forward.shared_expert", "U") | {
+            # Experts lie in one tensor [experts, in, out]; torch's linear layers are [out, in].
+            "blocks.mlp.router.w": Name("model.layers.{}.feed_forward.router.weight", "Y,D"),
+            **fused_experts("feed_forward.experts.gate_up_proj", "X,D,G"),
+            "blocks.mlp.expert_down.w": Name("model.layers.{}.feed_forward.experts.down_proj", "X,G,D"),
+        },
+        keys={
+            # intermediate_size is the width of an expert and of the shared one; layers without experts have another.
+            "mlp_dim": "intermediate_size_mlp",
+            "mlp.expert_dim": "intermediate_size", "mlp.shared_dim": "intermediate_size",
+            "mlp.num_experts": "num_local_experts", "mlp.experts_per_token": "num_experts_per_tok",
+            "mlp.every": "interleave_moe_layer_step", "sliding_window": "attention_chunk_size",
+        },
+        fixed={"attention_bias": (False,), "router_jitter_noise": (0.0,)},
+        # Layers with positions attend to chunks of the text, those without positions to all of it: "unrotated".
+        absent={
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_local_experts": 16,
+            "interleave_moe_layer_step": 1, "num_experts_per_tok": 1, "attention_chunk_size": 8192,
+            "no_rope_layer_interval": 4, "sliding_window_pattern": "unrotated", "use_qk_norm": True,
+            "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192, "intermediate_size_mlp": 16384,
+        },
+        renamed=SEEING_NAMES,
+        ignored=(*SEEING_PARTS, r"(model\.)?vision_model\."),
+        local_type="chunked_attention",
+        qk_norm="after_rotation",
+    ),
     "ministral3": like_llama(
         "ministral3", "Ministral3ForCausalLM", keys=WINDOW,
         absent=ALL_LOCAL | {
@@ -115,7 +227,17 @@ FAMILIES: dict[str, Family] = {
     "mistral": like_llama(
         "mistral", "MistralForCausalLM", keys=WINDOW, absent=ALL_LOCAL | {"max_position_embeddings": 131072}
     ),
-    "mixtral": experts.MIXTRAL,
+    "mixtral": like_llama(
+        "mixtral", "MixtralForCausalLM",
+        # w1 is the gate, w3 is up, w2 is down.
+        names=LLAMA_NAMES | expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+        keys=EXPERT_KEYS | EVERY_MLP | {"mlp.num_experts": "num_local_experts", "sliding_window": "sliding_window"},
+        fixed={"router_jitter_noise": (0.0,)},
+        absent=ALL_LOCAL | {
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "nemotron": like_llama(
         "nemotron", "NemotronForCausalLM",
         PLAIN_NAMES | {
@@ -136,15 +258,20 @@ FAMILIES: dict[str, Family] = {
         {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
         local_rope=True,
     ),
-    "olmoe": experts.OLMOE,
+    "olmoe": like_llama(
+        "olmoe", "OlmoeForCausalLM",
+        names=LLAMA_NAMES | qk_norm("NH", "KH") | EXPERT_NAMES,
+        keys=EXPERT_KEYS | EVERY_MLP | {"mlp.normalized": "norm_topk_prob"},
+        fixed={"attention_bias": (False,), "clip_qkv": (None,)},
+        absent={
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
     "phi3": like_llama(
         "phi3", "Phi3ForCausalLM",
-        fused(
-            fused(
-                LLAMA_NAMES, "self_attn.qkv_proj", ("attention.q", "NH"), ("attention.k", "KH"), ("attention.v", "KH")
-            ),
-            "mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"),
-        ),
+        LLAMA_NAMES | fused("mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"))
+        | fused("self_attn.qkv_proj", ("attention.q", "NH"), ("attention.k", "KH"), ("attention.v", "KH")),
         WINDOW, {"attention_bias": (False,)},
         ALL_LOCAL | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         published_code=True,
@@ -158,10 +285,43 @@ FAMILIES: dict[str, Family] = {
         fixed={"attention_bias": (False,), "use_sliding_window": (False,)},
         absent={"max_position_embeddings": 32768, "head_dim": 128},
     ),
-    "qwen3_5": qwen.QWEN3_5,
-    "qwen3_5_moe": qwen.QWEN3_5_MOE,
-    "qwen3_moe": qwen.QWEN3_MOE,
-    "qwen3_next": qwen.QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": replace(
+        QWEN3_5, model_type="qwen3_5_moe_text", architecture="Qwen3_5MoeForCausalLM",
+        names=QWEN3_5.names | EXPERT_NAMES | GATED_SHARED_NAMES,
+        keys=QWEN3_5.keys | EXPERT_KEYS | {
+            "mlp_dim": "moe_intermediate_size",  # no layer has another MLP
+            "mlp.expert_dim": "moe_intermediate_size", "mlp.shared_dim": "shared_expert_intermediate_size",
+        },
+        synonyms={"num_local_experts": "num_experts"},
+    ),
+    "qwen3_moe": like_llama(
+        "qwen3_moe", "Qwen3MoeForCausalLM",
+        names=LLAMA_NAMES | qk_norm("H", "H") | EXPERT_NAMES,
+        keys=EXPERT_KEYS | {"mlp.expert_dim": "moe_intermediate_size", "mlp.normalized": "norm_topk_prob"},
+        fixed={"attention_bias": (False,), "use_sliding_window": (False,), "decoder_sparse_step": (1,)},
+        absent={"max_position_embeddings": 32768, "head_dim": 128, "norm_topk_prob": False, "mlp_only_layers": None},
+        synonyms={"num_local_experts": "num_experts"},  # of transformers 5
+    ),
+    "qwen3_next": like_llama(
+        "qwen3_next", "Qwen3NextForCausalLM",
+        names=LLAMA_NAMES | qk_norm("H", "H") | GATED_QUERIES | EXPERT_NAMES | GATED_SHARED_NAMES | linear_names()
+        | fused(  # the rows of a key head lie together
+            "linear_attn.in_proj_qkvz", ("q", "IE"), ("k", "IE"), ("v", "JM"), ("gate", "JM"),
+            stack="linear_blocks.attention", interleaved="I",
+        ) | fused(
+            "linear_attn.in_proj_ba", ("beta", "J"), ("decay", "J"), stack="linear_blocks.attention", interleaved="I"
+        ),
+        keys=LINEAR_KEYS | EXPERT_KEYS | {
+            "mlp.expert_dim": "moe_intermediate_size", "mlp.shared_dim": "shared_expert_intermediate_size",
+            "mlp.normalized": "norm_topk_prob",
+        },
+        fixed={"attention_bias": (False,), "decoder_sparse_step": (1,)},
+        absent=LINEAR_ABSENT | {"norm_topk_prob": True, "mlp_only_layers": None},
+        synonyms={"num_local_experts": "num_experts"},
+        local_type="linear_attention",
+        ignored=(r"mtp\.",),  # layers that predict further tokens
+    ),
     "seed_oss": like_llama(
         "seed_oss", "SeedOssForCausalLM", LLAMA_NAMES | qkv_biases(),
         fixed={"attention_bias": (True,), "attention_out_bias": (False,), "mlp_bias": (False,)},

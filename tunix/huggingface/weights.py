@@ -1,6 +1,7 @@
-"""Sharded arrays out of safetensors files under Hugging Face's names, a slice at a time."""
+"""Sharded arrays out of safetensors files under Hugging Face's names, a slice at a time; and into such files."""
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -10,24 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from tunix.base.errors import UserError
 from tunix.base.files import is_plain, read_json
 from tunix.config import Model
 from tunix.huggingface.config_json import fp8_block_sizes, read_num_rows
-from tunix.huggingface.quantized_tensors import MappedFile, Plain, Stored, concat_quantized, enlarge
+from tunix.huggingface.quantized_tensors import Enlarged, MappedFile, Plain, Stored, concat_quantized
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.models.layers import named, parameter_name
 from tunix.models.quantized import stack_quantized
-from tunix.sharding.arrays import Index, fill
+from tunix.processes import peers
+from tunix.processes.joining import find_blind
+from tunix.sharding.arrays import Index, fill, replicate, replicate_part
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS, LAYERS
-
-# Tensors of a folder of safetensors files.
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -42,7 +45,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path, family: Family, num_rows: int | None = None):
         self.folder, self.family, self.num_rows, self._open = folder, family, num_rows, ExitStack()
-        self._tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, Stored] = {}
 
     def __enter__(self) -> "TensorFiles":
         tensors: dict[str, Plain] = {}
@@ -53,41 +56,28 @@ class TensorFiles:
                 raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
             open_file = cache(partial(MappedFile, path))  # mapped when its first tensor is read
             tensors |= {self._canonical(name): Plain(file, name, open_file) for name in file.keys()}  # noqa: SIM118
-        self._tensors = concat_quantized(tensors, fp8_block_sizes(self.folder))
+        self.tensors = concat_quantized(tensors, fp8_block_sizes(self.folder))
         if self.num_rows is not None and (in_files := read_num_rows(self.folder, self.family)) < self.num_rows:
-            self._tensors = enlarge(self._tensors, self.family.tables, self.num_rows, in_files)
+            # Tables have as many rows in the files as their config.json says.
+            for name in self.family.tables & self.tensors.keys():
+                if self.tensors[name].shape[:1] == (in_files,):
+                    self.tensors[name] = Enlarged(self.tensors[name], self.num_rows)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        self._tensors.clear()  # a file stays mapped until the last view of it is gone
+        self.tensors.clear()  # a file stays mapped until the last view of it is gone
 
     @property
     def paths(self) -> list[Path]:
         """The files that hold the tensors."""
         return weight_files(self.folder)
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
-
-    def dtype(self, name: str) -> str:
-        """Return the dtype as safetensors names it."""
-        return self._tensors[name].dtype
-
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Return a slice of a tensor as numbers; of a tensor of numbers it is a view of the mapped file."""
-        return self._tensors[name].read(index)
-
-    def fetch(self, name: str) -> None:
-        """Let the system read a tensor from the disk in the background: it will be needed soon."""
-        for tensor in self._tensors[name].tensors:
-            tensor.fetch()
-
-    def release(self, name: str) -> None:
-        """Take the pages of a tensor out of the memory of this process; a later use maps them again."""
-        for tensor in self._tensors[name].tensors:
-            tensor.release()
+        for part in self.tensors[name].tensors:
+            part.prefetch()
+        return self.tensors[name].read(index)
 
     def _canonical(self, name: str) -> str:
         """Return the name in the family's table of a tensor in the files."""
@@ -104,17 +94,16 @@ def weight_files(folder: Path) -> list[Path]:
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise UserError(f"{folder / INDEX} has no weight_map of tensors and files")
-        names = sorted(set(weight_map.values()))
+        names = sorted({*weight_map.values()})
         if outside := [name for name in names if not is_plain(name) or "/" in name]:
             raise UserError(f"{folder / INDEX} names {outside[0]}, which is no file of this folder")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
+        if missing := [name for name in names if not (folder / name).is_file()]:
             raise UserError(f"{folder} lacks {', '.join(missing)}, named in {INDEX}")
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-    if pickles:  # a pickle names functions that are called while it is loaded
+    # A pickle names functions that are called while it is loaded.
+    if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
         raise UserError(
             f"{folder} has its weights as pickles ({', '.join(pickles[:3])}), which can run code and are not read; "
             "save them as safetensors"
@@ -143,12 +132,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
     with TensorFiles(folder, family, cfg.vocab_size) as files:
         _check(files, cfg, weights)
 
-        def load(name: Name, equation: Equation, dtype: Any, layers: Sequence[int]) -> jax.Array:
-            """Load some layers of a parameter."""
-            return load_parameter(
-                files, name, cfg, equation, NamedSharding(mesh, layout.stored(equation)), layers, dtype
-            )
-
+        load = partial(load_parameter, files, cfg, layout, mesh)
         try:
             for path, name, weight in list_in_files(weights, family):
                 layers = layers_of(path, cfg)
@@ -180,12 +164,6 @@ def list_numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
     return list(itertools.product(*(ranges[dim_name] for dim_name in name.numbered)))
 
 
-def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
-    """Check names and shapes as `load_weights` does, with its errors; reads only the headers of the files."""
-    with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
-        _check(files, cfg, weights)
-
-
 def shape_in_files(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim]."""
     shape = [math.prod(dims[dim_name] for dim_name in group) for group in name.dims.split(",")]
@@ -199,13 +177,19 @@ def _list_fused_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
     return [math.prod(dims[dim_name] for dim_name in group) for group in name.fused]
 
 
+def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
+    """Check names and shapes as `load_weights` does, with its errors; reads only the headers of the files."""
+    with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
+        _check(files, cfg, weights)
+
+
 def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     """Compare the tensors of the files with those that the parameters need.
 
     Raises:
         UserError: a tensor is missing, not needed, of another shape, or not of floats.
     """
-    shapes, folder = files.shapes, files.folder
+    tensors, folder = files.tensors, files.folder
     requested = {
         name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
         for path, name, _ in list_in_files(weights, files.family)
@@ -215,31 +199,25 @@ def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
     ignored = [pattern.replace("{num_layers}", str(cfg.num_layers)) for pattern in files.family.ignored]
     # Old versions of transformers saved the frequencies of RoPE. Some files have a tied head a second time.
     ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
-    ignored += map(re.escape, _list_unused_names(files.family, cfg))
-    missing = sorted(requested.keys() - shapes.keys())
-    extra = sorted(
-        name for name in shapes.keys() - requested.keys() if not any(re.match(pattern, name) for pattern in ignored)
-    )
-    if missing:
+    # No layer uses the keys and values of layers that take those of earlier layers.
+    unused = [files.family.name(f"blocks.attention.{part}") for part in ("k.w", "v.w", "k_norm.scale")]
+    shared = [layer for layer in range(cfg.num_layers) if cfg.is_shared(layer)]
+    ignored += [re.escape(name.tensor.format(layer)) for name in unused if name for layer in shared]
+    if missing := sorted(requested.keys() - tensors.keys()):
         raise UserError(f"{folder} lacks {first_names(missing)}")
-    if extra:
+    extra = sorted(tensors.keys() - requested.keys())
+    if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:
         raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
     for name, number in constants.items():
         # A file in bfloat16 has three digits of the number.
-        if name in shapes and not math.isclose(number, stored := files.read(name, ()), rel_tol=0.01):
-            raise UserError(f"{folder}: {name} is {stored}, and layers of a {cfg.family} compute with {number}")
+        if name in tensors and not math.isclose(number, value := files.read(name, ()), rel_tol=0.01):
+            raise UserError(f"{folder}: {name} is {value}, and layers of a {cfg.family} compute with {number}")
     for name, shape in requested.items():
-        if shapes[name] != shape:
-            raise UserError(f"{folder}: {name} is {list(shapes[name])}, its config.json says {list(shape)}")
-        if files.dtype(name) not in FLOATS:
-            raise UserError(f"{folder}: {name} holds {files.dtype(name)}, not {', '.join(FLOATS)}; dequantize it first")
-
-
-def _list_unused_names(family: Family, cfg: Model) -> list[str]:
-    """Return the names of tensors that no layer uses: keys and values of layers that take those of earlier layers."""
-    parts = [family.name(f"blocks.attention.{part}") for part in ("k.w", "v.w", "k_norm.scale")]
-    shared = [layer for layer in range(cfg.num_layers) if cfg.is_shared(layer)]
-    return [name.tensor.format(layer) for name in parts if name is not None for layer in shared]
+        stored, dtype = tensors[name].shape, tensors[name].dtype
+        if stored != shape:
+            raise UserError(f"{folder}: {name} is {list(stored)}, its config.json says {list(shape)}")
+        if dtype not in FLOATS:
+            raise UserError(f"{folder}: {name} holds {dtype}, not {', '.join(FLOATS)}; dequantize it first")
 
 
 def list_constants(family: Family, cfg: Model) -> dict[str, float]:
@@ -255,14 +233,15 @@ def first_names(names: list[str]) -> str:
 
 def load_parameter(
     files: TensorFiles,
-    name: Name,
     cfg: Model,
+    layout: Layout,
+    mesh: Mesh,
+    name: Name,
     equation: Equation,
-    sharding: NamedSharding,
-    layers: Sequence[int],
     dtype: Any,
+    layers: Sequence[int],
 ) -> jax.Array:
-    """Load a parameter; of dimension L, only the layers of `layers`.
+    """Load a parameter, laid out at rest; of dimension L, only the layers of `layers`.
 
     The files have one tensor for each layer (and expert), with dimensions grouped and in another order than ours. A
     piece of a tensor is a view of the mapped file, whose strides are turned into our order while it is copied:
@@ -270,6 +249,7 @@ def load_parameter(
         q.w of Llama 3    files: "NH,D" [num_heads * head_dim, embed_dim]    ours: "LDNH"
         a piece           rows of some heads, seen as [n, H, D]              copied as [1, D, n, H] to the device
     """
+    sharding = NamedSharding(mesh, layout.stored(equation))
     ours, dim_names = equation.w, name.dims.replace(",", "")
     sizes = cfg.dims | {LAYERS: len(layers)}
     shape = tuple(sizes[dim_name] for dim_name in ours)
@@ -285,8 +265,6 @@ def load_parameter(
         views = []
         for which in itertools.product(*requested):
             tensor = name.tensor.format(*which)
-            files.release(tensor)  # what earlier pieces have read
-            files.fetch(tensor)
             stored = files.read(tensor, where)
             if name.interleaved:
                 stored = _take_entries(stored, name, cfg.dims, entries)
@@ -350,3 +328,117 @@ def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int], entri
     inner = math.prod(dims[dim_name] for dim_name in name.dims.split(",")[dim][1:])
     first = entries[0] * inner % local
     return taken.take(range(first, first + (entries[1] - entries[0]) * inner), dim)
+
+
+def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
+    """Write `params` as safetensors files of at most `shard_gb` GB, with an index if there are several.
+
+    Returns the bytes of all tensors. Files are written in rounds: in a round, each process that sees the folder writes
+    one file, whose tensors are all that its host has at that time. Every process calls this.
+    """
+    tensors = _list_tensors(params, cfg, weights)
+    size = sum(math.prod(shape) for _, shape, _ in tensors) * jnp.dtype(dtype).itemsize
+    files: list[list[Any]] = []
+    budget = 0.0
+    for tensor in tensors:
+        num_bytes = math.prod(tensor[1]) * jnp.dtype(dtype).itemsize
+        if not files or num_bytes > budget:
+            files.append([])
+            budget = shard_gb * 1e9
+        files[-1].append(tensor)
+        budget -= num_bytes
+    names = [SINGLE]
+    if len(files) > 1:
+        names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+        weight_map = {tensor: file for file, part in zip(names, files, strict=True) for tensor, _, _ in part}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        peers.on_main(lambda: (folder / INDEX).write_text(json.dumps(index, indent=2)), "writing the index")
+    # Processes that do not see the folder help to gather tensors, and write nothing.
+    blind = find_blind(folder.parent) if jax.process_count() > 1 else []
+    writers = [rank for rank in range(jax.process_count()) if rank not in blind]
+    for start in range(0, len(files), len(writers)):  # the last round may have fewer files than writers
+        _write_round(folder, dict(zip(writers, zip(names[start:], files[start:], strict=True), strict=False)), dtype)
+    return size
+
+
+def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: str) -> None:
+    """Write a file on each process of `files`, which has its name and its tensors. Every process calls this."""
+    local: dict[str, np.ndarray] = {}
+    for writer, (_, tensors) in files.items():
+        is_local = writer == jax.process_index()
+        made = [(name, make(dtype, is_local)) for name, _, make in tensors]  # every process takes part
+        local |= {name: tensor for name, tensor in made if is_local}
+
+    def write() -> None:
+        if local:
+            path = folder / files[jax.process_index()][0]
+            try:
+                save_file(local, path, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path} cannot be written: {error}") from None
+
+    peers.together(write, "writing weights", peers.NO_LIMIT_S)
+
+
+def _list_tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+    """Return name, shape and a function for each tensor in the files, ordered by layer.
+
+    The function of (dtype, is_local) gathers the tensor, with all processes, and returns it, None without `is_local`.
+    """
+    family = find_family(cfg.family)
+    chunks_of: dict[str, list[Any]] = {}
+    leaves = dict(named(params))
+    if nameless := [path for path in leaves if ".lora." not in path and family.name(path) is None]:
+        raise UserError(f"model.family={cfg.family} has no name for {first_names(nameless)}, which its parts have")
+    for path, name, weight in list_in_files(weights, family):
+        layers = layers_of(path, cfg)
+        for numbers in list_numbers(path, name, cfg):
+            # Layer 7 may be the third of its stack: `numbers` are those in the tensor's name, `at` is the index in
+            # the stacked parameter.
+            at = (layers.index(numbers[0]), *numbers[1:]) if numbers else ()
+            chunks_of.setdefault(name.tensor.format(*numbers), []).append((numbers, at, name, leaves[path], weight))
+
+    # A function for each tensor, because all tensors at once would not fit into the memory of a host.
+    def maker(parts):
+        def make(dtype, is_local):
+            values = [replicate_part(leaf, *at) if at else replicate(leaf) for _, at, _, leaf, _ in parts]
+            if not is_local:
+                return None
+            chunks = [
+                # The router's bias moves by steps that 16 bits do not resolve.
+                pack(np.asarray(value), name, weight).astype("float32" if weight.equation.is_choice else dtype)
+                for value, (_, _, name, _, weight) in zip(values, parts, strict=True)
+            ]
+            return np.ascontiguousarray(_fuse(chunks, parts[0][2], cfg.dims))
+
+        return make
+
+    made: list[tuple[str, tuple[int, ...], Any]] = []
+    # By layer, the first of the numbers (layer,) or (layer, expert); tensors of no layer have () and come first.
+    for tensor, parts in sorted(chunks_of.items(), key=lambda item: item[1][0][0][:1]):
+        parts.sort(key=lambda part: part[2].part)
+        made.append((tensor, shape_in_files(parts[0][2], cfg.dims), maker(parts)))
+    for tensor, number in list_constants(family, cfg).items():
+        made.append((tensor, (), lambda dtype, _, number=number: np.asarray(number, jnp.dtype(dtype))))
+    return made
+
+
+def _fuse(chunks: list[np.ndarray], name: Name, dims: Mapping[str, int]) -> np.ndarray:
+    """Return the weights of one tensor one after the other, or entry by entry."""
+    dim, shape = name.fused_dim, chunks[0].shape
+    if not name.interleaved:
+        return np.concatenate(chunks, dim)
+    rows = entry_sizes(name, dims)
+    by_entry = [
+        piece.reshape(*shape[:dim], -1, local, *shape[dim + 1 :]) for piece, local in zip(chunks, rows, strict=True)
+    ]
+    return np.concatenate(by_entry, dim + 1).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def pack(value: np.ndarray, name: Name, weight) -> np.ndarray:
+    """Return one layer of a parameter (of one expert) with the dimensions that the files have."""
+    ours = "".join(dim_name for dim_name in weight.equation.w if dim_name not in name.numbered)
+    dim_names = name.dims.replace(",", "")
+    sizes = dict(zip(ours, value.shape, strict=True))
+    shape = [math.prod(sizes[dim_name] for dim_name in group) for group in name.dims.split(",")]
+    return value.transpose([ours.index(dim_name) for dim_name in dim_names]).reshape(shape)
