@@ -32,14 +32,14 @@ def prepare(cfg: Config) -> None:
     import jax
 
     from tunix.batch_sources import load_data
-    from tunix.data.dataset import make_ratios
+    from tunix.data.dataset import make_shares
     from tunix.processes import peers
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("tunix").setLevel(logging.INFO if peers.is_main() else logging.WARNING)
     cfg.data.try_out()
     if jax.process_count() > 1:
-        make_ratios(cfg)
+        make_shares(cfg)
     corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
     if peers.is_main():
         print(corpus.summary)

@@ -27,8 +27,7 @@ from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
 from tunix.config.compose import remark_on_tiny, to_yaml
 from tunix.costs.derived import check_matmul_dtype, find_run_peak_tflops
-from tunix.data.batch import Batch
-from tunix.data.batches import BatchSource, Numbers
+from tunix.data.batches import Batch, BatchSource, Numbers
 from tunix.data.prompts import AnyCorpus
 from tunix.data.sample_order import Position
 from tunix.data.tokenizer import tokenizer_digest

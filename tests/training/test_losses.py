@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from support.harness import ONE_LAYER, ROOT, RUN, SGD, batch, metrics, program
 
 import tunix
-from tunix.data.batch import FIELDS, Field, empty_example
+from tunix.data.batches import FIELDS, Field, empty_example
 from tunix.models.block import Block
 from tunix.sharding.arrays import to_global
 from tunix.training.logprobs import count_chunk_positions
@@ -168,7 +168,7 @@ def test_fields_of_a_batch_are_listed_in_one_place():
     }
     losses = {"training/logprobs.py", "training/dpo.py"}
     stages = {"training/pipeline_step.py"}  # it sends rows of a batch from stage to stage
-    assert named == {"data/batch.py", "data/packing.py", "rl/rollouts.py"} | losses | stages
+    assert named == {"data/batches.py", "data/packing.py", "rl/rollouts.py"} | losses | stages
 
 
 def test_penalties_of_the_blocks_are_minimised_and_reported(monkeypatch):

@@ -19,7 +19,7 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
-from tunix.data.batch import stack_examples
+from tunix.data.batches import stack_examples
 from tunix.data.dataset import load_corpus
 from tunix.data.packing import _fill_pairs
 from tunix.data.shards import Arrays

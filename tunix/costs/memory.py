@@ -14,7 +14,7 @@ from tunix.config.layers import ExpertsMlp
 from tunix.config.model import list_keys_outside
 from tunix.config.training import StepKeys
 from tunix.costs.communication import count_microbatch_rows, count_shard_bytes, find_gathered_dtype, find_shard_shape
-from tunix.data.batch import abstract_arrays
+from tunix.data.batches import abstract_arrays
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token

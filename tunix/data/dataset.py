@@ -29,16 +29,13 @@ from tunix.processes.joining import find_blind
 log = logging.getLogger(__name__)
 
 
-# Tokens of all sources of a config: the files to tokenize, the tokenizer that all sources share, a folder for each.
-#
-# A source is tokenized here (`tokenize.prepare`), or it is a folder that `tunix.prepare` made, maybe on another
-# machine.
-
-
 class Inputs(NamedTuple):
-    """Sources of a corpus by name, and the tokenizer that they share."""
+    """Sources of a corpus by name, and the tokenizer that they share.
 
-    copied: dict[str, Path]  # folders that `tunix.prepare` made, perhaps on another machine
+    A source is tokenized here (`tokenize.prepare`), or it is a folder that `tunix.prepare` made, maybe elsewhere.
+    """
+
+    copied: dict[str, Path]  # folders that `tunix.prepare` made
     units: dict[str, list[Unit]]  # of the other sources
     vocab: Vocab
 
@@ -59,7 +56,12 @@ def find_inputs(cfg: Config) -> Inputs:
     A copied folder has a tokenizer of its own, which is then the tokenizer of all sources.
     """
     sources = list_sources(cfg)
-    copied = {name: folder for name, source in sources.items() if (folder := _find_copied(source))}
+    copied = {}
+    for name, source in sources.items():
+        if isinstance(source, Tokens) and len(source.paths) == 1:
+            folder = Path(source.local_paths[0]).expanduser()
+            if (folder / "index.json").is_file():
+                copied[name] = folder
     units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in copied}
     cache_dir = Path(cfg.loading.cache_dir).expanduser()
     tokenizer = cfg.tokenizer
@@ -83,14 +85,6 @@ def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocab]:
             prepared[name] = prepare(source, units[name], cfg.task, vocab, cfg.loading)
         warn_left_out(name, prepared[name])
     return prepared, vocab
-
-
-def _find_copied(source: Source) -> Path | None:
-    """Return the folder of a source that `tunix.prepare` has tokenized already; None for any other source."""
-    if isinstance(source, Tokens) and len(source.paths) == 1:
-        folder = Path(source.local_paths[0]).expanduser()
-        return folder if (folder / "index.json").is_file() else None
-    return None
 
 
 def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
@@ -132,22 +126,26 @@ def warn_left_out(name: str, prepared: Prepared) -> None:
         log.warning("%s: left out: %s%s", name, counted, f" ({', '.join(names + more)})" if names else "")
 
 
-# Tokenize a corpus with n processes: each makes every n-th shard, in a cache that all of them see.
-#
-#     process 0    shard 0    shard 2    shard 4        then the index over all shards
-#     process 1    shard 1    shard 3
-#
-# A shard does not depend on the process that makes it. So the corpus is the same as one that a single process makes.
-
-
-def make_ratios(cfg: Config) -> None:
+def make_shares(cfg: Config) -> None:
     """Make the missing shards of a corpus and of evaluation.sets, each process its share; every process calls this.
+
+        process 0    shard 0    shard 2    shard 4        then the index over all shards
+        process 1    shard 1    shard 3
+
+    A shard does not depend on the process that makes it. So the corpus is the same as one that a single process makes.
 
     Raises:
         UserError: a process does not see the cache of process 0 or sees other documents, or a share cannot be made.
     """
     start_time = time.perf_counter()
-    _check_shared(Path(cfg.loading.cache_dir).expanduser())
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    peers.on_main(lambda: cache_dir.mkdir(parents=True, exist_ok=True), "making the cache")
+    if blind := find_blind(cache_dir):
+        hosts = ", ".join(sorted({peers.hosts()[rank] for rank in blind}))
+        raise UserError(
+            f"loading.cache_dir={cache_dir} of {peers.hosts()[0]} is not seen by {hosts}; name a folder that all hosts "
+            "share, or prepare on one host and copy the folder that it prints (data=tokens)"
+        )
     inputs = peers.main_first(lambda: find_inputs(cfg), "finding the tokenizer")  # process 0 may have to train it
     sources = {name: (source, inputs.units[name]) for name, source in list_sources(cfg).items() if name in inputs.units}
     for name, source in cfg.evaluation.sets.items():
@@ -158,41 +156,25 @@ def make_ratios(cfg: Config) -> None:
     share = slice(jax.process_index(), None, jax.process_count())
     for name, (source, units) in sources.items():
         folder = find_folder(source, units, cfg.task, inputs.vocab, loading)
-        _check_same(name, folder.name)
+        keys = peers.gather(folder.name, f"documents of {name}")
+        other = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
+        if other is not None:
+            raise UserError(
+                f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see different "
+                f"documents of {name}, or different versions of its files; read them from a disk that all hosts share"
+            )
         work = partial(make_share, source, units, cfg.task, inputs.vocab, loading, share)
         peers.together(work, f"tokenizing {name}", peers.NO_LIMIT_S)
     log.info("%d processes have tokenized in %.1f s", jax.process_count(), time.perf_counter() - start_time)
 
 
-def _check_shared(cache_dir: Path) -> None:
-    """Raise `UserError` where some process does not see the cache of process 0."""
-    peers.on_main(lambda: cache_dir.mkdir(parents=True, exist_ok=True), "making the cache")
-    if blind := find_blind(cache_dir):
-        hosts = ", ".join(sorted({peers.hosts()[rank] for rank in blind}))
-        raise UserError(
-            f"loading.cache_dir={cache_dir} of {peers.hosts()[0]} is not seen by {hosts}; name a folder that all hosts "
-            "share, or prepare on one host and copy the folder that it prints (data=tokens)"
-        )
-
-
-def _check_same(name: str, key: str) -> None:
-    """Raise `UserError` where the documents of a source are not the same on all processes."""
-    keys = peers.gather(key, f"documents of {name}")
-    other = next((rank for rank, theirs in enumerate(keys) if theirs != keys[0]), None)
-    if other is not None:
-        raise UserError(
-            f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see different "
-            f"documents of {name}, or different versions of its files; read them from a disk that all hosts share"
-        )
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Sequences to train on and to evaluate on, and the tokenizer that made them."""
+    """Sequences to train on and to evaluate on, and the tokenizer that made them. Dicts are keyed by source."""
 
-    prepared: dict[str, Prepared]  # keyed by the name of the source
-    train: dict[str, Sequences]  # keyed by the name of the source
-    held_out_parts: dict[str, Sequences]  # keyed by the name of the source
+    prepared: dict[str, Prepared]
+    train: dict[str, Sequences]
+    held_out_parts: dict[str, Sequences]
     held_out: grain.MapDataset  # sequences of all sources
     num_held_out: int  # documents
     vocab: Vocab
@@ -219,15 +201,9 @@ def load_corpus(cfg: Config) -> Corpus:
         UserError: the data cannot be read, or there are too few, or too many, sequences to shuffle.
     """
     prepared, vocab = prepare_corpus(cfg)
-    cache_dir = Path(cfg.loading.cache_dir).expanduser()
-
-    def pack(split: str) -> dict[str, Sequences]:
-        return {
-            name: Sequences(folder.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir)
-            for name, folder in prepared.items()
-        }
-
-    train, held_out = pack("train"), pack("held_out")
+    train, held_out = (
+        {name: _pack(folder, split, cfg) for name, folder in prepared.items()} for split in ("train", "held_out")
+    )
     if isinstance(cfg.task, Dpo):
         _report_long_pairs({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
     for name, sequences in train.items():
@@ -259,6 +235,12 @@ def load_corpus(cfg: Config) -> Corpus:
     )
 
 
+def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
+    """Return the sequences of a split, "train" or "held_out"."""
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    return Sequences(prepared.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+
+
 def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.MapDataset:
     """Tokenize all documents of one of evaluation.sets with the run's tokenizer, and pack them.
 
@@ -268,8 +250,7 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.Map
     everything = take_all(source)
     prepared = prepare(everything, find_units(everything, cfg.loading), cfg.task, vocab, cfg.loading)
     warn_left_out(f"evaluation.sets.{name}", prepared)
-    cache_dir = Path(cfg.loading.cache_dir).expanduser()
-    sequences = Sequences(prepared.stream("train"), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+    sequences = _pack(prepared, "train", cfg)
     if not len(sequences):
         raise UserError(
             f"evaluation.sets.{name} has {sequences.stream.num_tokens:,} tokens, too few for one sequence of "
@@ -284,14 +265,13 @@ def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> N
     Raises:
         UserError: there are such pairs, and task.long_pairs=error.
     """
-    reject = task.long_pairs == "error"
     for name, part in parts.items():
         if part.num_left_out:
             problem = (
                 f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} pairs are longer than "
                 f"training.seq_len={cfg.training.seq_len} tokens, both answers with their prompts"
             )
-            if reject:
+            if task.long_pairs == "error":
                 raise UserError(f"data: {problem}; raise it, or set task.long_pairs=skip to leave them out")
             log.warning("%s: left out", problem)
 

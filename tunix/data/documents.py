@@ -16,8 +16,6 @@ from tunix.data.pieces import count_bytes
 from tunix.data.table import DOCUMENTS
 from tunix.data.tokenizer import Vocab
 
-# Documents of a task, made of the items that a source reads: a text, a conversation, a prompt, a pair.
-
 PROMPT_ROLES = {"system", "developer", "user", "tool"}  # the model learns nothing from turns of these roles
 
 
@@ -76,34 +74,26 @@ def read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document 
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
     limit = source.max_document_bytes if isinstance(source, Limited) else None
-    for document in _read_documents(source, task, unit):
-        if limit and isinstance(document, Document) and is_longer(document.text, limit):
-            yield LeftOut(document.name, TOO_LONG)
-        else:
-            yield document
-
-
-def _read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
     read = import_object(DOCUMENTS[task.documents].read)
-    if task.documents == "prompt" and isinstance(source, Rows):
-        items = source.read_all_columns(unit)
-    else:
-        items = source.read(unit)
-    for item in items:
+    is_prompt = task.documents == "prompt" and isinstance(source, Rows)
+    for item in source.read_all_columns(unit) if is_prompt else source.read(unit):  # type: ignore[attr-defined]
         if item.problem == TOO_LONG:
-            yield LeftOut(item.name, TOO_LONG)
+            document: Document | LeftOut = LeftOut(item.name, TOO_LONG)
         elif isinstance(item.content, str):
             if not DOCUMENTS[task.documents].takes_text:
                 raise UserError(
                     f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
                     f"not data.source={source.source}"
                 )
-            yield Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
+            document = Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
         elif isinstance(source, Rows):
-            yield _read_row(source, task, item, read)
+            document = _read_row(source, task, item, read)
         else:
             assert item.content is None
-            yield LeftOut(item.name, item.problem)
+            document = LeftOut(item.name, item.problem)
+        if limit and isinstance(document, Document) and is_longer(document.text, limit):
+            document = LeftOut(item.name, TOO_LONG)
+        yield document
 
 
 class BadRow(ValueError):
@@ -332,19 +322,17 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
     return value
 
 
-# Documents to tokens: a text, a conversation, a prompt or a pair becomes what a shard keeps of it.
-#
-# text           <bos> text <eos>
-# conversation   the turns by the chat template; `answers` marks the tokens of the assistant
-# prompt         the turns by the chat template, up to where an answer begins
-# pair           prompt, chosen answer, prompt, rejected answer; `split` is where the second prompt begins
-
-
 NO_ANSWERS = np.zeros(0, bool)
 
 
 class Encoded(NamedTuple):
-    """One document as a shard keeps it."""
+    """One document as a shard keeps it.
+
+    text           <bos> text <eos>
+    conversation   the turns by the chat template; `answers` marks the tokens of the assistant
+    prompt         the turns by the chat template, up to where an answer begins
+    pair           prompt, chosen answer, prompt, rejected answer; `split` is where the second prompt begins
+    """
 
     text_bytes: int
     tokens: Sequence[np.ndarray]  # parts of its tokens, one after the other
@@ -372,12 +360,9 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
     pieces = [text for segments in conversations for text, _ in segments]
     encoded = vocab.encode(pieces)
     for segments in conversations:
-        tokens: list[np.ndarray] = []
-        answers: list[np.ndarray] = [NO_ANSWERS]
-        for _, is_answer in segments:
-            tokens.append(next(encoded))
-            answers.append(np.full(len(tokens[-1]), is_answer))
-        yield Encoded(sum(count_bytes(text) for text, _ in segments), tokens, np.concatenate(answers))
+        tokens = [next(encoded) for _ in segments]
+        answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, segments, strict=True)]
+        yield Encoded(sum(count_bytes(text) for text, _ in segments), tokens, np.concatenate([NO_ANSWERS, *answers]))
 
 
 def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:

@@ -23,8 +23,6 @@ from tunix.base.config_types import Count, Section, Share
 from tunix.base.errors import UserError
 from tunix.data.pieces import count_bytes
 
-# Files of a source: find them in a fixed order, describe them as units of work, and open them, packed or not.
-
 if sys.version_info >= (3, 14):
     from compression import zstd
 else:
@@ -115,15 +113,6 @@ def is_packed(path: str) -> bool:
     return Path(path).suffix in PACKED
 
 
-def split_unit(unit: Unit, size: int) -> list[Unit]:
-    """Split a file of lines into ranges of about `size` bytes. A packed file stays one unit: it has to be unpacked from
-    its first byte on."""
-    if is_packed(unit.path) or unit.size <= size:
-        return [unit]
-    bounds = [*range(0, unit.size, size), unit.size]
-    return [Unit(unit.name, unit.path, start, stop, stop - start, unit.version) for start, stop in pairwise(bounds)]
-
-
 class _Stream(io.RawIOBase):
     """A stream that can only be read from its first byte to its last one."""
 
@@ -165,16 +154,14 @@ def open_unpacked(path: str) -> Iterator[IO[bytes]]:
         raise UserError(f"data: cannot read {path}: {reason}") from None
 
 
-def find_line_number(path: str, offset: int) -> int:
-    """Return the number, from 1, of the line that begins at byte `offset` of the unpacked file."""
+def name_line(path: str, offset: int) -> str:
+    """Return the path, and the number from 1 of the line that begins at byte `offset` of the unpacked file."""
     with open_unpacked(path) as file:
         lines = 1
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
             lines, offset = lines + block.count(b"\n"), offset - len(block)
-    return lines
+    return f"{path}, line {lines},"
 
-
-# Source of documents: its keys, what there is to read, and how one unit of that is read.
 
 Paths = Annotated[tuple[str, ...], Field(min_length=1)]
 
@@ -231,9 +218,6 @@ class Source(Section):
         """Run the user's own code once, if the source has any; raise `UserError` if it does not work."""
 
 
-# Rows of tables in files: JSON lines, CSV, Parquet.
-
-
 class Columns(Section):
     """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
     its completion if `prompt` is set, else the messages; dpo the prompt, chosen and rejected."""
@@ -284,7 +268,15 @@ class Jsonl(Rows):
     """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
-        return [part for file in find_files(self.paths, self.extensions) for part in split_unit(file, unit_bytes)]
+        """List ranges of about `unit_bytes` bytes. A packed file is one unit: it is unpacked from its first byte on."""
+        units = []
+        for file in find_files(self.paths, self.extensions):
+            if is_packed(file.path) or file.size <= unit_bytes:
+                units.append(file)
+                continue
+            for start, stop in pairwise([*range(0, file.size, unit_bytes), file.size]):
+                units.append(replace(file, start=start, stop=stop, size=stop - start))
+        return units
 
     def read(self, unit: Unit) -> Iterator[Item]:
         """Read the lines whose first byte lies in the unit, so each line belongs to one unit.
@@ -304,7 +296,7 @@ class Jsonl(Rows):
             begin = file.tell() if unit.start else 0
             while (all_lines or begin < unit.stop) and (line := file.readline(-1 if limit is None else limit + 1)):
                 offset, begin = begin, begin + len(line)
-                name, where = f"{unit.name}@{offset}", partial(_name_line, unit.path, offset)
+                name, where = f"{unit.name}@{offset}", partial(name_line, unit.path, offset)
                 if limit is not None and len(line) > limit and not line.endswith(b"\n"):
                     begin += skip_line(file)
                     yield Item(name, None, TOO_LONG, where)
@@ -329,10 +321,6 @@ def skip_line(file: IO[bytes]) -> int:
         if block.endswith(b"\n"):
             break
     return size
-
-
-def _name_line(path: str, offset: int) -> str:
-    return f"{path}, line {find_line_number(path, offset)},"
 
 
 class Csv(Rows):

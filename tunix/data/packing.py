@@ -9,7 +9,7 @@ import grain
 import numpy as np
 
 from tunix.base.files import locate_cached, make_once
-from tunix.data.batch import Example, empty_example
+from tunix.data.batches import Example, empty_example
 from tunix.data.shards import Arrays, Stream, locate
 
 
@@ -31,16 +31,13 @@ class Sequences(grain.sources.RandomAccessDataSource):
         self.stream, self.seq_len, self.packing = stream, seq_len, packing
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
-        self.plans = None if packing == "concat" else [
-            _make_plan(stream, number, seq_len, packing, cache_dir) for number in range(len(stream.sizes))
-        ]  # fmt: skip
+        self.plans: list[tuple[np.ndarray, np.ndarray]] | None = None
         # A sequence of `concat` is T tokens and the token behind them, the target of the last one. The next sequence
         # begins with that token: a shard of n tokens has (n - 1) // T sequences.
-        counts = (
-            [max(0, (tokens - 1) // seq_len) for tokens, _ in stream.sizes]
-            if self.plans is None
-            else [len(bounds) - 1 for _, bounds in self.plans]
-        )
+        counts = [max(0, (tokens - 1) // seq_len) for tokens, _ in stream.sizes]
+        if packing != "concat":
+            self.plans = [_make_plan(stream, n, seq_len, packing, cache_dir) for n in range(len(stream.sizes))]
+            counts = [len(bounds) - 1 for _, bounds in self.plans]
         self.ends = np.cumsum(counts)  # number of the first sequence behind each shard
 
     def __len__(self) -> int:
@@ -131,10 +128,8 @@ def _fill_chunks(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Exampl
         span = slice(offset, offset + length)
         tokens = shard.tokens[first : first + length + 1]
         example["tokens"][span], example["targets"][span] = tokens[:-1], tokens[1:]
-        example["positions"][span] = np.arange(length)
-        example["segment_ids"][span] = segment
-        learnt = 1 if shard.answers is None else shard.answers[first + 1 : first + length + 1]
-        example["loss_mask"][span] = learnt
+        example["positions"][span], example["segment_ids"][span] = np.arange(length), segment
+        example["loss_mask"][span] = 1 if shard.answers is None else shard.answers[first + 1 : first + length + 1]
         offset += length
     return example
 

@@ -7,7 +7,7 @@ where that provably changes no token; for which tokenizers and where is said at 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a config is checked without it
@@ -18,8 +18,8 @@ GROUP = 8  # pieces that are tokenized at a time
 
 # Letters and digits that were in the first versions of Unicode: every library has them in the classes \p{L} and \p{N}.
 ASCII = "0-9A-Za-z"
-DIM_NAMES = ASCII + "\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0391-\u03a1\u03b1-\u03c9\u0410-\u044f"
-DIM_NAMES += "\u05d0-\u05ea\u0621-\u063a\u0905-\u0939\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+LETTERS = ASCII + "\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u02af\u0391-\u03a1\u03b1-\u03c9\u0410-\u044f"
+LETTERS += "\u05d0-\u05ea\u0621-\u063a\u0905-\u0939\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 
 # Regular expressions that cut a text into words. In none of them does a match go on from a letter or a digit to white
 # space, and none looks backwards: so a match ends and one begins between the two.
@@ -95,14 +95,16 @@ def find_cutter(backend: "Backend") -> Cutter | None:
         return None
     normalizers = _list_steps(info["normalizer"], "normalizers")
     words = _list_steps(info["pre_tokenizer"], "pretokenizers")
-    added = info["added_tokens"]
-    if any(_touches_cuts(token) for token in added):
-        return None
+    pairs = set()
+    for token in info["added_tokens"]:
+        text = token["content"]
+        # A special token that takes white space around it into it, looks at what is around it, or has a space behind a
+        # letter in it, might change by a cut near it.
+        if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\w[\s▁]", text):
+            return None
+        pairs |= {text[at : at + 2] for at in range(len(text) - 1)}
     cutter = _find_by_words(info["model"], normalizers, words)
-    if cutter is None:
-        return None
-    pairs = frozenset(token["content"][at : at + 2] for token in added for at in range(len(token["content"]) - 1))
-    return Cutter(cutter.places, cutter.drops_space, pairs)
+    return cutter and replace(cutter, not_within=frozenset(pairs))
 
 
 def _list_steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
@@ -120,8 +122,7 @@ def _find_by_words(
     kinds = [step["type"] for step in words]
     if kinds and kinds[-1] == "ByteLevel":
         return _find_in_bytes(model, normalizers, words)
-    drops = any(step["type"] == "Prepend" for step in normalizers)
-    before = ASCII
+    drops, before = any(step["type"] == "Prepend" for step in normalizers), ASCII
     if kinds == ["Metaspace"] and words[0]["split"]:
         drops = drops or words[0]["prepend_scheme"] != "never"
     elif model["type"] == "BPE" and _finds_no_words(words, normalizers):
@@ -143,23 +144,22 @@ def _find_in_bytes(
         return None
     if model["type"] == "BPE" and not model["merges"] and not normalizers and not has_prefix:
         return Cutter(re.compile("(?s).(?=.)"))
-    if not all(map(_keeps_words, words)) or not (regex or any(step["type"] == "Split" for step in words)):
+    for step in words:  # each must end a word between a letter or digit and the white space behind it
+        if step["type"] == "Split":
+            if step["pattern"].get("Regex") not in WORDS or step["behavior"] not in ("Isolated", "Removed"):
+                return None
+        elif step["type"] not in ("ByteLevel", "Digits"):
+            return None
+    if not (regex or any(step["type"] == "Split" for step in words)):
         return None
-    return _cut_words(ASCII if normalizers else DIM_NAMES, " " if has_prefix else r" \t\r\n")
+    return _cut_words(ASCII if normalizers else LETTERS, " " if has_prefix else r" \t\r\n")
 
 
-def _cut_words(dim_names: str, spaces: str) -> Cutter:
-    return Cutter(re.compile(rf"[{dim_names}](?=[{spaces}])"))
+def _cut_words(letters: str, spaces: str) -> Cutter:
+    return Cutter(re.compile(rf"[{letters}](?=[{spaces}])"))
 
 
-TRAINED_HERE = _cut_words(DIM_NAMES, r" \t\r\n")  # what `train_vocab` learns from: GPT-2's words of each text
-
-
-def _keeps_words(step: dict[str, Any]) -> bool:
-    """Return whether a step ends a word between a letter or digit and the white space behind it."""
-    if step["type"] == "Split":
-        return step["pattern"].get("Regex") in WORDS and step["behavior"] in ("Isolated", "Removed")
-    return step["type"] in ("ByteLevel", "Digits")
+TRAINED_HERE = _cut_words(LETTERS, r" \t\r\n")  # what `train_vocab` learns from: GPT-2's words of each text
 
 
 def _finds_no_words(words: list[dict[str, Any]], normalizers: list[dict[str, Any]]) -> bool:
@@ -193,9 +193,3 @@ def _is_local(step: dict[str, Any], drops_space: bool) -> bool:
     if step["type"] == "Strip":
         return drops_space or not step["strip_left"]
     return step["type"] in LOCAL or (step["type"] == "Prepend" and drops_space)
-
-
-def _touches_cuts(token: dict[str, Any]) -> bool:
-    """Return whether a special token takes white space around it into it, looks at what is around it, or has a space
-    behind a letter in it: then a cut near it might change it."""
-    return token["lstrip"] or token["rstrip"] or token["single_word"] or bool(re.search(r"\w[\s▁]", token["content"]))

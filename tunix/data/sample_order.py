@@ -21,16 +21,15 @@ from tunix.config.data import Mixture
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
 
-# Position of a run in its data.
-#
-# The data of a run are one endless sequence of samples, whose order follows from the seed. The position is the number
-# of the next sample. It does not name a file, a process or a mesh. So a run also goes on with the next sample on
-# another number of devices, and none is lost or repeated.
-
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a run in its steps and its data. Random numbers follow from the seed and the step."""
+    """Position of a run in its steps and its data. Random numbers follow from the seed and the step.
+
+    The data of a run are one endless sequence of samples, whose order follows from the seed. The position is the number
+    of the next sample. It does not name a file, a process or a mesh. So a run also goes on with the next sample on
+    another number of devices, and none is lost or repeated.
+    """
 
     step: int
     next_sample: int  # place in the shuffled sequence of training data
@@ -48,16 +47,13 @@ class Position:
 BEGINNING = Position(0, 0, "", "")
 
 
-# Course of a run through its data: which samples each step takes, and which are left out.
-#
-# training.skip_steps=[4:5], 10 samples a step
-#
-# step         1       2       3       4       5
-# samples    0-9   10-19   20-29   50-59   60-69        30-49, which steps 4 and 5 would have taken, are left out
-
-
 class DataSchedule:
-    """Samples of the steps after a position.
+    """Samples that each step after a position takes, and those that are left out.
+
+        training.skip_steps=[4:5], 10 samples a step
+
+        step         1       2       3       4       5
+        samples    0-9   10-19   20-29   50-59   60-69        30-49, which steps 4 and 5 would have taken, are left out
 
     Samples are read in cycles: one reading may serve several steps. In pretraining each step has a reading of its own.
     A rollout of GRPO that is learnt from in two steps, with 8 prompts:
@@ -147,7 +143,7 @@ class DataSchedule:
 
 
 def make_data_schedule(cfg: Config, schedule: BatchSchedule, start: Position) -> DataSchedule:
-    """Return the course of a run that goes on from `start`, with the batches of `schedule_after` it."""
+    """Return the samples of the steps of a run that goes on from `start`, with the batches of `schedule_after` it."""
     *before, remaining = schedule.periods
     stages = []
     for period in before:
@@ -161,8 +157,6 @@ def schedule_after(start: Position, batch: BatchKeys, mesh_sizes: Mapping[str, i
     return batch.batch_schedule(mesh_sizes, start.step, start.num_samples * batch.seq_len)
 
 
-# The source of each sample of a run, computed from the sample's number alone.
-#
 # A mixture trains on several sources (parts) with given weights, in stages. Nothing is drawn at random: the samples of
 # a stage are dealt out so that after any number of them each part has its share, up to one sample. So a resumed run,
 # and any number of processes, see the same order.
@@ -293,50 +287,9 @@ def count_read(order: SampleOrder, first: int, end: int, left_out: Sequence[Sequ
     return [int(each) for each in counts]
 
 
-def stage_table(
-    order: SampleOrder,
-    mixture: Mixture,
-    parts: Mapping[str, SamplePart],
-    num_steps: int,
-    data_schedule: DataSchedule,
-    seq_len: int,
-    left_out: Sequence[Sequence[int]] = (),
-) -> str:
-    """Format the stages of a run of `num_steps`: where each begins, and the samples and epochs of each part.
-
-    The samples [first, end) that the run leaves out do not count, and the run takes as many more behind them.
-
-    Raises:
-        UserError: a part would be repeated more often than data.max_epochs allows.
-    """
-    num_samples = data_schedule.taken(num_steps) + sum(end - first for first, end in left_out)
-    total = dict(zip(parts, count_read(order, 0, num_samples, left_out), strict=True))
-    for name, max_epochs in (mixture.max_epochs or {}).items():
-        epochs = total[name] / len(parts[name])
-        if epochs > max_epochs:
-            raise UserError(
-                f"data.max_epochs: the run would read {name} {epochs:.2f} times, more than {max_epochs:g}; "
-                f"lower its weight, shorten the run, give it more data (it has {len(parts[name]):,} sequences, "
-                f"{total[name]:,} are asked for), or raise the cap"
-            )
-    # A stage that begins behind the end of the run is in the table with no samples.
-    table = Table(box=None)
-    for column in ("stage", "from step", "from token", *(f"{name}: samples (epochs)" for name in parts)):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    ends = [*order.firsts[1:], num_samples]
-    for stage, end in zip(order.stages, ends, strict=True):
-        first = min(stage.first_sample, num_samples)
-        counts = count_read(order, first, max(first, min(end, num_samples)), left_out)
-        cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
-        table.add_row(stage.name, f"{data_schedule.steps_of(first):,.4g}", f"{first * seq_len:,}", *cells)
-    return as_text(table)
-
-
-# Endless shuffled sequence of samples, in an order that only the seed and the number of a sample decide.
-
-
 class Samples:
-    """The samples of a run, packed sequences or prompts: sample n is the same on every mesh and number of processes.
+    """The samples of a run, packed sequences or prompts, an endless shuffled sequence: sample n follows from the seed
+    and its number alone, and is the same on every mesh and number of processes.
 
     Each part (source) is shuffled anew in each epoch. In a mixture, `SampleOrder` says which part gives sample n.
     """
@@ -362,18 +315,39 @@ class Samples:
         return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
 
     def stages(self, num_steps: int, left_out: Sequence[Sequence[int]] = ()) -> str:
-        """Return a table of the samples that `num_steps` steps take of each source; empty for a single source.
+        """Format the stages of a mixture in `num_steps` steps: where each begins, the samples and epochs of each part.
 
-        The samples [first, end) that training.skip_steps leaves out are not among them.
+        The samples [first, end) that training.skip_steps leaves out do not count, and the run takes as many more behind
+        them. Empty for a single source.
 
         Raises:
-            UserError: more of a source than data.max_epochs allows.
+            UserError: a part would be repeated more often than data.max_epochs allows.
         """
         if self.mixture is None:
             return ""
-        return stage_table(
-            self.order, self.mixture, self.parts, num_steps, self.data_schedule, self.tokens_per_sample, left_out
-        )
+        order, parts = self.order, self.parts
+        num_samples = self.data_schedule.taken(num_steps) + sum(end - first for first, end in left_out)
+        total = dict(zip(parts, count_read(order, 0, num_samples, left_out), strict=True))
+        for name, max_epochs in (self.mixture.max_epochs or {}).items():
+            epochs = total[name] / len(parts[name])
+            if epochs > max_epochs:
+                raise UserError(
+                    f"data.max_epochs: the run would read {name} {epochs:.2f} times, more than {max_epochs:g}; "
+                    f"lower its weight, shorten the run, give it more data (it has {len(parts[name]):,} sequences, "
+                    f"{total[name]:,} are asked for), or raise the cap"
+                )
+        # A stage that begins behind the end of the run is in the table with no samples.
+        table = Table(box=None)
+        for column in ("stage", "from step", "from token", *(f"{name}: samples (epochs)" for name in parts)):
+            table.add_column(column, justify="left" if column == "stage" else "right")
+        ends = [*order.firsts[1:], num_samples]
+        for stage, end in zip(order.stages, ends, strict=True):
+            first = min(stage.first_sample, num_samples)
+            counts = count_read(order, first, max(first, min(end, num_samples)), left_out)
+            cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
+            step, token = self.data_schedule.steps_of(first), first * self.tokens_per_sample
+            table.add_row(stage.name, f"{step:,.4g}", f"{token:,}", *cells)
+        return as_text(table)
 
     def position_after(self, step: int, start: Position, data_schedule: DataSchedule) -> Position:
         """Return the position after `step` of a course that began at `start`."""

@@ -1,4 +1,18 @@
-"""Shards of a tokenized corpus: written by workers, mapped into memory when they are read."""
+"""Shards of a tokenized corpus: written by workers, mapped into memory when they are read.
+
+Reading any place of any shard costs one page of the file:
+
+    FOLDER/index.json                counts, digests and names of the shards; written last
+    FOLDER/digests.json              digests of these files; each shard has its own
+    FOLDER/tokenizer/                files of the tokenizer
+    FOLDER/00000/train.tokens.npy    an array of `Arrays`; which ones there are depends on the kind of the documents
+    FOLDER/00000/held_out.*.npy      the same for the held-out documents
+    FOLDER/00001/ ...
+    FOLDER/00001-held-out/           in place of 00001, where `tokenize.prepare` held a document out afterwards
+
+A process makes a shard: units (files, or parts of large files) -> documents -> tokens -> arrays of train and held_out.
+A shard depends on its plan alone, so any process of any host can make it, and shards are made side by side.
+"""
 
 import hashlib
 import json
@@ -22,21 +36,6 @@ from tunix.data.pieces import Cutter, find_longest_piece
 from tunix.data.table import DOCUMENTS, Source, Tokens
 from tunix.data.tokenizer import Vocab, load_vocab
 
-# Tokenized documents on disk, read by memory mapping: reading any place of any shard costs one page of the file.
-#
-# FOLDER/index.json                 counts, digests and names of the shards; written last
-# FOLDER/digests.json               digests of these files; each shard has its own
-# FOLDER/tokenizer/                 files of the tokenizer
-# FOLDER/00000/train.tokens.npy     [tokens] uint16 or uint32: the documents of the shard, one after the other
-# FOLDER/00000/train.starts.npy     [documents] int64: where each document begins
-# FOLDER/00000/train.answers.npy    [tokens] bool: tokens of answers; only of conversations and pairs
-# FOLDER/00000/train.splits.npy     [documents] int64: tokens of the chosen answer with its prompt; only of pairs
-# FOLDER/00000/train.rows.npy       [bytes] uint8: text and columns of each prompt, as JSON; only of prompts
-# FOLDER/00000/train.row_ends.npy   [documents] int64: where the JSON of each prompt ends
-# FOLDER/00000/held_out.*.npy       the same for the held-out documents
-# FOLDER/00001/ ...
-# FOLDER/00001-held-out/            in place of 00001, where `tokenize.prepare` held a document out afterwards
-
 BLOCK = 1 << 24  # elements of an array that are read at one time
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
 FORMAT = str(CACHE_FORMS["tokens"])  # in the index: a folder of the cache may be copied to a place of the user's own
@@ -51,10 +50,11 @@ class Arrays:
 
     tokens: np.ndarray  # [tokens] uint16 or uint32
     starts: np.ndarray  # [documents] int64: where each document begins
-    answers: np.ndarray | None = None  # [tokens] bool: the tokens to learn; None means all of them
-    splits: np.ndarray | None = None  # [documents] int64: of pairs, the tokens of the chosen answer with its prompt
-    rows: np.ndarray | None = None  # [bytes] uint8: of prompts, text and columns as JSON
-    row_ends: np.ndarray | None = None  # [documents] int64
+    # Of conversations and pairs, [tokens] bool: the tokens of answers, which are learnt; None means all of them.
+    answers: np.ndarray | None = None
+    splits: np.ndarray | None = None  # of pairs, [documents] int64: tokens of the chosen answer with its prompt
+    rows: np.ndarray | None = None  # of prompts, [bytes] uint8: text and columns of each as JSON
+    row_ends: np.ndarray | None = None  # [documents] int64: where the JSON of each prompt ends
 
 
 class Stream:
@@ -178,14 +178,11 @@ def _unreadable(path: str | Path, error: OSError | ValueError) -> UserError:
     )
 
 
-# Files of tokens that another program has made (data.source=tokens). They stay where they are.
-#
-# A shard of such a file has no tokens of its own, but their place in the file. Only what is not in the file is
-# computed: where documents begin, how often each token occurs, and which tokens are held out.
-
-
 def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple[dict[str, Any], np.ndarray]:
-    """Make the shard of a file of tokens: find its documents, count its tokens, hold out the documents at its end.
+    """Make the shard of a file of tokens that another program has made (data.source=tokens).
+
+    The tokens stay where they are: the shard has their place in the file. Only what is not in the file is computed:
+    where documents begin, how often each token occurs, and which documents, those at its end, are held out.
 
     Returns:
         The facts of the shard, and a count for each token of the vocabulary.
@@ -255,12 +252,6 @@ def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
     return {"path": str(path.absolute()), "dtype": source.dtype, "offset": source.skip_bytes, "count": size // width}
 
 
-# One shard of a tokenized corpus: one process reads some units, tokenizes their documents and writes the arrays.
-#
-#     units (files, or parts of large files) -> documents -> tokens -> arrays of train, arrays of held_out
-#
-# A shard depends on its plan alone, so any process of any host can make it, and shards are made side by side.
-
 BATCH_CHARS = 1 << 20  # characters of text that are tokenized at one time
 HASH_BITS = 64
 
@@ -317,12 +308,10 @@ class Part:
 
     def __init__(self, documents: str, folder: Path, split: str, dtype: np.dtype):
         """`documents` is their kind, a key of `DOCUMENTS`; `dtype` that of the tokens."""
-        self.folder, self.split, self.bytes = folder, split, 0  # bytes of text
+        self.bytes = 0  # of text
         dtypes = {"tokens": dtype, "starts": np.int64} | {name: DTYPES[name] for name in DOCUMENTS[documents].arrays}
-        self.files = {name: ArrayFile(self._path(name), dtypes[name]) for name in dtypes}
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{self.split}.{name}.npy"
+        self.paths = {name: folder / f"{split}.{name}.npy" for name in dtypes}
+        self.files = {name: ArrayFile(path, dtypes[name]) for name, path in self.paths.items()}
 
     def add(self, encoded: Encoded) -> None:
         files = self.files
@@ -342,23 +331,25 @@ class Part:
         """End the files (`Arrays`); return their counts and digest."""
         for file in self.files.values():
             file.close()
-        arrays = {name: _map_array(self._path(name)) for name in self.files}
+        arrays = {name: _map_array(path) for name, path in self.paths.items()}
         counts = {"tokens": self.files["tokens"].count, "documents": self.files["starts"].count}
         return {**counts, "bytes": self.bytes, "digest": digest_arrays(arrays)}
+
+
+_load_vocab = lru_cache(1)(load_vocab)  # a process makes many shards with one tokenizer
 
 
 def make_shard(plan: ShardPlan, folder: Path) -> None:
     """Make a shard in `folder`: the arrays of each split, counts.npy with a count for each token, facts, digests."""
     folder.mkdir()
-    vocab = _load_vocab(plan.tokenizer)
+    vocab = _load_vocab(str(plan.tokenizer))
     if isinstance(plan.source, Tokens):
         (unit,) = plan.units
         info, counts = scan_tokens(plan.source, unit, folder, vocab)
     else:
         info, counts = _tokenize(plan, folder, vocab)
     np.save(folder / "counts.npy", counts)
-    info["name"] = plan.name
-    (folder / "facts.json").write_text(json.dumps(info))
+    (folder / "facts.json").write_text(json.dumps(info | {"name": plan.name}))
     write_digests(folder, list_files(folder))
 
 
@@ -420,8 +411,3 @@ def _read_batches(
                 yield batch
                 batch, size = [], 0
     yield batch
-
-
-@lru_cache(1)  # a process makes many shards with one tokenizer
-def _load_vocab(folder: Path) -> Vocab:
-    return load_vocab(str(folder))

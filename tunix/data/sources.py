@@ -31,8 +31,6 @@ from tunix.data.files import (
     open_unpacked,
 )
 
-# Text files: one document each.
-
 
 def list_standard_library() -> list[Unit]:
     """List the files of the running interpreter's standard library, without installed packages."""
@@ -88,9 +86,7 @@ class TextFiles(PythonStdlib):
         return find_files(self.paths, self.extensions)
 
 
-# Docstrings of Python's library as questions with answers: real conversations on every machine, for `task=sft`.
-
-
+# Real conversations on every machine, for `task=sft`.
 class PythonDocstrings(Rows):
     """Questions about the running interpreter's standard library: what a function or class does, answered by the
     first line of its docstring. Columns: name, question, answer."""
@@ -139,9 +135,6 @@ def _find_docstrings(node: ast.AST, path: str) -> Iterator[tuple[str, str]]:
             yield from _find_docstrings(child, name)
 
 
-# Made-up documents.
-
-
 class Synthetic(Source):
     """Made-up words with the frequencies of a natural language (Zipf), for benchmarks: nothing to download."""
 
@@ -155,8 +148,7 @@ class Synthetic(Source):
     def units(self, unit_bytes: int) -> list[Unit]:
         """List ranges of document numbers."""
         step = max(1, unit_bytes // self.mean_document_bytes)
-        bounds = [*range(0, self.num_documents, step), self.num_documents]
-        mean = self.mean_document_bytes
+        bounds, mean = [*range(0, self.num_documents, step), self.num_documents], self.mean_document_bytes
         return [
             Unit("synthetic", "", start, stop, (stop - start) * mean, str(mean)) for start, stop in pairwise(bounds)
         ]
@@ -180,13 +172,11 @@ class Synthetic(Source):
 def _make_vocab() -> list[str]:
     import numpy as np
 
-    rng, dim_names = np.random.default_rng(0), np.array(list("etaoinshrdlu"))
-    return ["".join(rng.choice(dim_names, 1 + number % 9)) for number in range(10_000)]
+    rng, letters = np.random.default_rng(0), np.array(list("etaoinshrdlu"))
+    return ["".join(rng.choice(letters, 1 + number % 9)) for number in range(10_000)]
 
 
-# Sums of two numbers as questions with answers: a task that a small model learns in minutes, and rewards can check.
-
-
+# A small model learns this task in minutes, and rewards can check its answers.
 class Arithmetic(Rows):
     """Every sum of two numbers, made up: nothing to download. Columns: question ("07+85="), answer ("92")."""
 
@@ -206,9 +196,6 @@ class Arithmetic(Rows):
             for b in range(self.below):
                 row = {"question": f"{a:0{width}}+{b:0{width}}=", "answer": str(a + b)}
                 yield Item(f"{a}+{b}", row)
-
-
-# Documents that a user's own function yields (docs/extending.md).
 
 
 class Custom(Rows):
@@ -249,9 +236,6 @@ class Custom(Rows):
             yield from import_object(self.function)(**(self.arguments or {}))
 
 
-# Tokens that another program made.
-
-
 class Tokens(Source):
     """Tokens that exist already: a folder of `python -m tunix.prepare`, or flat files of nanoGPT and OLMo."""
 
@@ -279,9 +263,6 @@ class Tokens(Source):
     def local_paths(self) -> tuple[str, ...]:
         """The paths, with a copy on this machine for each folder in a bucket: tokens are mapped into memory."""
         return tuple(str(mirror(path, ("*",), "data.paths")) if is_address(path) else path for path in self.paths)
-
-
-# Data sets of Hugging Face's library `datasets`.
 
 
 class HuggingFace(Rows):
@@ -334,19 +315,11 @@ class HuggingFace(Rows):
         datasets.disable_progress_bars()
         files = list(self.data_files) if self.data_files else None
         try:
-            return datasets.load_dataset(
-                self.path,
-                self.name,
-                split=self.split,
-                revision=self.revision,
-                data_files=files,
-                streaming=self.streaming,
-            )
+            options = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
+            return datasets.load_dataset(self.path, self.name, data_files=files, **options)
         except Exception as error:  # the library passes on any error of the libraries below it
             raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None
 
-
-# Problems of the library reasoning-gym, which also checks the answers to them (arXiv:2505.24760).
 
 PROBLEM_BYTES = 400  # of one problem, roughly: it decides only how the work is cut
 

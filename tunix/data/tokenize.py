@@ -41,9 +41,6 @@ from tunix.data.tokenizer import Vocab, bytes_by_token, read_vocab, train_vocab
 log = logging.getLogger(__name__)
 
 
-# Workers that make the shards of a corpus, on all cores of this host.
-
-
 def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[dict]:
     """Make the shards that are missing, on all cores; return the facts of all."""
     missing = [plan for plan in plans if not (folder / plan.name).exists()]
@@ -131,7 +128,6 @@ def find_vocab(tokenizer: Tokenizer, task: Task, sources: list[tuple[Source, lis
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
     settings = tokenizer.model_dump_json(exclude={"path", "train"})
     key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources))
-
     root = locate_cached(cache_dir, "tokenizers", key)
     trained = root / "tokenizer.json"
     path = None if tokenizer.path is None else Path(tokenizer.path).expanduser()
@@ -163,22 +159,20 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
     if not (folder / "index.json").exists():
         start_time = time.perf_counter()
         plans = _plan_shards(source, units, task, vocab, loading, folder)
-        limit, tokenizer = int(source.held_out_fraction * 2**HASH_BITS), folder / "tokenizer"
         info = make_shards(plans, folder, loading)
-        if limit and not isinstance(source, Tokens) and not any(fact["held_out"]["documents"] for fact in info):
+        has_held_out = isinstance(source, Tokens) or any(fact["held_out"]["documents"] for fact in info)
+        if plans and plans[0].held_out_below and not has_held_out:
             # A small corpus may have no document below the limit: hold out the one with the smallest hash, which shards
             # record. Its shard is made anew under another name, because a second process may be reading the first one.
             smallest = min(range(len(info)), key=lambda number: info[number]["smallest_hash"])
-            held_out_below = info[smallest]["smallest_hash"] + 1
-            plans[smallest] = replace(
-                plans[smallest], name=f"{plans[smallest].name}-held-out", held_out_below=held_out_below
-            )
+            name, below = f"{plans[smallest].name}-held-out", info[smallest]["smallest_hash"] + 1
+            plans[smallest] = replace(plans[smallest], name=name, held_out_below=below)
             (info[smallest],) = make_shards([plans[smallest]], folder, loading)
         index = _make_index(source, task, info, folder, vocab)
         # Written last: a folder with an index has all of its shards. A second process that is here at the same time has
         # made the same bytes.
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
-        own = [folder / "index.json", *list_files(tokenizer), *(folder / plan.name / FILE for plan in plans)]
+        own = [folder / "index.json", *list_files(folder / "tokenizer"), *(folder / plan.name / FILE for plan in plans)]
         write_digests(folder, [path for path in own if path.is_file()])
         note_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - start_time, folder)
@@ -235,9 +229,16 @@ def _plan_shards(
     tokenizer = make_once(folder / "tokenizer", vocab.save)
     limit = int(source.held_out_fraction * 2**HASH_BITS)
     shard_bytes = 0 if isinstance(source, Tokens) else loading.shard_bytes  # 0: each file of tokens is a shard
+    groups: list[list[Unit]] = []  # in order, of about `shard_bytes` each
+    collected = shard_bytes
+    for unit in units:
+        if collected >= shard_bytes:
+            groups.append([])
+            collected = 0
+        groups[-1].append(unit)
+        collected += unit.size
     return [
-        ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit)
-        for number, group in enumerate(_group_units(units, shard_bytes))
+        ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit) for number, group in enumerate(groups)
     ]
 
 
@@ -253,20 +254,6 @@ def open_verified(folder: Path, loading: Loading) -> Prepared:
         if loading.verify == "once" and mark.is_file():
             note_verified(folder, mark)
     return open_prepared(folder)
-
-
-def _group_units(units: list[Unit], size: int) -> Iterator[list[Unit]]:
-    """Yield the units in order, in groups of about `size` bytes; each group becomes a shard."""
-    group: list[Unit] = []
-    collected = 0
-    for unit in units:
-        group.append(unit)
-        collected += unit.size
-        if collected >= size:
-            yield group
-            group, collected = [], 0
-    if group:
-        yield group
 
 
 def _make_index(source: Source, task: Task, info: list[dict], folder: Path, vocab: Vocab) -> dict:
@@ -338,8 +325,8 @@ def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: i
                 held_out = hash_document(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
                 if isinstance(document, Document) and not held_out and is_cut(source, document, TRAINED_HERE):
                     yield from cut_text(document.text, TRAINED_HERE)
-                    left -= len(document.text.encode())
-                    left_of_unit -= len(document.text.encode())
+                    size = len(document.text.encode())
+                    left, left_of_unit = left - size, left_of_unit - size
 
 
 def _hash_source(source: Source, units: list[Unit]) -> str:

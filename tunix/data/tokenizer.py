@@ -25,14 +25,13 @@ from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
 from tunix.huggingface.hub import explain
 
-# Convert SentencePiece models (Kudo and Richardson 2018, arXiv:1808.06226) to the `tokenizers` library.
-
+# Values in files of SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226).
 UNIGRAM, BPE = 1, 2  # values of TrainerSpec.model_type
 CONTROL, USER_DEFINED = 3, 4  # values of SentencePiece.type
 
 
 def convert(path: Path) -> Backend:
-    """Return a tokenizer that gives the same tokens for the same text.
+    """Return a tokenizer that gives the same tokens for the same text as a SentencePiece model.
 
     It leaves out the tokens that SentencePiece can add before and after a text.
 
@@ -75,9 +74,8 @@ def convert(path: Path) -> Backend:
         backend.normalizer = normalizers.Sequence(steps)
     scheme = "first" if proto.normalizer_spec.add_dummy_prefix else "never"
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=spec.split_by_whitespace)
-    backend.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme), decoders.Fuse()]
-    )
+    spaces = decoders.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), spaces, decoders.Fuse()])
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         tokens = [AddedToken(p.piece, normalized=False, special=special) for p in proto.pieces if p.type == kind]
         (backend.add_special_tokens if special else backend.add_tokens)(tokens)
@@ -100,8 +98,6 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-# Find the files of a tokenizer, in a folder, in a bucket or on the hub, and read them.
-
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -111,15 +107,14 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
     `path` is a file, to which other files in its folder belong; a folder, here or in a bucket; or a repository on the
     hub.
     """
-    smallest = mirror(path, FILES, "tokenizer.path") if is_address(path) else Path(path).expanduser()
-    if smallest.is_file():
-        usual = "tokenizer.model" if smallest.suffix == ".model" else "tokenizer.json"
-        extra_files = {name: smallest.parent / name for name in FILES[2:]}
-        return {usual: smallest, **{name: file for name, file in extra_files.items() if file.is_file()}}
-    if smallest.is_dir():
-        return {name: smallest / name for name in FILES if (smallest / name).is_file()}
+    found = mirror(path, FILES, "tokenizer.path") if is_address(path) else Path(path).expanduser()
+    if found.is_file():
+        usual = "tokenizer.model" if found.suffix == ".model" else "tokenizer.json"
+        return {usual: found, **{name: found.with_name(name) for name in FILES[2:] if found.with_name(name).is_file()}}
+    if found.is_dir():
+        return {name: found / name for name in FILES if (found / name).is_file()}
     # What does not look like OWNER/NAME is not looked for on the hub.
-    if smallest.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
+    if found.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
         raise UserError(f"tokenizer.path={path} does not exist")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError

@@ -16,7 +16,7 @@ from tunix.base.files import locate_cached, make_once
 from tunix.config import Config
 from tunix.config.model import list_keys_outside
 from tunix.costs.rollout import describe_reference
-from tunix.data.batch import Batch, stack_examples
+from tunix.data.batches import Batch, stack_examples
 from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.inference.pretrained import load_init_from

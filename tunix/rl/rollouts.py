@@ -39,8 +39,7 @@ from tunix.config import Sampling as SamplingKeys
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
 from tunix.costs.rollout import count_prompts_at_once, read_device_bytes, select_rows
-from tunix.data.batch import Batch, Example
-from tunix.data.batches import Numbers
+from tunix.data.batches import Batch, Example, Numbers
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.data.sample_order import DataSchedule, Position, Samples
 from tunix.inference.sampling import Answer, Request, Sampler, find_stop_ids, select_sampling

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from tunix.training.state import State
 log = logging.getLogger(__name__)
 
 
-# Time that the start of a run takes, by part: from its beginning until its first step may begin.
-
-
 class StartClock:
-    """Seconds of each part of a start. The clock begins when it is made; `end` names the part that ends then."""
+    """Seconds of each part of a run's start, until its first step may begin.
+
+    The clock begins when it is made; `end` names the part that ends then.
+    """
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
@@ -45,15 +46,8 @@ class StartClock:
         return f"ready for the first step after {sum(self.parts.values()):.1f} s: {parts}"
 
 
-# Compiled programs on disk: a program that this machine has compiled before is read from there, not compiled again.
-#
-# JAX does the work. A program is found by a hash of its text, of the devices, of XLA's options and of the versions.
-# Process 0 writes, every process reads.
-
 SHORTEST_COMPILE_S = 0.5  # a program that compiles faster is not worth a file
 HIT = "/jax/compilation_cache/cache_hits"
-
-
 # The id of the thread that has read it, for each program that this process has read. JAX tells of a read by an event
 # alone, in the thread that asks for the program; `Compiler` has a thread of its own.
 _hits: list[int] = []
@@ -75,36 +69,29 @@ jax.monitoring.register_event_listener(_listen)
 def keep_programs(cfg: Config) -> None:
     """Let JAX keep compiled programs in `loading.cache_dir`, unless the user has given JAX a folder already.
 
+    A program that this machine has compiled before is read from there. JAX finds it by a hash of its text, of the
+    devices, of XLA's options and of the versions. Process 0 writes, every process reads.
+
     Where `training.compile_cache_gib` is full, the programs that were not used for the longest time go.
     """
     size_gib = cfg.training.compile_cache_gib
     if size_gib and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        folder = locate_cached(cfg.loading.cache_dir, "programs", _name_processor())
+        # XLA compiles for the instructions of a kind of processor, and another kind may lack some. A cache on a disk
+        # that hosts of several kinds share would else give a program that ends with an illegal instruction.
+        flags = platform.processor()
+        with suppress(OSError):  # not Linux
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
+        processor = f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+        folder = locate_cached(cfg.loading.cache_dir, "programs", processor)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
 
 
-def _name_processor() -> str:
-    """Return a name for this kind of processor: XLA compiles for its instructions, and another kind may lack some.
-
-    A cache on a disk that hosts of several kinds share would else give a program that ends with an illegal instruction.
-    """
-    flags = platform.processor()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
-    except OSError:  # not Linux
-        pass
-    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
-
-
-# The train step compiled for this run's devices, with what the log says about it.
-
-
 def compile_step(program: Program, spans: Spans, mesh: Mesh) -> Any:
     """Compile the step of a run of these steps; its state is donated. Logs its time, memory and collectives."""
-    futures, reads = time.perf_counter(), count_reads()
+    start_time, reads = time.perf_counter(), count_reads()
     traced = jax.jit(program.step(spans), donate_argnums=0).lower(program.abstract, program.abstract_batch)
     options: Any = program.compiler_options()
     compiled = traced.compile(compiler_options=options)
@@ -112,7 +99,7 @@ def compile_step(program: Program, spans: Spans, mesh: Mesh) -> Any:
     log.info(
         "step %s in %.1f s: %.3f GiB state and batch + %.3f GiB temporary per device",
         "read from the compile cache" if count_reads() > reads else "compiled",
-        time.perf_counter() - futures,
+        time.perf_counter() - start_time,
         memory.argument_size_in_bytes / 2**30,
         memory.temp_size_in_bytes / 2**30,
     )
@@ -128,16 +115,13 @@ def describe_memory(compiled: Any, peak_gib: float | None) -> str:
     return f"memory of a device: predicted {predicted:.3f} GiB (compiled step); peak {measured}"
 
 
-# A thread that compiles programs while the main thread reads data and weights.
-#
-#     main thread     program | data ........... | checks | state | step 1
-#     compiler                | state | step ... |
-#
-# XLA compiles without Python's lock, and needs shapes alone: no data and no weights.
-
-
 class Compiler:
-    """Compiles the programs of a run, one after the other: `with Compiler(mesh, watchdog) as compiler: ...`.
+    """Compiles the programs of a run in a thread, one by one: `with Compiler(mesh, watchdog) as compiler: ...`.
+
+        main thread     program | data ........... | checks | state | step 1
+        compiler                | state | step ... |
+
+    XLA compiles without Python's lock, and needs shapes alone: no data and no weights.
 
     `begin_...` returns at once, and begins with each program only once. The method without `begin_` waits for the
     program; an error of the thread is raised there.
@@ -207,9 +191,6 @@ class Compiler:
     def _wait(self, future: Future) -> Any:
         with self.watchdog.phase("compiling"):
             return future.result()
-
-
-# The compiled step of each shape of the batch of a run.
 
 
 class CompiledSteps:

@@ -38,12 +38,9 @@ from tunix.processes.rollcall import list_versions
 log = logging.getLogger(__name__)
 
 
-# Lock of a run's folder: one run at a time writes into it.
-#
-# The lock is one of the operating system (`flock`) on the file FOLDER/.running. The kernel gives it back when the
-# process ends, also by kill -9, so no lock outlives its run; a file whose existence is the lock would have to be
-# removed by hand. The file's text says who has the lock, for the message to the other.
-
+# One run at a time writes into a folder. Its lock is one of the operating system (`flock`) on the file FOLDER/.running.
+# The kernel gives it back when the process ends, also by kill -9, so no lock outlives its run; a file whose existence is
+# the lock would have to be removed by hand. The file's text says who has the lock, for the message to the other.
 LOCK = ".running"
 # Seconds to wait for a run of this host that has the lock, and of another host. A run that was killed a moment ago may
 # still be ending. A file server gives the lock of a host that died to others only when that host's lease has run out.
@@ -122,8 +119,6 @@ def watch_folder(folder: Path) -> Callable[[], None]:
     return lambda: peers.on_main(check, "the run's folder")
 
 
-# The environment of a run: versions, devices, git commit, command.
-
 MAX_DIFF = 1 << 20  # characters of the difference to the commit that are kept
 VARIABLES = ("XLA_", "JAX_", "NCCL_", "TUNIX_", "CUDA_", "SLURM_")  # beginnings of the names that are kept
 
@@ -140,12 +135,11 @@ def list_packages() -> dict[str, str]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """The environment of this process, as environment.json keeps it."""
+    """The environment of this process, as environment.json keeps it: versions, devices, git commit, command."""
 
     def git(*args: str) -> str | None:
-        result = subprocess.run(
-            ["git", *args], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
-        )
+        root = Path(__file__).parents[1]
+        result = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
         return result.stdout.strip() if result.returncode == 0 else None
 
     return {
@@ -161,7 +155,7 @@ def describe_environment() -> dict[str, Any]:
         "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],
         "processes": jax.process_count(),
         "variables": mask_variables(
-            {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+            {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
         ),
     }
 
@@ -181,28 +175,22 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
         UserError: a folder given by hand that holds another run, that cannot be written, or that only some hosts see.
     """
 
-    def make(folder: Path, claim: Callable[[], Path]) -> Path:
+    def make(folder: Path, claim: Callable[[], Path], is_here: bool) -> Path:
         try:
-            return folder if job.goes_on_in_folder else claim()
+            return claim() if is_here and not job.goes_on_in_folder else folder
         except OSError as error:
             raise UserError(
                 f"the run's folder {folder} cannot be written ({error.strerror or error}); choose hydra.run.dir=DIR"
             ) from None
 
-    def make_on_main() -> Path:
-        requested = job.run_dir.absolute()
-        return make(requested, lambda: claim_folder(job)) if peers.is_main() else requested
-
-    def make_on_host() -> None:
-        if peers.first_of_host() and not peers.is_main():
-            make(folder, lambda: _claim(job, folder))
-
-    made = peers.together(make_on_main, "the run's folder")
+    requested, is_main = job.run_dir.absolute(), peers.is_main()
+    made = peers.together(lambda: make(requested, lambda: claim_folder(job), is_main), "the run's folder")
     folder = Path(peers.agree(str(made.absolute()), "the run's folder"))
     try:
         shared = _is_shared(folder, job.config.distributed.shared_filesystem)
         if not shared:
-            peers.together(make_on_host, "every host's folder")
+            is_first = peers.first_of_host() and not is_main
+            peers.together(lambda: make(folder, lambda: _claim(job, folder), is_first), "every host's folder")
     except UserError:
         # The run does not begin: give back the folder that was claimed above.
         if peers.is_main() and not job.goes_on_in_folder:
@@ -247,12 +235,10 @@ def keep_files(cfg: Config, vocab: Vocab, run_folder: Path) -> None:
         return
     (run_folder / FILES).mkdir()
     if cfg.resume and is_address(cfg.resume):  # the bucket has them
-        source = _existing(find_mirrored(cfg.resume, "resume", (FILES,))[0] / FILES)
+        source: Path | None = find_mirrored(cfg.resume, "resume", (FILES,))[0] / FILES
     else:
         source = find_model_files(cfg.model.init_from)
-    if source is None:
-        return
-    for path in list_copied_files(source, (*INFO_FILES, "*.txt")):
+    for path in list_copied_files(source, (*INFO_FILES, "*.txt")) if source else ():
         if path.name != INDEX:
             shutil.copy(path, run_folder / FILES / path.name)
 
@@ -262,7 +248,16 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
     if peers.is_main() or (not shared and peers.first_of_host()):
         write_config(job, folder)
         _write_environment(folder)
-        _link_latest(folder, OUTPUTS / job.config.project_name / "latest")
+        link = OUTPUTS / job.config.project_name / "latest"
+        temporary = link.with_name(f".latest-{os.getpid()}")
+        try:
+            link.parent.mkdir(parents=True, exist_ok=True)
+            # Made beside and renamed, because a link cannot be changed in place; relative, so that outputs/ can be
+            # moved.
+            temporary.symlink_to(os.path.relpath(folder, link.parent))
+            os.replace(temporary, link)
+        except OSError as error:
+            log.warning("no link %s to this run: %s", link, error.strerror)
     name = "train.log" if peers.is_main() else f"train.{jax.process_index()}.log"
     file = logging.FileHandler(folder / name)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -281,12 +276,8 @@ def find_model_files(init_from: str) -> Path | None:
     None for a run that began without such files.
     """
     if run := find_run(init_from, "model.init_from", (FILES,)):
-        return _existing(run[0] / FILES)
+        return run[0] / FILES if (run[0] / FILES).is_dir() else None
     return find(init_from)
-
-
-def _existing(folder: Path) -> Path | None:
-    return folder if folder.is_dir() else None
 
 
 def claim_folder(job: compose.Job) -> Path:
@@ -339,20 +330,6 @@ def _write_environment(folder: Path) -> None:
         except (ValueError, AttributeError) as error:
             log.warning("%s is damaged (%s): it is written anew", path, error)
     write_whole(path, json.dumps(record, indent=1))
-
-
-def _link_latest(folder: Path, link: Path) -> None:
-    temporary = link.with_name(f".latest-{os.getpid()}")
-    try:
-        link.parent.mkdir(parents=True, exist_ok=True)
-        # Made beside and renamed, because a link cannot be changed in place; relative, so that outputs/ can be moved.
-        temporary.symlink_to(os.path.relpath(folder, link.parent))
-        os.replace(temporary, link)
-    except OSError as error:
-        log.warning("no link %s to this run: %s", link, error.strerror)
-
-
-# Logs of a run: the terminal, and a file for each process.
 
 
 def start_logging(remarks: list[str], cfg: Logging) -> MemoryHandler:

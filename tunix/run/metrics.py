@@ -41,7 +41,7 @@ class Metrics:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with ExitStack() as closing:  # closes all, also when one fails
             for sink in self.sinks:
-                closing.callback(_close, sink, error)
+                closing.callback(_describe_full_disk()(sink.close), error)  # what is still in a buffer is written
         # All that work in the background end side by side, and share the time.
         deadline = time.monotonic() + self.close_timeout_s
         for sink in self.sinks:
@@ -68,11 +68,6 @@ class Metrics:
         """Give a picture to every sink."""
         for sink in self.sinks:
             sink.image(name, png, step)
-
-
-def _close(sink: Sink, error: BaseException | None) -> None:
-    with _describe_full_disk():  # what is still in a buffer is written
-        sink.close(error)
 
 
 @contextmanager

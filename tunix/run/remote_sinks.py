@@ -22,10 +22,8 @@ from tunix.base.files import write_whole
 from tunix.base.text import flat
 from tunix.run.sinks import Start
 
-# Ids under which other programs know a run; a resumed run keeps them. They are in run_ids.json of its folder:
-#
+# Ids under which other programs know a run are in run_ids.json of its folder, and a resumed run keeps them:
 # {"wandb": "9c1f2ab0", "mlflow": "5d0e..."}
-
 _changing = threading.Lock()  # each sink has a thread of its own, and each adds its id to the same file
 
 
@@ -43,11 +41,9 @@ def keep_id(folder: Path, sink: str, value: str) -> None:
         write_whole(path, json.dumps(ids | {sink: value}, indent=1) + "\n")
 
 
-# Weights & Biases: numbers as charts GROUP/NAME, samples as tables, files of the run as an artifact.
-
-
 class Wandb:
-    """A run of Weights & Biases. A resumed run goes on with its id."""
+    """A run of Weights & Biases: charts GROUP/NAME, samples as tables, files of the run as an artifact. A resumed run
+    goes on with its id."""
 
     in_background = True
 
@@ -116,13 +112,11 @@ class Wandb:
 
         if self.artifacts:
             artifact = wandb.Artifact(f"run-{self.run.id}", type="run")
-            for pattern in self.artifacts:
-                for path in sorted(self.start.folder.glob(pattern)):
-                    if path.is_file():
-                        artifact.add_file(str(path), str(path.relative_to(self.start.folder)))
+            for path in [path for pattern in self.artifacts for path in sorted(self.start.folder.glob(pattern))]:
+                if path.is_file():
+                    artifact.add_file(str(path), str(path.relative_to(self.start.folder)))
             self.run.log_artifact(artifact)
-        # An `Ending` has the exit code of the process; any other exception is a bug, and Python's exit code for it is
-        # 1.
+        # An `Ending` has the exit code of the process; Python's exit code for any other exception, a bug, is 1.
         self.run.finish(exit_code=0 if error is None else getattr(error, "code", 1))
 
 
@@ -136,15 +130,14 @@ def _has_key(host: str) -> bool:
         return False
 
 
-# MLflow: numbers as metrics GROUP/NAME, the config as parameters, texts and pictures as artifacts.
-
 FLUSH_S = 2.0  # numbers of so many seconds are sent in one request: steps may be faster than requests
 BATCH = 900  # metrics in a request, and a tenth as many parameters: the server takes at most 1000, and 100
 MAX_LENGTH = 5000  # characters of a parameter
 
 
 class Mlflow:
-    """A run of MLflow. A resumed run goes on with its id."""
+    """A run of MLflow: metrics GROUP/NAME, the config as parameters, texts and pictures as artifacts. A resumed run
+    goes on with its id."""
 
     in_background = True
 
@@ -158,6 +151,7 @@ class Mlflow:
         # `Background` tries again and says so. MLflow's own tries would take minutes before the first word in the log.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         self.start, config = start, start.config
         keys = config["logging"]["mlflow"]
@@ -174,7 +168,9 @@ class Mlflow:
         experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
         run = self.client.create_run(experiment_id, run_name=config["run_name"] or start.folder.name, tags=keys["tags"])
         self.run_id = run.info.run_id
-        self._log_parameters(config)
+        params = [Param(_name(key), str(value)[:MAX_LENGTH]) for key, value in flat(config).items()]
+        for first in range(0, len(params), BATCH // 10):
+            self.client.log_batch(self.run_id, params=params[first : first + BATCH // 10])
         keep_id(start.folder, "mlflow", self.run_id)
 
     def write(self, record: dict[str, Any], group: str) -> None:
@@ -212,27 +208,19 @@ class Mlflow:
             self.client.log_batch(self.run_id, metrics=metrics[first : first + BATCH])
         self.waiting, self.sent = {}, time.monotonic()
 
-    def _log_parameters(self, config: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(_name(key), str(value)[:MAX_LENGTH]) for key, value in flat(config).items()]
-        for first in range(0, len(params), BATCH // 10):
-            self.client.log_batch(self.run_id, params=params[first : first + BATCH // 10])
-
 
 def _name(key: str) -> str:
     """Return a key as MLflow takes it: pass@8 becomes pass_at_8."""
     return re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_"))
 
 
-# A message when a run starts, ends or fails, in Slack's format: {"text": "..."} sent by POST.
-
 VARIABLE = "TUNIX_WEBHOOK_URL"
 TIMEOUT_S = 10.0
 
 
 class Webhook:
-    """Messages of a run, sent when it starts and when it ends. A run that is killed (SIGKILL) sends none at its end."""
+    """Messages of a run when it starts, ends or fails, in Slack's format: {"text": "..."} sent by POST. A run that is
+    killed (SIGKILL) sends none at its end."""
 
     in_background = True
 

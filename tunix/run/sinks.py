@@ -19,9 +19,6 @@ from tunix.base.files import open_lines
 log = logging.getLogger(__name__)
 
 
-# The methods of a sink, and the facts that it gets at the start.
-
-
 @dataclass(frozen=True)
 class Start:
     """A run, as it begins or goes on."""
@@ -56,18 +53,17 @@ def give_table(sink: Sink, name: str, rows: list[dict[str, Any]], text: str, ste
         sink.text(name, text, step)
 
 
-# A sink that works in a thread of its own: one that is slow, or fails, neither stops nor delays a step.
-#
-#     the loop  ->  queue of calls  ->  thread: make the sink, then call by call; a call that fails is tried again
-#
-# The first failure is logged when it comes, and their number at the end.
-
 MAX_QUEUED = 100_000  # calls; what comes while so many wait is dropped and counted
 DELAYS_S = (1, 2, 4, 8, 16, 32, 64)  # before a call is tried again; then, after 127 s in all, it is dropped and counted
 
 
 class Background:
-    """The thread of one sink, and the calls that wait for it."""
+    """The thread of one sink, and the calls that wait for it. A slow sink, or one that fails, delays and stops no step.
+
+        the loop  ->  queue of calls  ->  thread: make the sink, then call by call; a call that fails is tried again
+
+    The first failure is logged when it comes, and their number at the end.
+    """
 
     def __init__(self, name: str, make: Callable[[Start], Sink], start: Start):
         self.name, self.make, self.start = name, make, start
@@ -161,11 +157,8 @@ def _call(sink: Sink, method: str, arguments: tuple) -> bool:
     return True
 
 
-# metrics.jsonl: one JSON object a line, for each record of numbers.
-
-
 class Jsonl:
-    """The file metrics.jsonl in the run's folder; a resumed run appends to it."""
+    """The file metrics.jsonl in the run's folder: a JSON object a line for each record; a resumed run appends to it."""
 
     def __init__(self, start: Start):
         # Line by line: a run that is killed has lost no line, and `tail -f` shows each step.
@@ -184,11 +177,8 @@ class Jsonl:
         self.file.close()
 
 
-# TensorBoard events, in the run's folder: `tensorboard --logdir outputs/`.
-
-
 class TensorBoard:
-    """Numbers as scalars GROUP/NAME, texts as they are, pictures."""
+    """Events in the run's folder (`tensorboard --logdir outputs/`): scalars GROUP/NAME, texts as they are, pictures."""
 
     def __init__(self, start: Start):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # takes a while to import
@@ -228,11 +218,8 @@ class TensorBoard:
         self.events.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
 
-# The console: a progress bar on a terminal, and a line every so many steps, which train.log gets too.
-
-
 class Terminal:
-    """Training numbers for people, also those of the log file. Every run has this sink."""
+    """A progress bar on a terminal, and a line every so many steps, which train.log gets too. Every run has it."""
 
     def __init__(self, start: Start):
         self.every_steps, self.last_step = start.config["logging"]["every_steps"], start.last_step

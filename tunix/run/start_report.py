@@ -23,7 +23,6 @@ from tunix.data.prompts import AnyCorpus
 from tunix.huggingface.config_json import read_num_rows
 from tunix.huggingface.hub import CONFIG, find
 from tunix.huggingface.table import find_family
-from tunix.models.remat import Remat
 from tunix.processes import peers
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import MAX_ROWS, device_table
@@ -34,34 +33,32 @@ from tunix.training.optimizer import count_phase_steps
 from tunix.training.program import Program, Sizes
 from tunix.training.state import Architecture, State, count
 
-# Rows of the start report about the batch of a step, its way through the devices, and the length of the run.
-
 
 def describe_batch(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
     """Return the rows about the batch of a step, its way through the devices, and the length of the run."""
-    batch, per_shard = sizes.batch, program.choices.batch.sequences_per_shard
-    return {
+    batch, choices, pipeline = sizes.batch, program.choices, program.choices.pipeline
+    reduced = f"gradients reduced every {choices.sync_every} microbatch(es)"
+    if cfg.training.sync_gradients_every == "auto" and choices.sync_every > 1:
+        reduced += ": once a step, which costs no memory on this mesh"
+    rows = {
         "global batch": f"{batch.num_sequences:,} sequences = {batch.num_microbatches} microbatch(es) x "
-        f"{data_shards(mesh.shape)} data shard(s) x {per_shard}; " + _describe_sums(program),
+        f"{data_shards(mesh.shape)} data shard(s) x {choices.batch.sequences_per_shard}; {reduced}",
         **_describe_stages(sizes),
-        **_describe_pipeline(program),
-        "overlap": _describe_overlap(program),
+    }
+    if pipeline.num_stages > 1:
+        layers = program.cfg.model.num_layers // pipeline.num_stages
+        schedule = "1f1b" if pipeline.num_chunks == 1 else f"interleaved, {pipeline.num_chunks} chunks a stage"
+        rows["pipeline"] = (
+            f"{schedule}: {pipeline.num_stages} stages of {layers} layers; a microbatch is {pipeline.num_parts} parts "
+            f"of {count_microbatch_rows(program)} sequence(s) of each shard; a step is {pipeline.num_iterations} "
+            f"ticks, and a stage idles in {pipeline.bubble:.0%} of them"
+        )
+    options = ", ".join(f"{name}={value}" for name, value in choices.options.items())
+    hidden = " and ".join(["layers gather ahead"] * choices.prefetch + [options] * bool(options)) or "none"
+    return rows | {
+        "overlap": f"{hidden}{choices.reason('training.overlap')}",
         "tokens per step": f"{batch.num_tokens:,} = {batch.num_sequences:,} x {batch.seq_len}",
         "length": _describe_length(cfg, sizes),
-    }
-
-
-def _describe_pipeline(program: Program) -> dict[str, str]:
-    """Return the pipeline in words, and nothing where the layers are not split into stages."""
-    pipeline = program.choices.pipeline
-    if pipeline.num_stages == 1:
-        return {}
-    layers, rows = program.cfg.model.num_layers // pipeline.num_stages, count_microbatch_rows(program)
-    schedule = "1f1b" if pipeline.num_chunks == 1 else f"interleaved, {pipeline.num_chunks} chunks a stage"
-    return {
-        "pipeline": f"{schedule}: {pipeline.num_stages} stages of {layers} layers; a microbatch is "
-        f"{pipeline.num_parts} parts of {rows} sequence(s) of each shard; a step is {pipeline.num_iterations} ticks, "
-        f"and a stage idles in {pipeline.bubble:.0%} of them"
     }
 
 
@@ -85,21 +82,6 @@ def _describe_stages(sizes: Sizes) -> dict[str, str]:
     }
 
 
-def _describe_overlap(program: Program) -> str:
-    """Return in words what hides communication, and why."""
-    choices = program.choices
-    options = ", ".join(f"{name}={value}" for name, value in choices.options.items())
-    parts = ["layers gather ahead"] * choices.prefetch + [options] * bool(options)
-    return f"{' and '.join(parts) or 'none'}{choices.reason('training.overlap')}"
-
-
-def _describe_sums(program: Program) -> str:
-    """Return in words how often gradients are summed over devices, and why."""
-    text = f"gradients reduced every {program.choices.sync_every} microbatch(es)"
-    is_chosen = program.cfg.training.sync_gradients_every == "auto" and program.choices.sync_every > 1
-    return f"{text}: once a step, which costs no memory on this mesh" if is_chosen else text
-
-
 def _describe_length(cfg: Config, sizes: Sizes) -> str:
     if sizes.total_steps is None:
         return f"{cfg.training.num_epochs} epochs: steps are known once the data are read"
@@ -113,61 +95,45 @@ def _describe_length(cfg: Config, sizes: Sizes) -> str:
     )
 
 
-# Rows of the start report about the model: its parts, and what of it is trained.
-
-
 def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
     """Return the rows about the model and the data that it learns from."""
-    arch = program.arch
+    arch, model, linear = program.arch, cfg.model, cfg.model.linear_attention
+    rows = {
+        "model": f"{model.family}, {arch.num_parameters:,} parameters, {model.num_layers} layers, "
+        + _describe_attention(program.choices)
+    }
+    if linear is not None:
+        count = sum(model.is_linear(layer) for layer in range(model.num_layers))
+        rows["linear attention"] = (
+            f"{count} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory of "
+            f"{linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
+        )
+    if isinstance(model.mlp, ExpertsMlp):
+        rows["experts"] = _describe_experts(cfg, program, model.mlp)
     return {
-        "model": f"{cfg.model.family}, {arch.num_parameters:,} parameters, {cfg.model.num_layers} layers, "
-        + _describe_attention(program.choices),
-        **_describe_linear_attention(cfg),
-        **_describe_experts(cfg, program),
+        **rows,
         **_describe_trained(cfg, arch, program.abstract),
         "data": corpus.summary if corpus else "not read in a dry run",
     }
 
 
-def _describe_experts(cfg: Config, program: Program) -> dict[str, str]:
-    """Return a row about experts, if the model has any."""
-    mlp, arch = cfg.model.mlp, program.arch
-    if not isinstance(mlp, ExpertsMlp):
-        return {}
+def _describe_experts(cfg: Config, program: Program, mlp: ExpertsMlp) -> str:
+    """Return in words which experts there are, how tokens reach those of other devices, and what may be dropped."""
     extra = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
     extra += f", beside an MLP of width {cfg.model.mlp_dim:,}" if mlp.beside_mlp else ""
     dense = f"; the first {mlp.dense_layers} layers are dense" if mlp.dense_layers else ""
     dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
-    return {
-        "experts": f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{extra}"
-        f"{dense}; {arch.num_active:,} parameters compute a token; "
-        f"{_describe_exchange(cfg, program)}; products by {program.layout.expert_products}"
-        + program.choices.reason("model.expert_products")
-    }
-
-
-def _describe_exchange(cfg: Config, program: Program) -> str:
-    """Return in words how tokens reach experts of other devices, why so, and what may be dropped."""
-    axes, factor = program.layout.expert_axes, cfg.model.expert_buffer_factor
-    dropped = "no token is dropped"
-    if all(program.mesh.shape[axis] == 1 for axis in axes):
-        return dropped
-    if factor is not None:
-        dropped = f"a device has room for {factor:g} x the rows of equal loads, and drops what does not fit"
-    exchange = program.layout.expert_exchange
-    return f"{dropped}; exchange by {exchange}{program.choices.reason('model.expert_exchange')}"
-
-
-def _describe_linear_attention(cfg: Config) -> dict[str, str]:
-    """Return the row about layers of linear attention; nothing where there are none."""
-    model, linear = cfg.model, cfg.model.linear_attention
-    if linear is None:
-        return {}
-    count = sum(model.is_linear(layer) for layer in range(model.num_layers))
-    return {
-        "linear attention": f"{count} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory "
-        f"of {linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
-    }
+    layout, reason, factor = program.layout, program.choices.reason, cfg.model.expert_buffer_factor
+    exchange = "no token is dropped"
+    if any(program.mesh.shape[axis] > 1 for axis in layout.expert_axes):
+        if factor is not None:
+            exchange = f"a device has room for {factor:g} x the rows of equal loads, and drops what does not fit"
+        exchange += f"; exchange by {layout.expert_exchange}{reason('model.expert_exchange')}"
+    return (
+        f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{extra}{dense}; "
+        f"{program.arch.num_active:,} parameters compute a token; {exchange}; products by {layout.expert_products}"
+        + reason("model.expert_products")
+    )
 
 
 def _describe_attention(choices: Choices) -> str:
@@ -185,8 +151,14 @@ def _describe_attention(choices: Choices) -> str:
 def _describe_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
     """Return rows about the files that the weights come from, and the part of them that is trained."""
     rows, lora = {}, cfg.model.lora
-    if cfg.model.init_from:
-        rows["weights from"] = cfg.model.init_from + _describe_added_rows(cfg)
+    if source := cfg.model.init_from:
+        rows["weights from"] = source
+        if not cfg.resume and not find_run(source, "model.init_from"):
+            in_files = read_num_rows(find(source, CONFIG), find_family(cfg.model.family))
+            if added := cfg.model.vocab_size - in_files:
+                rows["weights from"] += (
+                    f"; {added:,} rows of vocabulary added to its {in_files:,}, each the mean of those"
+                )
     if cfg.dry_run and (fetched := _list_fetched(cfg)):
         rows["fetched"] = f"{', '.join(fetched)}; with model.vocab_size=auto its tokenizer too; no weights"
     if cfg.model.init_adapter:
@@ -219,16 +191,6 @@ def _list_fetched(cfg: Config) -> list[str]:
     return fetched
 
 
-def _describe_added_rows(cfg: Config) -> str:
-    """Return in words how many rows of vocabulary the model has beyond those of the files it starts from."""
-    source = cfg.model.init_from
-    if source is None or cfg.resume or find_run(source, "model.init_from"):
-        return ""
-    in_files = read_num_rows(find(source, CONFIG), find_family(cfg.model.family))
-    added = cfg.model.vocab_size - in_files
-    return f"; {added:,} rows of vocabulary added to its {in_files:,}, each the mean of those" if added else ""
-
-
 def make_start_report(
     cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str
 ) -> str:
@@ -236,26 +198,25 @@ def make_start_report(
 
     Process 0 alone derives them: what the backward pass keeps is traced, which takes seconds.
     """
-    # On every process, before the others leave: `_describe_processes` gathers.
-    processes = _describe_processes() if jax.process_count() > 1 else ""
+    # On every process, before the others leave.
+    hosts = peers.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
     if not peers.is_main():
         return "the start report is in train.log, the log of process 0"
-    rows = {
-        **describe_model(cfg, program, corpus),
-        **_describe_devices(cfg, program, mesh),
-        **describe_batch(cfg, program, mesh, sizes),
-        **_describe_costs(cfg, program, mesh, sizes),
-        **({"chosen": chosen} if chosen else {}),
-        **_describe_exceptions(cfg, program, corpus),
-        **(_describe_rollout(program, cfg.task, mesh) if isinstance(cfg.task, Grpo) else {}),
-        **({"processes": processes} if processes else {}),
-        **_describe_unsplit(cfg, mesh),
-    }
-    return _as_tables(f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name, rows, mesh)
+    rows = describe_model(cfg, program, corpus)
+    rows |= _describe_devices(cfg, program, mesh)
+    rows |= describe_batch(cfg, program, mesh, sizes)
+    rows |= _describe_costs(cfg, program, sizes)
+    rows |= {"chosen": chosen} if chosen else {}
+    rows |= _describe_exceptions(cfg, program, corpus)
+    rows |= _describe_rollout(program, cfg.task) if isinstance(cfg.task, Grpo) else {}
+    if len(hosts) > 1:
+        more = [f"... {len(hosts) - MAX_ROWS} more"] if len(hosts) > MAX_ROWS else []
+        rows["processes"] = "; ".join([f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])] + more)
+    for dim_name, axes in unsplit_dims(cfg.dims, mesh.shape).items():
+        split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        rows[DIMS[dim_name].name] = f"{cfg.dims[dim_name]:,} on {split}: every device keeps all"
 
-
-def _as_tables(title: str, rows: dict[str, str], mesh: Mesh) -> str:
-    """Return the rows as a table, and below it the ids of the devices by their place on the mesh."""
+    title = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
     table = Table(show_header=False, box=None, title=title, title_justify="left")
     for name, text in rows.items():
         table.add_row(name, text)
@@ -270,19 +231,29 @@ def _as_tables(title: str, rows: dict[str, str], mesh: Mesh) -> str:
 
 def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
     """Return the rows about the mesh, and what its devices keep of the state and of the activations."""
-    training, dtypes = cfg.training, cfg.training.dtypes
+    training, dtypes, remat = cfg.training, cfg.training.dtypes, program.choices.remat
     kinds = {device.device_kind for device in mesh.devices.flat}
+    # What blocks keep for their backward pass, and what waits in the host's memory.
+    kept = f"remat {remat.policy}"
+    if remat.every > 1:
+        kept += f" in one of {remat.every} blocks, none in the others"
+    if training.offload != "none":
+        kept += f"; {training.offload} in the host's memory"
+    multiplied = dtypes["compute"]
+    if training.matmul_dtype is not None:
+        others = "logits and experts" if isinstance(cfg.model.mlp, ExpertsMlp) else "logits"
+        emulated = ", emulated: this is slow" if mesh.devices.flat[0].platform == "cpu" else ""
+        multiplied = f"{training.matmul_dtype} ({dtypes['compute']} in {others}{emulated})"
     return {
         "mesh": f"{format_mesh_shape(mesh.shape)} over {mesh.size} x {', '.join(sorted(kinds))}, "
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, "
-        f"products {_describe_matmul(cfg, mesh)}, gradient sums {dtypes['reduce']}; "
-        + _describe_remat(program.choices.remat, program.cfg.training.offload),
+        f"products {multiplied}, gradient sums {dtypes['reduce']}; {kept}",
         **_describe_stream(cfg, program, mesh),
     }
 
 
-def _describe_costs(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
+def _describe_costs(cfg: Config, program: Program, sizes: Sizes) -> dict[str, str]:
     """Return the rows about memory and arithmetic."""
     gib = {name: size / 2**30 for name, size in derive_costs(program).num_bytes.items()}
     return {
@@ -323,23 +294,6 @@ def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None
     return rows
 
 
-def _describe_unsplit(cfg: Config, mesh: Mesh) -> dict[str, str]:
-    """Return a row for each dimension that its mesh axes do not divide."""
-    rows = {}
-    for dim_name, axes in unsplit_dims(cfg.dims, mesh.shape).items():
-        split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-        rows[DIMS[dim_name].name] = f"{cfg.dims[dim_name]:,} on {split}: every device keeps all"
-    return rows
-
-
-def _describe_remat(remat: Remat, offload: str) -> str:
-    """Return in words what blocks keep for their backward pass, and what waits in the host's memory."""
-    text = f"remat {remat.policy}"
-    if remat.every > 1:
-        text += f" in one of {remat.every} blocks, none in the others"
-    return text if offload == "none" else f"{text}; {offload} in the host's memory"
-
-
 def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
     """Return in words which tokens of the residual stream a device has; nothing where no axis could split them."""
     training, num_tokens = cfg.training, cfg.training.seq_len // token_shards(mesh.shape)
@@ -356,46 +310,23 @@ def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str
     return {"residual stream": f"{text} {num_tokens:,} tokens of a sequence in each branch on a device ({reason})"}
 
 
-def _describe_rollout(program: Program, task: Grpo, mesh: Mesh) -> dict[str, str]:
+def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
     """Return the numbers of a rollout, and its memory beside the training state, which a step does not need then."""
     cfg = program.cfg
     rollout = plan_rollout(program, read_device_bytes())
     costs = rollout.costs
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
-    reference = {}
+    rows = {}
     if rollout.reference_bytes:
-        reference["reference"] = (
+        rows["reference"] = (
             f"{rollout.reference_bytes / 2**30:.3f} GiB beside the state: the model of step 0 in "
             f"{program.layout.compute} (task.kl_coefficient={task.kl_coefficient:g})"
         )
-    return reference | {
+    waves = f", in {rollout.num_batches} waves (task.rollout_rows={task.rollout_rows})"
+    return rows | {
         "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.max_prompt_length:,} tokens "
         f"x {task.group_size} answers of at most {cfg.sampling.max_new_tokens:,}, for {rollout.steps} step(s); "
-        f"{costs.rows:,} answers at a time on a device"
-        + (
-            f", in {rollout.num_batches} waves (task.rollout_rows={task.rollout_rows})"
-            if rollout.num_batches > 1
-            else ""
-        ),
+        f"{costs.rows:,} answers at a time on a device" + (waves if rollout.num_batches > 1 else ""),
         "bytes of a rollout": f"{costs.memory / 2**30:.3f} GiB beside weights and {cfg.optimizer.name} = {parts}; at "
         f"most {costs.num_programs} compiled programs",
     }
-
-
-def _describe_matmul(cfg: Config, mesh: Mesh) -> str:
-    """Return in words what numbers products multiply."""
-    compute = cfg.training.dtypes["compute"]
-    if cfg.training.matmul_dtype is None:
-        return compute
-    emulated = ", emulated: this is slow" if mesh.devices.flat[0].platform == "cpu" else ""
-    others = "logits and experts" if isinstance(cfg.model.mlp, ExpertsMlp) else "logits"
-    return f"{cfg.training.matmul_dtype} ({compute} in {others}{emulated})"
-
-
-def _describe_processes() -> str:
-    """Return the host and the number of devices of each process, in a line."""
-    hosts = peers.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
-    lines = [f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])]
-    if len(hosts) > MAX_ROWS:
-        lines.append(f"... {len(hosts) - MAX_ROWS} more")
-    return "; ".join(lines)

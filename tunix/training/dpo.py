@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.config.task import Dpo
-from tunix.data.batch import FIELDS, Batch, Field
+from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.logprobs import ROUTING, Loss, Sums, add_block_sums, compute_token_log_probs
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from tunix.config import Sampling
 from tunix.config.task import Grpo
-from tunix.data.batch import FIELDS, Batch, Field
+from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.logprobs import Largest, Loss, Mean, add_block_sums, score_targets
 

@@ -5,8 +5,7 @@ from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.data.batch import add_fields
-from tunix.data.batches import read_held_out
+from tunix.data.batches import add_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.tokenizer import bytes_by_token
 from tunix.sharding.arrays import local_rows, to_global

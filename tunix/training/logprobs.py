@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batch import Batch
+from tunix.data.batches import Batch
 from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
 

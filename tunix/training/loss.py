@@ -12,7 +12,7 @@ from tunix.base.dotted_path import blame_user, import_object, is_dotted
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
 from tunix.config.task import Dpo, Grpo
-from tunix.data.batch import FIELDS, Batch, Field
+from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.dpo import PAIR_FIELDS, evaluate_preferences, preference_loss
 from tunix.training.grpo import POLICY_FIELDS, policy_loss

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batch import Batch
+from tunix.data.batches import Batch
 from tunix.models.block import Forward, Rows
 from tunix.models.layers import BlockSums, merge_stages
 from tunix.models.pipeline import Lanes

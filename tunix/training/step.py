@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
-from tunix.data.batch import Batch
+from tunix.data.batches import Batch
 from tunix.models.layers import named
 from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
 from tunix.sharding.equations import Equation
