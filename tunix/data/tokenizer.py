@@ -23,7 +23,7 @@ from tunix.base.files import read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
-from tunix.huggingface.hub import explain
+from tunix.huggingface.hub import fetch
 
 # Values in files of SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226).
 UNIGRAM, BPE = 1, 2  # values of TrainerSpec.model_type
@@ -116,29 +116,8 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
     # What does not look like OWNER/NAME is not looked for on the hub.
     if found.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
         raise UserError(f"tokenizer.path={path} does not exist")
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    files: dict[str, Path] = {}
-    unknown: Exception | None = None
-    try:
-        for name in FILES:
-            try:
-                files[name] = Path(hf_hub_download(path, name, local_files_only=unknown is not None))
-            except LocalEntryNotFoundError as error:
-                # The hub does not answer and the cache lacks the file, which may or may not exist. The files after it
-                # are looked for in the cache only.
-                unknown = error
-            except EntryNotFoundError:
-                continue
-        if unknown and not files:
-            raise unknown
-    except Exception as error:  # no network, no such name, no permission to read it
-        raise UserError(
-            f"tokenizer.path={path} is not a file here and could not be fetched from the Hugging Face hub: "
-            f"{explain(error)}"
-        ) from None
-    return files
+    fetched = fetch(path, FILES, "tokenizer.path", "file")
+    return {name: fetched / name for name in FILES if (fetched / name).is_file()}
 
 
 def read_backend_of(path: str, files: dict[str, Path]) -> Backend:

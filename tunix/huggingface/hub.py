@@ -42,13 +42,23 @@ def find(source: str, patterns: tuple[str, ...] = INFO_FILES, key: str = "model.
         return folder
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         raise UserError(f"{key}={source} is neither a folder nor the ID of a model like google/gemma-3-270m")
+    return fetch(source, patterns, key, "folder")
+
+
+def fetch(source: str, patterns: tuple[str, ...], key: str, kind: str) -> Path:
+    """Return the folder of a model's files on the hub, in the cache of `huggingface_hub`; see `find`.
+
+    `kind` is what `source` is not: a folder, or a file, of this machine.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # many kinds: no network, no permission, no such name
+        kinds = {each.__name__ for each in type(error).__mro__}
+        reason = next((text for name, text in REASONS.items() if name in kinds), str(error).strip().splitlines()[0])
         raise UserError(
-            f"{key}={source} is not a folder here and could not be fetched from the Hugging Face hub: {explain(error)}"
+            f"{key}={source} is not a {kind} here and could not be fetched from the Hugging Face hub: {reason}"
         ) from None
 
 
@@ -61,17 +71,8 @@ def list_copied_files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]
     """
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         target = path.resolve()
-        local = (
-            folder.resolve(),
-            folder.resolve().parents[1] / "blobs" if folder.parent.name == "snapshots" else folder,
-        )
-        if target.name != path.name and not any(target.is_relative_to(index) for index in local):
+        blobs = folder.resolve().parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+        if target.name != path.name and not any(target.is_relative_to(own) for own in (folder.resolve(), blobs)):
             log.warning("%s is a link to %s: it is not copied", path, target)
         elif path.is_file():
             yield path
-
-
-def explain(error: Exception) -> str:
-    """Return in one line what an error of huggingface_hub means."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return next((text for kind, text in REASONS.items() if kind in kinds), str(error).strip().splitlines()[0])

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 # One run at a time writes into a folder. Its lock is one of the operating system (`flock`) on the file FOLDER/.running.
-# The kernel gives it back when the process ends, also by kill -9, so no lock outlives its run; a file whose existence is
-# the lock would have to be removed by hand. The file's text says who has the lock, for the message to the other.
+# The kernel gives it back when the process ends, also by kill -9, so no lock outlives its run; a file whose existence
+# is the lock would have to be removed by hand. The file's text says who has the lock, for the message to the other.
 LOCK = ".running"
 # Seconds to wait for a run of this host that has the lock, and of another host. A run that was killed a moment ago may
 # still be ending. A file server gives the lock of a host that died to others only when that host's lease has run out.
@@ -154,9 +154,7 @@ def describe_environment() -> dict[str, Any]:
         "packages": list_packages(),
         "devices": [f"{device.id}: {device.device_kind} (process {device.process_index})" for device in jax.devices()],
         "processes": jax.process_count(),
-        "variables": mask_variables(
-            {name: os.environ[name] for name in sorted(os.environ) if name.startswith(VARIABLES)}
-        ),
+        "variables": mask_variables({key: os.environ[key] for key in sorted(os.environ) if key.startswith(VARIABLES)}),
     }
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlparse
 from tunix.base.errors import Ending, UserError
 from tunix.base.files import write_whole
 from tunix.base.text import flat
-from tunix.run.sinks import Start
+from tunix.run.sinks import Sink, Start
 
 # Ids under which other programs know a run are in run_ids.json of its folder, and a resumed run keeps them:
 # {"wandb": "9c1f2ab0", "mlflow": "5d0e..."}
@@ -41,7 +41,7 @@ def keep_id(folder: Path, sink: str, value: str) -> None:
         write_whole(path, json.dumps(ids | {sink: value}, indent=1) + "\n")
 
 
-class Wandb:
+class Wandb(Sink):
     """A run of Weights & Biases: charts GROUP/NAME, samples as tables, files of the run as an artifact. A resumed run
     goes on with its id."""
 
@@ -135,7 +135,7 @@ BATCH = 900  # metrics in a request, and a tenth as many parameters: the server 
 MAX_LENGTH = 5000  # characters of a parameter
 
 
-class Mlflow:
+class Mlflow(Sink):
     """A run of MLflow: metrics GROUP/NAME, the config as parameters, texts and pictures as artifacts. A resumed run
     goes on with its id."""
 
@@ -218,7 +218,7 @@ VARIABLE = "TUNIX_WEBHOOK_URL"
 TIMEOUT_S = 10.0
 
 
-class Webhook:
+class Webhook(Sink):
     """Messages of a run when it starts, ends or fails, in Slack's format: {"text": "..."} sent by POST. A run that is
     killed (SIGKILL) sends none at its end."""
 
@@ -248,39 +248,24 @@ class Webhook:
     def write(self, record: dict[str, Any], group: str) -> None:
         self.last[group] = record
 
-    def text(self, name: str, text: str, step: int) -> None:
-        """Texts are not sent."""
-
-    def image(self, name: str, png: bytes, step: int) -> None:
-        """Pictures are not sent."""
-
     def close(self, error: BaseException | None) -> None:
-        self._send(f"{self.run} {_describe_end(error)}, {self._describe_numbers()}")
-
-    def _describe_numbers(self) -> str:
-        """Return the newest numbers of training and of each evaluation, and the time that passed."""
+        """Send how the run ends, the newest numbers of training and of each evaluation, and the time that passed."""
+        end = "is done" if error is None else f"FAILED ({type(error).__name__}: {error})"
+        if isinstance(error, Ending) and not error.is_failure:
+            end = f"was stopped ({error})"
         elapsed = timedelta(seconds=round(time.monotonic() - self.start_time))
         numbers = [f"step {self.last['train']['step']}"] if "train" in self.last else ["no step"]
         for group, record in self.last.items():
             name = next((name for name in ("reward", "loss") if isinstance(record.get(name), float)), None)
             if name:
                 numbers.append(f"{group} {name} {record[name]:.4f}")
-        return f"{', '.join(numbers)}, after {elapsed}"
+        self._send(f"{self.run} {end}, {', '.join(numbers)}, after {elapsed}")
 
     def _send(self, text: str) -> None:
         body = json.dumps({"text": text}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-            pass
+        urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
 
 
 def _url(logging: dict[str, Any]) -> str:
     return logging["webhook"]["url"] or os.environ.get(VARIABLE, "")
-
-
-def _describe_end(error: BaseException | None) -> str:
-    if error is None:
-        return "is done"
-    if isinstance(error, Ending) and not error.is_failure:
-        return f"was stopped ({error})"
-    return f"FAILED ({type(error).__name__}: {error})"

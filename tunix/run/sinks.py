@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ class Start:
 
 
 class Sink(Protocol):
-    """A class that is made with a `Start` when the run begins."""
+    """A class that is made with a `Start` when the run begins. What it does not take, it leaves out."""
 
     def write(self, record: dict[str, Any], group: str) -> None:
         """Take a record of numbers by name, with its `step`; `group` is `train`, or the split of an evaluation."""
@@ -75,18 +76,17 @@ class Background:
         self.thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
         self.thread.start()
 
-    def write(self, record: dict[str, Any], group: str) -> None:
-        self._add("write", record, group)
+    def _add(self, method: str, *arguments: Any) -> None:
+        if self.calls.qsize() < MAX_QUEUED:
+            self.calls.put((method, arguments))
+        else:
+            self.dropped += 1
 
-    def text(self, name: str, text: str, step: int) -> None:
-        self._add("text", name, text, step)
-
-    def image(self, name: str, png: bytes, step: int) -> None:
-        self._add("image", name, png, step)
-
+    write = partialmethod(_add, "write")
+    text = partialmethod(_add, "text")
+    image = partialmethod(_add, "image")
     # Whether the sink has a method `table` is not known yet: the thread makes the sink. `_call` asks it.
-    def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
-        self._add("table", name, rows, text, step)
+    table = partialmethod(_add, "table")
 
     def close(self, error: BaseException | None) -> None:
         """Ask the sink to end; the caller then waits with `wait`."""
@@ -102,12 +102,6 @@ class Background:
         if self.failures or lost:
             log.warning("logging.sinks=%s: %d failures; %d calls are lost", self.name, self.failures, lost)
 
-    def _add(self, method: str, *arguments: Any) -> None:
-        if self.calls.qsize() < MAX_QUEUED:
-            self.calls.put((method, arguments))
-        else:
-            self.dropped += 1
-
     def _work(self) -> None:
         """Make the sink, and hand it the calls until `close` is done or the deadline has passed."""
         # Making the sink logs in at a server. Without it every call is lost, so this is tried until the run ends. The
@@ -119,7 +113,7 @@ class Background:
                 return
         while True:
             method, arguments = self.calls.get()
-            if self._try(lambda method=method, arguments=arguments: _call(sink, method, arguments)) is None:  # type: ignore[misc]
+            if self._try(partial(_call, sink, method, arguments)) is None:
                 self.dropped += 1
             if method == "close" or self._is_late():
                 return
@@ -157,7 +151,7 @@ def _call(sink: Sink, method: str, arguments: tuple) -> bool:
     return True
 
 
-class Jsonl:
+class Jsonl(Sink):
     """The file metrics.jsonl in the run's folder: a JSON object a line for each record; a resumed run appends to it."""
 
     def __init__(self, start: Start):
@@ -167,17 +161,11 @@ class Jsonl:
     def write(self, record: dict[str, Any], group: str) -> None:
         self.file.write(json.dumps(record) + "\n")
 
-    def text(self, name: str, text: str, step: int) -> None:
-        """Texts are in the log."""
-
-    def image(self, name: str, png: bytes, step: int) -> None:
-        """Pictures are files of their own."""
-
     def close(self, error: BaseException | None) -> None:
         self.file.close()
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Events in the run's folder (`tensorboard --logdir outputs/`): scalars GROUP/NAME, texts as they are, pictures."""
 
     def __init__(self, start: Start):
@@ -218,7 +206,7 @@ class TensorBoard:
         self.events.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
 
-class Terminal:
+class Terminal(Sink):
     """A progress bar on a terminal, and a line every so many steps, which train.log gets too. Every run has it."""
 
     def __init__(self, start: Start):
@@ -250,12 +238,6 @@ class Terminal:
                 f"step {step}/{self.last_step}  {line}  grad norm {_decimals(record['grad_norm'])}  "
                 f"lr {record['learning_rate']:.2e}  step {record['step_time_s']:.3f} s  {left} left"
             )
-
-    def text(self, name: str, text: str, step: int) -> None:
-        """Texts are logged by those that write them."""
-
-    def image(self, name: str, png: bytes, step: int) -> None:
-        """A terminal shows no pictures."""
 
     def close(self, error: BaseException | None) -> None:
         if self.progress:
